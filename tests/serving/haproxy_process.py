@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from serve_template import serves_config
+from shoal.cluster.ingress.front import Front, install_front
 from shoal.cluster.ingress.serve_environment import prepare_ingress, serve_environment
 from shoal.cluster.ports import find_free_port
 from shoal_program import logs
@@ -23,13 +24,27 @@ class HaproxyProcess:
 
     folder: with a short name, since unix sockets lie in it
     fallback_port: of Serve's own proxy
+    front:         how clients reach it; None: as by default
     """
 
     def __init__(
-        self, folder: Path, replica_port: int, grpc_replica_port: int, edits: str = "", fallback_port: int = 0
+        self,
+        folder: Path,
+        replica_port: int,
+        grpc_replica_port: int,
+        edits: str = "",
+        *,
+        fallback_port: int = 0,
+        front: Front | None = None,
     ) -> None:
         environment = serve_environment(folder)
         prepare_ingress(environment)
+        self.files = folder / "ha"
+        if front is not None:
+            install_front(front, self.files)
+            (self.files / "node").mkdir()
+            (self.files / "node" / "a.sock").symlink_to(folder / "a.sock")
+        self._host = "::1" if front is not None and front.host == "::1" else "127.0.0.1"
         self.folder, self.port, self.grpc_port = folder, find_free_port(), find_free_port()
         file = folder / "haproxy.cfg"
         file.write_text(
@@ -66,5 +81,8 @@ class HaproxyProcess:
 
     def _listens(self) -> bool:
         assert self.process.poll() is None, (self.folder / "log").read_text()
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+        try:
+            socket.create_connection((self._host, self.port), END_S).close()
+        except ConnectionRefusedError:
+            return False
+        return True

@@ -378,7 +378,7 @@ def test_what_stays_on_this_machine_goes_through_no_proxy(monkeypatch: pytest.Mo
     monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
     urls = ("http://127.0.0.2:8000", "http://[::1]:8000", "http://localhost:1", "http://h.example:8000")
     expected = [None, None, None, "http://proxy.example:3128"]
-    assert [transport._build_httpx_options(url, "", 1)["proxy"] for url in urls] == expected
+    assert [transport._build_httpx_options(url, "", 1, "", "")["proxy"] for url in urls] == expected
 
 
 def test_a_load_is_simulated_from_what_was_measured(recorded: str) -> None:

@@ -116,6 +116,16 @@ def test_deploy_asks_no_registry_of_this_machine_and_says_how_to_reach_the_endpo
     assert "ssh -N -L 8000:127.0.0.1:8000 HEAD &" in result.output
 
 
+def test_one_that_is_reached_over_tls_needs_no_tunnel(cluster: FakeCluster) -> None:
+    url = "https://models.example:8443"
+    cluster.begin = lambda job: setattr(job, "said", SERVING.replace("http://127.0.0.1:8000", url))
+    tls = ["endpoint.host=0.0.0.0", "endpoint.tls.certificate=/c.pem", "endpoint.tls.key=/k.pem"]
+    said = shoal_program("deploy", "tumours", *tls).output
+    assert f"is ready at {url}, on the head of" in said
+    assert f"--endpoint {url} --ca FILE --key TOKEN" in said
+    assert "ssh" not in said
+
+
 def test_both_addresses_are_reached_through_the_tunnel(cluster: FakeCluster) -> None:
     cluster.begin = lambda job: setattr(job, "said", f"{SERVING}serving gRPC at 127.0.0.1:8001\n")
     assert "ssh -N -L 8000:127.0.0.1:8000 -L 8001:127.0.0.1:8001 HEAD &" in shoal_program("deploy", "tumours").output

@@ -321,7 +321,7 @@ def test_an_endpoint_of_another_run_is_not_deleted(cluster: FakeCluster, recorde
         (["fashion", "endpoint.prot=1"], "did you mean 'port'?"),
         (["fashion", "endpoint.models.tabular.precision=bf16"], "endpoint.models = 'tabular': is not served"),
         (["fashion", "endpoint.models.fashion.precision=fp7"], "endpoint.models.fashion.precision = 'fp7'"),
-        (["fashion", "endpoint.host=0.0.0.0"], "listens on loopback"),
+        (["fashion", "endpoint.host=0.0.0.0"], "beyond loopback"),
         (["fashion", "nonsense=1"], "no such field"),
     ],
 )

@@ -88,10 +88,13 @@ def test_the_python_of_the_page_runs(endpoint: Host, capsys: pytest.CaptureFixtu
 
 def test_the_yaml_of_the_page_is_a_spec(tmp_path: Path) -> None:
     exec(compile(blocks("python")[0], str(PAGE), "exec"), {})
-    (text,) = blocks("yaml")
-    (tmp_path / "shop.yaml").write_text(text)
-    spec = load_serving_spec(tmp_path / "shop.yaml")
-    check(spec)
+    specs = []
+    for text in blocks("yaml"):
+        (tmp_path / "shop.yaml").write_text(text)
+        specs.append(load_serving_spec(tmp_path / "shop.yaml"))
+        check(specs[-1])
+    spec, encrypted = specs
+    assert encrypted.endpoint.tls is not None
     assert (spec.models, spec.endpoint.name, spec.endpoint.model.deadline_s) == (["mine@champion"], "shop", 0.5)
     assert spec.endpoint.keys[0].models == ["mine"]
 

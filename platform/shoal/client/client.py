@@ -105,6 +105,8 @@ class Client(_ClientBase):
                  safe, but may compute twice
     binary:      send tensors as bytes after a small header, several times as fast as JSON for large ones; off: plain
                  JSON
+    ca:          of https: a file of the authorities to trust; "": $SHOAL_CA, or the system's
+    certificate: of https: a file with this client's own certificate and its key; "": $SHOAL_CLIENT_CERTIFICATE, or none
 
     Every call raises InferenceError with the endpoint's status and message, or ConnectionLost; ConfigError for an
     invalid argument.
@@ -120,9 +122,11 @@ class Client(_ClientBase):
         retry_lost: bool = False,
         binary: bool = True,
         num_connections: int = NUM_CONNECTIONS,
+        ca: str = "",
+        certificate: str = "",
     ) -> None:
         super().__init__(url, timeout_s, num_retries, retry_lost, binary)
-        self._transport = Transport(url, token, num_connections)
+        self._transport = Transport(url, token, num_connections, ca, certificate)
 
     def infer(
         self,
@@ -292,9 +296,11 @@ class AsyncClient(_ClientBase):
         retry_lost: bool = False,
         binary: bool = True,
         num_connections: int = NUM_CONNECTIONS,
+        ca: str = "",
+        certificate: str = "",
     ) -> None:
         super().__init__(url, timeout_s, num_retries, retry_lost, binary)
-        self._transport = AsyncTransport(url, token, num_connections)
+        self._transport = AsyncTransport(url, token, num_connections, ca, certificate)
         self._pending_signatures: dict[str, asyncio.Task[ModelMetadata]] = {}  # signatures being fetched
 
     async def infer(

@@ -58,5 +58,6 @@ def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
 
 
 def token_for(url: str) -> str:
-    """The access token of this home, for an endpoint of this machine; "" for one elsewhere."""
-    return read_existing_token() if is_loopback(parse_host(url)) else ""
+    """The access token of this home, for an endpoint of this machine or its record; "" for one elsewhere."""
+    is_ours = is_loopback(parse_host(url)) or any(each.url == url for each in list_endpoints())
+    return read_existing_token() if is_ours else ""

@@ -95,10 +95,19 @@ class RolloutEvent(msgspec.Struct, frozen=True):
     by: str = ""
 
 
+class CertificateStatus(msgspec.Struct, frozen=True):
+    """The certificate of the ingress. `problem`: why the present files are not used; then the former one stays."""
+
+    expires_at: float
+    days_remaining: float
+    problem: str = ""
+
+
 class EndpointStatus(msgspec.Struct, frozen=True):
     """The full endpoint. Times are seconds since the epoch; `events` are the newest, oldest first.
 
     grpc: host:port of gRPC; "" without gRPC
+    certificate: that of the ingress; None for plain HTTP
     num_replicas: the planned number; the least for an endpoint that scales with its load
     """
 
@@ -113,6 +122,7 @@ class EndpointStatus(msgspec.Struct, frozen=True):
     replicas: list[ReplicaStatus] = []
     models: list[ModelStatus] = []
     events: list[RolloutEvent] = []
+    certificate: CertificateStatus | None = None
 
     @classmethod
     def from_json(cls, body: bytes) -> EndpointStatus:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import ssl
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from shoal.client.address import find_proxy, parse_host
 from shoal.client.retry import ConnectionBroken, NotSent, Reply, RetrySteps, Send, SendOutcome, Sleep, TimedOut
+from shoal.client.tls import CA_VARIABLE, create_tls_context
 from shoal.errors import Closed, ConfigError, needs_extra
-from shoal.network_address import is_loopback
 
 with needs_extra("client"):
     import httpx2
@@ -25,7 +24,7 @@ _HEADERS = {"accept": "application/json", "accept-encoding": "identity", "user-a
 Http = TypeVar("Http", httpx2.Client, httpx2.AsyncClient)
 
 
-def _build_httpx_options(url: str, token: str, num_connections: int) -> dict[str, object]:
+def _build_httpx_options(url: str, token: str, num_connections: int, ca: str, certificate: str) -> dict[str, object]:
     host = parse_host(url)
     if num_connections < 1:
         raise ConfigError("num_connections", num_connections, "must be at least 1")
@@ -41,17 +40,8 @@ def _build_httpx_options(url: str, token: str, num_connections: int) -> dict[str
         # Only the environment's entries for this host: httpx2 would read all, and raises for networks in NO_PROXY.
         "trust_env": False,
         "proxy": find_proxy(url),
-        "verify": _certificates(host) if url.startswith("https") else True,
+        "verify": create_tls_context(host, ca, certificate) if url.startswith("https") else True,
     }
-
-
-def _certificates(host: str) -> ssl.SSLContext:
-    """The certificates of SSL_CERT_FILE or SSL_CERT_DIR, for other hosts. Raises ConfigError."""
-    try:
-        return httpx2.create_ssl_context(trust_env=not is_loopback(host))
-    except OSError as error:
-        names = "SSL_CERT_FILE, SSL_CERT_DIR"
-        raise ConfigError("environment", names, f"have no certificates: {error}", "correct or unset them") from None
 
 
 def _open_client(kind: Callable[..., Http], settings: dict[str, object]) -> Http:
@@ -68,8 +58,8 @@ def _open_client(kind: Callable[..., Http], settings: dict[str, object]) -> Http
 class Transport:
     """The blocking transport, for any number of threads. A forked process opens its own connections."""
 
-    def __init__(self, url: str, token: str, num_connections: int) -> None:
-        self._settings = _build_httpx_options(url, token, num_connections)
+    def __init__(self, url: str, token: str, num_connections: int, ca: str = "", certificate: str = "") -> None:
+        self._settings = _build_httpx_options(url, token, num_connections, ca, certificate)
         self._open()
 
     def _open(self) -> None:
@@ -122,8 +112,10 @@ class AsyncTransport:
     connections for each waiting request.
     """
 
-    def __init__(self, url: str, token: str, num_connections: int) -> None:
-        self._http = _open_client(httpx2.AsyncClient, _build_httpx_options(url, token, num_connections))
+    def __init__(self, url: str, token: str, num_connections: int, ca: str = "", certificate: str = "") -> None:
+        self._http = _open_client(
+            httpx2.AsyncClient, _build_httpx_options(url, token, num_connections, ca, certificate)
+        )
         self._free = asyncio.Semaphore(num_connections)
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop of the first call
 
@@ -203,6 +195,8 @@ def _reply(response: httpx2.Response, chunks: list[bytes]) -> Reply:
 
 def _to_outcome(error: httpx2.TransportError) -> SendOutcome:
     reason = str(error) or type(error).__name__
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        reason += f"; trust its authority by ca=FILE, --ca FILE or ${CA_VARIABLE}"
     if isinstance(error, httpx2.TimeoutException):
         return TimedOut()
     return NotSent(reason) if isinstance(error, httpx2.ConnectError) else ConnectionBroken(reason)

@@ -1,6 +1,6 @@
 """A connection to a policy behind an endpoint, as a client with only its URL.
 
-Speaks the Open Inference Protocol over plain HTTP; uses no Ray and holds no weights.
+Speaks the Open Inference Protocol over HTTP or https; uses no Ray and holds no weights.
 
 Called by `policy_evaluation`, benchmarks and tests.
 """
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from shoal.client.tls import create_tls_context
 from shoal.errors import ConnectionLost, InferenceError
 from shoal.wire.action_masks import INFO_KEY
 
@@ -54,7 +55,12 @@ class InferenceConnection:
 
     def __init__(self, url: str, model: str, token: str, timeout_s: float = 10.0, state_size: int = 0) -> None:
         parts = urlsplit(url)
-        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+        host = parts.hostname or ""
+        self._connection = (
+            http.client.HTTPSConnection(host, parts.port, timeout=timeout_s, context=create_tls_context(host))
+            if parts.scheme == "https"
+            else http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
+        )
         self._path = f"{parts.path}/v2/models/{model}/infer"
         self._token, self._state_size = token, state_size
 

@@ -183,6 +183,11 @@ CHANGED_TEMPLATES = {
         ("backend default_backend\n", "backend default_backend\n    bind :1\n"),
     ],
     "close the admin socket": [("mode 666", "mode 0666")],
+    "where the fronts listen": [
+        ("    bind 127.0.0.1:8000\n", "    bind 127.0.0.1:8000 tfo\n"),
+        ("    bind 127.0.0.1:2 proto h2\n", ""),
+    ],
+    "number of threads": [("    nbthread 1\n", "    thread-groups 1\n")],
     "replace Serve's error files": [("    errorfile 503 ", "    error-file 503 ")],
     "names of back ends": [("backend http-app\n", "backend app-http\n")],
     "back ends that a front selects": [

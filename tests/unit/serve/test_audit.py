@@ -32,14 +32,14 @@ def path(tmp_path: Path) -> Path:
 def test_a_change_that_was_made_for_somebody(path: Path) -> None:
     before = datetime.now(UTC)
     with AuditLog(path, "digits").audit_request(
-        "canary", CHANGE, format_origin("administrator", "10.0.0.7, 127.0.0.1")
+        "canary", CHANGE, format_origin("administrator", "10.0.0.7 CN=alice smith,O=ours")
     ):
         assert not path.exists()
     (line,) = written(path)
     assert before.replace(microsecond=0) <= datetime.fromisoformat(line.pop("time")) <= datetime.now(UTC)
     assert line == {
         "endpoint": "digits", "entry": "asked", "action": "canary", "by": "administrator",
-        "from": "10.0.0.7, 127.0.0.1", "change": CHANGE, "result": "done",
+        "from": "10.0.0.7", "subject": "CN=alice smith,O=ours", "change": CHANGE, "result": "done",
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import pytest
 from shoal.errors import ConfigError
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
+from shoal.serve.spec.reach import Reach
 
 
 def spec(**values: Any) -> EndpointSpec:
@@ -17,21 +18,25 @@ def spec(**values: Any) -> EndpointSpec:
 def nested(field: str, value: object) -> dict[str, Any]:
     """`a.b` and a value as {"a": {"b": value}}."""
     parent, _, leaf = field.rpartition(".")
-    return {parent: {leaf: value}} if parent else {field: value}
+    inner = [value] if leaf.isdigit() else {leaf: value}
+    return {parent: inner} if parent else {field: value}
 
 
 @pytest.mark.parametrize(
     ("field", "value", "word"),
     [
-        ("host", "0.0.0.0", "encryption"),
-        ("host", "example.org", "encryption"),
+        ("host", "0.0.0.0", "insecure: true"),
+        ("host", "::", "tls.certificate"),
+        ("host", "example.org", "is no address"),
+        ("tls.certificate", "server.pem", "full path"),
+        ("trusted_proxies.0", "10.0.0.7/8", "no network"),
+        ("ingress_threads", 0, "1"),
         ("name", "a/b", "pattern"),
         ("token", "", "token"),
         ("token", "two words", "blanks"),
         ("token", "**********", "masked"),
         ("port", 70000, "65535"),
         ("model.max_batch_size", -1, "0"),
-        ("host", "::1", "IPv4"),
         ("max_replicas", 0, "1"),
         ("retries", 3, "no such field"),
         ("num_gpus", -0.5, "0"),
@@ -42,6 +47,38 @@ def test_a_spec_that_cannot_work_is_refused(field: str, value: object, word: str
     with pytest.raises(ConfigError, match=word) as caught:
         spec(**nested(field, value))
     assert caught.value.field == field
+
+
+TLS = {"certificate": "/c.pem", "key": "/k.pem"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "url", "grpc"),
+    [
+        ({}, "http://127.0.0.1:80", "127.0.0.1:81"),
+        ({"host": "::1", "route_prefix": "/a"}, "http://[::1]:80/a", "[::1]:81"),
+        ({"host": "0.0.0.0", "insecure": True}, "http://127.0.0.1:80", "127.0.0.1:81"),
+        ({"host": "::", "insecure": True}, "http://[::1]:80", "[::1]:81"),
+        ({"host": "192.0.2.1", "tls": TLS}, "https://192.0.2.1:80", "192.0.2.1:81"),
+        (
+            {"host": "0.0.0.0", "tls": {**TLS, "name": "models.example"}},
+            "https://models.example:80",
+            "models.example:81",
+        ),
+    ],
+)
+def test_its_addresses_are_those_that_clients_here_can_reach(fields: dict[str, Any], url: str, grpc: str) -> None:
+    made = spec(port=80, grpc_port=81, **fields)
+    assert (made.url, made.grpc_address) == (url, grpc)
+
+
+def test_one_that_joins_another_has_its_address_and_nothing_else_of_it() -> None:
+    there = Reach.parse({"host": "0.0.0.0", "tls": {**TLS, "name": "models.example"}})
+    joining = spec(port=80, num_replicas=3).adopt_reach(there)
+    assert (joining.url, joining.num_replicas) == ("https://models.example:80", 3)
+    with pytest.raises(ConfigError, match="whose address it shares") as caught:
+        spec(host="127.0.0.1").adopt_reach(there)
+    assert caught.value.field == "endpoint.host"
 
 
 def test_whether_a_gpu_is_needed_is_said_by_any_model() -> None:

@@ -59,7 +59,8 @@ def worked(live: bool = False) -> ModelStatistics:
 def report(statistics: ModelStatistics, replica: str = "a") -> ReplicaReport:
     models = {"m": ModelReport(counts=statistics.snapshot(), queued_rows=7)}
     callers = {"ada": {"admitted": 3}, "": {"unknown": 2}}
-    return ReplicaReport(replica, ready=True, models=models, callers=callers, statuses={"200": 4, "401": 2})
+    statuses = {"200": 4, "401": 2}
+    return ReplicaReport(replica, 0, 0, True, models, callers, statuses, certificate_expires_at=1e9)
 
 
 def test_what_triton_counts_has_tritons_names() -> None:
@@ -94,6 +95,7 @@ def test_what_triton_does_not_count() -> None:
     assert value(series, "shoal_caller_requests_total", replica="a", result="unknown") == 2
     assert value(series, "shoal_http_answers_total", replica="a", status="401") == 2
     assert value(series, "shoal_replica_ready", replica="a") == 1
+    assert value(series, "shoal_certificate_expires_timestamp_seconds", replica="a") == 1e9
 
 
 def test_histograms_are_cumulative() -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from rich.table import Column
 
 from shoal.cli.support import input_readers as read
+from shoal.cli.support.ca_option import ca_option
 from shoal.cli.support.console import make_literal_console, make_table, print_json
 from shoal.client import Answer, Client
 from shoal.client.discovery import find_endpoint, token_for
@@ -59,6 +60,7 @@ FEW_VALUES = 12
 @click.option("--track", default="", metavar="stable|candidate", help="Use one side of a canary.")
 @click.option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
 @click.option("--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]")
+@ca_option
 @click.option("--key", envvar="SHOAL_KEY", default="", metavar="KEY", help="An API key, or $SHOAL_KEY.")
 def predict(
     model: str,

@@ -19,6 +19,7 @@ from rich.live import Live
 from shoal.cli.commands.serve_deploy import delete, deploy
 from shoal.cli.commands.serve_simulate import simulate_verb
 from shoal.cli.display import serve_display
+from shoal.cli.support.ca_option import ca_option
 from shoal.cli.support.console import CommandGroup, make_literal_console, print_json
 from shoal.client import Client
 from shoal.client.discovery import FoundEndpoint, find_endpoint, token_for
@@ -71,6 +72,7 @@ def connect_client(endpoint: str | None, timeout_s: float = STATUS_TIMEOUT_S) ->
 
 @serve.command()
 @click.argument("endpoint", required=False, metavar="[NAME|URL]")
+@ca_option
 @click.option("--follow", is_flag=True, help="Show it repeatedly, until Ctrl-C.")
 @click.option("--once", is_flag=True, help="Show it once; the default without --follow.")
 @click.option("--json", "as_json", is_flag=True, help="Print the status document, once.")
@@ -150,6 +152,7 @@ def _poll_status(ask: Callable[[], EndpointStatus], before: EndpointStatus) -> t
 @click.argument("model", metavar="NAME[@VERSION]")
 @click.option("--percent", type=click.FloatRange(0, 100), default=10.0, show_default=True, help="Of its requests.")
 @_endpoint_option
+@ca_option
 def canary(model: str, percent: float, endpoint: str | None) -> None:
     """Send a part of a model's requests to a version, alongside the stable one.
 
@@ -175,6 +178,7 @@ def canary(model: str, percent: float, endpoint: str | None) -> None:
 @serve.command()
 @click.argument("model", metavar="NAME[@VERSION]")
 @_endpoint_option
+@ca_option
 def promote(model: str, endpoint: str | None) -> None:
     """Let the candidate, or this version, answer all requests of a model.
 
@@ -198,6 +202,7 @@ def promote(model: str, endpoint: str | None) -> None:
 @click.option("--reason", default="", help="For the record.")
 @click.option("--timeout-s", default=120.0, show_default=True, help="How long to wait for every replica.")
 @_endpoint_option
+@ca_option
 def set_options(model: str, overrides: tuple[str, ...], reason: str, timeout_s: float, endpoint: str | None) -> None:
     """Change options of a model that is served (docs/serving.md lists them).
 
@@ -227,6 +232,7 @@ def set_options(model: str, overrides: tuple[str, ...], reason: str, timeout_s: 
 )
 @click.option("--reason", default="", help="For the record.")
 @_endpoint_option
+@ca_option
 def rollback(model: str, to: int | None, rejected: int | None, reason: str, endpoint: str | None) -> None:
     """End a canary or a shadow; without one, return to the previous version, or the alias's previous version.
 
@@ -256,6 +262,7 @@ def rollback(model: str, to: int | None, rejected: int | None, reason: str, endp
 @click.argument("model", metavar="NAME[@VERSION]")
 @click.option("--percent", type=click.FloatRange(0, 100), default=100.0, show_default=True, help="Of its requests.")
 @_endpoint_option
+@ca_option
 def shadow(model: str, percent: float, endpoint: str | None) -> None:
     """Send requests to a version as well, and count how often its outputs differ; clients never get its answers.
 

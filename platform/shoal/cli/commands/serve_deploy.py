@@ -18,6 +18,7 @@ import click
 
 import shoal.runs
 from shoal.cli.display.serve_display import format_shares
+from shoal.cli.support.ca_option import ca_option
 from shoal.cli.support.job_output import (
     describe_failure,
     end_on_interrupt,
@@ -34,6 +35,7 @@ from shoal.cluster.jobs import JobHandle, list_jobs, submit
 from shoal.config import format_override, last_override, merge, parse_overrides
 from shoal.errors import ClusterError, ConfigError, RunError
 from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, read_serve_port, spec_from_overrides
+from shoal.network_address import is_loopback
 from shoal.recipes import find_recipe
 from shoal.registry import Registry, split_ref
 from shoal.runs import EndpointRecord
@@ -112,6 +114,7 @@ def deploy(
 
 @click.command()
 @click.argument("endpoint", required=False, metavar="[NAME]")
+@ca_option
 @click.option("--model", metavar="NAME", help="Only this model of the endpoint; the others stay.")
 @click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
 @click.option("--timeout-s", default=60.0, show_default=True, help="How long to wait for pending requests.")
@@ -235,7 +238,7 @@ def _list_run_endpoints(run_id: str) -> list[EndpointRecord]:
 
 
 JOB_POLL_S = 0.5
-_READY = re.compile(r"^serving \S+ \(now \S+\) at (http://[^/\s]+)", re.MULTILINE)
+_READY = re.compile(r"^serving \S+ \(now \S+\) at (https?://[^/\s]+)", re.MULTILINE)
 _GRPC = re.compile(r"^serving gRPC at (\S+)", re.MULTILINE)
 
 
@@ -258,11 +261,16 @@ def deploy_remote(
     with end_on_interrupt(job.stop_quietly):
         submit(cluster, ["python", "-m", module, *shown], env=env, working_dir=Path.cwd(), submission_id=run_id)
         url, grpc = _wait_for_remote(job, timeout_s)
-    ports = [f"-L {urlsplit(each).port}:127.0.0.1:{urlsplit(each).port}" for each in (url, grpc) if each]
-    click.echo(f"endpoint {name} is ready at {url}, on the loopback of the head of {cluster.dashboard_url}")
-    click.echo("what next:")
-    click.echo(f"  ssh -N {' '.join(ports)} HEAD &")
-    click.echo(f"  shoal predict {name} --endpoint {url} --key TOKEN ...   ($SHOAL_HOME/token of the head)")
+    if is_loopback(spec.endpoint.host):
+        ports = [f"-L {urlsplit(each).port}:127.0.0.1:{urlsplit(each).port}" for each in (url, grpc) if each]
+        click.echo(f"endpoint {name} is ready at {url}, on the loopback of the head of {cluster.dashboard_url}")
+        click.echo("what next:")
+        click.echo(f"  ssh -N {' '.join(ports)} HEAD &")
+    else:
+        click.echo(f"endpoint {name} is ready at {url}, on the head of {cluster.dashboard_url}")
+        click.echo("what next:")
+    ca = " --ca FILE" if url.startswith("https:") else ""
+    click.echo(f"  shoal predict {name} --endpoint {url}{ca} --key TOKEN ...   ($SHOAL_HOME/token of the head)")
     click.echo(f"  shoal serve delete {name} --address {cluster.dashboard_url}")
 
 

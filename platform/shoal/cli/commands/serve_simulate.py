@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from shoal.batching.simulate import ForwardTime, SimulatedLoad, simulate
+from shoal.cli.support.ca_option import ca_option
 from shoal.cli.support.console import make_table, print_json
 from shoal.client import Client, ModelStatus
 from shoal.client.discovery import find_endpoint, token_for
@@ -35,6 +36,7 @@ LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, without --rate
 @click.option("--requests", default=20_000, show_default=True, type=click.IntRange(min=100), help="To simulate.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option("--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]")
+@ca_option
 def simulate_verb(
     model: str | None,
     latency: str | None,

@@ -29,6 +29,10 @@ def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
         _render_versions(status),
         *(_render_model(model) for model in status.models),
         _render_replicas(status),
+        *(
+            Text(f"certificate  {text}", "yellow" if number else "dim")
+            for number, text in enumerate(_describe_certificate(status))
+        ),
     ]
     parts += [_render_event(event, status.time) for event in status.events[-NUM_EVENTS:]]
     if note:
@@ -63,10 +67,22 @@ def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
             lines.append(f"{model.name}: {model.state.lower()} {model.reason}".rstrip())
         if model.last_failure:
             lines.append(f"{model.name}: a request failed: {model.last_failure}")
+    lines += [f"certificate: {text}" for text in _describe_certificate(status)]
     lines += [
         f"replica {each.id}: {_format_replica_state(each, status.generation)}" for each in _find_unhealthy(status)
     ]
     return lines
+
+
+def _describe_certificate(status: EndpointStatus) -> list[str]:
+    """How long the certificate of the ingress is valid, and why its replacement is not used."""
+    if status.certificate is None:
+        return []
+    left = (
+        f"{status.certificate.days_remaining:.0f} days left" if status.certificate.days_remaining > 0 else "has expired"
+    )
+    problem = status.certificate.problem
+    return [left, f"the replacement is not used: {problem}"] if problem else [left]
 
 
 def _format_address(status: EndpointStatus, url: str) -> str:

@@ -19,6 +19,8 @@ Serve has no settings for these changes:
 - Serve's own paths (`/-/healthz`, `/-/routes`, each service of gRPC but the protocol's) and its control headers are
   closed to clients. Serve does not watch for disconnected clients: the endpoint does.
 - Normal requests are not logged: Serve would send one datagram each to an unused port.
+- The fronts listen as the file `front.json` (`front.Front`) says: addresses, certificate, threads. A request's headers
+  about other addresses are removed, unless it comes from a proxy that is named there.
 
 Each change is a rule with a name (`RULES`), and each rule asserts that it found its target: if a newer Ray writes
 another configuration, HAProxy does not start, and the error names the rule.
@@ -29,7 +31,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from shoal.cluster.ingress import backup_listener
 from shoal.cluster.ingress.time_limits import CHANGE_S, STREAM_SILENCE_S
@@ -47,12 +51,15 @@ DESCRIPTORS = """\
     tune.pool-high-fd-ratio 100
 """
 CLOSED_SECTIONS = ("listen stats", "frontend prometheus")
+FRONT_FILE = "front.json"  # next to the folder of errors; without it the fronts stay where Serve puts them
 
 RULES: dict[str, str] = {
     "sections": "there are a global section, defaults, a front for HTTP and its default back end",
     "close the statistics and the metrics": "their sections are removed",
     "nothing else listens": "a section that listens is one of the two fronts",
     "close the admin socket": "its mode 666 becomes 600",
+    "where the fronts listen": "each has one line that binds it, to HOST:PORT, for gRPC with proto h2",
+    "number of threads": "the global section has one line nbthread",
     "replace Serve's error files": "those of 502, 503 and 504 give way to ours",
     "names of back ends": "each has a name that says whose it is: http-APPLICATION, grpc-APPLICATION, or Serve's own",
     "back ends that a front selects": "each line that selects one names one of them",
@@ -93,11 +100,9 @@ GRPC_ERRORS = {
     504: 4,
 }  # to a status of gRPC; else 2, unknown
 
-# For the audit log: the client's address, after those that earlier proxies report.
-FROM = """\
-    http-request set-header shoal-from "%[src]"
-    http-request set-header shoal-from "%[req.fhdr(x-forwarded-for)], %[src]" if { req.hdr(x-forwarded-for) -m found }
-"""
+# For the audit log: the client's address, which `front.json` may take from the headers of a trusted proxy.
+FROM = "    http-request set-header shoal-from %[src]"
+FORWARDED = "    http-request del-header x-forwarded- -m beg", "    http-request del-header forwarded"
 SERVICE = "/inference.GRPCInferenceService/"
 # A rollback that is applied twice goes back two versions: retry on another replica only if nothing was sent.
 # An endpoint that does not have the root has its name before its paths.
@@ -151,6 +156,7 @@ FRONTS = ("frontend http_frontend", "frontend grpc_frontend")
 REQUIRED_SECTIONS = ("global", "defaults", FRONTS[0], "backend default_backend")
 SERVES_BACKENDS = ("default_backend", "default_grpc_backend", "grpc_fallback_backend")
 _TO_GRPC = re.compile(r" *(?:use|default)_backend grpc-(\S+)( if .*)?")
+_BIND = re.compile(r" *bind (\S+):(\d+)( proto h2)?")
 _SELECTS = re.compile(r" *(?:use_backend (\S+) if .*|default_backend (\S+))")
 _SERVER = re.compile(r" *server \S+ \S+:\d+ check( observe [^#]*on-error mark-down| backup)?")
 
@@ -174,8 +180,10 @@ def _require(is_met: bool, rule: str, problem: str) -> None:
         raise TemplateMismatch(rule, problem)
 
 
-def rewrite(config: str, errors: str) -> str:
+def rewrite(config: str, errors: str, front: Mapping[str, Any] | None = None) -> str:
     """HAProxy's configuration, rewritten from Serve's `config`; `errors` is the folder of `write_errors`.
+
+    front: the content of `FRONT_FILE`, if there is one
 
     Raises TemplateMismatch.
     """
@@ -189,14 +197,15 @@ def rewrite(config: str, errors: str) -> str:
     folder = backup_listener.find_socket_folder(sections)
     _require(folder is not None, "close the admin socket", "there is no admin socket")
     assert folder is not None
-    front = dict(sections)[FRONTS[0]]
+    http_front = dict(sections)[FRONTS[0]]
     sections += _http1_backends(sections)
     for number, (head, lines) in enumerate(sections):
         if (application := head.removeprefix("backend http-")) != head:
             sections[number] = (head, backup_listener.add_backup(application, lines, folder, errors))
-    sections += backup_listener.build_sections(front, folder, ONCE)
+    sections += backup_listener.build_sections(http_front, folder, ONCE)
     written: list[str] = []
     for head, lines in sections:
+        lines = _set_front(head, lines, front or {})
         written += [head, *_section(head, lines, errors), *(errorfiles if head == "global" else ())]
     return "\n".join(written) + "\n"
 
@@ -293,11 +302,11 @@ def _section(head: str, lines: list[str], errors: str) -> list[str]:
     if head == "defaults":
         return _defaults(lines)
     if head == "frontend http_frontend":
-        own = [f"    maxconn {backup_listener.MAX_HTTP}", *FROM.splitlines(), ONCE, *STEERING.splitlines()]
-        return [*own, *FRONTEND.splitlines(), *_answers(), *backup_listener.select_second_pass(lines, CHANGES)]
+        own = [f"    maxconn {backup_listener.MAX_HTTP}", ONCE, *STEERING.splitlines(), *FRONTEND.splitlines()]
+        return [*own, *_answers(), *backup_listener.select_second_pass(lines, CHANGES)]
     if head == "frontend grpc_frontend":
-        own = [f"    maxconn {backup_listener.MAX_GRPC}", *FROM.splitlines(), ONCE, *STEERING.splitlines()]
-        return [*own, *GRPC_FRONTEND.splitlines(), *_http1_first(lines)]
+        own = [f"    maxconn {backup_listener.MAX_GRPC}", ONCE, *STEERING.splitlines(), *GRPC_FRONTEND.splitlines()]
+        return [*own, *_http1_first(lines)]
     if head == "backend default_backend":
         return ["    http-request deny deny_status 503"]
     if head == "backend default_grpc_backend":
@@ -305,6 +314,28 @@ def _section(head: str, lines: list[str], errors: str) -> list[str]:
     if head.startswith("backend http-"):
         return [PATIENT, *lines]
     return lines
+
+
+def _set_front(head: str, lines: list[str], front: Mapping[str, Any]) -> list[str]:
+    """The lines of a front with its addresses, and with its rules first; of the global section with its threads."""
+    if head == "global":
+        count = sum(_is(line, "nbthread") for line in lines)
+        _require(count == 1, "number of threads", f"there are {count}")
+        own = f"    nbthread {front['num_threads']}" if front else ""
+        return [own or line if _is(line, "nbthread") else line for line in lines]
+    if head not in FRONTS:
+        return lines
+    binds = [line for line in lines if _is(line, "bind")]
+    match = _BIND.fullmatch(binds[0]) if len(binds) == 1 else None
+    _require(match is not None, "where the fronts listen", f"{head!r} has {binds}")
+    assert match is not None
+    address, port, protocol = match.groups()
+    hosts = ",".join(f"{host}:{port}" for host in front.get("hosts", [address]))
+    options = front.get("options", {}).get("grpc" if protocol else "http", "")
+    unless = " unless via-1" if front.get("trusts") else ""
+    rules = [FROM, *(f"    {rule}" for rule in front.get("rules", [])), *(f"{rule}{unless}" for rule in FORWARDED)]
+    rest = [line for line in lines if not _is(line, "bind")]
+    return [f"    bind {hosts}{protocol or ''}{options}", *rules, *rest]
 
 
 def _http1_backends(sections: Sections) -> Sections:
@@ -357,8 +388,9 @@ def _answers() -> list[str]:
 
 def main(config: str, errors: str) -> None:
     """Rewrite the file `config` in place; on failure, print one line on standard error."""
-    path = Path(config)
+    path, settings = Path(config), Path(errors).parent / FRONT_FILE
     try:
-        path.write_text(rewrite(path.read_text(), errors))
+        front = json.loads(settings.read_text()) if settings.exists() else None
+        path.write_text(rewrite(path.read_text(), errors, front))
     except TemplateMismatch as error:
         sys.exit(f"shoal: {error}")

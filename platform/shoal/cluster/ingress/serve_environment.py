@@ -101,6 +101,13 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
     }
 
 
+def find_ingress_folder() -> Path:
+    """The folder of HAProxy's files on this host. Raises ClusterError in a cluster that was not started for serving."""
+    if BINARY_VARIABLE not in os.environ:
+        raise ClusterError("this cluster was not started for serving: start it with `shoal up`")
+    return Path(os.environ[BINARY_VARIABLE]).parent
+
+
 def prepare_ingress(environment: Mapping[str, str]) -> None:
     """Write the HAProxy wrapper, in a cluster with the variables of `serve_environment`. Idempotent.
 

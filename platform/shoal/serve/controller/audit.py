@@ -1,5 +1,6 @@
 """The audit log: a line of JSON for every requested change of an endpoint, and for every change made.
 
+`from` is the client's address; where clients need certificates, `subject` is that of the client's, as in `CN=alice`.
 Calls refused for their caller are logged too, many to a line (see `auth_failures`).
 
     {"time": "2026-11-20T16:40:00.123+00:00", "endpoint": "digits", "entry": "asked", "action": "canary",
@@ -74,8 +75,8 @@ class AuditLog:
         counted = [(report.replica, report.refused) for report in reports]
         for each in self._auth_failures.take_due(counted, self._clock()):
             details = {"by": each.by or UNKNOWN_CALLER, "status": each.status, "count": each.count}
-            last = {"from": each.origin, "model": each.model}
-            self._write({"entry": "refused", **details, **{name: value for name, value in last.items() if value}})
+            last = {"model": each.model} if each.model else {}
+            self._write({"entry": "refused", **details, **_parse_address(each.origin), **last})
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         if self._path is None:
@@ -122,7 +123,13 @@ def _is_full(path: Path, added_bytes: int) -> bool:
 
 def _parse_caller(by: str) -> dict[str, str]:
     name, address = parse_origin(by)
-    return {"by": name or "controller", **({"from": address} if address else {})}
+    return {"by": name or "controller", **_parse_address(address)}
+
+
+def _parse_address(text: str) -> dict[str, str]:
+    """The client's address, and the subject of its certificate if it has one, as the ingress writes them."""
+    address, _, subject = text.partition(" ")
+    return {name: value for name, value in (("from", address), ("subject", subject)) if value}
 
 
 def _truncate(value: Any) -> Any:

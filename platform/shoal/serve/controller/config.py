@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.cluster.ingress.front import CertificateFiles
 from shoal.errors import ConfigError
 from shoal.home import home
 from shoal.registry import Registry
@@ -34,6 +35,7 @@ class ControllerConfig:
     driver:     Ray's id of the job that keeps the endpoint up; "" when Serve does (`serve_app`)
     grpc:       the endpoint's host:port for gRPC; "" for none
     num_replicas: the endpoint's least number of replicas
+    tls:      the files of its certificate; None for plain HTTP
     """
 
     name: str
@@ -46,6 +48,7 @@ class ControllerConfig:
     driver: str = ""
     grpc: str = ""
     num_replicas: int = 0
+    tls: CertificateFiles | None = None
 
     @property
     def actor_name(self) -> str:
@@ -93,5 +96,6 @@ def build_controller_config(
         known,
         grpc=spec.grpc_address,
         num_replicas=spec.num_replicas,
+        tls=None if spec.tls is None else spec.tls.files,
     )
     return setting, {model.name: model.source for model in models if isinstance(model.source, LiveModel)}

@@ -88,7 +88,7 @@ class EndpointController:
         self._phase_since_s: dict[str, float] = {}  # when a model entered its phase, as far as this process knows
         self._evidence: dict[str, EvidenceCollector] = {}
         self.registry_errors: dict[str, str] = {}  # the registry's last error, by model
-        self._plan = EndpointPlan()
+        self._plan, self._certificate_expires_at = EndpointPlan(), 0.0
         self._plan_changed, self._state_changed = asyncio.Event(), asyncio.Event()
         self._closed = False
         saved = self._file.load(deployment_id)
@@ -407,15 +407,21 @@ class EndpointController:
         state.events = [*state.events[-(MAX_EVENTS - 1) :], event]
         self._audit(event)
 
+    def announce_certificate(self, expires_at: float) -> None:
+        """Give the replicas the end of the ingress's certificate, for their metrics."""
+        self._certificate_expires_at = expires_at
+        self._commit()
+
     def _commit(self) -> None:
         """Save the state, then notify the replicas."""
         models = tuple(self._plan_model(name, model) for name, model in self.state.models.items())
         # A flip to the version that already answers (an alias returns to it) is a new plan too.
         announced = max((model.rollout.generation for model in self.state.models.values()), default=0)
-        is_new = models != self._plan.models or self._plan.generation != max(announced, self.state.generation)
+        desired = replace(self._plan, models=models, certificate_expires_at=self._certificate_expires_at)
+        is_new = desired != self._plan or self._plan.generation != max(announced, self.state.generation)
         if is_new:
             self.state.generation += 1
-            self._plan = EndpointPlan(self.state.generation, models)
+            self._plan = replace(desired, generation=self.state.generation)
         self._file.save(self.state)
         if is_new:
             self._plan_changed.set()

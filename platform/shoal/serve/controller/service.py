@@ -13,6 +13,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from shoal.client.endpoint_status import CertificateStatus
+from shoal.cluster.ingress.serve_environment import find_ingress_folder
+from shoal.cluster.ingress.tls import CertificateWatch
 from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.audit import AUDIT_FILE, AuditLog
 from shoal.serve.controller.config import ControllerConfig
@@ -24,6 +27,7 @@ from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.weights import WeightSnapshot
 
 TICK_S = 0.25
+CERTIFICATE_POLL_S = 2.0
 STALL_S = LEASE_S / 2  # a tick this late was stalled, and so were the replicas' reports
 logger = logging.getLogger(__name__)
 
@@ -42,7 +46,9 @@ class ControllerService:
             audit=self._audit.record_change,
         )
         self._admin_api = AdminApi(self._controller, setting.registry, setting.options)
-        self._status = StatusReporter(self._controller, setting.grpc, setting.num_replicas)
+        self._watch = CertificateWatch(setting.tls, find_ingress_folder()) if setting.tls is not None else None
+        self._polled_s = -CERTIFICATE_POLL_S
+        self._status = StatusReporter(self._controller, setting.grpc, setting.num_replicas, self._describe_certificate)
         self._task: asyncio.Task[None] | None = None
         self._last_follow_s, self._idle_s = time.monotonic(), setting.idle_s
 
@@ -107,11 +113,25 @@ class ControllerService:
                     break
                 self._controller.tick()
                 self._status.sample()
+                if self._watch is not None and ticked_s - self._polled_s >= CERTIFICATE_POLL_S:
+                    self._polled_s = ticked_s
+                    await self._poll_certificate(self._watch)
                 await asyncio.sleep(TICK_S)
         except Exception:
             logger.exception("the controller of %r failed", self._controller.name)
             os._exit(1)  # Ray restarts it, and it continues from its state file
         self.on_idle()
+
+    async def _poll_certificate(self, watch: CertificateWatch) -> None:
+        event = await asyncio.to_thread(watch.poll)
+        if event is not None:
+            kind, reason = event
+            self._controller.record_event(kind, by="controller", reason=reason)
+        self._controller.announce_certificate(watch.current.not_after)
+
+    def _describe_certificate(self) -> CertificateStatus | None:
+        watch = self._watch
+        return CertificateStatus(watch.current.not_after, watch.days_remaining, watch.problem) if watch else None
 
     def on_idle(self) -> None:
         """End after a time without a call from a replica."""

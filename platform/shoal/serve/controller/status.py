@@ -13,7 +13,14 @@ from typing import Any
 
 import msgspec
 
-from shoal.client.endpoint_status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
+from shoal.client.endpoint_status import (
+    CertificateStatus,
+    EndpointStatus,
+    ModelStatus,
+    ReplicaStatus,
+    RolloutEvent,
+    VersionStatus,
+)
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Phase, Rollout
 from shoal.serve.controller.state import Event, ModelState
@@ -38,17 +45,19 @@ Counts = Mapping[str, Mapping[str, ModelSnapshot]]  # by replica and model
 
 
 class StatusReporter:
-    """Describes one endpoint, which serves gRPC at `grpc` and should have `num_replicas`. `sample()` is called about
-    once a second."""
+    """Describes one endpoint, which serves gRPC at `grpc` and should have `num_replicas`; `certificate` describes that
+    of its ingress. `sample()` is called about once a second."""
 
     def __init__(
         self,
         controller: EndpointController,
         grpc: str = "",
         num_replicas: int = 0,
+        certificate: Callable[[], CertificateStatus | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._controller, self._grpc, self._num_replicas, self._clock = controller, grpc, num_replicas, clock
+        self._certificate = certificate
         self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))
         self._sampled_s = -SAMPLE_S
 
@@ -88,6 +97,7 @@ class StatusReporter:
             replicas=replicas,
             models=models,
             events=[to_rollout_event(event) for event in state.events[-NUM_EVENTS:]],
+            certificate=self._certificate(),
         )
         return _builtins(status)
 

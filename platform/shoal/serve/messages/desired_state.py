@@ -81,7 +81,11 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class EndpointPlan:
-    """The desired state of an endpoint; `generation` grows with every change."""
+    """The desired state of an endpoint; `generation` grows with every change.
+
+    certificate_expires_at: the end of the ingress's certificate, seconds since the epoch; 0 without one
+    """
 
     generation: int = 0
     models: tuple[ModelPlan, ...] = field(default=())
+    certificate_expires_at: float = 0.0

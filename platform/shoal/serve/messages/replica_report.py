@@ -90,6 +90,7 @@ class ReplicaReport:
     statuses: all answers over HTTP by status, of inferences and other requests
     computing_s: how long the current forward has taken; 0 for none
     host:     the name of its host
+    certificate_expires_at: as in the plan
     """
 
     replica: str
@@ -102,6 +103,7 @@ class ReplicaReport:
     refused: tuple[AuthFailure, ...] = ()
     computing_s: float = 0.0
     host: str = ""
+    certificate_expires_at: float = 0.0
 
 
 def merge_forward_medians(reports: Iterable[ForwardMedians]) -> ForwardMedians:

@@ -26,6 +26,7 @@ from shoal.cluster.ingress.serve_environment import prepare_ingress
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, summarize_error
 from shoal.gc_freeze import freeze_loaded_objects
+from shoal.network_address import is_loopback
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.state import Event
 from shoal.serve.http import fast_path
@@ -33,6 +34,7 @@ from shoal.serve.on_ray.bind_address import is_head, patch_bind_addresses
 from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.on_ray.errors import error_summary
 from shoal.serve.on_ray.grpc_options import grpc_options
+from shoal.serve.on_ray.ingress_front import prepare_front
 from shoal.serve.on_ray.metrics import RayMetrics
 from shoal.serve.on_ray.options import deployment_options
 from shoal.serve.on_ray.ownership import get_driver_id
@@ -92,8 +94,7 @@ class DeployedEndpoint:
     """A deployed endpoint. `url` is the root of the protocol: `{url}/v2/models/{name}/infer`; `grpc` is host:port."""
 
     def __init__(self, spec: EndpointSpec, handle: DeploymentHandle, controller: RayControllerClient) -> None:
-        self.name, self.url = spec.name, f"http://{spec.host}:{spec.port}{spec.route_prefix}"
-        self.grpc = spec.grpc_address
+        self.name, self.url, self.grpc = spec.name, spec.url, spec.grpc_address
         self._handle, self._controller, self._closed = handle, controller, False
         self._seen_event = -1
 
@@ -153,9 +154,9 @@ def deploy(spec: EndpointSpec, models: Sequence[EndpointModel], is_shared: bool 
     """Serve models, and return when all of them are staged; a live one answers 503 until its run has published.
 
     An endpoint has a cluster for itself, unless it `is_shared`: then it joins those of other drivers, below its own
-    path. One whose deploying process has died is removed first. Raises ConfigError or RegistryError for models that
-    cannot be served, ClusterError without HAProxy, when the cluster already has an endpoint (of this name, if shared),
-    or when the replicas do not start. A failed or interrupted call leaves nothing behind.
+    path. One whose deploying process has died is removed first. Raises ConfigError or RegistryError for models or a
+    certificate that cannot be served, ClusterError without HAProxy, when the cluster already has an endpoint (of this
+    name, if shared), or when the replicas do not start. A failed or interrupted call leaves nothing behind.
     """
     prepare_ingress_on_head()
     spec = resolve_gpus(spec)
@@ -168,13 +169,14 @@ def deploy(spec: EndpointSpec, models: Sequence[EndpointModel], is_shared: bool 
 
 
 def _deploy_alone(spec: EndpointSpec, models: Sequence[EndpointModel]) -> DeployedEndpoint:
+    host = "127.0.0.1" if is_loopback(spec.host) else "0.0.0.0"
     spec = spec.model_copy(
         update={
-            "port": spec.port or find_free_port(spec.host),
-            "grpc_port": find_free_port(spec.host) if spec.grpc_port == 0 else spec.grpc_port,
+            "port": spec.port or find_free_port(host),
+            "grpc_port": find_free_port(host) if spec.grpc_port == 0 else spec.grpc_port,
         }
     )
-    return _start_endpoint(spec, models, remove_abandoned_endpoint)
+    return _start_endpoint(prepare_front(spec), models, remove_abandoned_endpoint)
 
 
 def _start_endpoint(
@@ -222,7 +224,7 @@ def _start_serve(
     grpc = {"grpc_options": grpc_options(spec.grpc_port)} if spec.grpc_port is not None else {}
     try:
         if not spec.route_prefix:
-            serve.start(proxy_location="HeadOnly", http_options={"host": spec.host, "port": spec.port}, **grpc)
+            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": spec.port}, **grpc)
         application = build_application(spec, live, controller)
         return serve.run(application, name=spec.name, route_prefix=spec.route_prefix or "/")
     except (RuntimeError, TimeoutError) as error:  # it reports the failure; the deployment has the reason

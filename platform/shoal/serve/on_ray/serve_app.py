@@ -1,8 +1,9 @@
 """An application of Ray Serve: `import_path: shoal.serve.on_ray.serve_app:build` in a `serve deploy` file.
 
-Called by Serve, in a process of the cluster. The ports are those of the file (`http_options`); the cluster must have
-been started with the variables of `cluster.ingress.serve_environment` (`shoal up` does). Such an endpoint's changes are
-in its audit log and its status; it has no driver to write a run record.
+Called by Serve, in a process of the cluster. The ports are those of the file (`http_options`), and the address is the
+endpoint's `host`, once the application has started; the cluster must have been started with the variables of
+`cluster.ingress.serve_environment` (`shoal up` does). Such an endpoint's changes are in its audit log and its status;
+it has no driver to write a run record.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from shoal.home import load_access_token
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.on_ray.deployment import build_application, prepare_ingress_on_head
+from shoal.serve.on_ray.ingress_front import prepare_front
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
 
@@ -46,5 +48,6 @@ def build(args: dict[str, Any]) -> serve.Application:
     models = [model_from_ref(ref) for ref in app.models]
     defaults = {"name": models[0].name, "num_cpus": 0.5}
     spec = EndpointSpec.parse({**defaults, **app.endpoint, "token": SecretStr(load_access_token())})
+    spec = prepare_front(spec)
     setting, live = build_controller_config(spec, models)
     return build_application(spec, live, RayControllerClient(setting))

@@ -15,6 +15,7 @@ from ray.serve.context import _get_global_client
 
 from shoal.errors import ClusterError, ConfigError
 from shoal.ray_call import NAMESPACE
+from shoal.serve.on_ray.ingress_front import adopt_front
 from shoal.serve.on_ray.ownership import get_driver_id, is_serve_running, list_driver_endpoints, require_free_name
 from shoal.serve.on_ray.removal import (
     POLL_S,
@@ -74,9 +75,9 @@ def join_serve(spec: EndpointSpec) -> EndpointSpec | None:
     options = client.http_config
     if spec.grpc_port is not None or spec.port not in (0, options.port):
         field, value = ("port", spec.port) if spec.grpc_port is None else ("grpc_port", spec.grpc_port)
-        problem = f"cannot be had beside {', '.join(others)}, whose address is http://{options.host}:{options.port}"
+        problem = f"cannot be had beside {', '.join(others)}, whose port is {options.port}"
         raise ConfigError(f"endpoint.{field}", value, problem, "leave it out, or use another cluster")
-    return spec.model_copy(update={"host": options.host, "port": options.port, "route_prefix": f"/{spec.name}"})
+    return adopt_front(spec).model_copy(update={"port": options.port, "route_prefix": f"/{spec.name}"})
 
 
 def end_serve() -> None:

@@ -74,6 +74,9 @@ METRICS: dict[str, Metric] = {
     ),
     "shoal_http_answers_total": Metric("counter", ("status",), "All answers over HTTP, also without a model"),
     "shoal_replica_ready": Metric("gauge", (), "Whether the replica has every model ready"),
+    "shoal_certificate_expires_timestamp_seconds": Metric(
+        "gauge", (), "When the endpoint's certificate expires, in seconds since the epoch; no series without one"
+    ),
 }
 
 # Triton has four reasons: rejected, cancelled, failed in the model, and other.
@@ -106,6 +109,8 @@ def _sees(caller: Caller, labels: Labels) -> bool:
 def series(report: ReplicaReport) -> Iterator[Series]:
     """(metric, labels without `replica`, value) of one replica."""
     yield "shoal_replica_ready", {}, float(report.ready)
+    if report.certificate_expires_at:
+        yield "shoal_certificate_expires_timestamp_seconds", {}, report.certificate_expires_at
     for key, results in report.callers.items():
         for result, count in results.items():
             yield "shoal_caller_requests_total", {"key": key, "result": result}, count

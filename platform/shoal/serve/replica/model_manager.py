@@ -207,16 +207,17 @@ class ModelManager:
             models[name] = replace(models[name], next_staged=max(successor.versions, default=0))
         for name, rejected in self._rejected.items():
             models[name] = replace(models.get(name, ModelReport()), rejected=(rejected,))
-        generation = self._plan.generation if self._plan is not None else 0
+        plan = self._plan or EndpointPlan()
         computing_s = self._batcher.computing_s
         return ReplicaReport(
             self._replica,
             os.getpid(),
-            generation,
+            plan.generation,
             self.is_ready,
             models,
             computing_s=computing_s,
             host=socket.gethostname(),
+            certificate_expires_at=plan.certificate_expires_at,
         )
 
     def check_health(self) -> None:

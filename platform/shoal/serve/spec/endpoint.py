@@ -18,9 +18,10 @@ from pydantic import (
 
 from shoal.cluster.ingress.time_limits import DRAIN_S, HANG_S
 from shoal.config import Spec, merge
-from shoal.network_address import is_loopback
+from shoal.errors import ConfigError
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.reach import LOOPBACK, Reach
 from shoal.serve.spec.trace_destination import TraceDestination
 
 
@@ -68,11 +69,12 @@ def _reject_token(endpoint: EndpointSpec) -> EndpointSpec:
 TOKEN_FROM_ENVIRONMENT = AfterValidator(_reject_token)
 
 
-class EndpointSpec(Spec):
+class EndpointSpec(Reach):
     """Models behind one address.
 
     name:           the endpoint's name: letters, digits, `-`, `_` and `.`
-    host, port:     where the ingress listens; loopback only; 0 is a free port
+    host, tls, ...: see `Reach`
+    port:           where the ingress listens; 0 is a free port
     route_prefix:   before the protocol's paths: "/NAME" where another endpoint has the cluster's root
     grpc_port:      where gRPC listens; None for no gRPC, 0 for a free port
     num_replicas:   processes, each with every model
@@ -95,7 +97,6 @@ class EndpointSpec(Spec):
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)
-    host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
     route_prefix: str = Field(default="", pattern=r"^(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
@@ -135,20 +136,6 @@ class EndpointSpec(Spec):
         mode = "json" if info.mode == "json" else "python"
         return {name: each.model_dump(mode=mode, exclude_unset=True) for name, each in models.items()}
 
-    @field_validator("host")
-    @classmethod
-    def _loopback(cls, host: str) -> str:
-        if not is_loopback(host):
-            raise ValueError("an endpoint speaks plain HTTP and listens on loopback; put encryption in front of it")
-        return host
-
-    @field_validator("host")
-    @classmethod
-    def _in_four_numbers(cls, host: str) -> str:
-        if ":" in host:
-            raise ValueError("an endpoint listens on an address of IPv4, such as 127.0.0.1")
-        return host
-
     @field_validator("token")
     @classmethod
     def _usable_in_a_header(cls, token: SecretStr | None) -> SecretStr | None:
@@ -178,6 +165,15 @@ class EndpointSpec(Spec):
             raise ValueError(f"max_replicas = {self.max_replicas} is below num_replicas = {self.num_replicas}")
         return self
 
+    def adopt_reach(self, there: Reach) -> EndpointSpec:
+        """The spec with the address of an endpoint that it joins. Raises ConfigError for a field that differs."""
+        for field in Reach.model_fields:
+            own = getattr(self, field)
+            if field in self.model_fields_set and own != getattr(there, field):
+                problem = "is not that of the endpoint whose address it shares"
+                raise ConfigError(f"endpoint.{field}", str(own), problem, "leave it out, or use another cluster")
+        return self.model_copy(update=dict(there))
+
     def options(self, model: str) -> ModelOptions:
         """The options of the model of this name."""
         return self.models.get(model, self.model)
@@ -193,9 +189,21 @@ class EndpointSpec(Spec):
         return self.max_replicas or self.num_replicas
 
     @property
+    def public_host(self) -> str:
+        """The host in the endpoint's addresses, for IPv6 with brackets."""
+        host = (self.tls.name if self.tls is not None else "") or LOOPBACK.get(self.host, self.host)
+        return f"[{host}]" if ":" in host else host
+
+    @property
+    def url(self) -> str:
+        """The root of the protocol."""
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://{self.public_host}:{self.port}{self.route_prefix}"
+
+    @property
     def grpc_address(self) -> str:
         """host:port of gRPC; "" without gRPC, or before a free port is chosen."""
-        return f"{self.host}:{self.grpc_port}" if self.grpc_port else ""
+        return f"{self.public_host}:{self.grpc_port}" if self.grpc_port else ""
 
     @property
     def is_autoscaled(self) -> bool:

@@ -1,0 +1,117 @@
+"""How clients reach HAProxy: its addresses, its certificate, the proxies it trusts. Written for `haproxy_config`.
+
+`install_front` writes a cluster's front into the folder of HAProxy's files, once per host, before an endpoint starts;
+`haproxy_config` reads it each time HAProxy starts. Without one HAProxy listens in plain HTTP where Serve puts it, on
+loopback. The files hold the private key, and only their owner may read them. Imports no Ray.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.atomic_file import create_private, make_folder
+from shoal.cluster.ingress.haproxy_config import FRONT_FILE
+
+CERTIFICATE_FILE, CLIENT_CA_FILE = "front.pem", "client-ca.pem"
+MAX_PROXIES = 8  # trusted proxies in a row before a client
+
+
+class CertificateFiles(NamedTuple):
+    """The user's files; `client_ca` "" where clients need no certificate."""
+
+    certificate: str
+    key: str
+    client_ca: str = ""
+
+
+@dataclass(frozen=True)
+class Front:
+    """The front of a cluster's endpoints.
+
+    host:      an address, of IPv4 or IPv6; 0.0.0.0 and :: are every one of their kind, and :: also those of IPv4
+    pem:       the certificate, its chain and its key; empty for plain HTTP
+    client_ca: the authorities of which a client needs a certificate; empty: it needs none
+    trusted_proxies: networks whose X-Forwarded-* count
+    num_threads: HAProxy's
+    spec:      the fields of the endpoint's spec that this is made of, for endpoints that join it
+    """
+
+    host: str = "127.0.0.1"
+    pem: bytes = b""
+    client_ca: bytes = b""
+    trusted_proxies: tuple[str, ...] = ()
+    num_threads: int = 1
+    spec: str = "{}"
+
+
+def install_front(front: Front, folder: Path) -> None:
+    """Write the front into the folder of HAProxy's files."""
+    make_folder(folder)
+    write_certificate(front.pem, front.client_ca, folder)
+    _replace(folder / FRONT_FILE, json.dumps(_describe(front, folder)).encode())
+
+
+def read_front_spec(folder: Path) -> str:
+    """`Front.spec` of the front in this folder, or "{}" without one."""
+    path = folder / FRONT_FILE
+    return str(json.loads(path.read_text())["spec"]) if path.exists() else "{}"
+
+
+def write_certificate(pem: bytes, client_ca: bytes, folder: Path) -> None:
+    """Write, or remove, the files that HAProxy reads when it starts."""
+    for name, content in ((CERTIFICATE_FILE, pem), (CLIENT_CA_FILE, client_ca)):
+        if content:
+            _replace(folder / name, content)
+        else:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    incoming = path.with_name(f".incoming-{path.name}")
+    incoming.unlink(missing_ok=True)
+    create_private(incoming).write_bytes(content)
+    incoming.replace(path)
+
+
+def _describe(front: Front, folder: Path) -> dict[str, object]:
+    options = {"http": "", "grpc": ""}
+    if front.pem:
+        verify = f" ca-file {folder / CLIENT_CA_FILE} verify required" if front.client_ca else ""
+        for protocol, offered in (("http", "h2,http/1.1"), ("grpc", "h2")):
+            options[protocol] = f" ssl crt {folder / CERTIFICATE_FILE} alpn {offered}{verify}"
+    # Two sockets for ::, so that clients of IPv4 have addresses of IPv4.
+    hosts, v6only = (["0.0.0.0", "::"], " v6only") if front.host == "::" else ([front.host], "")
+    return {
+        "hosts": hosts,
+        "options": {protocol: v6only + text for protocol, text in options.items()},
+        "num_threads": front.num_threads,
+        "trusts": bool(front.trusted_proxies),
+        "rules": [*_trust(front.trusted_proxies), *(_name_subject() if front.client_ca else ())],
+        "spec": front.spec,
+    }
+
+
+def _trust(networks: Sequence[str]) -> list[str]:
+    """Rules that take the client's address from X-Forwarded-For: the last one that is no trusted proxy's.
+
+    An entry counts only if all after it, and the connection, are trusted proxies'. One that is no address ends it.
+    """
+    if not networks:
+        return []
+    rules, trusted, those = [], "via-1", " ".join(networks)
+    rules.append(f"acl via-1 src {those}")
+    for number in range(1, MAX_PROXIES + 1):
+        entry = f"req.hdr_ip(x-forwarded-for,-{number})"
+        rules.append(f'http-request set-header shoal-from "%[{entry}]" if {trusted} {{ {entry} -m found }}')
+        rules.append(f"acl via-{number + 1} {entry} {those}")
+        trusted += f" via-{number + 1}"
+    return rules
+
+
+def _name_subject() -> list[str]:
+    """A rule that adds the subject of the client's certificate, whose control characters RFC 2253 escapes."""
+    return ['http-request set-header shoal-from "%[req.fhdr(shoal-from)] %[ssl_c_s_dn(,0,rfc2253)]" if { ssl_c_used }']

@@ -1,0 +1,88 @@
+"""How clients reach an endpoint, in its spec: certificates, addresses, proxies. Pure data; opens no file."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+
+from shoal.cluster.ingress.front import CertificateFiles
+from shoal.config import Spec
+from shoal.network_address import is_loopback
+
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address at which this machine reaches it
+
+
+def _require_address(host: str) -> str:
+    try:
+        if host != "localhost":
+            ipaddress.ip_address(host)
+    except ValueError:
+        raise ValueError("is no address: give one of this host, or 0.0.0.0 or :: for all of them") from None
+    return host
+
+
+def _require_full_path(path: str) -> str:
+    if path and not Path(path).is_absolute():
+        raise ValueError("is relative: give the full path of the file on the cluster's head")
+    return path
+
+
+def _require_network(network: str) -> str:
+    try:
+        ipaddress.ip_network(network)
+    except ValueError as error:
+        raise ValueError(f"is no network such as 10.0.0.0/8 ({error})") from None
+    return network
+
+
+Address = Annotated[str, AfterValidator(_require_address)]
+FilePath = Annotated[str, AfterValidator(_require_full_path)]
+Network = Annotated[str, AfterValidator(_require_network)]
+
+
+class TlsOptions(Spec):
+    """The files of an endpoint's certificate, on the cluster's head, in PEM. New content is picked up within seconds.
+
+    certificate: with its chain
+    key:         its private key
+    client_ca:   when set, a client needs a certificate of one of these authorities
+    name:        the host in the endpoint's address; "": `host`, or where the certificate is not for it, its first name
+    """
+
+    certificate: FilePath = Field(min_length=1)
+    key: FilePath = Field(min_length=1)
+    client_ca: FilePath = ""
+    name: str = ""
+
+    @property
+    def files(self) -> CertificateFiles:
+        """The files alone."""
+        return CertificateFiles(self.certificate, self.key, self.client_ca)
+
+
+class Reach(Spec):
+    """The fields of an endpoint about its address.
+
+    host:            where the ingress listens; beyond loopback with `tls`, or `insecure`
+    tls:             for https, and gRPC over TLS; None: plain HTTP and gRPC
+    insecure:        accept plain HTTP beyond loopback: others read the requests, and the token in each of them
+    trusted_proxies: networks of the proxies whose X-Forwarded-* count
+    ingress_threads: threads of the ingress: TLS of many connections takes more than one
+    """
+
+    tls: TlsOptions | None = None
+    insecure: bool = False
+    host: Address = "127.0.0.1"  # after these, which its validation needs
+    trusted_proxies: list[Network] = Field(default_factory=list)
+    ingress_threads: int = Field(default=1, ge=1, le=64)
+
+    @field_validator("host")
+    @classmethod
+    def _require_encryption(cls, host: str, info: ValidationInfo) -> str:
+        if info.data.get("tls", False) is None and not info.data.get("insecure", True) and not is_loopback(host):
+            problem = "is beyond loopback, where plain HTTP shows every request and its token"
+            raise ValueError(f"{problem}: give tls.certificate and tls.key, or insecure: true")
+        return host
