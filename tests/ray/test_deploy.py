@@ -427,8 +427,8 @@ def test_grpc_is_refused_where_uvicorn_has_no_way_for_it(is_installed: bool, mon
     monkeypatch.setattr("shoal.serve.http.fast_path.install_application", install)
     entrance: Any = object()
     deployment.install_fast_path(EndpointSpec(name="m"), entrance)
-    deployment.install_fast_path(EndpointSpec(name="m", max_replicas=2), entrance)
-    assert handed == [entrance, None]
+    deployment.install_fast_path(EndpointSpec.parse({"name": "m", "scale": {"max": 2}}), entrance)
+    assert handed == [entrance, entrance]
     with_grpc = EndpointSpec(name="m", grpc_port=0)
     if is_installed:
         deployment.install_fast_path(with_grpc, entrance)

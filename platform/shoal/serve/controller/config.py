@@ -92,6 +92,6 @@ def build_controller_config(
         str(Registry().root),
         known,
         grpc=spec.grpc_address,
-        num_replicas=spec.num_replicas,
+        num_replicas=spec.least_replicas,
     )
     return setting, {model.name: model.source for model in models if isinstance(model.source, LiveModel)}
