@@ -27,8 +27,8 @@ from shoal.serve.protocol.request_lifecycle import Application
 logger = logging.getLogger(__name__)
 
 
-def install_application(application: Application | None) -> bool:
-    """Let HTTP servers that uvicorn starts in this process from now on pass requests to `application`; None: to Serve.
+def install_application(application: Application) -> bool:
+    """Let HTTP servers that uvicorn starts in this process from now on pass requests to `application`.
 
     Returns False, with a warning and no change, when this version of uvicorn does not match.
     """

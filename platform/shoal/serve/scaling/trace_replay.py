@@ -110,7 +110,7 @@ def replay(
     initial: int = 1,
     max_queue: int = 1024,
 ) -> ReplayedTrace:
-    """ReplayedTrace arrivals, ascending, on replicas whose forwards last `seconds` (as of ReplicaSet). They all end answered.
+    """Replay arrivals, ascending, on replicas whose forwards last `seconds` (as of ReplicaSet). They all end answered.
 
     initial: replicas at the beginning, ready
     """
