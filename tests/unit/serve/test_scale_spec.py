@@ -66,26 +66,28 @@ def test_a_budget_sets_aside_what_the_floors_take_until_the_period_ends() -> Non
     spec = ScaleSpec(max=4, floors={"00:00-12:00": 2}, budget="40/day")  # floors take 36
     midnight_s = datetime(2026, 1, 6, tzinfo=UTC).timestamp()
     budget = Budget(spec)
-    budget.spend(2, midnight_s, midnight_s + 12 * 3600)
+    budget.spend(2, midnight_s)
+    budget.spend(2, midnight_s + 12 * 3600)
     assert budget.is_available(midnight_s + 12 * 3600)
-    budget.spend(4, midnight_s + 12 * 3600, midnight_s + 13.5 * 3600)
+    budget.spend(4, midnight_s + 13.5 * 3600)
     assert budget.spent_s == pytest.approx(30 * 3600)
     assert not budget.is_available(midnight_s + 13.5 * 3600)  # 10.5 h of one replica remain, and 10 replica-hours
-    again = Budget(spec, budget.period_start_s, budget.spent_s)  # a restarted process goes on
-    assert not again.is_available(midnight_s + 13.5 * 3600)
-    again.spend(1, midnight_s + 23 * 3600, midnight_s + 25 * 3600)
-    assert (again.period_start_s, again.spent_s) == (midnight_s + 24 * 3600, 3600)  # a new day
+    again = Budget(spec, budget.charged_s, budget.spent_s)  # a restarted process goes on
+    again.spend(0, midnight_s + 23 * 3600)
+    assert again.spent_s == budget.spent_s
+    again.spend(1, midnight_s + 25 * 3600)
+    assert again.spent_s == 3600  # a new day
     assert again.is_available(midnight_s + 25 * 3600)
 
 
 def test_a_month_ends_with_the_calendars() -> None:
-    budget = Budget(ScaleSpec(max=2, budget="745/month"))
     first_s, next_s = (datetime(2026, month, 1, tzinfo=UTC).timestamp() for month in (2, 3))
-    budget.spend(2, first_s, next_s - 3600)
+    budget = Budget(ScaleSpec(max=2, budget="745/month"), first_s)
+    budget.spend(2, next_s - 3600)
     assert budget.spent_s == 2 * (28 * 24 - 1) * 3600
     assert not budget.is_available(next_s - 3600)
-    budget.spend(1, next_s - 3600, next_s + 60)
-    assert (budget.period_start_s, budget.spent_s) == (next_s, 60)
+    budget.spend(1, next_s + 60)
+    assert budget.spent_s == 60
 
 
 def test_the_objective_is_the_shortest_deadline_unless_it_is_given() -> None:

@@ -56,10 +56,10 @@ class EndpointAutoscaler:
         if not self._spent_file.is_file():
             return Budget(spec)
         spent = json.loads(self._spent_file.read_text())
-        return Budget(spec, spent["period_start_s"], spent["spent_s"])
+        return Budget(spec, spent["charged_s"], spent["spent_s"])
 
     def _save_budget(self, budget: Budget) -> None:
-        spent = {"period_start_s": budget.period_start_s, "spent_s": budget.spent_s}
+        spent = {"charged_s": budget.charged_s, "spent_s": budget.spent_s}
         self._spent_file.parent.mkdir(parents=True, exist_ok=True)
         replace_synced(self._spent_file, json.dumps(spent).encode())
 

@@ -13,20 +13,21 @@ from shoal.serve.spec.scale import MINUTES_PER_WEEK, ScaleSpec
 
 
 class Budget:
-    """spent_s: replica-seconds of the period that began at `period_start_s`; both may be those of an earlier object."""
+    """spent_s: replica-seconds, charged until `charged_s`; both may be those of an earlier object."""
 
-    def __init__(self, spec: ScaleSpec, period_start_s: float = 0.0, spent_s: float = 0.0) -> None:
+    def __init__(self, spec: ScaleSpec, charged_s: float | None = None, spent_s: float = 0.0) -> None:
         hours, self._period = spec.budget_hours
         self._budget_s = hours * 3600
         self._reserved = [0, *accumulate(each * 60 for each in spec.list_week_floors())]
-        self.period_start_s, self.spent_s = period_start_s, spent_s
+        self.charged_s, self.spent_s = charged_s, spent_s
 
-    def spend(self, replicas: int, since_s: float, now_s: float) -> None:
-        """Charge replicas that ran from `since_s` to `now_s`."""
-        start_s = self._find_start(now_s)
-        if start_s != self.period_start_s:
-            self.period_start_s, self.spent_s = start_s, 0.0
-        self.spent_s += replicas * (now_s - max(since_s, start_s))
+    def spend(self, replicas: int, now_s: float) -> None:
+        """Charge replicas that ran until now, since the last call."""
+        start_s, since_s = self._find_start(now_s), now_s if self.charged_s is None else self.charged_s
+        if since_s < start_s:
+            since_s, self.spent_s = start_s, 0.0
+        self.spent_s += replicas * (now_s - since_s)
+        self.charged_s = now_s
 
     def is_available(self, now_s: float) -> bool:
         """Whether replicas beyond `min` and the floors may run."""
@@ -38,7 +39,7 @@ class Budget:
 
     def _reserve_s(self, now_s: float) -> float:
         """What `min` and the floors take until the end of the period."""
-        start = datetime.fromtimestamp(self.period_start_s, UTC)
+        start = datetime.fromtimestamp(self._find_start(now_s), UTC)
         end = (start.replace(day=28) + timedelta(days=4)).replace(day=1) if self._period == "month" else (
             start + timedelta(days=1)
         )  # fmt: skip

@@ -90,7 +90,7 @@ class ScalePolicy:
         self._needs: deque[tuple[float, int]] = deque()  # time and need, later needs lower
         self._curve: tuple[tuple[int, float], ...] = ()
         self._rates: SustainableRates | None = None
-        self._requested_s = self._decided_s = self._learned_s = -math.inf
+        self._requested_s = self._learned_s = -math.inf
 
     def decide(self, load: EndpointLoad) -> Decision:
         """The number of replicas that the endpoint should have."""
@@ -160,11 +160,9 @@ class ScalePolicy:
         if spec.min == 0 and now_s - self._requested_s >= spec.idle_s:
             replicas, reason = 0, "idle"
         if self.budget is not None:
-            running = max(load.running, load.planned)
-            self.budget.spend(running, self._decided_s if self._decided_s > 0 else now_s, now_s)
+            self.budget.spend(max(load.running, load.planned), now_s)
             if replicas > floor and not self.budget.is_available(now_s):
                 replicas, reason = floor, "budget"
-        self._decided_s = now_s
         if replicas < floor:
             replicas, reason = floor, "floor"
         return Decision(min(replicas, spec.max), reason, rate)
