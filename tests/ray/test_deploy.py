@@ -356,7 +356,7 @@ CUDA = {"device": "cuda"}
         ([4.0], {"model": CUDA}, 1.0),
         ([1.0], {"model": CUDA, "num_replicas": 2}, 0.5),
         ([1.0], {"models": {"m": {"cuda_graphs": True}}, "num_replicas": 3}, 0.3333),
-        ([1.0, 1.0], {"model": CUDA, "num_replicas": 1, "max_replicas": 3}, 0.5),
+        ([1.0, 1.0], {"model": CUDA, "scale": {"max": 3}}, 0.5),
     ],
 )
 def test_gpus_are_shared_by_the_replicas_of_a_model_that_needs_one(

@@ -32,7 +32,6 @@ def nested(field: str, value: object) -> dict[str, Any]:
         ("port", 70000, "65535"),
         ("model.max_batch_size", -1, "0"),
         ("host", "::1", "IPv4"),
-        ("max_replicas", 4, "scale.max"),
         ("retries", 3, "no such field"),
         ("num_gpus", -0.5, "0"),
         ("num_gpus", 1.5, "whole number"),

@@ -103,5 +103,17 @@ def test_a_fixed_number_and_scale_exclude_each_other_and_words_choose_scale() ->
     scaled = EndpointSpec(name="m").override(["scale.max=3", "scale.min=0", f'scale.floors={{"{OFFICE}": 2}}'])
     assert (scaled.least_replicas, scaled.most_replicas) == (0, 3)
     assert EndpointSpec.from_record(scaled.to_record()) == scaled
+    with pytest.raises(ConfigError, match=r"the most replicas under load are scale.max"):
+        EndpointSpec(name="m").override(["max_replicas=3"])
     fixed = EndpointSpec(name="m", num_replicas=2)
     assert (fixed.least_replicas, fixed.most_replicas) == (2, 2)
+
+
+def test_an_older_record_scales_as_it_did(caplog: pytest.LogCaptureFixture) -> None:
+    def read(text: str) -> EndpointSpec:
+        return EndpointSpec.from_record(f"name: m\n{text}")
+
+    assert read("num_replicas: 2\nmax_replicas: 4").scale == ScaleSpec(min=2, max=4)
+    assert read("num_replicas: 2\nmax_replicas: null") == read("num_replicas: 2\nmax_replicas: 2")
+    assert read("num_replicas: 2\nmax_replicas: null") == EndpointSpec(name="m", num_replicas=2)
+    assert not caplog.records
