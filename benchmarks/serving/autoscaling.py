@@ -83,7 +83,7 @@ class ServePolicy:
         if now_s % config.metrics_interval_s < 1.0:  # replicas report so often
             window = self._ongoing = self._ongoing[-round(config.look_back_period_s) :]
             self._reported = sum(window) / len(window)
-        autoscaling_policy.time = SimpleNamespace(time=lambda: now_s)  # type: ignore[assignment]
+        autoscaling_policy.time = SimpleNamespace(time=lambda: now_s)
         context = AutoscalingContext(
             deployment_id=DeploymentID(name="replica"), deployment_name="replica", app_name="m",
             current_num_replicas=seen.running, target_num_replicas=seen.planned, running_replicas=[],
@@ -92,7 +92,7 @@ class ServePolicy:
             last_scale_up_time=None, last_scale_down_time=None, current_time=now_s, config=config,
         )  # fmt: skip
         wanted, self._state = self._decide(context)
-        return max(1, min(MOST, math.ceil(wanted)))
+        return max(1, min(MOST, int(math.ceil(wanted))))
 
 
 def play_all(arrivals: np.ndarray, start_s: float) -> dict[str, ReplayedTrace]:
@@ -196,7 +196,7 @@ def rows_of(days: list[dict[str, ReplayedTrace]], live: list[tuple[float, float]
                 0.8, "ratio"),
     ]  # fmt: skip
     for peer in (TUNED, QUICK, "2 replicas", "3 replicas", f"{MOST} replicas"):
-        note = f"within 1 s: {np.median(column(peer, percent)):.2f}%"
+        note = f"{peer}: {np.median(column(peer, percent)):.2f}% within 1 s"
         rows.append(compare("autoscaling, replica-hours of a day", "h", "lower", column(OURS, hours),
                             column(peer, hours), peer, note=note))  # fmt: skip
     rows.append(compare("autoscaling on Ray, too high a load until a second replica is ready", "s", "lower",
