@@ -92,7 +92,8 @@ class ServePolicy:
             last_scale_up_time=None, last_scale_down_time=None, current_time=now_s, config=config,
         )  # fmt: skip
         wanted, self._state = self._decide(context)
-        return max(1, min(MOST, int(math.ceil(wanted))))
+        number: int = math.ceil(wanted)
+        return max(1, min(MOST, number))
 
 
 def play_all(arrivals: np.ndarray, start_s: float) -> dict[str, ReplayedTrace]:
