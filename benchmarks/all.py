@@ -31,7 +31,8 @@ NAMES = (
     *("population", "population_pbt", "som", "recommender"),
     *("split_losses", "sync_bytes", "straggler_and_kills", "elastic_pause", "plan_order", "stream"),
     *("serving.validate", "serving.small", "serving.binary", "serving.bodies", "serving.simulated"),
-    *("serving.admission", "serving.real", "serving.swaps", "serving.soak", "serving.seen", "serving.scale_events"),
+    *("serving.admission", "serving.real", "serving.swaps", "serving.soak", "serving.seen"),
+    *("serving.scale_events", "serving.autoscaling"),
 )
 
 

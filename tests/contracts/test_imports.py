@@ -115,7 +115,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"on_ray"},
         {"replica"},
         {"grpc", "http", "tables"},
-        {"controller", "model", "protocol"},
+        {"controller", "model", "protocol", "scaling"},
         {"messages"},
         {"spec"},
     ],

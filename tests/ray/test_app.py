@@ -4,13 +4,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
+from ray.serve.autoscaling_policy import _apply_autoscaling_config
+from ray.serve.config import AutoscalingContext
 
 from shoal.errors import ConfigError, RegistryError
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.on_ray.serve_app import build
+from shoal.serve.scaling.policy import ReplicaLoad
+from shoal.serve.scaling.replica_counts import encode
 from shoal.weights import WeightSnapshot
 
 TENSOR = TensorSignature(name="x", datatype="FP32", shape=[-1, 1])
+REPLICA = ReplicaID("r", DeploymentID(name="replica", app_name="m"))
 
 
 @pytest.fixture
@@ -35,10 +41,42 @@ def test_a_fixed_number_of_replicas_whose_queues_serve_does_not_cut_short(model:
     assert deployment.ray_actor_options["num_cpus"] == 0.5
 
 
-def test_replicas_follow_the_load_in_batches(model: str) -> None:
-    scaling = options(num_replicas=1, max_replicas=3, model={"max_batch_size": 8})._deployment_config.autoscaling_config
-    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (1, 3, 16)
-    assert scaling.upscale_delay_s < 10 < scaling.downscale_delay_s < 600
+def test_replicas_follow_what_they_count_themselves(model: str) -> None:
+    scaling = options(scale={"max": 3}, model={"deadline_s": 0.2})._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas) == (1, 3)
+    policy = scaling.policy.get_policy()(**scaling.policy.policy_kwargs)
+
+    def decide(now_s: float, requests: float, waiting: float) -> int:
+        """Serve's own wrapper around the policy, with what one replica's newest report says."""
+        numbers = encode(ReplicaLoad(requests, waiting, 0.0, ((1, 0.01), (8, 0.08))))
+        series = {
+            name: {REPLICA: [TimeStampedValue(0.0, -1.0), TimeStampedValue(now_s, value)]}
+            for name, value in numbers.items()
+        }
+        context = AutoscalingContext(
+            deployment_id=REPLICA.deployment_id,
+            deployment_name="replica",
+            app_name="m",
+            current_num_replicas=1,
+            target_num_replicas=1,
+            running_replicas=[REPLICA],
+            total_num_requests=0.0,  # requests bypass Serve
+            total_queued_requests=0.0,
+            aggregated_metrics=None,
+            raw_metrics=series,
+            capacity_adjusted_min_replicas=1,
+            capacity_adjusted_max_replicas=3,
+            policy_state={},
+            last_scale_up_time=None,
+            last_scale_down_time=None,
+            current_time=now_s,
+            config=scaling,
+        )
+        return _apply_autoscaling_config(policy)(context)[0]
+
+    assert [decide(1000.0 + second, 20.0 * second, 0.0) for second in range(5)] == [1] * 5
+    assert decide(1004.5, 1000.0, 50.0) == 1  # once a second
+    assert decide(1005.0, 1000.0, 50.0) == 3
 
 
 @pytest.mark.parametrize(

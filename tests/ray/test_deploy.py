@@ -356,7 +356,7 @@ CUDA = {"device": "cuda"}
         ([4.0], {"model": CUDA}, 1.0),
         ([1.0], {"model": CUDA, "num_replicas": 2}, 0.5),
         ([1.0], {"models": {"m": {"cuda_graphs": True}}, "num_replicas": 3}, 0.3333),
-        ([1.0, 1.0], {"model": CUDA, "num_replicas": 1, "max_replicas": 3}, 0.5),
+        ([1.0, 1.0], {"model": CUDA, "scale": {"max": 3}}, 0.5),
     ],
 )
 def test_gpus_are_shared_by_the_replicas_of_a_model_that_needs_one(
@@ -427,8 +427,8 @@ def test_grpc_is_refused_where_uvicorn_has_no_way_for_it(is_installed: bool, mon
     monkeypatch.setattr("shoal.serve.http.fast_path.install_application", install)
     entrance: Any = object()
     deployment.install_fast_path(EndpointSpec(name="m"), entrance)
-    deployment.install_fast_path(EndpointSpec(name="m", max_replicas=2), entrance)
-    assert handed == [entrance, None]
+    deployment.install_fast_path(EndpointSpec.parse({"name": "m", "scale": {"max": 2}}), entrance)
+    assert handed == [entrance, entrance]
     with_grpc = EndpointSpec(name="m", grpc_port=0)
     if is_installed:
         deployment.install_fast_path(with_grpc, entrance)

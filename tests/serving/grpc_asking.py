@@ -36,7 +36,7 @@ async def served(host: FakeHost, access: AccessControl | None = None) -> AsyncIt
     """
     proxy, http_port = before_a_replica()
     async with (
-        replica(host, http_port, directly=True, access=access),
+        replica(host, http_port, access=access),
         grpc.aio.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel,
     ):
 

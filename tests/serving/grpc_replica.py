@@ -23,13 +23,12 @@ LIMITS = RequestLimits(max_body_bytes=1 << 20)
 
 @asynccontextmanager
 async def served(
-    host: FakeHost, http_port: int, directly: bool, access: AccessControl | None = None, limits: RequestLimits = LIMITS
+    host: FakeHost, http_port: int, access: AccessControl | None = None, limits: RequestLimits = LIMITS
 ) -> AsyncIterator[uvicorn.Server]:
-    """directly: whether the replica's server asks our application, or Serve's, which asks ours"""
     access = access or AccessControl(None, [])
     app = EndpointApp(RestApp(host, access, limits=limits), GrpcApp(InferenceServicer(host, access), limits))
     before = uvicorn.config.HTTP_PROTOCOLS["auto"]
-    fast_path.install_application(app if directly else None)
+    fast_path.install_application(app)
     with socket.create_server(("127.0.0.1", http_port)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))

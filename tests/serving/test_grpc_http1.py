@@ -43,20 +43,12 @@ def proxy(http_port: int) -> Iterator[HaproxyProcess]:
         yield started
 
 
-@pytest.fixture(params=["directly", "through Serve"])
-def directly(request: pytest.FixtureRequest) -> bool:
-    """Whether the replica's server asks our application, or Serve's, which asks ours."""
-    return bool(request.param == "directly")
-
-
-def run(
-    host: FakeHost, proxy: HaproxyProcess, http_port: int, directly: bool, test: Callable[[Ask], Awaitable[None]]
-) -> None:
+def run(host: FakeHost, proxy: HaproxyProcess, http_port: int, test: Callable[[Ask], Awaitable[None]]) -> None:
     """`test(ask)`; `ask(request, ...)` is a call of ModelInfer through HAProxy."""
 
     async def main() -> None:
         async with (
-            served(host, http_port, directly),
+            served(host, http_port),
             grpc.aio.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel,
         ):
             infer = METHODS["ModelInfer"]
@@ -70,7 +62,7 @@ def run(
     asyncio.run(main())
 
 
-def test_a_call_is_answered_with_its_metadata(proxy: HaproxyProcess, http_port: int, directly: bool) -> None:
+def test_a_call_is_answered_with_its_metadata(proxy: HaproxyProcess, http_port: int) -> None:
     model = FakeModel(versions=(3,))
 
     async def test(ask: Ask) -> None:
@@ -83,10 +75,10 @@ def test_a_call_is_answered_with_its_metadata(proxy: HaproxyProcess, http_port: 
         answers = await asyncio.gather(*(ask(request(id=str(number))) for number in range(50)))
         assert [answer.id for answer in answers] == [str(number) for number in range(50)]
 
-    run(FakeHost(model), proxy, http_port, directly, test)
+    run(FakeHost(model), proxy, http_port, test)
 
 
-def test_a_large_call_is_answered_whole(proxy: HaproxyProcess, http_port: int, directly: bool) -> None:
+def test_a_large_call_is_answered_whole(proxy: HaproxyProcess, http_port: int) -> None:
     async def test(ask: Ask) -> None:
         made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(range(250)) * 4000])
         made.inputs.add(name="x", datatype="UINT8", shape=[1, 1_000_000])
@@ -94,11 +86,11 @@ def test_a_large_call_is_answered_whole(proxy: HaproxyProcess, http_port: int, d
             answer = await ask(made, compression=compression)
             assert answer.raw_output_contents[0] == made.raw_input_contents[0]
 
-    run(FakeHost(FakeModel("m", tensors(x=("UINT8", [-1, -1])))), proxy, http_port, directly, test)
+    run(FakeHost(FakeModel("m", tensors(x=("UINT8", [-1, -1])))), proxy, http_port, test)
 
 
 def test_a_compressed_call_is_unpacked_beside_the_loop(
-    proxy: HaproxyProcess, http_port: int, directly: bool, monkeypatch: pytest.MonkeyPatch
+    proxy: HaproxyProcess, http_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decompress, threads = RequestLimits.decompress, list[threading.Thread]()
 
@@ -112,7 +104,7 @@ def test_a_compressed_call_is_unpacked_beside_the_loop(
         assert threading.current_thread() not in threads
 
     monkeypatch.setattr(RequestLimits, "decompress", watched)
-    run(FakeHost(), proxy, http_port, directly, test)
+    run(FakeHost(), proxy, http_port, test)
 
 
 REFUSALS = [
@@ -125,7 +117,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("error", "code"), REFUSALS, ids=[code.name for _, code in REFUSALS])
 def test_a_refusal_keeps_its_words(
-    error: Exception, code: grpc.StatusCode, proxy: HaproxyProcess, http_port: int, directly: bool
+    error: Exception, code: grpc.StatusCode, proxy: HaproxyProcess, http_port: int
 ) -> None:
     model = FakeModel()
     model.error = error
@@ -137,10 +129,10 @@ def test_a_refusal_keeps_its_words(
         retry_after = dict(await call.trailing_metadata()).get("retry-after")
         assert retry_after == ("2" if code is grpc.StatusCode.RESOURCE_EXHAUSTED else None)
 
-    run(FakeHost(model), proxy, http_port, directly, test)
+    run(FakeHost(model), proxy, http_port, test)
 
 
-def test_what_is_too_large_is_refused(proxy: HaproxyProcess, http_port: int, directly: bool) -> None:
+def test_what_is_too_large_is_refused(proxy: HaproxyProcess, http_port: int) -> None:
     model = FakeModel()
 
     async def test(ask: Ask) -> None:
@@ -151,10 +143,10 @@ def test_what_is_too_large_is_refused(proxy: HaproxyProcess, http_port: int, dir
         assert not model.calls
         assert await ask(request())
 
-    run(FakeHost(model), proxy, http_port, directly, test)
+    run(FakeHost(model), proxy, http_port, test)
 
 
-def test_the_deadline_is_the_call_s(proxy: HaproxyProcess, http_port: int, directly: bool) -> None:
+def test_the_deadline_is_the_call_s(proxy: HaproxyProcess, http_port: int) -> None:
     model = FakeModel()
 
     async def test(ask: Ask) -> None:
@@ -167,10 +159,10 @@ def test_the_deadline_is_the_call_s(proxy: HaproxyProcess, http_port: int, direc
         assert await ask(request(), timeout=0.3).code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: model.waiting == 0)
 
-    run(FakeHost(model), proxy, http_port, directly, test)
+    run(FakeHost(model), proxy, http_port, test)
 
 
-def test_a_call_that_is_cancelled_leaves_the_model(proxy: HaproxyProcess, http_port: int, directly: bool) -> None:
+def test_a_call_that_is_cancelled_leaves_the_model(proxy: HaproxyProcess, http_port: int) -> None:
     model = FakeModel()
     model.hold = asyncio.Event()
 
@@ -180,7 +172,7 @@ def test_a_call_that_is_cancelled_leaves_the_model(proxy: HaproxyProcess, http_p
         call.cancel()
         await until(lambda: model.waiting == 0)
 
-    run(FakeHost(model), proxy, http_port, directly, test)
+    run(FakeHost(model), proxy, http_port, test)
 
 
 # -- what no client of gRPC sends -------------------------------------------------------------------------------------
@@ -203,9 +195,9 @@ WRONG: dict[str, tuple[str, bytes, str, int, bytes]] = {
 }
 
 
-def test_a_wrong_call_is_refused(http_port: int, directly: bool) -> None:
+def test_a_wrong_call_is_refused(http_port: int) -> None:
     async def test() -> None:
-        async with served(FakeHost(), http_port, directly):
+        async with served(FakeHost(), http_port):
             for what, (line, body, header, status, words) in WRONG.items():
                 answer = await exchange(http_port, line, body, header)
                 assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), what
@@ -218,9 +210,9 @@ def test_a_wrong_call_is_refused(http_port: int, directly: bool) -> None:
     asyncio.run(test())
 
 
-def test_nothing_is_read_of_a_call_without_a_key(http_port: int, directly: bool) -> None:
+def test_nothing_is_read_of_a_call_without_a_key(http_port: int) -> None:
     async def test() -> None:
-        async with served(FakeHost(), http_port, directly, AccessControl("a-token", [])):
+        async with served(FakeHost(), http_port, AccessControl("a-token", [])):
             for header, status in (("", 16), ("authorization: Bearer other", 16), (f"x: {'x' * 9000}", 8)):
                 reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
                 head = [POST, "host: x", "connection: close", "content-length: 5000", *filter(None, [header]), "", ""]
@@ -232,14 +224,14 @@ def test_nothing_is_read_of_a_call_without_a_key(http_port: int, directly: bool)
     asyncio.run(test())
 
 
-def test_a_deadline_is_kept_by_the_replica_too(http_port: int, directly: bool) -> None:
+def test_a_deadline_is_kept_by_the_replica_too(http_port: int) -> None:
     """The client, and HAProxy, may go on waiting."""
     model = FakeModel()
     model.hold = asyncio.Event()
     message = request().SerializeToString()
 
     async def test() -> None:
-        async with served(FakeHost(model), http_port, directly):
+        async with served(FakeHost(model), http_port):
             body = b"\0" + len(message).to_bytes(4, "big") + message
             answer = await exchange(http_port, POST, body, "grpc-timeout: 200m")
             assert b"grpc-status: 4\r\n" in answer
@@ -248,12 +240,12 @@ def test_a_deadline_is_kept_by_the_replica_too(http_port: int, directly: bool) -
     asyncio.run(test())
 
 
-def test_a_deadline_of_ages_is_none(http_port: int, directly: bool) -> None:
+def test_a_deadline_of_ages_is_none(http_port: int) -> None:
     model = FakeModel()
     message = request().SerializeToString()
 
     async def test() -> None:
-        async with served(FakeHost(model), http_port, directly):
+        async with served(FakeHost(model), http_port):
             body = b"\0" + len(message).to_bytes(4, "big") + message
             for timeout, is_kept in (("99999999S", True), ("99999999H", False)):
                 assert b"grpc-status: 0\r\n" in await exchange(http_port, POST, body, f"grpc-timeout: {timeout}")

@@ -56,20 +56,14 @@ def proxy(http_port: int) -> Iterator[HaproxyProcess]:
         yield started
 
 
-@pytest.fixture(params=["directly", "through Serve"])
-def directly(request: pytest.FixtureRequest) -> bool:
-    """Whether the replica's server asks our application, or Serve's, which asks ours."""
-    return bool(request.param == "directly")
-
-
 @pytest.fixture
-def run(proxy: HaproxyProcess, http_port: int, directly: bool) -> Callable[..., None]:
+def run(proxy: HaproxyProcess, http_port: int) -> Callable[..., None]:
     """`run(host, test)` awaits `test(stream)`; `stream(requests, ...)` is a call through HAProxy."""
 
     def run(host: FakeHost, test: Test, access: AccessControl | None = None, limits: RequestLimits = LIMITS) -> None:
         async def main() -> None:
             address = f"127.0.0.1:{proxy.grpc_port}"
-            async with served(host, http_port, directly, access, limits), grpc.aio.insecure_channel(address) as channel:
+            async with served(host, http_port, access, limits), grpc.aio.insecure_channel(address) as channel:
                 make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
 
                 def stream(requests: Any = None, timeout: float | None = TIMEOUT_S, **options: Any) -> Any:
@@ -296,14 +290,14 @@ CLOSED = (grpc.StatusCode.UNAVAILABLE, "this replica is closing; begin another s
 
 
 def test_a_server_that_is_to_end_answers_what_it_has_and_waits_for_no_more(
-    proxy: HaproxyProcess, http_port: int, directly: bool
+    proxy: HaproxyProcess, http_port: int
 ) -> None:
     model = FakeModel()
 
     async def test() -> None:
         address = f"127.0.0.1:{proxy.grpc_port}"
         async with (
-            served(FakeHost(model), http_port, directly) as server,
+            served(FakeHost(model), http_port) as server,
             grpc.aio.insecure_channel(address) as channel,
         ):
             make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
@@ -323,7 +317,7 @@ def test_a_server_that_is_to_end_answers_what_it_has_and_waits_for_no_more(
     asyncio.run(test())
 
 
-def test_nor_for_a_client_that_always_has_more(proxy: HaproxyProcess, http_port: int, directly: bool) -> None:
+def test_nor_for_a_client_that_always_has_more(proxy: HaproxyProcess, http_port: int) -> None:
     def ask(server: uvicorn.Server) -> tuple[grpc.StatusCode, str]:
         """In a thread: a client of grpc.aio whose stream ends while it sends says something of its own."""
         with grpc.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel:
@@ -336,7 +330,7 @@ def test_nor_for_a_client_that_always_has_more(proxy: HaproxyProcess, http_port:
             return call.code(), call.details()
 
     async def test() -> None:
-        async with served(FakeHost(), http_port, directly) as server:
+        async with served(FakeHost(), http_port) as server:
             assert await asyncio.to_thread(ask, server) == CLOSED
 
     asyncio.run(test())

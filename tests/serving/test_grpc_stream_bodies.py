@@ -23,12 +23,6 @@ def http_port() -> int:
     return find_free_port()
 
 
-@pytest.fixture(params=["directly", "through Serve"])
-def directly(request: pytest.FixtureRequest) -> bool:
-    """Whether the replica's server asks our application, or Serve's, which asks ours."""
-    return bool(request.param == "directly")
-
-
 FRAME = b"\0\0\0\0\x03\x0a\x01m"  # a request for the model m, without tensors
 WRONG: dict[str, tuple[bytes, str, int, bytes]] = {
     "half a head": (b"\0\0", "", 3, b"the stream ends after 2 bytes of a message"),
@@ -41,11 +35,11 @@ WRONG: dict[str, tuple[bytes, str, int, bytes]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_stream_is_refused(what: str, http_port: int, directly: bool) -> None:
+def test_a_wrong_stream_is_refused(what: str, http_port: int) -> None:
     body, header, status, words = WRONG[what]
 
     async def test() -> None:
-        async with served(FakeHost(), http_port, directly):
+        async with served(FakeHost(), http_port):
             answer = await exchange(http_port, POST, body, header)
             assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
             assert b"grpc-status: %d\r\n" % status in answer
@@ -54,10 +48,10 @@ def test_a_wrong_stream_is_refused(what: str, http_port: int, directly: bool) ->
     asyncio.run(test())
 
 
-def test_a_message_that_does_not_come_on_is_not_waited_for(http_port: int, directly: bool) -> None:
+def test_a_message_that_does_not_come_on_is_not_waited_for(http_port: int) -> None:
     async def test() -> None:
         limits = replace(LIMITS, body_grace_s=0.3)
-        async with served(FakeHost(), http_port, directly, limits=limits):
+        async with served(FakeHost(), http_port, limits=limits):
             reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
             writer.write(f"{POST}\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode())
             writer.write(b"8\r\n" + FRAME + b"\r\n")
@@ -72,9 +66,7 @@ def test_a_message_that_does_not_come_on_is_not_waited_for(http_port: int, direc
 
 
 @pytest.mark.parametrize("header", ["x: y", "grpc-timeout: 500m"])
-def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(
-    header: str, http_port: int, directly: bool
-) -> None:
+def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(header: str, http_port: int) -> None:
     """Also when the call's deadline has passed by then, and its status is all that is left to say."""
     made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(100_000)])
     made.inputs.add(name="x", datatype="UINT8", shape=[1, 100_000])
@@ -84,7 +76,7 @@ def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(
     model = FakeModel("m", tensors(x=("UINT8", [-1, -1])))
 
     async def test() -> None:
-        async with served(FakeHost(model), http_port, directly, limits=replace(LIMITS, answer_grace_s=1.0)):
+        async with served(FakeHost(model), http_port, limits=replace(LIMITS, answer_grace_s=1.0)):
             _, writer = await asyncio.open_connection("127.0.0.1", http_port)
             writer.write(f"{POST}\r\nhost: x\r\n{header}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
             with suppress(ConnectionError):

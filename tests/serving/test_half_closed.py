@@ -21,7 +21,7 @@ INFER = "POST /v2/models/m/infer HTTP/1.1"
 def test_a_body_that_ends_early_is_answered_with_400(sent: int, declared: int) -> None:
     async def body() -> None:
         port = find_free_port()
-        async with served(FakeHost(FakeModel("m")), port, directly=True):
+        async with served(FakeHost(FakeModel("m")), port):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write("\r\n".join([INFER, "host: x", f"content-length: {declared}", "", "x" * sent]).encode())
             writer.write_eof()

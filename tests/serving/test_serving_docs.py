@@ -20,6 +20,7 @@ from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.registry import Registry
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.scale import ScaleSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 APPS = PAGE.parents[1] / "serve_apps"
@@ -107,10 +108,10 @@ def test_the_apps_files_are_specs(path: Path) -> None:
 
 
 def test_the_fields_that_the_page_names_are_fields() -> None:
-    endpoint, model = EndpointSpec.model_fields, ModelOptions.model_fields
+    expected = {"endpoint": EndpointSpec, "endpoint.model": ModelOptions, "endpoint.scale": ScaleSpec}
     tables = re.findall(r"\| field of `([\w.]+)` .*?\n\|[-|]+\n(.*?)\n\n", PAGE.read_text(), re.DOTALL)
-    assert [name for name, _ in tables] == ["endpoint", "endpoint.model"]
-    for (_, rows), fields in zip(tables, (endpoint, model), strict=True):
+    assert [name for name, _ in tables] == list(expected)
+    for (_, rows), fields in zip(tables, (each.model_fields for each in expected.values()), strict=True):
         for row in rows.splitlines():
             for name in re.findall(r"`([a-z_]+)\.?`", row.split("|")[1]):
                 assert name in fields, name

@@ -151,7 +151,8 @@ class LoopRun:
         """Raise ConfigError or ClusterError when the cluster is too small for all learners and replicas."""
         spec = self.spec
         num_learners = len(self.policies) * spec.learner.replicas
-        num_cpus = num_learners * spec.learner.num_cpus + spec.endpoint.num_replicas * spec.endpoint.num_cpus
+        num_replicas = max(1, spec.endpoint.least_replicas)
+        num_cpus = num_learners * spec.learner.num_cpus + num_replicas * spec.endpoint.num_cpus
         require_cpus(num_cpus, "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas")
         if spec.learner.device == "cuda":
             require_gpus(spec.learner.num_gpus, num_learners, "learner.num_gpus or learner.replicas")

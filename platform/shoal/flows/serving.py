@@ -65,7 +65,7 @@ def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoin
     served = [model_from_ref(model) for model in spec.models]
     name = served[0].name if spec.endpoint.name == NAMED_BY_MODEL else spec.endpoint.name
     endpoint_spec = spec.endpoint.model_copy(update={"name": name, "token": SecretStr(load_access_token())})
-    num_cpus = endpoint_spec.num_replicas * endpoint_spec.num_cpus
+    num_cpus = max(1, endpoint_spec.least_replicas) * endpoint_spec.num_cpus
     require_cpus(num_cpus, "endpoint.num_cpus or endpoint.num_replicas")
     with shoal.runs.create(job, spec.to_record(), expected_run_id(), kind=shoal.runs.RunKind.SERVING) as recorder:
         endpoint = deploy(endpoint_spec, served)

@@ -215,7 +215,7 @@ SECRET = "s3cr3t"
     [
         {"token": f"{SECRET} with blanks"},
         {"token": [SECRET]},
-        {"token": SECRET, "max_replicas": 1, "num_replicas": 2},
+        {"token": SECRET, "scale": {"max": 3}, "num_replicas": 2},
         {"nmae": "x", "token": SECRET},
         {"keys": SECRET},
         {"keys": [SECRET]},

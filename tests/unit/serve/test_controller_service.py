@@ -203,8 +203,8 @@ def test_what_serve_is_asked_for() -> None:
     fixed = deployment_options(spec(num_replicas=3, num_cpus=0.25, drain_s=7.0))
     assert (fixed["num_replicas"], fixed["ray_actor_options"]) == (3, {"num_cpus": 0.25})
     assert (fixed["graceful_shutdown_timeout_s"], "autoscaling_config" in fixed) == (7.0, False)
-    scaled = deployment_options(spec(num_replicas=1, max_replicas=4))
+    scaled = deployment_options(spec(scale={"min": 0, "max": 4}))
     assert "num_replicas" not in scaled
     scaling = scaled["autoscaling_config"]
-    assert (scaling["min_replicas"], scaling["max_replicas"]) == (1, 4)
-    assert scaling["target_ongoing_requests"] < scaled["max_ongoing_requests"]
+    assert [scaling[f"{each}_replicas"] for each in ("min", "initial", "max")] == [0, 1, 4]
+    assert json.loads(json.dumps(scaling["policy"])) == scaling["policy"]  # Serve carries it as JSON

@@ -37,7 +37,6 @@ def nested(field: str, value: object) -> dict[str, Any]:
         ("token", "**********", "masked"),
         ("port", 70000, "65535"),
         ("model.max_batch_size", -1, "0"),
-        ("max_replicas", 0, "1"),
         ("retries", 3, "no such field"),
         ("num_gpus", -0.5, "0"),
         ("num_gpus", 1.5, "whole number"),
@@ -85,8 +84,6 @@ def test_whether_a_gpu_is_needed_is_said_by_any_model() -> None:
     assert not spec(num_gpus=2).needs_cuda
     assert spec(model={"device": "cuda"}).needs_cuda
     assert spec(models={"b": {"cuda_graphs": True}}).needs_cuda
-    assert spec(num_replicas=2, max_replicas=5).most_replicas == 5
-    assert spec(num_replicas=2).most_replicas == 2
 
 
 def test_one_port_is_not_for_both_protocols() -> None:
@@ -104,16 +101,6 @@ def test_a_queue_smaller_than_a_batch_is_refused() -> None:
 def test_serve_lets_in_what_the_queue_may_hold_and_what_it_refuses() -> None:
     subject = spec(model={"max_batch_size": 8, "max_queue_size": 100}, models={"b": {"max_queue_size": 5000}})
     assert subject.max_ongoing_requests > 100 + 8 + 5000 + 64
-
-
-def test_replicas_are_added_when_batches_are_full_and_never_above_what_they_may_hold() -> None:
-    subject = spec(num_replicas=2, max_replicas=4, model={"max_batch_size": 8}, models={"b": {"max_batch_size": 32}})
-    assert subject.is_autoscaled
-    assert subject.target_ongoing_requests == 2 * 32 < subject.max_ongoing_requests
-    assert not spec(num_replicas=2, max_replicas=2).is_autoscaled
-    assert not spec(num_replicas=2).is_autoscaled
-    with pytest.raises(ConfigError, match="max_replicas = 1 is below num_replicas = 2"):
-        spec(num_replicas=2, max_replicas=1)
 
 
 def test_a_model_is_served_with_its_own_options_or_with_everybodys() -> None:

@@ -1,4 +1,4 @@
-"""`shoal serve simulate`: the latency of a model under a load, computed from its forward times.
+"""`shoal serve simulate`: the latency of a model under a load, or the cost of a trace, computed from its forward times.
 
 Parse, call, print. The forward times are measured by a live endpoint, or given.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.table import Column, Table
 
 from shoal.batching.simulate import ForwardTime, SimulatedLoad, simulate
 from shoal.cli.support.ca_option import ca_option
+from shoal.cli.commands.serve_replay import replay_trace
 from shoal.cli.support.console import make_table, print_json
 from shoal.client import Client, ModelStatus
 from shoal.client.discovery import find_endpoint, token_for
@@ -33,6 +35,13 @@ LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, without --rate
     "--max-batch", type=click.IntRange(min=1), help="Rows of a forward at most.  [default: the model's, or 64]"
 )
 @click.option("--replicas", type=click.IntRange(min=1), help="Replicas.  [default: the endpoint's, or 1]")
+@click.option("--trace", type=click.Path(path_type=Path), help="ReplayedTrace these arrivals: CSV or Parquet.")
+@click.option("--scale", "scale_overrides", multiple=True, metavar="A=B", help="With --trace: max=4, floors={...}, ...")
+@click.option(
+    "--start-s",
+    type=click.FloatRange(min=0),
+    help="With --trace: seconds until a new replica answers.  [default: 6]",
+)
 @click.option("--requests", default=20_000, show_default=True, type=click.IntRange(min=100), help="To simulate.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option("--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]")
@@ -44,6 +53,9 @@ def simulate_verb(
     deadline_s: float | None,
     max_batch: int | None,
     replicas: int | None,
+    trace: Path | None,
+    scale_overrides: tuple[str, ...],
+    start_s: float | None,
     requests: int,
     as_json: bool,
     endpoint: str | None,
@@ -53,15 +65,26 @@ def simulate_verb(
     The batcher's own scheduler runs on a simulated clock with Poisson arrivals of one row each; parsing and network
     are not included. Without --rate: from a quarter of the model's capacity to nearly all of it.
 
+    With --trace: what `endpoint.scale` would have cost, in replica-hours, and the share of requests within its
+    objective, beside fixed numbers of replicas. The file has a column `time` with a row for each request, or `time` and
+    `count` with a row for each minute.
+
     \b
     Examples:
       shoal serve simulate fashion --rate 500 --rate 2000
       shoal serve simulate fashion --rate 5000 --deadline 0.05 --replicas 2
       shoal serve simulate --latency 1:0.0205,32:0.036 --max-batch 32 --rate 200 --deadline 0.1
+      shoal serve simulate fashion --trace last_week.csv --scale max=4 --scale objective_s=0.2
     """
     for name, asked in (*(("rate", rate) for rate in rates), ("deadline", deadline_s)):
         if asked is not None and not math.isfinite(asked):
             raise ConfigError(name, asked, "is not finite")
+    if trace is None and (scale_overrides or start_s is not None):
+        raise ConfigError(
+            "scale" if scale_overrides else "start-s", scale_overrides or start_s, "needs a trace", "give --trace"
+        )
+    if trace is not None and rates:
+        raise ConfigError("rate", rates[0], "a trace has its own rates", "leave --rate or --trace out")
     if (model is None) == (latency is None):
         raise ConfigError("model", model, "one of a model and --latency is needed", "name one of both")
     if latency is not None:
@@ -70,6 +93,9 @@ def simulate_verb(
         status, num_replicas = _fetch_model_status(str(model), endpoint)
         points, most = status.latency, max_batch or status.max_batch_rows
         count, deadline_s = replicas or num_replicas, deadline_s or status.deadline_s
+    if trace is not None:
+        replay_trace(trace, points, most, replicas, deadline_s, scale_overrides, start_s, as_json)
+        return
     capacity_per_s = ForwardTime(points).capacity_per_s(most) * count
     wanted = rates or tuple(capacity_per_s * share for share in LOADS)
     loads = [

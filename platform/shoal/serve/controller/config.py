@@ -95,7 +95,7 @@ def build_controller_config(
         str(Registry().root),
         known,
         grpc=spec.grpc_address,
-        num_replicas=spec.num_replicas,
         tls=None if spec.tls is None else spec.tls.files,
+        num_replicas=spec.least_replicas,
     )
     return setting, {model.name: model.source for model in models if isinstance(model.source, LiveModel)}

@@ -17,7 +17,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shoal.serve.protocol.request_lifecycle import (
     CLOSING_MESSAGE,
-    GRPC_PATH_PREFIX,
     INCOMPLETE_MESSAGE,
     Application,
     Message,
@@ -25,7 +24,6 @@ from shoal.serve.protocol.request_lifecycle import (
 
 logger = logging.getLogger(__name__)
 
-GRPC_PREFIX = GRPC_PATH_PREFIX.encode()
 SERVE_PATH_PREFIX = b"/-/"
 # For the rest of a request that was answered before it was complete: as long as HAProxy waits for a client.
 UNREAD_BODY_TIMEOUT_S = 30.0
@@ -33,16 +31,16 @@ HIGH_WATER_BYTES = 65536  # a shorter first part of an answer is sent together w
 # The methods and connection attributes of uvicorn's HttpToolsProtocol that `DirectProtocol` uses.
 USED_OF_UVICORN = frozenset(
     {"shutdown", "connection_lost", "on_response_complete", "on_headers_complete", "_unset_keepalive_if_required"}
-    | {"app", "cycle", "expect_100_continue", "flow", "loop", "parser", "pipeline", "scope", "server_state", "tasks"}
+    | {"cycle", "expect_100_continue", "flow", "loop", "parser", "pipeline", "scope", "server_state", "tasks"}
     | {"transport", "url"}
 )
 STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in http.HTTPStatus}
 
 
 class DirectProtocol(HttpToolsProtocol):
-    """One connection. uvicorn makes it without our arguments, so `application` is the process's; None: Serve's."""
+    """One connection. uvicorn makes it without our arguments, so `application` is the process's."""
 
-    application: Application | None = None
+    application: Application
     _unread: asyncio.TimerHandle | None = None
 
     def shutdown(self) -> None:
@@ -85,15 +83,7 @@ class DirectProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         url = self.url
-        application = DirectProtocol.application
-        if application is None and url.startswith(GRPC_PREFIX):
-            application = self.app
-        if (
-            application is None
-            or url.startswith(SERVE_PATH_PREFIX)
-            or self.expect_100_continue
-            or self.parser.should_upgrade()
-        ):
+        if url.startswith(SERVE_PATH_PREFIX) or self.expect_100_continue or self.parser.should_upgrade():
             super().on_headers_complete()
             return
         path, _, query = url.partition(b"?")
@@ -110,12 +100,12 @@ class DirectProtocol(HttpToolsProtocol):
         cycle: Any = DirectCycle(scope, self.transport, self.flow, keep_alive, headers, self.on_response_complete)
         self.cycle = cycle
         if earlier is None or earlier.response_complete:
-            task = self.loop.create_task(cycle.run_asgi(application))
+            task = self.loop.create_task(cycle.run_asgi(DirectProtocol.application))
             task.add_done_callback(self.tasks.discard)
             self.tasks.add(task)
         else:
             self.flow.pause_reading()
-            self.pipeline.appendleft((cycle, application))  # type: ignore[arg-type]
+            self.pipeline.appendleft((cycle, DirectProtocol.application))  # type: ignore[arg-type]
 
 
 class DirectCycle:

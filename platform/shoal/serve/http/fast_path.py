@@ -7,9 +7,8 @@ class that passes requests directly to the application and writes each answer at
 still go to Serve: health, and with it draining.
 
 Called by the Ray shell before Serve starts the replica's HTTP server. uvicorn still handles parsing, bodies, pipelined
-requests, keep-alive and shutdown. Serve no longer sees these requests: its count of ongoing requests stays at zero, so
-an endpoint that scales by it installs no application. Then only gRPC calls bypass uvicorn, which cannot write the
-trailers of their answers (`grpc.app`), and no request bypasses Serve.
+requests, keep-alive and shutdown. Serve no longer sees these requests: its count of ongoing requests stays at zero. An
+endpoint that scales reports counts of its own (`scaling.replica_counts`).
 
 The protocol class extends one of uvicorn's, whose internals may change with any version. Where they do not match,
 `install_application` warns once and changes nothing: requests go through Serve and uvicorn, and gRPC is off.
@@ -28,8 +27,8 @@ from shoal.serve.protocol.request_lifecycle import Application
 logger = logging.getLogger(__name__)
 
 
-def install_application(application: Application | None) -> bool:
-    """Let HTTP servers that uvicorn starts in this process from now on pass requests to `application`; None: to Serve.
+def install_application(application: Application) -> bool:
+    """Let HTTP servers that uvicorn starts in this process from now on pass requests to `application`.
 
     Returns False, with a warning and no change, when this version of uvicorn does not match.
     """

@@ -66,6 +66,10 @@ class ReplicaWorker:
     def __serve_build_asgi_app__(self) -> EndpointApp:
         return self._replica.app
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the policy needs of this replica; Serve calls it where the endpoint scales."""
+        return self._replica.measure_load()
+
     async def stats(self) -> dict[str, Any]:
         return self._replica.stats()
 
@@ -79,11 +83,11 @@ class ReplicaWorker:
 
 
 def install_fast_path(spec: EndpointSpec, entrance: Application) -> None:
-    """Install the fast path in this process, unless the endpoint scales by the requests that Serve sees.
+    """Install the fast path in this process.
 
     Raises ConfigError for gRPC when uvicorn's version does not fit: gRPC has no other path.
     """
-    is_installed = fast_path.install_application(None if spec.is_autoscaled else entrance)
+    is_installed = fast_path.install_application(entrance)
     if not is_installed and spec.grpc_port is not None:
         problem = "gRPC needs a class of uvicorn's that this version of it does not have"
         remedy = "leave grpc_port out, or install uvicorn 0.34 to 0.54"
@@ -214,7 +218,7 @@ def resolve_gpus(spec: EndpointSpec) -> EndpointSpec:
     if num_gpus is None:
         num_gpus = gpu_share(spec.most_replicas, gpus_by_host()) if spec.needs_cuda else 0.0
     if num_gpus:
-        require_gpus(num_gpus, spec.num_replicas, "endpoint.num_gpus or endpoint.num_replicas")
+        require_gpus(num_gpus, max(1, spec.least_replicas), "endpoint.num_gpus or endpoint.num_replicas")
     return spec.model_copy(update={"num_gpus": num_gpus})
 
 

@@ -7,27 +7,35 @@ from __future__ import annotations
 
 from typing import Any
 
+from shoal.home import home
 from shoal.serve.spec.endpoint import EndpointSpec
 
-UPSCALE_DELAY_S = 3.0  # a queue of a second absorbs a burst; a replica's start takes as long
-DOWNSCALE_DELAY_S = 60.0
-LOOK_BACK_S = 5.0
-METRICS_INTERVAL_S = 1.0  # Serve's 10 s would notice a burst after its end
+POLICY = "shoal.serve.on_ray.autoscaling:EndpointAutoscaler"
+METRICS_INTERVAL_S = 0.5  # Serve's 10 s would notice a burst after its end
+LOOK_BACK_S = 2.5  # of which a replica's figures are taken five times
 
 
 def deployment_options(spec: EndpointSpec) -> dict[str, Any]:
     """The arguments of `Deployment.options`. GPUs are those of the spec, whose default is already resolved."""
     scaling: dict[str, Any] = {"num_replicas": spec.num_replicas}
-    if spec.is_autoscaled:
+    if spec.scale is not None:
+        scale = spec.scale.model_dump(mode="json")
+        spent_file = str(home() / "endpoints" / f"{spec.name}.budget.json")
         scaling = {
             "autoscaling_config": {
-                "min_replicas": spec.num_replicas,
-                "max_replicas": spec.max_replicas,
-                "target_ongoing_requests": spec.target_ongoing_requests,
-                "upscale_delay_s": UPSCALE_DELAY_S,
-                "downscale_delay_s": DOWNSCALE_DELAY_S,
+                "min_replicas": spec.scale.min,
+                "initial_replicas": max(1, spec.scale.min),  # a deployment is ready when its models have answered
+                "max_replicas": spec.scale.max,
+                # The policy has its own windows.
+                "upscale_delay_s": 0.0,
+                "downscale_delay_s": 0.0,
+                "downscale_to_zero_delay_s": 0.0,
                 "look_back_period_s": LOOK_BACK_S,
                 "metrics_interval_s": METRICS_INTERVAL_S,
+                "policy": {
+                    "policy_function": POLICY,
+                    "policy_kwargs": {"scale": scale, "objective_s": spec.objective_s, "spent_file": spent_file},
+                },
             }
         }
     return dict(

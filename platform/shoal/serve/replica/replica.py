@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -29,6 +30,7 @@ from shoal.serve.protocol.tracing import Tracer
 from shoal.serve.replica.model_manager import ControllerClient, ModelManager
 from shoal.serve.replica.version_router import BatchGroup
 from shoal.serve.replica.watchers import PlanFollower
+from shoal.serve.scaling.replica_counts import LoadMeter, encode
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
 
@@ -75,6 +77,7 @@ class EndpointReplica:
         )
         self.servicer = InferenceServicer(self.manager, self._access, self._tracer)
         self.app = EndpointApp(self._rest, GrpcApp(self.servicer, limits))
+        self._load_meter = LoadMeter(time.thread_time)
         self._follower = PlanFollower(replica, controller, self.manager.apply, self.report)
         self.manager.on_changed = self._follower.notify_changed
 
@@ -133,6 +136,11 @@ class EndpointReplica:
         return replace(
             self.manager.report(), callers=access.counts(), refused=access.get_auth_failures(), statuses=statuses
         )
+
+    def measure_load(self) -> dict[str, float]:
+        """What an autoscaling policy needs, as numbers by name. Call it on the event loop."""
+        models = {each.name: each.measure_load() for each in self.manager.list_models()}
+        return encode(self._load_meter.measure(models))
 
     def _render_metrics(self, caller: Caller) -> bytes:
         return render([self.report(), *self._follower.peers], caller)

@@ -31,6 +31,7 @@ from shoal.serve.replica.loader import BuiltModel
 from shoal.serve.replica.model_statistics import ForwardTimes, ModelStatistics
 from shoal.serve.replica.shadow import ShadowTraffic
 from shoal.serve.replica.version_router import Answering, BatchGroup, CallBatch, Track, VersionTable
+from shoal.serve.scaling.replica_counts import ModelLoad
 from shoal.serve.spec.model_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -221,6 +222,11 @@ class ServedModel:
             failure=self._failures.last,
             latency=tuple((each, seconds) for each in rows if (seconds := latency.seconds(each)) > 0.0),
         )
+
+    def measure_load(self) -> ModelLoad:
+        """What an autoscaling policy needs."""
+        queue = self._queue
+        return ModelLoad(queue.counts(), queue.queued_requests, queue.latency.list_points(), self.options.max_rows)
 
     def _count_queued(self) -> int:
         return self._queue.queued_requests

@@ -22,6 +22,7 @@ from shoal.errors import ConfigError
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.reach import LOOPBACK, Reach
+from shoal.serve.spec.scale import ScaleSpec
 from shoal.serve.spec.trace_destination import TraceDestination
 
 
@@ -33,8 +34,9 @@ def _require_countable_gpus(num_gpus: float) -> float:
 
 GpuCount = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_require_countable_gpus)]
 
-# A replica is well utilised when one full batch is computed while the next one gathers.
+# One full batch is computed while the next one gathers.
 BATCHES_PER_REPLICA = 2
+DEFAULT_OBJECTIVE_S = 0.5
 SpecT = TypeVar("SpecT", bound=Spec)
 
 
@@ -77,8 +79,8 @@ class EndpointSpec(Reach):
     port:           where the ingress listens; 0 is a free port
     route_prefix:   before the protocol's paths: "/NAME" where another endpoint has the cluster's root
     grpc_port:      where gRPC listens; None for no gRPC, 0 for a free port
-    num_replicas:   processes, each with every model
-    max_replicas:   the most replicas under load, above `num_replicas`; None for a fixed number
+    num_replicas:   processes, each with every model: a fixed number, without `scale`
+    scale:          the number of replicas follows the load: `scale.max=4`; None for a fixed number
     model:          options of models that `models` does not name
     models:         options by model name; unspecified ones are as in `model`
     max_body_bytes: a larger request is refused with 413
@@ -101,7 +103,7 @@ class EndpointSpec(Reach):
     route_prefix: str = Field(default="", pattern=r"^(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
     num_replicas: int = Field(default=1, ge=1)
-    max_replicas: int | None = Field(default=None, ge=1)
+    scale: ScaleSpec | None = None
     model: ModelOptions = ModelOptions()
     models: dict[str, ModelOptions] = Field(default_factory=dict)
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
@@ -115,6 +117,16 @@ class EndpointSpec(Reach):
     hang_s: float = Field(default=HANG_S, gt=0)
     max_memory_gib: float | None = Field(default=None, gt=0)
     trace: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_fields(cls, values: Any) -> Any:
+        """`max_replicas` of older records and files, which scaled from `num_replicas`."""
+        if not isinstance(values, dict) or "max_replicas" not in values:
+            return values
+        values = dict(values)
+        least, most = values.get("num_replicas", 1), values.pop("max_replicas")
+        return values if most in (None, least) else {**values, "num_replicas": 1, "scale": {"min": least, "max": most}}
 
     @model_validator(mode="wrap")
     @classmethod
@@ -160,9 +172,11 @@ class EndpointSpec(Reach):
         return self
 
     @model_validator(mode="after")
-    def _scales_upwards(self) -> EndpointSpec:
-        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
-            raise ValueError(f"max_replicas = {self.max_replicas} is below num_replicas = {self.num_replicas}")
+    def _has_one_number_of_replicas(self) -> EndpointSpec:
+        if self.scale is not None and self.num_replicas != 1:
+            raise ValueError(
+                f"num_replicas = {self.num_replicas} is a fixed number: with `scale`, give scale.min instead"
+            )
         return self
 
     def adopt_reach(self, there: Reach) -> EndpointSpec:
@@ -174,6 +188,10 @@ class EndpointSpec(Reach):
                 raise ConfigError(f"endpoint.{field}", str(own), problem, "leave it out, or use another cluster")
         return self.model_copy(update=dict(there))
 
+    @classmethod
+    def explain_absence(cls, name: str) -> str:
+        return "the most replicas under load are scale.max, the least scale.min" if name == "max_replicas" else ""
+
     def options(self, model: str) -> ModelOptions:
         """The options of the model of this name."""
         return self.models.get(model, self.model)
@@ -184,9 +202,22 @@ class EndpointSpec(Reach):
         return any(options.needs_cuda for options in (self.model, *self.models.values()))
 
     @property
+    def least_replicas(self) -> int:
+        """The least number of replicas; 0 where an idle endpoint has none."""
+        return self.num_replicas if self.scale is None else self.scale.min
+
+    @property
     def most_replicas(self) -> int:
         """The most replicas."""
-        return self.max_replicas or self.num_replicas
+        return self.num_replicas if self.scale is None else self.scale.max
+
+    @property
+    def objective_s(self) -> float:
+        """What 99 of 100 requests are to be answered within, where the number of replicas follows the load."""
+        if self.scale is not None and self.scale.objective_s is not None:
+            return self.scale.objective_s
+        deadlines = [each.deadline_s for each in (self.model, *self.models.values()) if each.deadline_s is not None]
+        return min(deadlines, default=DEFAULT_OBJECTIVE_S)
 
     @property
     def public_host(self) -> str:
@@ -204,20 +235,6 @@ class EndpointSpec(Reach):
     def grpc_address(self) -> str:
         """host:port of gRPC; "" without gRPC, or before a free port is chosen."""
         return f"{self.public_host}:{self.grpc_port}" if self.grpc_port else ""
-
-    @property
-    def is_autoscaled(self) -> bool:
-        """Whether the number of replicas follows the load."""
-        return self.max_replicas is not None and self.max_replicas > self.num_replicas
-
-    @property
-    def target_ongoing_requests(self) -> int:
-        """The load of one replica at which another is added: a batch in progress and one that gathers, of one-row
-        requests.
-
-        Serve's default of 2 would spread ten requests over five replicas and so split every batch.
-        """
-        return BATCHES_PER_REPLICA * max(each.max_rows for each in (self.model, *self.models.values()))
 
     @property
     def max_ongoing_requests(self) -> int:

@@ -1,0 +1,77 @@
+"""The autoscaling policy as Ray Serve's controller calls it: the shell around `scaling.policy.ScalePolicy`.
+
+Serve makes one object for a deployment and calls it ten times a second, in its controller; a decision is made once a
+second. Serve's own delays are off (`options`): its wrapper adds the bounds, and starts a replica for a request that
+waits where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from ray.serve.config import AutoscalingContext
+
+from shoal.atomic_file import replace_synced
+from shoal.serve.scaling.budget import Budget
+from shoal.serve.scaling.policy import EndpointLoad, ScalePolicy
+from shoal.serve.scaling.replica_counts import decode
+from shoal.serve.spec.scale import ScaleSpec
+
+DECIDE_EVERY_S = 1.0
+SAVE_EVERY_S = 60.0
+logger = logging.getLogger("ray.serve")
+
+
+class EndpointAutoscaler:
+    """scale, objective_s: of the endpoint. spent_file: where a budget's account outlives this process."""
+
+    def __init__(self, scale: dict[str, Any], objective_s: float, spent_file: str) -> None:
+        spec = ScaleSpec.parse(scale)
+        self._spent_file = Path(spent_file)
+        self._policy = ScalePolicy(spec, objective_s, self._load_budget(spec) if spec.budget else None)
+        self._decided_s = self._saved_s = -math.inf
+        self._replicas = -1
+
+    def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        now_s = float(ctx.current_time or 0.0)
+        if now_s - self._decided_s < DECIDE_EVERY_S:
+            return self._replicas, {}
+        self._decided_s = now_s
+        decision = self._policy.decide(_read_load(ctx, now_s))
+        if decision.replicas != self._replicas:
+            told = f"{decision.replicas} replicas ({decision.reason}, {decision.requests_per_s:.1f} requests/s)"
+            logger.info("%s: %s", ctx.app_name, told)
+        self._replicas = decision.replicas
+        if self._policy.budget is not None and now_s - self._saved_s >= SAVE_EVERY_S:
+            self._saved_s = now_s
+            self._save_budget(self._policy.budget)
+        return decision.replicas, {}
+
+    def _load_budget(self, spec: ScaleSpec) -> Budget:
+        if not self._spent_file.is_file():
+            return Budget(spec)
+        spent = json.loads(self._spent_file.read_text())
+        return Budget(spec, spent["charged_s"], spent["spent_s"])
+
+    def _save_budget(self, budget: Budget) -> None:
+        spent = {"charged_s": budget.charged_s, "spent_s": budget.spent_s}
+        self._spent_file.parent.mkdir(parents=True, exist_ok=True)
+        replace_synced(self._spent_file, json.dumps(spent).encode())
+
+
+def _read_load(ctx: AutoscalingContext, now_s: float) -> EndpointLoad:
+    """The newest samples: Serve's own aggregate is the mean of its window, which lags."""
+    numbers: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, by_replica in (ctx.raw_metrics or {}).items():
+        for replica, series in by_replica.items():
+            if series:
+                numbers[replica.unique_id][name] = series[-1].value
+    replicas = {name: decode(each) for name, each in numbers.items() if "requests" in each}
+    running = ctx.current_num_replicas
+    unrouted = 0.0 if running else float(ctx.total_queued_requests)
+    return EndpointLoad(now_s, replicas, running, ctx.target_num_replicas, unrouted)

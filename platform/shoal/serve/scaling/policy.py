@@ -1,0 +1,168 @@
+"""How many replicas an endpoint should have now: a decision from what its replicas counted.
+
+Owns the rates of the last minute and the curve of forwards. Called by the Ray shell every second, and by replays of
+traces. Decides and never acts: it starts no replica and reads no clock.
+
+- Up: the least number whose predicted 99th percentile meets the objective at the rate of the last `UP_WINDOW_S`, and at
+  which the waiting requests are answered within `CATCH_UP_S`.
+- Down: the most that was needed within the last `DOWN_WINDOW_S`.
+- A replica's event loop parses and answers one request at a time: replicas are also enough to keep it free for a part.
+- Floors and `min` hold always, a spent budget nothing above them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from statistics import median
+from typing import Literal
+
+from shoal.batching.replica_set import SustainableRates, tabulate
+from shoal.batching.simulate import ForwardTime
+from shoal.serve.scaling.budget import Budget
+from shoal.serve.spec.scale import ScaleSpec
+
+UP_WINDOW_S = 5.0
+DOWN_WINDOW_S = 60.0
+CATCH_UP_S = 5.0
+# The rate may rise on while a replica starts, which takes seconds (benchmarks/serving/autoscaling.py).
+RATE_MARGIN = 1.4
+MAX_LOOP_SHARE = 0.7  # of an event loop's time
+CURVE_CHANGE, RELEARN_S = 0.15, 10.0  # a smaller or sooner change of the curve leaves the rates that were found
+MAX_SEEN = 256  # replicas, of which a late report could still come
+Reason = Literal["load", "floor", "idle", "budget", "unmeasured"]
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """The newest figures of a replica.
+
+    requests: that it has received since its start, rejected ones too
+    waiting:  requests in its queues
+    loop_s:   processor time of its event loop since its start
+    curve:    (requests in a batch, seconds), of the models together; empty before the first forward
+    """
+
+    requests: float
+    waiting: float
+    loop_s: float
+    curve: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class EndpointLoad:
+    """The newest figures of an endpoint.
+
+    running:  replicas that answer
+    planned:  those that should, the starting ones included
+    unrouted: requests that wait at the ingress, since no replica runs
+    """
+
+    now_s: float
+    replicas: Mapping[str, ReplicaLoad]
+    running: int
+    planned: int
+    unrouted: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """replicas: how many there should be. reason: what decided. requests_per_s: of the last few seconds."""
+
+    replicas: int
+    reason: Reason
+    requests_per_s: float = 0.0
+
+
+class ScalePolicy:
+    """`decide` is called with the present load, in the order of time, about once a second."""
+
+    def __init__(self, spec: ScaleSpec, objective_s: float, budget: Budget | None = None) -> None:
+        self._spec, self._objective_s = spec, objective_s
+        self._floors = spec.parse_floors()
+        self.budget = budget or (Budget(spec) if spec.budget else None)
+        self._seen: dict[str, ReplicaLoad] = {}
+        self._arrived = self._loop_s = 0.0
+        self._history: deque[tuple[float, float, float]] = deque()  # time, requests and loop time until then
+        self._needs: deque[tuple[float, int]] = deque()  # time and need, later needs lower
+        self._curve: tuple[tuple[int, float], ...] = ()
+        self._rates: SustainableRates | None = None
+        self._requested_s = self._learned_s = -math.inf
+
+    def decide(self, load: EndpointLoad) -> Decision:
+        """The number of replicas that the endpoint should have."""
+        self._count(load)
+        self._learn([each.curve for each in load.replicas.values() if each.curve], load.now_s)
+        rate, loop_share = self._measure_rate(load.now_s)
+        waiting = load.unrouted + sum(each.waiting for each in load.replicas.values())
+        need = self._find_need(rate, loop_share, waiting, load)
+        while self._needs and self._needs[-1][1] <= need:
+            self._needs.pop()
+        self._needs.append((load.now_s, need))
+        while self._needs[0][0] < load.now_s - DOWN_WINDOW_S:
+            self._needs.popleft()
+        reason: Reason = "load" if self._rates is not None else "unmeasured"
+        return self._bound(self._needs[0][1], reason, rate, load)
+
+    def _count(self, load: EndpointLoad) -> None:
+        for name, now in load.replicas.items():
+            before = self._seen.get(name)
+            arrived = now.requests - (before.requests if before else 0.0)
+            self._arrived += arrived
+            self._loop_s += now.loop_s - (before.loop_s if before else now.loop_s)
+            if arrived:
+                self._requested_s = load.now_s
+        if load.unrouted or self._requested_s == -math.inf:
+            self._requested_s = load.now_s
+        self._seen |= load.replicas
+        while len(self._seen) > MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
+        self._history.append((load.now_s, self._arrived, self._loop_s))
+        while len(self._history) > 2 and self._history[1][0] <= load.now_s - UP_WINDOW_S:
+            self._history.popleft()
+
+    def _measure_rate(self, now_s: float) -> tuple[float, float]:
+        """Requests a second, and busy seconds of event loops a second."""
+        since_s, arrived, loop_s = self._history[0]
+        if now_s <= since_s:
+            return 0.0, 0.0
+        return (self._arrived - arrived) / (now_s - since_s), (self._loop_s - loop_s) / (now_s - since_s)
+
+    def _learn(self, curves: Sequence[tuple[tuple[int, float], ...]], now_s: float) -> None:
+        """Take the median of the replicas' curves, if it differs from the present one."""
+        if not curves or now_s < self._learned_s + RELEARN_S:
+            return
+        sizes = min(curves, key=len)
+        curve = tuple((rows, median([dict(each).get(rows, seconds) for each in curves])) for rows, seconds in sizes)
+        known = dict(self._curve)
+        if len(curve) == len(known) and all(
+            rows in known and abs(seconds - known[rows]) <= CURVE_CHANGE * known[rows] for rows, seconds in curve
+        ):
+            return
+        self._curve, self._learned_s = curve, now_s
+        self._rates = SustainableRates(tabulate(ForwardTime(curve), max(rows for rows, _ in curve)), self._objective_s)
+
+    def _find_need(self, rate: float, loop_share: float, waiting: float, load: EndpointLoad) -> int:
+        if self._rates is None:  # as many as there are, until the first forward is measured
+            return max(1, min(load.planned, self._spec.max)) if rate or waiting or load.planned else 0
+        # Half an objective's worth of waiting requests is normal.
+        backlog = max(0.0, waiting - rate * self._objective_s / 2)
+        need = self._rates.count_replicas(rate * RATE_MARGIN + backlog / CATCH_UP_S, self._spec.max)
+        return min(self._spec.max, max(need, math.ceil(loop_share / MAX_LOOP_SHARE)))
+
+    def _bound(self, need: int, reason: Reason, rate: float, load: EndpointLoad) -> Decision:
+        spec, now_s = self._spec, load.now_s
+        floor = spec.find_floor(datetime.fromtimestamp(now_s, UTC), self._floors)
+        replicas = max(1, need)
+        if spec.min == 0 and now_s - self._requested_s >= spec.idle_s:
+            replicas, reason = 0, "idle"
+        if self.budget is not None:
+            self.budget.spend(max(load.running, load.planned), now_s)
+            if replicas > floor and not self.budget.is_available(now_s):
+                replicas, reason = floor, "budget"
+        if replicas < floor:
+            replicas, reason = floor, "floor"
+        return Decision(min(replicas, spec.max), reason, rate)

@@ -1,0 +1,57 @@
+"""An endpoint on Ray whose replicas follow its load: Serve sees none of the requests, its policy sees all of them."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentID, ReplicaID
+
+from endpoint_process import Client, EndpointProcess
+from shoal.serve.on_ray.autoscaling import EndpointAutoscaler
+from waiting import wait_for
+
+TIMEOUT_S = 300.0
+REPLICA = ReplicaID("r", DeploymentID(name="replica", app_name="m"))
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[EndpointProcess]:
+    # No forward is this short, so any request at all needs every replica, however fast the machine is.
+    with EndpointProcess(scale={"max": 2, "objective_s": 1e-7}, num_cpus=0.1) as process:
+        yield process
+
+
+def test_requests_that_bypass_serve_bring_another_replica(endpoint: EndpointProcess) -> None:
+    endpoint.publish(1)
+    client = Client(endpoint.url)
+    wait_for(lambda: client.infer()[0] == 200, TIMEOUT_S)
+
+    def has_two_replicas() -> bool:
+        assert client.infer()[0] == 200
+        return len(endpoint.stats()) == 2
+
+    wait_for(has_two_replicas, TIMEOUT_S)
+    client.close()
+
+
+def test_the_account_of_a_budget_outlives_serves_controller(tmp_path: Path) -> None:
+    file, midnight_s = tmp_path / "endpoints" / "m.budget.json", datetime(2026, 1, 6, tzinfo=UTC).timestamp()
+    scale = {"max": 4, "floors": {"00:00-24:00": 2}, "budget": "50/day"}
+
+    def decide(policy: EndpointAutoscaler, now_s: float, running: int) -> int:
+        numbers = {"requests": now_s * 1000, "waiting": 0.0, "loop_s": 0.0, "seconds_1": 0.01}
+        series = {name: {REPLICA: [SimpleNamespace(value=each)]} for name, each in numbers.items()}
+        context: Any = SimpleNamespace(
+            app_name="m", current_time=now_s, raw_metrics=series, current_num_replicas=running,
+            target_num_replicas=running,
+        )  # fmt: skip
+        return policy(context)[0]
+
+    first = EndpointAutoscaler(scale, 0.1, str(file))
+    assert [decide(first, midnight_s + 1800 * each, 4) for each in range(3)] == [2, 4, 2]  # one hour beyond the floor
+    again = EndpointAutoscaler(scale, 0.1, str(file))
+    assert [decide(again, midnight_s + 3601 + each, 2) for each in range(3)] == [2, 2, 2]
