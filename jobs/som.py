@@ -83,7 +83,7 @@ class SomSpec(Spec):
     maps: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0)
     dtype: Literal["float32", "float64"] = "float32"
-    device: str = "cpu"
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
     workers: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1)
     score_rows: int | None = Field(default=None, ge=1)

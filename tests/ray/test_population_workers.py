@@ -11,12 +11,14 @@ import torch
 
 import shoal.runs
 from shoal.errors import SpecMismatch
+from shoal.libs.population.flow.build import build_population
 from shoal.libs.population.flow.ray_members import RayMembers
 from shoal.libs.population.flow.run import run_population
 from shoal.libs.population.spec import PopulationSpec
 from shoal.registry import Registry
 from shoal.runs import RunKind, Status
 from shoal_program import Program
+from train_task import Toy
 
 if TYPE_CHECKING:
     from shoal.cluster.embedded_cluster import EmbeddedCluster
@@ -62,6 +64,19 @@ def test_a_state_of_other_workers_is_rejected() -> None:
             members.load_state_dict({"shares": [{}, {}, {}]})
     finally:
         members.close()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_one_worker_goes_on_with_the_state_of_members_in_this_process() -> None:
+    """A run that is resumed on a cluster with another number of GPUs: members on one are in a worker."""
+    spec, values = PopulationSpec.parse(FIELDS), [{"optimizer.learning_rate": 0.1}] * 5
+    with build_population(spec, Toy(), torch.device("cpu"), values) as population:
+        members = RayMembers(spec, values)
+        try:
+            members.load_state_dict(population.state_dict())
+            population.load_state_dict(members.state_dict())
+        finally:
+            members.close()
 
 
 @pytest.mark.usefixtures("cluster")

@@ -370,8 +370,3 @@ def test_a_metric_of_one_element_is_a_scalar() -> None:
 def test_a_model_that_no_memory_holds(task: str) -> None:
     with pytest.raises(OutOfMemory, match=task + r"\.model needs more memory than there is \(.+\)\. Make it smaller"):
         validate_run(spec_of(task))
-
-
-def test_a_device_that_is_none() -> None:
-    with pytest.raises(ConfigError, match="device = 'tpu9'"):
-        validate_run(spec_of(device="tpu9"))

@@ -21,6 +21,9 @@ from shoal.cluster.processes import CLUSTER_ID_VARIABLE, is_alive
 from shoal.errors import ClusterError
 
 FOLDER_VARIABLE = "SHOAL_CLUSTER_DIR"
+# Ray's switch to hide all GPUs from a worker that reserves none; by default such a worker sees every GPU of its host.
+# A worker reads it from its own environment, when it starts a task or an actor (decision 031).
+HIDE_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
 
 
 @dataclass(frozen=True)

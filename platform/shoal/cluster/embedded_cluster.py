@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shoal.cluster.cluster_handle import FOLDER_VARIABLE, ClusterHandle
+from shoal.cluster.cluster_handle import FOLDER_VARIABLE, HIDE_GPUS, ClusterHandle
 from shoal.cluster.forking import fork_client
 from shoal.cluster.forking.fork_client import ADDRESS_VARIABLE
 from shoal.cluster.forking.fork_server import resolve_python_path
@@ -209,6 +209,7 @@ def _common_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        **HIDE_GPUS,
     }
 
 

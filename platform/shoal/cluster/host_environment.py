@@ -13,6 +13,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from shoal.cluster.cluster_handle import HIDE_GPUS
 from shoal.cluster.ingress.serve_environment import prepare_ingress, serve_environment
 from shoal.errors import ClusterError, ConfigError, ShoalError
 from shoal.home import ray_token_path
@@ -34,6 +35,7 @@ def build_host_environment(folder: Path) -> dict[str, str]:
     return {
         **serve_environment(folder),
         **PORTS,
+        **HIDE_GPUS,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(ray_token_path()),
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",

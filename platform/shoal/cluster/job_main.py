@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 import shoal.runs
-from shoal.cluster.cluster_handle import ClusterHandle
+from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle
 from shoal.config import Spec, last_override
 from shoal.errors import ClusterError, ShoalError
 from shoal.runs.record.provenance import restore_secrets
@@ -95,7 +95,10 @@ def expected_run_id() -> str | None:
 
 
 def connect() -> None:
-    """Connect this process to the cluster of $RAY_ADDRESS. Raises ClusterError."""
+    """Connect this process to the cluster of $RAY_ADDRESS. Raises ClusterError.
+
+    Of a cluster that was started without HIDE_GPUS, all workers of this process get it.
+    """
     import ray  # a third of a second: wrong overrides fail before it
 
     from shoal.ray_call import NAMESPACE
@@ -103,9 +106,14 @@ def connect() -> None:
     if not os.environ.get("RAY_ADDRESS"):
         remedy = "start it with `shoal run`, or with `ray job submit` on a cluster that is up"
         raise ClusterError(f"a job runs on a cluster, and $RAY_ADDRESS is not set: {remedy}")
+    missing = {name: value for name, value in HIDE_GPUS.items() if name not in os.environ}
     try:
         ray.init(
-            address=os.environ["RAY_ADDRESS"], namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING
+            address=os.environ["RAY_ADDRESS"],
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            runtime_env={"env_vars": missing} if missing else None,
         )
     except (ConnectionError, RuntimeError) as error:
         raise ClusterError(f"no Ray answers at {os.environ['RAY_ADDRESS']}: {error}") from error

@@ -185,7 +185,7 @@ class RayBackend:
         from shoal.train.launch.ray_processes import RayProcess, find_host_address
 
         host = "" if self.spec.applied_sync.shares_memory else find_host_address()
-        start = partial(RayProcess, is_anywhere=bool(host))
+        start = partial(RayProcess, is_anywhere=bool(host), has_gpu=self.spec.device == "cuda")
         with shutdown_event() as asked:
             folder = self.recorder.folder
             return fit_replicas(

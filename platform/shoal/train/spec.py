@@ -156,7 +156,7 @@ class TrainSpec(Spec):
     min_workers: int | None = Field(default=None, ge=1)
     batch_size: int = Field(default=64, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)  # torch's range
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = Field(default=None, ge=1)
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()

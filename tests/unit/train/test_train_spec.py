@@ -8,8 +8,13 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import SecretStr
 
+from shoal.config import Spec
 from shoal.errors import ConfigError
+from shoal.flows.sweep.spec import SweepSpec
+from shoal.libs.population.spec import PopulationSpec
+from shoal.rl.spec import RLSpec
 from shoal.runs.run_reader import infer_direction
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.sync.config import AllReduceConfig, ElasticConfig, SyncConfig
 from shoal.sync.parameter_server.config import DiLoCoConfig, LocalSGDConfig
 from shoal.train.spec import TrainSpec
@@ -267,3 +272,24 @@ def test_a_range_of_workers_makes_synchronous_training_elastic() -> None:
 def test_a_range_of_workers_that_does_not_fit_is_rejected(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="workers"):
         TrainSpec(sync="diloco").override([*words, "batch_size=64"])
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "banana", ""])
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        (TrainSpec, "device"),
+        (SweepSpec, "train.device"),
+        (RLSpec, "learner.device"),
+        (PopulationSpec, "device"),
+        (ModelOptions, "device"),
+    ],
+)
+def test_a_device_is_a_word(spec: type[Spec], field: str, device: str) -> None:
+    changes: dict[str, Any] = {field.rpartition(".")[2]: device}
+    if "." in field:
+        changes = {field.partition(".")[0]: changes}
+    with pytest.raises(ConfigError) as refused:
+        spec.parse(changes)
+    assert (refused.value.field, refused.value.value) == (field, device)
+    assert str(refused.value).endswith("should be 'auto', 'cpu' or 'cuda'")

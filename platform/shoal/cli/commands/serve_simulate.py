@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from shoal.batching.simulate import ForwardTime, SimulatedLoad, simulate
-from shoal.cli.support.ca_option import ca_option
 from shoal.cli.commands.serve_replay import replay_trace
+from shoal.cli.support.ca_option import ca_option
 from shoal.cli.support.console import make_table, print_json
 from shoal.client import Client, ModelStatus
 from shoal.client.discovery import find_endpoint, token_for

@@ -34,6 +34,7 @@ from shoal.flows.sweep.spec import SweepSpec
 from shoal.flows.sweep.trial import STOP_POLL_S, PlannedTrial, TrialSetting, find_trial, make_run_id
 from shoal.runs import Run, Status
 from shoal.runs.sweep_trials import TrialLog, TrialState, load_history, load_sweep
+from shoal.train.launch.ray_capacity import resolve_device
 
 NUM_RETRIES = 2  # of a trial whose process has died; it goes on from its checkpoint
 STOP_TIMEOUT_S = 10.0  # for the trials to save, before Ray kills the job
@@ -161,7 +162,7 @@ def count_concurrent_trials(spec: SweepSpec) -> int:
     """How many trials the cluster has room for, at most `spec.concurrent`. Raises PlanError for none."""
     cluster, train = ray.cluster_resources(), spec.train
     if spec.starts_workers:
-        resource = "GPU" if train.device == "cuda" else "CPU"
+        resource = "GPU" if resolve_device(train).device == "cuda" else "CPU"
         needs = {resource: float(train.workers)}
     else:
         needs = {"CPU": spec.cpus_per_trial, "GPU": spec.gpus_per_trial}

@@ -185,6 +185,7 @@ def remove_target(train: TrainSpec) -> TrainSpec:
 def check_sweep(spec: SweepSpec) -> CheckedSweep:
     """Raises ConfigError, PlanError or DataError with field, value and remedy, or MissingExtra, before any work."""
     space = spec.search_space
+    _require_gpus(spec)
     if spec.loop is not None:
         return _check_loop_sweep(spec, spec.loop, space)
     _require_fields(spec, space)
@@ -200,6 +201,14 @@ def check_sweep(spec: SweepSpec) -> CheckedSweep:
     if spec.uses_asha or spec.search == "pbt":
         _require_evaluations(spec, train, checked)
     return checked
+
+
+def _require_gpus(spec: SweepSpec) -> None:
+    """A trial in its own process sees the GPUs that it reserves."""
+    device = spec.train.device if spec.loop is None else spec.loop.learner.device
+    if device == "cuda" and not spec.gpus_per_trial and not spec.starts_workers:
+        problem = "is what a trial reserves and sees, and it is to train on a GPU"
+        raise ConfigError("gpus_per_trial", spec.gpus_per_trial, problem, "use --gpus-per-trial 1, or a fraction")
 
 
 def _check_loop_sweep(spec: SweepSpec, loop: LoopTrialSpec, space: SearchSpace) -> CheckedSweep:

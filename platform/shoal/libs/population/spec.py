@@ -84,7 +84,7 @@ class PopulationSpec(Spec):
     evaluation_batch_size: int = Field(default=500, ge=1)
     ensemble: int | None = Field(default=None, ge=0)
     seed: int = Field(default=0, ge=0, lt=2**63)
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     workers: int = Field(default=1, ge=1)
     threads: int | None = Field(default=None, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)

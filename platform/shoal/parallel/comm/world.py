@@ -120,18 +120,16 @@ class World:
 
 
 def choose_device(device: str, index: int) -> torch.device:
-    """`auto` is CUDA if available. Raises ConfigError for a device that this machine does not have."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError("device", device, "there is no CUDA device here", "use device=cpu, or auto")
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError("device", device, f"is no device ({error})", "use auto, cpu or cuda") from None
+    """The device of `auto`, `cpu` or `cuda`: `auto` is CUDA if this process sees a GPU.
+
+    index: of the GPU, among those that this process sees. Raises ConfigError for `cuda` where it sees none.
+    """
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device", device, "there is no CUDA device here", "use device=cpu, or auto")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def read_clock_s(device: torch.device) -> float:

@@ -24,7 +24,7 @@ def devices(options: ModelOptions, has_cuda: bool) -> list[str]:
         problem = f"{cuda} = {getattr(options, cuda)!r} needs a GPU, and this the CPU"
         raise ConfigError(cpu, getattr(options, cpu), problem, "choose one of them")
     if cuda and not has_cuda:
-        remedy = "set device: auto, and no cuda_graphs"
+        remedy = "reserve one with num_gpus, or set device: auto, and no cuda_graphs"
         raise ConfigError(cuda, getattr(options, cuda), "there is no CUDA device here for this model", remedy)
     if cuda:
         return ["cuda"]

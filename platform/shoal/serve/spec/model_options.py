@@ -49,7 +49,7 @@ class ModelOptions(Spec):
     precision:      of the forward; bf16 by autocast, int8 by dynamic quantisation of linear layers (CPU)
     compile:        torch.compile the forward
     cuda_graphs:    replay the forward as one CUDA graph per batch size (CUDA only)
-    device:         auto measures, and selects the CPU where it is faster
+    device:         auto: the CPU, or the faster one where the replica has reserved a GPU
     preprocess, postprocess: `module:function` of a dict of arrays, run before and after the forward, per batch; None:
                     the registered hook; "": none
     finite:         a NaN or infinite output is an error (500), and such weights are rejected; off: JSON has null for

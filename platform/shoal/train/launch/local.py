@@ -17,6 +17,7 @@ from shoal.cpu_count import count_usable_cores
 from shoal.errors import ConfigError, ShoalError
 from shoal.home import home
 from shoal.parallel import World
+from shoal.parallel.layers.precision import check_precision
 from shoal.runs import Run, RunRecorder, Status
 from shoal.train.launch.parameter_server import fit_replicas
 from shoal.train.launch.shutdown_signal import TORCHRUN, shutdown_event
@@ -92,6 +93,7 @@ def fit_locally(
     with ExitStack() as closing:
         world = World.from_environment(spec.device, spec.parallel.backend)
         closing.callback(world.close)
+        check_precision(spec.parallel.precision, world.device.type)
         set_threads(spec, count_usable_cores())
         run_id, recorder = _open_record(spec, job, world, closing)
         stop = closing.enter_context(shutdown_event())

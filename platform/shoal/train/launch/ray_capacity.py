@@ -10,20 +10,33 @@ from ray.util.placement_group import placement_group_table
 
 from shoal.cluster.capacity import wait_for_resource
 from shoal.errors import ClusterError, PlanError
+from shoal.parallel.layers.precision import check_precision
 from shoal.train.spec import TrainSpec
 
 
 def resolve_device(spec: TrainSpec) -> TrainSpec:
-    """The spec with its device chosen: `auto` becomes CUDA if the cluster has one for each worker."""
-    if spec.device != "auto":
-        return spec
-    has_gpus = ray.cluster_resources().get("GPU", 0) >= spec.workers
-    return spec.model_copy(update={"device": "cuda" if has_gpus else "cpu"})
+    """The spec with its device chosen: `auto` becomes CUDA if there is a GPU for each worker.
+
+    Raises PlanError when the workers' device cannot train in `parallel.precision`.
+    """
+    if spec.device == "auto":
+        has_gpus = _count_resource(spec, "GPU") >= spec.workers
+        spec = spec.model_copy(update={"device": "cuda" if has_gpus else "cpu"})
+    check_precision(spec.parallel.precision, spec.device)
+    return spec
 
 
 def count_workers_that_fit(spec: TrainSpec) -> int:
     """How many workers fit on the present hosts when they are empty."""
-    return int(ray.cluster_resources().get(_resource_name(spec), 0))
+    return _count_resource(spec, _resource_name(spec))
+
+
+def _count_resource(spec: TrainSpec, resource: str) -> int:
+    """Of the cluster; where the workers share memory, of the driver's host, on which they all are."""
+    if not (spec.has_replicas and spec.applied_sync.shares_memory):
+        return int(ray.cluster_resources().get(resource, 0))
+    here = ray.get_runtime_context().get_node_id()
+    return int(next(node["Resources"].get(resource, 0) for node in ray.nodes() if node["NodeID"] == here))
 
 
 def count_free_workers(spec: TrainSpec) -> int:

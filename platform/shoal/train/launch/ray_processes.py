@@ -19,17 +19,25 @@ from shoal.errors import summarize_error
 
 
 class RayProcess:
-    """One Ray worker, as a ProcessHandle of `parameter_server`. Workers take a CPU each, servers none.
+    """One Ray worker, as a ProcessHandle of `parameter_server`. Workers reserve a CPU each, servers nothing.
 
     is_anywhere: on any node; otherwise on this one
+    has_gpu:     workers reserve a GPU in place of the CPU, as those of Ray Train do, and see no other
     """
 
     def __init__(
-        self, name: str, target: Callable[..., None], arguments: tuple[Any, ...], *, is_anywhere: bool = False
+        self,
+        name: str,
+        target: Callable[..., None],
+        arguments: tuple[Any, ...],
+        *,
+        is_anywhere: bool = False,
+        has_gpu: bool = False,
     ) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        num_cpus = 1 if name.startswith("worker") else 0
-        task = ray.remote(num_cpus=num_cpus, max_retries=0, max_calls=1, name=name)(_run_in)
+        is_worker = name.startswith("worker")
+        reserved = {"num_cpus": int(is_worker and not has_gpu), "num_gpus": int(is_worker and has_gpu)}
+        task = ray.remote(**reserved, max_retries=0, max_calls=1, name=name)(_run_in)
         where = "SPREAD" if is_anywhere else here
         self._reference = task.options(scheduling_strategy=where).remote(Path.cwd(), target, arguments)
         self._cause: str | None = None

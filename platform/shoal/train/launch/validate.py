@@ -20,7 +20,6 @@ from shoal.data.dataset import is_stream, length_of
 from shoal.data.fingerprint import fingerprint
 from shoal.data.loader import load_first_batch
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError, summarize_error
-from shoal.parallel.comm.world import choose_device
 from shoal.parallel.loss import Mean, require_loss
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.validate import check_plan
@@ -89,8 +88,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     seed_everything(spec.seed)
     model = _build_model(task, spec)
     load_initial_weights(model, spec.init)
-    # The workers' hosts may have a CUDA that this one lacks.
-    device = "cuda" if spec.device == "cuda" else choose_device(spec.device, 0).type
+    device = None if spec.device == "auto" else spec.device  # what is known here of the workers' hosts
     check_plan(model, task, spec.parallel, degrees, batch, device)
     _require_own_step_fits(task, spec, model)
     _require_sync_fits(task, spec, model)

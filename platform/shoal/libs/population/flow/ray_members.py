@@ -2,7 +2,7 @@
 
 A member is what it would be in one process: shares have its seed, its generator and its batches. That one copies a
 member of another worker is one object: the winner's row, from worker to worker, without a file. Called by `run` where
-the spec has more than one worker. The workers decide nothing.
+the spec has more than one worker, or members on a GPU. The workers decide nothing.
 Legend: K members, k of a share.
 """
 
@@ -143,11 +143,13 @@ class RayMembers:
         return [share.start + each for share, members in zip(self._shares, found, strict=True) for each in members]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"shares": self._get([worker.call.remote("state_dict") for worker in self._workers])}
+        """With one worker as of members in this process: a later attempt may have them there."""
+        shares = self._get([worker.call.remote("state_dict") for worker in self._workers])
+        return {"shares": shares} if len(shares) > 1 else shares[0]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises SpecMismatch for the state of another number of workers."""
-        shares = state.get("shares", [None])
+        shares = state.get("shares", [state])
         if len(shares) != len(self._workers):
             problem = f"the run has the state of {len(shares)} workers"
             raise SpecMismatch("workers", len(self._workers), problem, f"use workers={len(shares)}")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import shoal.runs
 from shoal.batch_tree import tensors_of
-from shoal.cluster.job_main import expected_run_id, job_main
+from shoal.cluster.job_main import expected_run_id, is_connected, job_main
 from shoal.config import last_override
 from shoal.errors import ConfigError
 from shoal.libs.population.ensemble import Ensemble, make_ensemble_factory
@@ -152,9 +152,9 @@ def run_population(spec: PopulationSpec, job: str = JOB, *, registers: bool = Tr
     ) as recorder:
         log = _RoundLog(RecordLog(recorder), _print_line)
         task = make_task(spec.task, to_train_spec(spec).args)
-        data, device = load_data(task, spec.task), choose_device(spec.device, 0)
+        data = load_data(task, spec.task)
         print(f"run {recorder.id}: {spec.members} members of {spec.task}", flush=True)
-        make = _make_workers(spec) if spec.workers > 1 else None
+        spec, device, make = _choose_workers(spec)
         with closing(PopulationTrainer(spec, task, data, device, recorder.folder, log, make)) as trainer:
             trainer.run()
             result = _finish(trainer, checked, recorder, registers=registers)
@@ -162,14 +162,25 @@ def run_population(spec: PopulationSpec, job: str = JOB, *, registers: bool = Tr
     return result
 
 
-def _make_workers(spec: PopulationSpec) -> Callable[[Values], MemberSet]:
-    """Raises PlanError when the cluster has no room for them, ClusterError when it has none now."""
+def _choose_workers(
+    spec: PopulationSpec,
+) -> tuple[PopulationSpec, torch.device, Callable[[Values], MemberSet] | None]:
+    """The spec with the members' device, the device of this process, and what starts workers, unless members are here.
+
+    On a cluster the workers reserve GPUs, and this process has none. Raises PlanError when the cluster has no room for
+    them, ClusterError when it has none now.
+    """
+    if not is_connected():
+        return spec, choose_device(spec.device, 0), None
     from shoal.libs.population.flow.ray_members import make_ray_members
     from shoal.train.launch.ray_capacity import require_capacity, resolve_device
 
     train = resolve_device(to_train_spec(spec).model_copy(update={"workers": spec.workers}))
+    spec, here = spec.model_copy(update={"device": train.device}), torch.device("cpu")
+    if spec.workers == 1 and spec.device == "cpu":
+        return spec, here, None
     require_capacity(train, CAPACITY_WAIT_S)
-    return make_ray_members(spec.model_copy(update={"device": train.device}))
+    return spec, here, make_ray_members(spec)
 
 
 class _RoundLog(ConsoleLog):

@@ -95,7 +95,7 @@ class PopulationTrainer:
             metric=spec.metric,
             is_higher_better=spec.is_higher_better,
             space=self._space.describe(),
-            device=str(self.device),
+            device=self.spec.device if self.spec.device != "auto" else str(self.device),  # the members'
             parameters=self._num_parameters,
             order=spec.order,
         )

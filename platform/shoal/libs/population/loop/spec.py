@@ -92,7 +92,8 @@ class RLPopulationSpec(RLSpec):
         """What this member learns with. Raises ConfigError for values that do not fit."""
         own = {name: getattr(self, name) for name in RLSpec.model_fields}
         spec = RLSpec.parse({**own, "algorithm": self.algorithm})
-        return spec.update(nest({**values, "learner.seed": self.learner.seed + member}))
+        device = "cpu" if spec.learner.device == "auto" else spec.learner.device  # the driver's, which reserves no GPU
+        return spec.update(nest({**values, "learner.seed": self.learner.seed + member, "learner.device": device}))
 
 
 def require_local(spec: RLPopulationSpec) -> None:
