@@ -100,6 +100,7 @@ class EndpointStatus(msgspec.Struct, frozen=True):
 
     grpc: host:port of gRPC; "" without gRPC
     num_replicas: the planned number; the least for an endpoint that scales with its load
+    wanted: the replicas that have no place yet, and why; "" for none
     """
 
     endpoint: str
@@ -110,6 +111,7 @@ class EndpointStatus(msgspec.Struct, frozen=True):
     grpc: str = ""
     ready: bool = True
     num_replicas: int = 0
+    wanted: str = ""
     replicas: list[ReplicaStatus] = []
     models: list[ModelStatus] = []
     events: list[RolloutEvent] = []

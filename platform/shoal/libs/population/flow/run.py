@@ -49,7 +49,6 @@ from shoal.weights import WeightSnapshot
 JOB = "population"
 UNCHANGED = ("task", "args", "members", "space", "augmentation", "optimizer", "evolution", "order", "steps_per_round",
              "metric", "direction", "score_samples", "seed", "workers")  # fmt: skip
-CAPACITY_WAIT_S = 10.0  # for a run that has just ended to release its resources
 
 
 def population_main(recipe: PopulationSpec) -> None:
@@ -154,7 +153,7 @@ def run_population(spec: PopulationSpec, job: str = JOB, *, registers: bool = Tr
         task = make_task(spec.task, to_train_spec(spec).args)
         data, device = load_data(task, spec.task), choose_device(spec.device, 0)
         print(f"run {recorder.id}: {spec.members} members of {spec.task}", flush=True)
-        make = _make_workers(spec) if spec.workers > 1 else None
+        make = _make_workers(spec, log.record_event) if spec.workers > 1 else None
         with closing(PopulationTrainer(spec, task, data, device, recorder.folder, log, make)) as trainer:
             trainer.run()
             result = _finish(trainer, checked, recorder, registers=registers)
@@ -162,13 +161,13 @@ def run_population(spec: PopulationSpec, job: str = JOB, *, registers: bool = Tr
     return result
 
 
-def _make_workers(spec: PopulationSpec) -> Callable[[Values], MemberSet]:
+def _make_workers(spec: PopulationSpec, record: Callable[..., None]) -> Callable[[Values], MemberSet]:
     """Raises PlanError when the cluster has no room for them, ClusterError when it has none now."""
     from shoal.libs.population.flow.ray_members import make_ray_members
     from shoal.train.launch.ray_capacity import require_capacity, resolve_device
 
     train = resolve_device(to_train_spec(spec).model_copy(update={"workers": spec.workers}))
-    require_capacity(train, CAPACITY_WAIT_S)
+    require_capacity(train, record)
     return make_ray_members(spec.model_copy(update={"device": train.device}))
 
 
