@@ -3,7 +3,8 @@
     python tests/rehearse.py [short]
 
 Prints a timeline. The nodes are processes of this machine (see growing_cluster.py); Ray's autoscaler, Serve and Ray
-Train are the real ones. `short` leaves out the load and the idle nodes, as the suite does.
+Train are the real ones. `short` is for the suite: workers get their places and are not started, replicas come without
+load, and no node goes.
 """
 
 from __future__ import annotations
@@ -13,28 +14,33 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Ray reads these when it is imported.
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "SHOAL_LOG_MONITOR": "0"}
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
-from growing_cluster import growing_cluster
-from waiting import wait_for
 
 import shoal.runs
+from growing_cluster import growing_cluster
 from shoal.client import Client
 from shoal.errors import ConfigError, PlanError
 from shoal.home import load_access_token
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.runs.report.event_messages import describe_wait
+from shoal.runs.report.event_messages import describe_wait, format_warning
 from shoal.weights import WeightSnapshot
+from waiting import wait_for
 
-LIMIT_S = 400.0
-NODE_CPUS = 2
+if TYPE_CHECKING:
+    from shoal.serve.on_ray.deployment import DeployedEndpoint
+    from shoal.train.spec import TrainSpec
+
+LIMIT_S = 600.0
+NODE_CPUS, MAX_NODES = 1, 3
 TASK = Path(__file__).parent / "train_task.py"
 BEGAN_S = time.monotonic()
 
@@ -78,27 +84,20 @@ def register_model() -> None:
     Registry().register("linear", WeightSnapshot.of(1, tensors), model=linear, signature=Signature(inputs=x, outputs=y))
 
 
-def follow_wait() -> Callable[[], None]:
-    """Tells what the newest run waits for, when that changes."""
-    seen = ""
-
-    def tell() -> None:
-        nonlocal seen
-        for run in shoal.runs.list_runs(1):
-            if (now := describe_wait(run.last_events())) != seen:
-                seen = now
-                say(f"`shoal status`: {now or 'waits no longer'}")
-
-    return tell
-
-
 @contextmanager
 def told_of_waits() -> Iterator[None]:
-    over, tell = threading.Event(), follow_wait()
+    """Tell what the newest run waits for, as `shoal status` does, whenever that changes."""
+    over, seen = threading.Event(), ""
 
     def watch() -> None:
-        while not over.wait(0.25):
-            tell()
+        nonlocal seen
+        is_over = False
+        while not is_over:
+            is_over = over.wait(0.25)
+            for run in shoal.runs.list_runs(1):
+                if (now := describe_wait(run.last_events())) != seen:
+                    say(f"`shoal status`: {now or 'it waits no longer'}")
+                    seen = now
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -107,7 +106,6 @@ def told_of_waits() -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-        tell()
 
 
 def refuse_what_never_fits() -> None:
@@ -122,43 +120,39 @@ def refuse_what_never_fits() -> None:
     except ConfigError as error:
         say(f"refused at once: {error}")
     try:
-        train_on_cluster(make_training(workers=7), "rehearsal")
+        train_on_cluster(make_training(MAX_NODES + 1), "rehearsal")
     except PlanError as error:
         say(f"refused at once: {error}")
     else:
         raise AssertionError("it was accepted")
 
 
-def make_training(workers: int):  # type: ignore[no-untyped-def]
+def make_training(workers: int) -> TrainSpec:
     from shoal.train.spec import TrainSpec
 
     base = {"task": f"{TASK}:Toy", "batch_size": 28, "stop": {"steps": 4}, "parallel": "ddp", "device": "cpu"}
     return TrainSpec.parse({**base, "workers": workers, "wait": "10m"})
 
 
-def serve_replicas(is_short: bool) -> None:
+def serve_replicas(words: Sequence[str], use: Callable[[DeployedEndpoint], None]) -> None:
     from shoal.flows.serving import record_endpoint
     from shoal.flows.serving_spec import ServingSpec
 
-    number = "endpoint.num_replicas=2" if is_short else "endpoint.max_replicas=3"
-    words = [f"endpoint.num_cpus={NODE_CPUS}", number, "endpoint.wait=10m", "endpoint.model.max_batch_size=1"]
-    with told_of_waits(), record_endpoint(ServingSpec(models=["linear@1"]).override(words)) as endpoint:
+    options = [f"endpoint.num_cpus={NODE_CPUS}", "endpoint.wait=10m", "endpoint.model.max_batch_size=1"]
+    with told_of_waits(), record_endpoint(ServingSpec(models=["linear@1"]).override([*options, *words])) as endpoint:
         status = endpoint.status()
         say(f"the endpoint answers with {len(status['replicas'])} of {status['num_replicas']} replicas")
-        with Client(endpoint.url, token=load_access_token()) as client:
-            client.infer("linear", {"x": np.ones((1, 4), np.float32)})
-            if is_short:
-                wait_for(lambda: len(endpoint.status()["replicas"]) == 2, LIMIT_S, "the second replica")
-            else:
-                load_until(endpoint, 3)
-                say("the load is over")
-                wait_for(lambda: len(endpoint.status()["replicas"]) == 1, LIMIT_S, "one replica again")
-        say(f"replicas: {len(endpoint.status()['replicas'])}")
+        use(endpoint)
     say("the endpoint is closed")
 
 
-def load_until(endpoint, num_replicas: int) -> None:  # type: ignore[no-untyped-def]
-    """Ask from many threads until so many replicas answer."""
+def wait_for_replicas(endpoint: DeployedEndpoint, number: int) -> None:
+    wait_for(lambda: len(endpoint.status()["replicas"]) == number, LIMIT_S, f"{number} replicas")
+    say(f"{number} replicas answer; the status says: {endpoint.status()['wanted'] or 'nothing is wanted'}")
+
+
+def load_and_rest(endpoint: DeployedEndpoint) -> None:
+    """Ask from many threads until three replicas answer; then rest until there is one again."""
     over = threading.Event()
 
     def ask() -> None:
@@ -169,41 +163,61 @@ def load_until(endpoint, num_replicas: int) -> None:  # type: ignore[no-untyped-
     threads = [threading.Thread(target=ask) for _ in range(16)]
     for thread in threads:
         thread.start()
+    say("16 clients ask")
     try:
-        wait_for(lambda: len(endpoint.status()["replicas"]) >= num_replicas, LIMIT_S, f"{num_replicas} replicas")
-        say(f"{num_replicas} replicas answer")
+        wait_for_replicas(endpoint, MAX_NODES)
     finally:
         over.set()
         for thread in threads:
             thread.join()
+    say("the clients rest")
+    wait_for_replicas(endpoint, 1)
+
+
+def place_workers() -> None:
+    """Wait for two nodes, as a training run does before it starts its workers."""
+    from shoal.train.launch.ray_capacity import require_capacity
+
+    require_capacity(
+        make_training(2), lambda kind, **details: say(f"{kind}: {format_warning(kind, details) or 'over'}")
+    )
+    say(f"two workers have places on {count_nodes()} nodes")
 
 
 def train_on_new_nodes() -> None:
     from shoal.flows.training import train_on_cluster
 
     with told_of_waits():
-        result = train_on_cluster(make_training(2 * NODE_CPUS), "rehearsal", registers=False)
-    say(f"trained on {count_nodes()} nodes: {result.detail}")
+        result = train_on_cluster(make_training(2), "rehearsal", registers=False)
+    say(f"trained by 2 workers: {result.detail}")
 
 
 def rehearse(is_short: bool) -> None:
     with ExitStack() as stack:
         os.environ["SHOAL_HOME"] = stack.enter_context(tempfile.TemporaryDirectory())
-        types = {"small": ({"CPU": NODE_CPUS}, 3)}
-        cluster = stack.enter_context(growing_cluster(types, idle_s=15.0))
+        types = {"small": ({"CPU": NODE_CPUS}, MAX_NODES)}
+        cluster = stack.enter_context(growing_cluster(types, idle_s=60.0 if is_short else 15.0))
         os.environ.update(cluster.environment)
         import ray
 
         ray.init(log_to_driver=False, namespace="shoal", logging_level="WARNING")
         stack.callback(ray.shutdown)
-        say("a head without CPUs; its autoscaler may add 3 nodes of 2 CPUs")
+        say(f"a head without CPUs; its autoscaler may add {MAX_NODES} nodes of {NODE_CPUS} CPU")
         register_model()
         stack.enter_context(told_of_nodes())
         refuse_what_never_fits()
-        serve_replicas(is_short)
+        if is_short:
+            place_workers()
+            serve_replicas(["endpoint.num_replicas=3"], lambda endpoint: wait_for_replicas(endpoint, 3))
+            return
+        serve_replicas(["endpoint.max_replicas=3"], load_and_rest)
+        wait_until_no_node()
         train_on_new_nodes()
-        if not is_short:
-            wait_for(lambda: count_nodes() == 0, LIMIT_S, "no node")
+        wait_until_no_node()
+
+
+def wait_until_no_node() -> None:
+    wait_for(lambda: count_nodes() == 0, LIMIT_S, "cluster without nodes")
 
 
 if __name__ == "__main__":

@@ -60,9 +60,14 @@ def _but_for(growth: Growth) -> str:
 
 
 def gpus_by_host() -> list[float]:
-    """The number of GPUs of each host; where there is none, of those that an autoscaler may add."""
-    present = [float(node["Resources"].get("GPU", 0.0)) for node in ray.nodes() if node["Alive"]]
-    return present if any(present) else find_growth().list_hosts("GPU")
+    """The number of GPUs of each host."""
+    return [float(node["Resources"].get("GPU", 0.0)) for node in ray.nodes() if node["Alive"]]
+
+
+def gpus_by_possible_host() -> list[float]:
+    """The number of GPUs of each host; where there is none, of each that an autoscaler may add."""
+    present = gpus_by_host()
+    return present if any(present) else [*present, *find_growth().list_hosts("GPU")]
 
 
 def count_gpu_slots(num_gpus: float, by_host: Sequence[float]) -> int:

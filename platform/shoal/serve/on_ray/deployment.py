@@ -21,7 +21,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from shoal.cluster.capacity import gpu_share, gpus_by_host, require_gpus
+from shoal.cluster.capacity import gpu_share, gpus_by_possible_host, require_gpus
 from shoal.cluster.growth import find_growth
 from shoal.cluster.ingress.serve_environment import prepare_ingress
 from shoal.cluster.ports import find_free_port
@@ -232,7 +232,7 @@ def resolve_gpus(spec: EndpointSpec) -> EndpointSpec:
     """
     num_gpus = spec.num_gpus
     if num_gpus is None:
-        num_gpus = gpu_share(spec.most_replicas, gpus_by_host()) if spec.needs_cuda else 0.0
+        num_gpus = gpu_share(spec.most_replicas, gpus_by_possible_host()) if spec.needs_cuda else 0.0
     if num_gpus:
         fields = "endpoint.num_gpus or endpoint.num_replicas"
         require_gpus(num_gpus, spec.num_replicas, fields, spec.num_cpus)
