@@ -175,13 +175,13 @@ def load_and_rest(endpoint: DeployedEndpoint) -> None:
 
 
 def place_workers() -> None:
-    """Wait for two nodes, as a training run does before it starts its workers."""
+    """Wait for a node, as a training run does before it starts its workers."""
     from shoal.train.launch.ray_capacity import require_capacity
 
     require_capacity(
         make_training(2), lambda kind, **details: say(f"{kind}: {format_warning(kind, details) or 'over'}")
     )
-    say(f"two workers have places on {count_nodes()} nodes")
+    say(f"a worker has a place; nodes: {count_nodes()}")
 
 
 def train_on_new_nodes() -> None:
@@ -208,7 +208,7 @@ def rehearse(is_short: bool) -> None:
         refuse_what_never_fits()
         if is_short:
             place_workers()
-            serve_replicas(["endpoint.num_replicas=3"], lambda endpoint: wait_for_replicas(endpoint, 3))
+            serve_replicas(["endpoint.num_replicas=2"], lambda endpoint: wait_for_replicas(endpoint, 2))
             return
         serve_replicas(["endpoint.max_replicas=3"], load_and_rest)
         wait_until_no_node()

@@ -11,9 +11,9 @@ from pydantic import Field, field_validator, model_validator
 
 from shoal.config import Spec
 from shoal.data import LoaderSpec
-from shoal.duration import Duration
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.registry import AliasNames
+from shoal.runs.formatting import Duration
 from shoal.runs.run_reader import infer_direction
 from shoal.sync.config import AllReduceConfig, AnySyncConfig, SyncConfig
 

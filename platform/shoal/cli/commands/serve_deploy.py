@@ -236,13 +236,13 @@ class _Deadline:
     def check(self, waiting: str) -> None:
         """Raises ClusterError when the time is over. waiting: what the job waits for; "" when it starts the endpoint"""
         if waiting:
+            if waiting != self._waiting:
+                click.echo(waiting)
             self._until_s = time.monotonic() + self._timeout_s
-        if waiting and waiting != self._waiting:
-            click.echo(waiting)
-        self._waiting = waiting
-        if time.monotonic() > self._until_s:
+        elif time.monotonic() > self._until_s:
             problem = f"the endpoint was not ready within {self._timeout_s:g} s"
             raise ClusterError(f"{problem}: give it more with --timeout-s")
+        self._waiting = waiting
 
 
 def _describe_run_wait(run_id: str) -> str:

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from shoal.duration import parse_duration
 from shoal.errors import ConfigError
+from shoal.runs.formatting import parse_duration
 
 
 def make_literal_console(*, soft_wrap: bool = True) -> Console:

@@ -15,7 +15,6 @@ from pydantic import Field
 
 import shoal.runs
 from shoal.config import Spec, last_override
-from shoal.duration import Duration
 from shoal.errors import ConfigError, MissingExtra
 from shoal.flows.sweep.loop_spec import (
     MEAN_RETURN,
@@ -27,6 +26,7 @@ from shoal.flows.sweep.loop_spec import (
     require_loop_search,
 )
 from shoal.runs import RunKind
+from shoal.runs.formatting import Duration
 from shoal.runs.run_reader import infer_direction
 from shoal.search.space import Options, SearchSpace
 from shoal.train.launch.checked_run import check_once

@@ -17,8 +17,8 @@ from pydantic import (
 )
 
 from shoal.config import Spec, merge
-from shoal.duration import Duration
 from shoal.network_address import is_loopback
+from shoal.runs.formatting import Duration
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.trace_destination import TraceDestination
