@@ -179,7 +179,7 @@ def place_workers() -> None:
     from shoal.train.launch.ray_capacity import require_capacity
 
     require_capacity(
-        make_training(2), lambda kind, **details: say(f"{kind}: {format_warning(kind, details) or 'over'}")
+        make_training(1), lambda kind, **details: say(f"{kind}: {format_warning(kind, details) or 'over'}")
     )
     say(f"a worker has a place; nodes: {count_nodes()}")
 
