@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,4 +111,11 @@ def test_a_cluster_without_an_autoscaler_does_not_grow_and_a_platform_may_say_wh
         assert found.head["CPU"] == 8
     finally:
         gcs.report_cluster_config(ClusterConfig().SerializeToString())
+    assert not find_growth()
+
+
+def test_a_driver_on_another_host_asks_the_head(cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(gcs_address=cluster.address, get_node_id=lambda: "another")
+    monkeypatch.setattr(growth, "_find_config_file", None)  # in this process: the head has its own
+    monkeypatch.setattr("ray.get_runtime_context", lambda: here)
     assert not find_growth()

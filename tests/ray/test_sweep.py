@@ -68,7 +68,8 @@ def test_trials_run_on_nodes_that_are_still_to_come(monkeypatch: pytest.MonkeyPa
         return wait_s > 60
 
     def count(**fields: object) -> int:
-        spec = SweepSpec.parse({"train": {"task": "t.py:T", "workers": fields.pop("workers", 1)}, **fields})
+        train = {name: fields.pop(name) for name in ("workers", "wait") if name in fields}
+        spec = SweepSpec.parse({"train": {"task": "t.py:T", **train}, **fields})
         return ray_sweep.count_concurrent_trials(spec, lambda kind, **details: None)
 
     growth = Growth({}, (NodeType("big", {"CPU": 4.0}, 2),))

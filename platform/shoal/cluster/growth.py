@@ -62,7 +62,7 @@ class Growth:
         distinct = Counter(tuple(sorted(bundle.items())) for bundle in bundles)
         total: Counter[str] = Counter()
         for items, count in distinct.items():
-            if self._count_places(dict(items)) < count:
+            if self._count_slots(dict(items)) < count:
                 return False
             total.update({name: amount * count for name, amount in items})
         return all(self._sum(name) + _STEP >= amount for name, amount in total.items())
@@ -73,7 +73,7 @@ class Growth:
             each.resources.get(resource, 0.0) for each in self.node_types for _ in range(each.max_nodes)
         ]
 
-    def _count_places(self, bundle: Bundle) -> float:
+    def _count_slots(self, bundle: Bundle) -> float:
         return _count_on(self.head, bundle) + sum(
             each.max_nodes * _count_on(each.resources, bundle) for each in self.node_types
         )

@@ -163,7 +163,7 @@ def count_concurrent_trials(spec: SweepSpec, record: Callable[..., None]) -> int
     """How many trials the cluster has room for, with what its autoscaler may add; at most `spec.concurrent`.
 
     Waits until the first one has its places. Raises PlanError where none ever fits, ClusterError when none has fitted
-    within the spec's `wait`.
+    within `train.wait`.
 
     record: records an event
     """
@@ -178,9 +178,9 @@ def count_concurrent_trials(spec: SweepSpec, record: Callable[..., None]) -> int
     least = min(fits.values())
     growth = find_growth() if least < (spec.concurrent or spec.trials) else None
     if growth and growth.can_hold(bundles):
-        wait_s = NODES_WAIT_S if spec.wait is None else spec.wait
+        wait_s = NODES_WAIT_S if train.wait is None else train.wait
         if not least and not wait_for_nodes(bundles, wait_s, WaitLog(record, wait_s)):
-            raise ClusterError(f"no nodes came for a trial within {wait_s:g} s: give it more with wait=1h")
+            raise ClusterError(f"no nodes came for a trial within {wait_s:g} s: give it more with train.wait=1h")
         least = min(_count_fits(needs, {name: sum(growth.list_hosts(name)) for name in needs}).values())
     if not least:
         scarce = min(fits, key=lambda name: fits[name])

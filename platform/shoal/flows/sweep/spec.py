@@ -26,7 +26,6 @@ from shoal.flows.sweep.loop_spec import (
     require_loop_search,
 )
 from shoal.runs import RunKind
-from shoal.runs.formatting import Duration
 from shoal.runs.run_reader import infer_direction
 from shoal.search.space import Options, SearchSpace
 from shoal.train.launch.checked_run import check_once
@@ -81,7 +80,6 @@ class SweepSpec(Spec):
     cpus_per_trial: of a trial of one worker; a trial of several takes one for each of them
     gpus_per_trial: may be a fraction, as 0.25: then a trial may use this share of the device's memory
     concurrent:     trials at a time; None: as many as the cluster has room for
-    wait:           how long the first trial may wait for nodes that an autoscaler adds, as 30m or seconds; None: 30m
     registers:      register the best trial's network at the end
     retry_failed:   with `resume`: run the failed trials again, from their last checkpoints
     """
@@ -98,7 +96,6 @@ class SweepSpec(Spec):
     cpus_per_trial: float = Field(default=1.0, gt=0)
     gpus_per_trial: float = Field(default=0.0, ge=0)
     concurrent: int | None = Field(default=None, ge=1)
-    wait: Duration | None = None
     asha: AshaSpec = AshaSpec()
     pbt: PbtSpec = PbtSpec()
     registers: bool = True

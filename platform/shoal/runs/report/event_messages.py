@@ -31,8 +31,7 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
             least = f"{details['workers']} workers have no room on the hosts that are left, which hold {details['fit']}"
             return f"{least}: waiting up to {details['wait_s'] / 60:.0f} min for another"
         case "waiting" if details["reason"]:
-            limit_s = details["wait_s"]
-            return details["reason"] + ("" if limit_s is None else f" (up to {limit_s / 60:.3g} min)")
+            return _format_wait(**details)
         case "room_taken":
             places = f"{details['workers']} workers have no room beside what runs ({details['fit']} places are free)"
             return f"{places}: waiting up to {details['wait_s'] / 60:.0f} min for it to end"
@@ -62,6 +61,10 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
         case "register_failed":
             return f"a version could not be registered, learning goes on: {details['error']}"
     return "there is no checkpoint: it begins again, at step 0" if kind == NO_CHECKPOINT else ""
+
+
+def _format_wait(reason: str, wait_s: float | None) -> str:
+    return reason if wait_s is None else f"{reason} (up to {wait_s / 60:.3g} min)"
 
 
 def describe_wait(events: Mapping[str, Mapping[str, Any]]) -> str:
