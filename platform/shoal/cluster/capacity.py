@@ -22,20 +22,21 @@ LAUNCH_POLL_S = 0.5
 NODES_WAIT_S = 1800.0  # the default wait where an autoscaler may add nodes; a machine of a cloud takes minutes
 
 
-def require_cpus(num_cpus: float, fields: str, bundles: Sequence[Bundle] = ()) -> None:
-    """Raise ConfigError when the cluster as a whole has fewer CPUs than `num_cpus`, and its autoscaler can add no
-    nodes for the bundles: Ray would wait for ever.
+def require_cpus(num_cpus: float, fields: str, bundles: Sequence[Bundle] = ()) -> bool:
+    """Whether an autoscaler must add nodes first. Raise ConfigError when the cluster as a whole has fewer CPUs than
+    `num_cpus`, and no nodes may come for the bundles: Ray would wait for ever.
 
     fields:  what the error asks to lower: `endpoint.num_cpus or endpoint.num_replicas`
     bundles: what each worker needs
     """
     total = float(ray.cluster_resources().get("CPU", 0.0))
     if num_cpus <= total:
-        return
+        return False
     growth = find_growth()
     if not growth.can_hold(bundles):
         remedy = f"lower {fields}, or use a larger cluster"
         raise ConfigError("num_cpus", num_cpus, f"is more than the {total:g} of the cluster{_but_for(growth)}", remedy)
+    return True
 
 
 def require_gpus(num_gpus: float, count: int, fields: str, num_cpus: float = 0.0) -> None:

@@ -87,7 +87,8 @@ class EndpointSpec(Spec):
     num_cpus:       CPUs of the cluster that each replica reserves
     num_gpus:       GPUs, or a fraction of one, that each replica reserves and sees; None: an equal share of the
                     cluster's, of one at most, where a model has `device: cuda`, and else 0
-    wait:           how long the first replica may wait for nodes that an autoscaler adds, as 30m or seconds; None: 30m
+    wait:           how long the first replica (in the loop: all workers) may wait for nodes that an autoscaler adds, as
+                    30m or seconds; None: 30m
     drain_s:        how long a stopping replica may finish its requests
     hang_s:         a replica whose forward takes longer than this counts as hung and is replaced
     max_memory_gib: a replica whose process grows beyond this is replaced; None: no limit
