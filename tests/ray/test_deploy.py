@@ -15,7 +15,7 @@ import pytest
 
 from shoal.client import Client
 from shoal.cluster.embedded_cluster import EmbeddedCluster
-from shoal.cluster.growth import Growth
+from shoal.cluster.growth import Growth, NodeType
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
@@ -402,6 +402,20 @@ def hosts_with(gpus: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [{"Alive": True, "Resources": {"CPU": 4.0, **({"GPU": each} if each else {})}} for each in gpus]
     monkeypatch.setattr("ray.nodes", lambda: [*nodes, {"Alive": False, "Resources": {"GPU": 8.0}}])
     monkeypatch.setattr("shoal.cluster.capacity.find_growth", lambda: Growth({}))
+
+
+def test_replicas_may_wait_for_nodes_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.serve.on_ray.deployment import resolve_gpus
+
+    hosts_with([0.0], monkeypatch)
+    growth = Growth({"CPU": 4.0}, (NodeType("gpus", {"CPU": 2.0, "GPU": 1.0}, 2),))
+    monkeypatch.setattr("shoal.cluster.capacity.find_growth", lambda: growth)
+    assert resolve_gpus(EndpointSpec.parse({"name": "m", "model": CUDA, "num_replicas": 2})).num_gpus == 1.0
+    assert resolve_gpus(EndpointSpec.parse({"name": "m", "model": CUDA, "num_replicas": 4})).num_gpus == 0.5
+    with pytest.raises(
+        ConfigError, match=r"room for 0 of 2 .* its autoscaler may add no more than 2 gpus \(2 CPU, 1 GPU\)"
+    ):
+        resolve_gpus(EndpointSpec.parse({"name": "m", "num_gpus": 1, "num_cpus": 3, "num_replicas": 2}))
 
 
 def test_without_haproxy_an_endpoint_is_refused_before_anything_is_started(

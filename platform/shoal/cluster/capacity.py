@@ -39,18 +39,19 @@ def require_cpus(num_cpus: float, fields: str, bundles: Sequence[Bundle] = ()) -
     return True
 
 
-def require_gpus(num_gpus: float, count: int, fields: str, num_cpus: float = 0.0) -> None:
-    """Raise ConfigError when the cluster cannot hold `count` workers with `num_gpus` each, not even with what its
-    autoscaler may add: Ray would wait for ever.
+def require_gpus(num_gpus: float, count: int, fields: str, bundle: Bundle | None = None) -> None:
+    """Raise ConfigError when the cluster cannot hold `count` workers with `num_gpus` each, and no nodes may come for
+    them: Ray would wait for ever.
 
     fields: what the error asks to lower
+    bundle: what each worker needs, if it may wait for nodes that an autoscaler adds
     """
     by_host = gpus_by_host()
     places = count_gpu_slots(num_gpus, by_host) if num_gpus else count
     if places >= count:
         return
-    growth = find_growth()
-    if not growth.can_hold([{"GPU": num_gpus, "CPU": num_cpus}] * count):
+    growth = Growth({}) if bundle is None else find_growth()
+    if bundle is None or not growth.can_hold([bundle] * count):
         there = f"the cluster has {sum(by_host):g} GPUs, which is room for {places} of {count} workers"
         remedy = f"lower {fields}, or use a larger cluster"
         raise ConfigError("num_gpus", num_gpus, f"{there}{_but_for(growth)}", remedy)

@@ -235,7 +235,7 @@ def resolve_gpus(spec: EndpointSpec) -> EndpointSpec:
         num_gpus = gpu_share(spec.most_replicas, gpus_by_possible_host()) if spec.needs_cuda else 0.0
     if num_gpus:
         fields = "endpoint.num_gpus or endpoint.num_replicas"
-        require_gpus(num_gpus, spec.num_replicas, fields, spec.num_cpus)
+        require_gpus(num_gpus, spec.num_replicas, fields, {"CPU": spec.num_cpus, "GPU": num_gpus})
     return spec.model_copy(update={"num_gpus": num_gpus})
 
 
