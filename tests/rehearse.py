@@ -218,6 +218,7 @@ def rehearse(is_short: bool) -> None:
 
 def wait_until_no_node() -> None:
     wait_for(lambda: count_nodes() == 0, LIMIT_S, "cluster without nodes")
+    say("no node is left")
 
 
 if __name__ == "__main__":
