@@ -10,7 +10,7 @@ PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriv
 PROTOCOL := platform/shoal/open_inference
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo recommender test soak compat gpu check format proto bench bench-check clean
+.PHONY: help setup demo recommender test soak rehearse compat gpu check format proto bench bench-check clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -38,6 +38,9 @@ test: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json  ## Run the whole te
 soak: export PYTHONDONTWRITEBYTECODE =
 soak: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json  ## Run what the suite leaves out: faults at every moment, learning to the end
 	@$(BIN)/python tests/suite.py soak
+
+rehearse: $(READY)  ## Watch nodes follow an endpoint's load and a training run, with Ray's autoscaler and nodes that are processes here
+	@$(BIN)/python tests/rehearse.py
 
 TORCH ?= torch
 compat: $(CLIENTS)/.ready  ## Run unit, contract and equivalence tests with the newest torch that pip finds, or TORCH='torch==2.14.1'

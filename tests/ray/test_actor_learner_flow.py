@@ -212,6 +212,26 @@ def test_a_record_that_cannot_be_written_for_now_does_not_end_the_loop(monkeypat
     assert not flow._was_not_tried(SNAPSHOT, "no replica")
 
 
+def test_learners_and_replicas_wait_for_nodes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def wait_for_nodes(bundles: Any, wait_s: float, log: Any) -> bool:
+        asked.append((bundles, wait_s))
+        return len(asked) == 1
+
+    monkeypatch.setattr(actor_learner, "wait_for_nodes", wait_for_nodes)
+    monkeypatch.setattr(actor_learner, "gpus_by_host", lambda: [0.0])
+    monkeypatch.setattr(actor_learner, "require_cpus", lambda num_cpus, fields, bundles: num_cpus > 3)
+    spec = ActorLearnerSpec.parse({"learner": {"num_cpus": 2}, "endpoint": {"num_cpus": 0.5, "wait": "2m"}})
+    make_flow(spec, SimpleNamespace())._require_capacity()
+    assert asked == [], "there is room for them"
+    flow = make_flow(spec.update({"endpoint": {"num_replicas": 3}}), SimpleNamespace())
+    flow._require_capacity()
+    assert asked == [([{"CPU": 2.0}, *[{"CPU": 0.5}] * 3], 120.0)]
+    with pytest.raises(ClusterError, match="no nodes came within 120 s"):
+        flow._require_capacity()
+
+
 def make_policies_flow(monkeypatch: pytest.MonkeyPatch, **stats: dict[str, Any]) -> tuple[Any, list[tuple[Any, ...]]]:
     """The flow of a run of two policies, one of which has a target; and what it records."""
     recorded: list[tuple[Any, ...]] = []

@@ -15,6 +15,7 @@ import pytest
 
 from shoal.client import Client
 from shoal.cluster.embedded_cluster import EmbeddedCluster
+from shoal.cluster.growth import Growth, NodeType
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
@@ -107,6 +108,7 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
         patch.setattr(shared_cluster, "is_serve_running", serve.has_serve)
         patch.setattr(deployment, "RayControllerClient", Controller)
         patch.setattr(deployment, "build_application", lambda *arguments: None)
+        patch.setattr(deployment, "find_growth", lambda: Growth({}))
         patch.setattr(deployment, "get_driver_id", lambda: LIVING)
         patch.setattr(ownership, "living_drivers", lambda: {LIVING})
         patch.setattr(ownership, "_controllers", lambda: list(actors))
@@ -307,7 +309,7 @@ def test_an_endpoint_is_closed_also_when_its_record_cannot_be_written(monkeypatc
     for name in ("check", "require_importable", "require_cpus"):
         monkeypatch.setattr(serving, name, lambda *asked: None)
     monkeypatch.setattr(serving, "model_from_ref", lambda ref: MODEL)
-    monkeypatch.setattr("shoal.serve.on_ray.deployment.deploy", lambda spec, models: endpoint)
+    monkeypatch.setattr("shoal.serve.on_ray.deployment.deploy", lambda spec, models, record: endpoint)
     monkeypatch.setattr("shoal.runs.create", create)
     with pytest.raises(RunError, match="the record is locked"):
         serving.serve_models(ServingSpec(models=["m@1"]), "serve")
@@ -337,6 +339,7 @@ def test_an_endpoint_that_the_cluster_has_no_room_for_names_its_own_fields(monke
         monkeypatch.setattr(serving, name, lambda spec: None)
     monkeypatch.setattr(serving, "model_from_ref", lambda ref: MODEL)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr("shoal.cluster.capacity.find_growth", lambda: Growth({}))
     with pytest.raises(ConfigError) as caught:
         serving.serve_models(ServingSpec(models=["m@1"]).override(["endpoint.num_cpus=100"]), "serve")
     assert caught.value.problem == "is more than the 2 of the cluster"
@@ -398,6 +401,21 @@ def test_gpus_that_the_cluster_has_not_are_refused_at_once(
 def hosts_with(gpus: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [{"Alive": True, "Resources": {"CPU": 4.0, **({"GPU": each} if each else {})}} for each in gpus]
     monkeypatch.setattr("ray.nodes", lambda: [*nodes, {"Alive": False, "Resources": {"GPU": 8.0}}])
+    monkeypatch.setattr("shoal.cluster.capacity.find_growth", lambda: Growth({}))
+
+
+def test_replicas_may_wait_for_nodes_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.serve.on_ray.deployment import resolve_gpus
+
+    hosts_with([0.0], monkeypatch)
+    growth = Growth({"CPU": 4.0}, (NodeType("gpus", {"CPU": 2.0, "GPU": 1.0}, 2),))
+    monkeypatch.setattr("shoal.cluster.capacity.find_growth", lambda: growth)
+    assert resolve_gpus(EndpointSpec.parse({"name": "m", "model": CUDA, "num_replicas": 2})).num_gpus == 1.0
+    assert resolve_gpus(EndpointSpec.parse({"name": "m", "model": CUDA, "num_replicas": 4})).num_gpus == 0.5
+    with pytest.raises(
+        ConfigError, match=r"room for 0 of 2 .* its autoscaler may add no more than 2 gpus \(2 CPU, 1 GPU\)"
+    ):
+        resolve_gpus(EndpointSpec.parse({"name": "m", "num_gpus": 1, "num_cpus": 3, "num_replicas": 2}))
 
 
 def test_without_haproxy_an_endpoint_is_refused_before_anything_is_started(

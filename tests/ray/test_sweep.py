@@ -13,7 +13,8 @@ import pytest
 
 import shoal.runs
 from leftovers import pids_of, still_alive
-from shoal.errors import RunError
+from shoal.cluster.growth import Growth, NodeType
+from shoal.errors import ClusterError, PlanError, RunError
 from shoal.flows.sweep.ray_search import make_scheduler
 from shoal.flows.sweep.spec import SweepSpec, check_sweep
 from shoal.flows.sweep.sweep import run_sweep
@@ -53,6 +54,40 @@ def is_half_done() -> bool:
 
 ASHA = {"scheduler": "asha", "trials": 4}
 PBT = {"search": "pbt", "trials": 2, "cpus_per_trial": 8.0}  # of a cluster of 8: the trials take turns
+
+
+def test_trials_run_on_nodes_that_are_still_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from shoal.flows.sweep import ray_sweep
+
+    asked: list[object] = []
+
+    def wait_for_nodes(bundles: object, wait_s: float, log: object) -> bool:
+        asked.append((bundles, wait_s))
+        return wait_s > 60
+
+    def count(**fields: object) -> int:
+        train = {name: fields.pop(name) for name in ("workers", "wait") if name in fields}
+        spec = SweepSpec.parse({"train": {"task": "t.py:T", **train}, **fields})
+        return ray_sweep.count_concurrent_trials(spec, lambda kind, **details: None)
+
+    growth = Growth({}, (NodeType("big", {"CPU": 4.0}, 2),))
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    monkeypatch.setattr(ray_sweep, "find_growth", lambda: growth)
+    monkeypatch.setattr(ray_sweep, "wait_for_nodes", wait_for_nodes)
+    assert count(cpus_per_trial=2) == 4
+    assert count(workers=3, trials=2, concurrent=1, wait="5m") == 1
+    assert asked == [([{"CPU": 2.0, "GPU": 0.0}], 1800.0), ([{"CPU": 1.0}] * 3, 300.0)]
+    with pytest.raises(ClusterError, match="no nodes came for a trial within 30 s"):
+        count(wait=30)
+    with pytest.raises(PlanError, match=r"its autoscaler may add no more than 2 big \(4 CPU\)"):
+        count(cpus_per_trial=5)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
+    assert count(cpus_per_trial=2) == 4, "the nodes that are there need no wait"
+    assert len(asked) == 3
+    growth = Growth({"CPU": 4.0})
+    assert count(cpus_per_trial=2) == 2
 
 
 def test_a_trial_that_cannot_start_fails_alone(cluster: EmbeddedCluster) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 import shoal.runs
+from shoal.cluster.growth import Growth, NodeType
 from shoal.errors import ClusterError, DataError, NotFinite, PlanError, RankLost, RecordUnwritable, RunError, TrainError
 from shoal.home import home
 from shoal.registry import Registry
 from shoal.runs import Run, Status
 from shoal.runs.record import recorder
+from shoal.runs.report.event_messages import describe_wait
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.weights import WeightSnapshot
@@ -88,6 +90,7 @@ def fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeFit]:
     monkeypatch.setattr(FakeGroup, "states", ())
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr("shoal.train.launch.ray_capacity.find_growth", lambda: Growth({}))
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     return made
 
@@ -256,8 +259,6 @@ def test_a_run_that_another_process_has_resumed_is_left_to_it(
 def test_more_workers_than_the_cluster_has(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from shoal.flows import training
-
     with pytest.raises(PlanError) as raised:
         run(spec_of(workers=8, parallel="ddp"))
     assert (raised.value.field, raised.value.value) == ("workers", 8)
@@ -268,9 +269,8 @@ def test_more_workers_than_the_cluster_has(fit: type[FakeFit], monkeypatch: pyte
     with pytest.raises(PlanError, match="start a cluster with GPUs"):
         run(spec_of(device="cuda"))
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0})
-    monkeypatch.setattr(training, "CAPACITY_WAIT_S", 0.0)
     with pytest.raises(ClusterError, match="1 of 4 are free"):
-        run(spec_of())
+        run(spec_of(wait=0))
     assert not fit.made
 
 
@@ -297,10 +297,57 @@ def test_a_place_that_becomes_free_is_waited_for(fit: type[FakeFit], monkeypatch
 
     from shoal.train.launch.ray_capacity import require_capacity
 
+    recorded: list[object] = []
     free = iter([{"CPU": 1.0}, {}, {"CPU": 2.0}])
     monkeypatch.setattr(ray, "available_resources", lambda: next(free))
-    require_capacity(spec_of(), 30)
+    require_capacity(spec_of(), recorded.append)
     assert next(free, None) is None
+    assert not recorded, "a run that has just ended is worth no event"
+
+
+def test_a_busy_cluster_is_waited_for_and_the_run_says_so(
+    fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import ray
+
+    from shoal.train.launch import ray_capacity
+
+    free = iter([{"CPU": 1.0}] * 3)
+    monkeypatch.setattr(ray, "available_resources", lambda: next(free, {"CPU": 4.0}))
+    monkeypatch.setattr(ray_capacity, "CAPACITY_WAIT_S", 0.0)
+    fit.script = [([logged(1)], ended(tmp_path))]
+    found = run(spec_of(wait="30m"))
+    waits = [details for kind, details in found.list_events("waiting")]
+    assert waits == [
+        {"reason": "2 workers need a CPU each, which other work has", "wait_s": 1800.0},
+        {"reason": "", "wait_s": 1800.0},
+    ]
+    assert describe_wait({"waiting": waits[0]}).endswith("which other work has (up to 30 min)")
+    assert not describe_wait(found.last_events())
+
+
+def test_workers_that_the_autoscaler_may_add_nodes_for_are_waited_for(
+    fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from shoal.train.launch import ray_capacity
+
+    asked: list[Any] = []
+
+    def wait_for_nodes(bundles: Any, wait_s: float, log: Any) -> bool:
+        asked.append((len(bundles), bundles[0], wait_s))
+        return len(asked) == 1
+
+    monkeypatch.setattr(ray_capacity, "find_growth", lambda: Growth({"CPU": 4.0}, (NodeType("big", {"CPU": 4.0}, 2),)))
+    monkeypatch.setattr(ray_capacity, "wait_for_nodes", wait_for_nodes)
+    fit.script = [([logged(1)], ended(tmp_path))]
+    assert run(spec_of(workers=8)).status is Status.FINISHED
+    with pytest.raises(ClusterError, match="8 workers need a CPU each, for which no nodes came within 60 s"):
+        run(spec_of(workers=8, wait="1m"))
+    assert asked == [(8, {"CPU": 1.0}, 1800.0), (8, {"CPU": 1.0}, 60.0)]
+    with pytest.raises(
+        PlanError, match=r"the cluster has 4 CPUs, and its autoscaler may add no more than 2 big \(4 CPU\)"
+    ):
+        run(spec_of(workers=16, batch_size=32))
 
 
 def _on_a_smaller_cluster(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,8 +122,10 @@ def test_status_without_a_terminal_is_a_line_for_each_version(recorded: str) -> 
 
 def test_status_counts_the_replicas_that_are_missing_and_the_hosts() -> None:
     there = [ReplicaStatus(f"r-{number}", number, 7, host=f"node-{number % 2}") for number in range(3)]
-    line, *_ = serve_display.format_plain_lines(EndpointStatus("shop", num_replicas=4, replicas=there), "http://h")
-    assert line.endswith("replicas 3 of 4 ready on 2 hosts")
+    wanted = "1 more replica wanted, waiting for nodes"
+    status = EndpointStatus("shop", num_replicas=4, wanted=wanted, replicas=there)
+    line, *_ = serve_display.format_plain_lines(status, "http://h")
+    assert line.endswith("replicas 3 of 4 ready on 2 hosts; 1 more replica wanted, waiting for nodes")
 
 
 @pytest.mark.parametrize(("source", "followed"), [("m@champion", True), ("m@3", False), ("m", False)])

@@ -137,6 +137,23 @@ def becomes_ready(recorders: list[Any], name: str = "fashion") -> Callable[[Fake
     return begin
 
 
+def test_deploy_shows_what_it_waits_for_and_that_time_does_not_count(
+    cluster: FakeCluster, recorders: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(job: FakeJob) -> None:
+        becomes_ready(recorders)(job)
+        recorders[0].record_event("waiting", reason="1 more replica wanted, waiting for nodes", wait_s=600.0)
+        ready, looks = job.on_look, iter(range(3))
+        job.on_look = lambda: None if next(looks, None) is not None else ready()
+
+    cluster.begin = begin
+    result = shoal_program("deploy", "fashion", "--timeout-s", "0")
+    assert result.exit_code == 0, result.exception
+    assert result.output.startswith(
+        "1 more replica wanted, waiting for nodes (up to 10 min)\nendpoint fashion is ready"
+    )
+
+
 def test_deploy_submits_what_was_typed_and_returns_when_it_is_ready(
     cluster: FakeCluster, recorders: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ class EndpointStatus(msgspec.Struct, frozen=True):
     grpc: host:port of gRPC; "" without gRPC
     certificate: that of the ingress; None for plain HTTP
     num_replicas: the planned number; the least for an endpoint that scales with its load
+    wanted: the replicas that have no place yet, and why; "" for none
     """
 
     endpoint: str
@@ -119,6 +120,7 @@ class EndpointStatus(msgspec.Struct, frozen=True):
     grpc: str = ""
     ready: bool = True
     num_replicas: int = 0
+    wanted: str = ""
     replicas: list[ReplicaStatus] = []
     models: list[ModelStatus] = []
     events: list[RolloutEvent] = []

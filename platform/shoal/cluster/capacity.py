@@ -5,45 +5,71 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from shoal.cluster.growth import HEAD, Bundle, Growth, describe_launches, find_growth
 from shoal.errors import ConfigError
+from shoal.runs.report.event_messages import WAITING
 
 POLL_S = 0.05
 GPU_GRAINS = 10_000  # Ray counts resources in these parts
-_HEAD = "node:__internal_head__"  # the resource by which Ray marks it
+LAUNCH_POLL_S = 0.5
+NODES_WAIT_S = 1800.0  # the default wait where an autoscaler may add nodes; a machine of a cloud takes minutes
 
 
-def require_cpus(num_cpus: float, fields: str) -> None:
-    """Raise ConfigError when the cluster as a whole has fewer CPUs than `num_cpus`: Ray would wait for ever.
+def require_cpus(num_cpus: float, fields: str, bundles: Sequence[Bundle] = ()) -> bool:
+    """Whether an autoscaler must add nodes first. Raise ConfigError when the cluster as a whole has fewer CPUs than
+    `num_cpus`, and no nodes may come for the bundles: Ray would wait for ever.
 
-    fields: what the error asks to lower: `endpoint.num_cpus or endpoint.num_replicas`
+    fields:  what the error asks to lower: `endpoint.num_cpus or endpoint.num_replicas`
+    bundles: what each worker needs
     """
     total = float(ray.cluster_resources().get("CPU", 0.0))
-    if num_cpus > total:
+    if num_cpus <= total:
+        return False
+    growth = find_growth()
+    if not growth.can_hold(bundles):
         remedy = f"lower {fields}, or use a larger cluster"
-        raise ConfigError("num_cpus", num_cpus, f"is more than the {total:g} of the cluster", remedy)
+        raise ConfigError("num_cpus", num_cpus, f"is more than the {total:g} of the cluster{_but_for(growth)}", remedy)
+    return True
 
 
-def require_gpus(num_gpus: float, count: int, fields: str) -> None:
-    """Raise ConfigError when the cluster cannot hold `count` workers with `num_gpus` each: Ray would wait for ever.
+def require_gpus(num_gpus: float, count: int, fields: str, bundle: Bundle | None = None) -> None:
+    """Raise ConfigError when the cluster cannot hold `count` workers with `num_gpus` each, and no nodes may come for
+    them: Ray would wait for ever.
 
     fields: what the error asks to lower
+    bundle: what each worker needs, if it may wait for nodes that an autoscaler adds
     """
     by_host = gpus_by_host()
     places = count_gpu_slots(num_gpus, by_host) if num_gpus else count
-    if places < count:
+    if places >= count:
+        return
+    growth = Growth({}) if bundle is None else find_growth()
+    if bundle is None or not growth.can_hold([bundle] * count):
         there = f"the cluster has {sum(by_host):g} GPUs, which is room for {places} of {count} workers"
-        raise ConfigError("num_gpus", num_gpus, there, f"lower {fields}, or use a larger cluster")
+        remedy = f"lower {fields}, or use a larger cluster"
+        raise ConfigError("num_gpus", num_gpus, f"{there}{_but_for(growth)}", remedy)
+
+
+def _but_for(growth: Growth) -> str:
+    return f", and its autoscaler may add no more than {growth}" if growth else ""
 
 
 def gpus_by_host() -> list[float]:
     """The number of GPUs of each host."""
     return [float(node["Resources"].get("GPU", 0.0)) for node in ray.nodes() if node["Alive"]]
+
+
+def gpus_by_possible_host() -> list[float]:
+    """The number of GPUs of each host; where there is none, of each that an autoscaler may add."""
+    present = gpus_by_host()
+    return present if any(present) else [*present, *find_growth().list_hosts("GPU")]
 
 
 def count_gpu_slots(num_gpus: float, by_host: Sequence[float]) -> int:
@@ -72,7 +98,7 @@ def make_head_affinity() -> NodeAffinitySchedulingStrategy:
 
 
 def _find_head_node() -> dict[str, Any]:
-    return next(node for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"])
+    return next(node for node in ray.nodes() if node["Alive"] and HEAD in node["Resources"])
 
 
 def wait_for_resource(resource: str, amount: float, wait_s: float) -> float:
@@ -84,3 +110,44 @@ def wait_for_resource(resource: str, amount: float, wait_s: float) -> float:
     while (free := ray.available_resources().get(resource, 0.0)) < amount and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return float(free)
+
+
+class WaitLog:
+    """Records why something waits for capacity, whenever the reason changes, and the end of the wait.
+
+    record: records an event: `RunRecorder.record_event`
+    wait_s: how long it may wait; None: without limit
+    """
+
+    def __init__(self, record: Callable[..., None], wait_s: float | None = None) -> None:
+        self._record, self._wait_s, self._reason = record, wait_s, ""
+
+    def report(self, reason: str) -> None:
+        """reason: "" when it has its places"""
+        if reason != self._reason:
+            self._reason = reason
+            self._record(WAITING, reason=reason, wait_s=self._wait_s)
+
+
+def wait_for_nodes(bundles: Sequence[Bundle], wait_s: float, log: WaitLog) -> bool:
+    """Ask for a place for each bundle until the autoscaler has added the nodes; whether it has within `wait_s`.
+
+    The places are free when this returns: a node stays for its idle timeout, within which the caller takes its place.
+    """
+    deadline = time.monotonic() + wait_s
+    group = placement_group([dict(bundle) for bundle in bundles])
+    try:
+        while not group.wait(min(LAUNCH_POLL_S, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+            log.report(describe_wait())
+        log.report("")
+        return True
+    finally:
+        remove_placement_group(group)
+
+
+def describe_wait() -> str:
+    """Why what waits for nodes does."""
+    launches = describe_launches()
+    return f"waiting for nodes{': ' + launches if launches else ''}"

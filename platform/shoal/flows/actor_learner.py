@@ -29,7 +29,15 @@ from pydantic import SecretStr
 
 import shoal.runs
 from shoal.actor.connection import format_actor_command
-from shoal.cluster.capacity import count_gpu_slots, gpus_by_host, require_cpus, require_gpus
+from shoal.cluster.capacity import (
+    NODES_WAIT_S,
+    WaitLog,
+    count_gpu_slots,
+    gpus_by_host,
+    require_cpus,
+    require_gpus,
+    wait_for_nodes,
+)
 from shoal.cluster.job_main import expected_run_id
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError, needs_extra
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
@@ -135,7 +143,7 @@ class LoopRun:
         with needs_extra("serve"):  # Serve takes a second to load: not for `--check`
             from shoal.serve.on_ray.deployment import deploy
 
-        self._endpoint = deploy(endpoint_spec, served, is_shared=True)
+        self._endpoint = deploy(endpoint_spec, served, is_shared=True, record=self._note)
         closing.callback(self._endpoint.close)
         for name, (kind, address) in list_addresses(self._endpoint).items():
             self._record_endpoint(name, kind, address)
@@ -148,12 +156,17 @@ class LoopRun:
         self._announce_gateways()
 
     def _require_capacity(self) -> None:
-        """Raise ConfigError or ClusterError when the cluster is too small for all learners and replicas."""
+        """Wait until all learners and replicas fit. Raises ConfigError where they never do, ClusterError when no nodes
+        have come within `endpoint.wait`."""
         spec = self.spec
         num_learners = len(self.policies) * spec.learner.replicas
         num_replicas = max(1, spec.endpoint.least_replicas)
-        num_cpus = num_learners * spec.learner.num_cpus + num_replicas * spec.endpoint.num_cpus
-        require_cpus(num_cpus, "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas")
+        needs = [spec.learner.num_cpus] * num_learners + [spec.endpoint.num_cpus] * num_replicas
+        bundles = [{"CPU": each} for each in needs]
+        if require_cpus(sum(needs), "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas", bundles):
+            wait_s = NODES_WAIT_S if spec.endpoint.wait is None else spec.endpoint.wait
+            if not wait_for_nodes(bundles, wait_s, WaitLog(self._note, wait_s)):
+                raise ClusterError(f"no nodes came within {wait_s:g} s: give it more with endpoint.wait=1h")
         if spec.learner.device == "cuda":
             require_gpus(spec.learner.num_gpus, num_learners, "learner.num_gpus or learner.replicas")
         if spec.learner.device == "auto" and count_gpu_slots(spec.learner.num_gpus, gpus_by_host()) < num_learners:

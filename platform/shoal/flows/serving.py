@@ -11,19 +11,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
 
 import shoal.runs
 from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND
-from shoal.cluster.capacity import require_cpus
+from shoal.cluster.capacity import WaitLog, require_cpus
 from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.errors import ClusterError, RunError, needs_extra
 from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, require_importable, spec_from_overrides
 from shoal.home import load_access_token
 from shoal.registry import Registry
 from shoal.runs import RunRecorder
+from shoal.runs.report.event_messages import format_warning
 from shoal.serve.spec.model_source import model_from_ref
 
 if TYPE_CHECKING:
@@ -65,10 +67,11 @@ def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoin
     served = [model_from_ref(model) for model in spec.models]
     name = served[0].name if spec.endpoint.name == NAMED_BY_MODEL else spec.endpoint.name
     endpoint_spec = spec.endpoint.model_copy(update={"name": name, "token": SecretStr(load_access_token())})
-    num_cpus = max(1, endpoint_spec.least_replicas) * endpoint_spec.num_cpus
-    require_cpus(num_cpus, "endpoint.num_cpus or endpoint.num_replicas")
+    num_replicas = max(1, endpoint_spec.least_replicas)
+    bundles = [{"CPU": endpoint_spec.num_cpus}] * num_replicas
+    require_cpus(num_replicas * endpoint_spec.num_cpus, "endpoint.num_cpus or endpoint.num_replicas", bundles)
     with shoal.runs.create(job, spec.to_record(), expected_run_id(), kind=shoal.runs.RunKind.SERVING) as recorder:
-        endpoint = deploy(endpoint_spec, served)
+        endpoint = deploy(endpoint_spec, served, record=partial(_record_wait, recorder))
         try:
             _require_all_served(endpoint)
             _record_endpoints(endpoint, recorder, "ready")
@@ -105,9 +108,17 @@ def _require_all_served(endpoint: DeployedEndpoint) -> None:
             raise ClusterError(f"{model['name']} cannot be served: {model['reason'] or model['state'].lower()}")
 
 
+def _record_wait(recorder: RunRecorder, kind: str, **details: Any) -> None:
+    with suppress(RunError):  # retried later: the endpoint goes on
+        recorder.record_event(kind, **details)
+    print(format_warning(kind, details) or "every replica has a place", flush=True)
+
+
 def _record_until(stop: threading.Event, endpoint: DeployedEndpoint, recorder: RunRecorder) -> None:
+    log = WaitLog(partial(_record_wait, recorder))
     while not stop.wait(WATCH_S):
         record_changes(endpoint, recorder)
+        log.report(endpoint.describe_wanted())
 
 
 def record_changes(endpoint: DeployedEndpoint, recorder: RunRecorder) -> None:

@@ -23,6 +23,7 @@ from shoal.runs.ray_event_channel import Message
 from shoal.train.launch.checked_run import check_once
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.launch.ray_capacity import (
+    CAPACITY_WAIT_S,
     WorkerPlacement,
     count_free_workers,
     count_workers_that_fit,
@@ -44,7 +45,6 @@ JOB = "train"
 POLL_S = 0.25
 HEARTBEAT_S = 3.0  # the delay until it notices that another process has resumed the run
 STOP_TIMEOUT_S = 12.0  # for the workers to save, before Ray kills the job
-CAPACITY_WAIT_S = 10.0  # for a run that has just ended to release its resources
 SHORTAGE_TIMEOUT_S = 600.0  # for a host to replace a lost one, or for other work to end
 
 
@@ -108,7 +108,7 @@ def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registe
         spec = resolve_device(spec)  # the record has the user's word: another cluster may have other devices
         num, log = spec.workers, ConsoleLog(RecordLog(recorder), _print_line)
         print(f"run {recorder.id}: {spec.task} on {num} worker{'s' * (num > 1)}", flush=True)
-        require_capacity(spec, CAPACITY_WAIT_S)
+        require_capacity(spec, log.record_event)
         run = TrainingRun(spec, checked, recorder.id, recorder.folder, log, recorder, registers)
         result = run.run(RayBackend(spec, recorder, log))
         if not result.is_interrupted:

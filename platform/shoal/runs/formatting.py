@@ -1,10 +1,15 @@
-"""Numbers and times for people, the same in the report and on the terminal. Pure functions of numbers."""
+"""Numbers and times for people, the same in the report and on the terminal, and durations as people write them. Pure
+functions."""
 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
 
 _UNITS = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
 
@@ -25,6 +30,25 @@ def format_duration(seconds: float) -> str:
         if whole >= unit_s:
             return f"{whole // unit_s} {unit} {whole % unit_s // part_s} {part}"
     return f"{max(seconds, 0.0):.1f} s"
+
+
+_WRITTEN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)")
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3_600, "d": 86_400}
+
+
+def parse_duration(text: str) -> float | None:
+    """The seconds of 90s, 30m, 45min, 2h, 3d; None for a text that is no duration."""
+    found = _WRITTEN.fullmatch(text.strip())
+    return None if found is None else float(found[1]) * _SECONDS[found[2]]
+
+
+def _to_seconds(value: object) -> object:
+    seconds = parse_duration(value) if isinstance(value, str) else None
+    return value if seconds is None else seconds
+
+
+Duration = Annotated[float, BeforeValidator(_to_seconds), Field(ge=0, allow_inf_nan=False)]
+"""A field of a spec: seconds, also written as 30m."""
 
 
 def format_age(seconds: float) -> str:

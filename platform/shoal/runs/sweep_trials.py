@@ -102,6 +102,10 @@ class TrialLog:
         """Record the setting of the sweep: the fields of `Sweep` but for its trials."""
         self._recorder.record_event(SWEEPING, **setting)
 
+    def record_event(self, kind: str, /, **details: object) -> None:
+        """Record an event of the sweep as a whole."""
+        self._recorder.record_event(kind, **details)
+
     def start(self, number: int, run_id: str, parameters: Mapping[str, object]) -> None:
         """Record that a trial starts, or goes on after an interruption."""
         self._recorder.record_event(_STARTED, trial=number, run_id=run_id, parameters=dict(parameters))

@@ -13,6 +13,7 @@ from shoal.config import Spec
 from shoal.data import LoaderSpec
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.registry import AliasNames
+from shoal.runs.formatting import Duration
 from shoal.runs.run_reader import infer_direction
 from shoal.sync.config import AllReduceConfig, AnySyncConfig, SyncConfig
 
@@ -144,6 +145,8 @@ class TrainSpec(Spec):
                            the mean of its parts' losses; false: the loss is meant as the mean of what each part gives
     average:               decay of an exponential moving average of the weights, to be evaluated and registered
     price_per_device_hour: for cost-to-accuracy and `stop.money`
+    wait:                  how long the workers may wait for their places, as 30m or seconds; None: 30m where an
+                           autoscaler may add nodes, else 10 s
     threads:               of torch, in each worker; None divides this machine's cores among the workers
     name:                  in the registry; "" takes the Task's name
     """
@@ -157,6 +160,7 @@ class TrainSpec(Spec):
     batch_size: int = Field(default=64, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)  # torch's range
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    wait: Duration | None = None
     threads: int | None = Field(default=None, ge=1)
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()

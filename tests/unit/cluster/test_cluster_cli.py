@@ -87,6 +87,17 @@ def test_status_shows_names_and_addresses_as_they_are(monkeypatch: pytest.Monkey
         assert word in shown
 
 
+def test_status_says_what_a_run_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verbs, "find_cluster", lambda address: None)
+    with runs.create("train", "", "one") as run:
+        run.record_event("waiting", reason="waiting for nodes: 1 small is being started", wait_s=1800.0)
+        told = "waiting for nodes: 1 small is being started (up to 30 min)"
+        assert f"    {told}\n" in CliRunner().invoke(verbs.status, []).output
+        assert json.loads(CliRunner().invoke(verbs.status, ["--json"]).output)["runs"][0]["waiting"] == told
+        run.record_event("waiting", reason="", wait_s=1800.0)
+        assert "waiting" not in CliRunner().invoke(verbs.status, []).output
+
+
 class Unexpected(Exception):
     """A signal that nobody handled."""
 

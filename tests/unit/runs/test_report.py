@@ -18,7 +18,7 @@ import pytest
 from shoal import runs
 from shoal.errors import RunError
 from shoal.runs import Run, RunRecorder, Status
-from shoal.runs.formatting import format_age, format_duration, format_number, format_size
+from shoal.runs.formatting import format_age, format_duration, format_number, format_size, parse_duration
 from shoal.runs.report import plots, report
 from shoal.runs.report.plots import Curve
 
@@ -396,3 +396,8 @@ def test_a_thinned_curve_keeps_its_spikes_and_its_order() -> None:
 )
 def test_numbers_and_times_are_written_for_people(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+def test_durations_are_read_as_people_write_them() -> None:
+    read = [parse_duration(text) for text in ("30m", "1.5 h", "45min", "90s", "2d", "soon", "30")]
+    assert read == [1800.0, 5400.0, 2700.0, 90.0, 172_800.0, None, None]

@@ -312,8 +312,10 @@ def test_status_says_how_many_replicas_there_are_to_be_and_on_which_host_each_is
     cluster.settle()
     first, *others = cluster.replicas.values()
     cluster.controller.report(replace(first.report(), host="node-7"))
-    status = StatusReporter(cluster.controller, num_replicas=5).describe_endpoint()
-    assert status["num_replicas"] == 5
+    reporter = StatusReporter(cluster.controller, num_replicas=5)
+    reporter.wanted = "3 more replicas wanted, waiting for nodes"
+    status = reporter.describe_endpoint()
+    assert (status["num_replicas"], status["wanted"]) == (5, "3 more replicas wanted, waiting for nodes")
     said = {replica["id"]: replica["host"] for replica in status["replicas"]}
     assert said == {first.name: "node-7"} | {other.name: "" for other in others}
 

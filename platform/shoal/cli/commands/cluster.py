@@ -28,6 +28,7 @@ from shoal.rl.experience.quarantine import read_run_quarantine
 from shoal.runs import Run, list_running
 from shoal.runs.formatting import format_age, format_duration, format_size
 from shoal.runs.record.provenance import mask_command_line
+from shoal.runs.report.event_messages import describe_wait
 
 NUM_JOBS_SHOWN = 10
 # The variables with which `ray job submit` and `ray status` reach the cluster; `--json` has the rest.
@@ -161,6 +162,7 @@ def _as_dict(
                 "id": run.id,
                 "job": run.job,
                 "title": run.title,
+                "waiting": describe_wait(run.last_events()),
                 "endpoints": [asdict(endpoint) for endpoint in run.endpoints()],
                 "quarantined": read_run_quarantine(run.folder),
                 **(asdict(counts) if (counts := _read_counts(run)) is not None else {}),
@@ -232,6 +234,8 @@ def _show_runs(console: Console, running: list[Run]) -> None:
     console.print(Text("\nruns", style="bold") if running else Text("runs     none is on: `shoal runs` lists them all"))
     for run in running:
         console.print(f"  {run.id}  {run.title}, on for {format_duration(run.duration_s)}")
+        if waiting := describe_wait(run.last_events()):
+            console.print(f"    {waiting}")
         for endpoint in run.endpoints():
             console.print(f"    {endpoint.kind} {endpoint.name}  {endpoint.address}  {endpoint.state}")
         if (counts := _read_counts(run)) is not None:

@@ -40,6 +40,7 @@ from shoal.recipes import find_recipe
 from shoal.registry import Registry, split_ref
 from shoal.runs import EndpointRecord
 from shoal.runs.record.provenance import format_masked_command, make_command_variable, split_secrets
+from shoal.runs.report.event_messages import describe_wait
 
 POLL_S = 0.1
 MODULE = "shoal.flows.serving"
@@ -218,16 +219,40 @@ def _require_cluster(cluster: ClusterHandle | None) -> ClusterHandle:
 
 def _wait_until_ready(job: JobHandle, run_id: str, timeout_s: float) -> FoundEndpoint:
     """Raises RunError with the job's own error when it has failed, ClusterError when it takes too long."""
-    deadline_s = time.monotonic() + timeout_s
+    deadline = _Deadline(timeout_s)
     while True:
         for point in _list_run_endpoints(run_id):
             if point.kind == INFERENCE_KIND and point.state == "ready":
                 return FoundEndpoint(point.name, point.address, run_id)
         if (outcome := job.poll_outcome()) is not None:
             raise RunError(describe_failure(job, "the job of the endpoint", outcome))
-        if time.monotonic() > deadline_s:
-            raise ClusterError(f"the endpoint was not ready within {timeout_s:g} s: give it more with --timeout-s")
+        deadline.check(_describe_run_wait(run_id))
         time.sleep(POLL_S)
+
+
+class _Deadline:
+    """The time limit of an endpoint's start. The wait for nodes, which the job itself limits, does not count."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._until_s, self._waiting = timeout_s, time.monotonic() + timeout_s, ""
+
+    def check(self, waiting: str) -> None:
+        """Raises ClusterError when the time is over. waiting: what the job waits for; "" when it starts the endpoint"""
+        if waiting:
+            if waiting != self._waiting:
+                click.echo(waiting)
+            self._until_s = time.monotonic() + self._timeout_s
+        elif time.monotonic() > self._until_s:
+            problem = f"the endpoint was not ready within {self._timeout_s:g} s"
+            raise ClusterError(f"{problem}: give it more with --timeout-s")
+        self._waiting = waiting
+
+
+def _describe_run_wait(run_id: str) -> str:
+    try:
+        return describe_wait(shoal.runs.load(run_id).last_events())
+    except RunError:
+        return ""  # the job has not begun to record yet
 
 
 def _list_run_endpoints(run_id: str) -> list[EndpointRecord]:
@@ -313,7 +338,7 @@ def _list_remote_endpoints(cluster: ClusterHandle, module: str) -> dict[str, str
 def _wait_for_remote(job: JobHandle, timeout_s: float) -> tuple[str, str]:
     """Its addresses: HTTP, and `//host:port` of gRPC or "". Raises RunError with the job's own error when it has
     failed, ClusterError when it takes too long."""
-    deadline_s = time.monotonic() + timeout_s
+    deadline = _Deadline(timeout_s)
     while True:
         words = job.try_read_logs() or ""
         if ready := _READY.search(words):
@@ -321,6 +346,6 @@ def _wait_for_remote(job: JobHandle, timeout_s: float) -> tuple[str, str]:
             return ready[1], f"//{grpc[1]}" if grpc else ""
         if (outcome := job.poll_outcome()) is not None:
             raise RunError(describe_failure(job, "the job of the endpoint", outcome))
-        if time.monotonic() > deadline_s:
-            raise ClusterError(f"the endpoint was not ready within {timeout_s:g} s: give it more with --timeout-s")
+        last = words.strip().rpartition("\n")[2]
+        deadline.check(last if "waiting for nodes" in last else "")
         time.sleep(JOB_POLL_S)

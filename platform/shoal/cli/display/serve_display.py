@@ -169,7 +169,8 @@ def _format_ready_count(status: EndpointStatus) -> str:
     hosts = {each.host for each in status.replicas if each.host}
     on = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""
     wanted = max(len(status.replicas), status.num_replicas)
-    return f"{sum(each.ready for each in status.replicas)} of {wanted} ready{on}"
+    more = f"; {status.wanted}" if status.wanted else ""
+    return f"{sum(each.ready for each in status.replicas)} of {wanted} ready{on}{more}"
 
 
 def _find_unhealthy(status: EndpointStatus) -> list[ReplicaStatus]:

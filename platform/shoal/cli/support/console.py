@@ -7,7 +7,6 @@ verbs. Pictures style what they assemble (`rich.text.Text`), and never by markup
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 
 import click
@@ -16,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.errors import ConfigError
+from shoal.runs.formatting import parse_duration
 
 
 def make_literal_console(*, soft_wrap: bool = True) -> Console:
@@ -94,10 +94,10 @@ def parse_age(_context: object, _option: object, text: str | None) -> float | No
     """A click callback: `30d`, `12h`, `45min` or `10s`, in seconds."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h|d)", text)
-    if found is None:
+    seconds = parse_duration(text)
+    if seconds is None:
         raise ConfigError("older-than", text, "is no age", "give a number and its unit, as in 30d, 12h, 45min or 10s")
-    return float(found[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86400}[found[2]]
+    return seconds
 
 
 def strip_task_key(_context: object, _argument: object, task: str) -> str:

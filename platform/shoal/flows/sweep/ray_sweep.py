@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -18,7 +18,9 @@ from ray.tune.callback import Callback
 from ray.tune.experiment import Trial
 
 import shoal.runs
-from shoal.errors import PlanError
+from shoal.cluster.capacity import NODES_WAIT_S, WaitLog, wait_for_nodes
+from shoal.cluster.growth import find_growth
+from shoal.errors import ClusterError, PlanError
 from shoal.flows.sweep.ray_search import TuneSearcher, make_scheduler
 from shoal.flows.sweep.ray_trial import (
     FAILURE,
@@ -101,7 +103,7 @@ def run_trials(setting: TrialSetting, planned: Sequence[PlannedTrial], log: Tria
     is_asked = spec.search in ("optuna", "bohb")
     os.environ.update(_SETTINGS)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
-    concurrent = count_concurrent_trials(spec)
+    concurrent = count_concurrent_trials(spec, log.record_event)
     if spec.search == "pbt" and spec.starts_workers and concurrent < spec.trials:
         problem = f"the cluster has room for {concurrent} of these trials, and those with workers take no turns"
         raise PlanError("trials", spec.trials, problem, "use fewer trials or workers, or a larger cluster")
@@ -158,18 +160,37 @@ def _get_resources(spec: SweepSpec) -> dict[str, float]:
     return {"CPU": spec.cpus_per_trial, "GPU": spec.gpus_per_trial}
 
 
-def count_concurrent_trials(spec: SweepSpec) -> int:
-    """How many trials the cluster has room for, at most `spec.concurrent`. Raises PlanError for none."""
-    cluster, train = ray.cluster_resources(), spec.train
+def count_concurrent_trials(spec: SweepSpec, record: Callable[..., None]) -> int:
+    """How many trials the cluster has room for, with what its autoscaler may add; at most `spec.concurrent`.
+
+    Waits until the first one has its places. Raises PlanError where none ever fits, ClusterError when none has fitted
+    within `train.wait`.
+
+    record: records an event
+    """
+    train, cluster = spec.train, ray.cluster_resources()
     if spec.starts_workers:
         resource = "GPU" if resolve_device(train).device == "cuda" else "CPU"
-        needs = {resource: float(train.workers)}
+        needs, bundles = {resource: float(train.workers)}, [{resource: 1.0}] * train.workers
     else:
         needs = {"CPU": spec.cpus_per_trial, "GPU": spec.gpus_per_trial}
-    fits = {name: int(cluster.get(name, 0.0) / need + 1e-9) for name, need in needs.items() if need}
-    scarce = min(fits, key=lambda name: fits[name])
-    if not fits[scarce]:
+        bundles = [needs]
+    fits = _count_fits(needs, cluster)
+    least = min(fits.values())
+    growth = find_growth() if least < (spec.concurrent or spec.trials) else None
+    if growth and growth.can_hold(bundles):
+        wait_s = NODES_WAIT_S if train.wait is None else train.wait
+        if not least and not wait_for_nodes(bundles, wait_s, WaitLog(record, wait_s)):
+            raise ClusterError(f"no nodes came for a trial within {wait_s:g} s: give it more with train.wait=1h")
+        least = min(_count_fits(needs, {name: sum(growth.list_hosts(name)) for name in needs}).values())
+    if not least:
+        scarce = min(fits, key=lambda name: fits[name])
         field = "workers" if spec.starts_workers else f"{scarce.lower()}s_per_trial"
         problem = f"the cluster has {cluster.get(scarce, 0.0):g} {scarce}s, fewer than one trial needs"
-        raise PlanError(field, needs[scarce], problem, "use less, or a larger cluster")
-    return min(fits[scarce], spec.concurrent or fits[scarce])
+        added = f", and its autoscaler may add no more than {growth}" if growth else ""
+        raise PlanError(field, needs[scarce], problem + added, "use less, or a larger cluster")
+    return min(least, spec.concurrent or least)
+
+
+def _count_fits(needs: Mapping[str, float], there: Mapping[str, float]) -> dict[str, int]:
+    return {name: int(there.get(name, 0.0) / need + 1e-9) for name, need in needs.items() if need}

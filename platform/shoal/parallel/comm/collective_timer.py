@@ -101,7 +101,7 @@ class CollectiveTimer:
         dist.Work.wait = lambda *args: timed(wait, *args)  # type: ignore[method-assign]
         functional.wait_tensor = lambda tensor: timed(wait_tensor, tensor)
         if is_cuda:
-            torch.cuda.Stream.wait_event = lambda stream, event: (  # type: ignore[method-assign]
+            torch.cuda.Stream.wait_event = lambda stream, event: (  # type: ignore[method-assign, assignment]
                 timed(wait_event, stream, event) if stream == computing else wait_event(stream, event)
             )
         try:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+WAITING = "waiting"  # the event of a wait for capacity: `reason` is empty at its end
 NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
 
 
@@ -29,6 +30,8 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
         case "hosts_missing":
             least = f"{details['workers']} workers have no room on the hosts that are left, which hold {details['fit']}"
             return f"{least}: waiting up to {details['wait_s'] / 60:.0f} min for another"
+        case "waiting" if details["reason"]:
+            return _format_wait(**details)
         case "room_taken":
             places = f"{details['workers']} workers have no room beside what runs ({details['fit']} places are free)"
             return f"{places}: waiting up to {details['wait_s'] / 60:.0f} min for it to end"
@@ -58,3 +61,15 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
         case "register_failed":
             return f"a version could not be registered, learning goes on: {details['error']}"
     return "there is no checkpoint: it begins again, at step 0" if kind == NO_CHECKPOINT else ""
+
+
+def _format_wait(reason: str, wait_s: float | None) -> str:
+    return reason if wait_s is None else f"{reason} (up to {wait_s / 60:.3g} min)"
+
+
+def describe_wait(events: Mapping[str, Mapping[str, Any]]) -> str:
+    """Why a run waits for capacity now; "" when it does not.
+
+    events: the details of the newest event of each kind
+    """
+    return format_warning(WAITING, events[WAITING]) if WAITING in events else ""

@@ -87,6 +87,10 @@ class ControllerService:
     async def status(self) -> dict[str, Any]:
         return self._status.describe_endpoint()
 
+    async def set_wanted(self, wanted: str) -> None:
+        """What the status says about replicas that have no place yet."""
+        self._status.wanted = wanted
+
     async def events(self, after: int) -> list[Event]:
         state = self._controller.state
         if after < state.num_events:

@@ -60,6 +60,7 @@ class StatusReporter:
         self._certificate = certificate
         self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))
         self._sampled_s = -SAMPLE_S
+        self.wanted = ""
 
     def sample(self) -> None:
         """Retain the present counts."""
@@ -93,6 +94,7 @@ class StatusReporter:
             generation=state.generation,
             grpc=self._grpc,
             num_replicas=self._num_replicas,
+            wanted=self.wanted,
             ready=bool(replicas) and all(replica.ready for replica in replicas),
             replicas=replicas,
             models=models,

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,8 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from shoal.cluster.capacity import gpu_share, gpus_by_host, require_gpus
+from shoal.cluster.capacity import gpu_share, gpus_by_possible_host, require_gpus
+from shoal.cluster.growth import find_growth
 from shoal.cluster.ingress.serve_environment import prepare_ingress
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, summarize_error
@@ -40,6 +41,7 @@ from shoal.serve.on_ray.options import deployment_options
 from shoal.serve.on_ray.ownership import get_driver_id
 from shoal.serve.on_ray.removal import remove_abandoned_endpoint
 from shoal.serve.on_ray.shared_cluster import end_serve, join_serve, lock_serve
+from shoal.serve.on_ray.wanted_replicas import count_wanted, describe_wanted, run_growing
 from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
@@ -97,10 +99,22 @@ def install_fast_path(spec: EndpointSpec, entrance: Application) -> None:
 class DeployedEndpoint:
     """A deployed endpoint. `url` is the root of the protocol: `{url}/v2/models/{name}/infer`; `grpc` is host:port."""
 
-    def __init__(self, spec: EndpointSpec, handle: DeploymentHandle, controller: RayControllerClient) -> None:
+    def __init__(
+        self, spec: EndpointSpec, handle: DeploymentHandle, controller: RayControllerClient, is_growing: bool
+    ) -> None:
         self.name, self.url, self.grpc = spec.name, spec.url, spec.grpc_address
-        self._handle, self._controller, self._closed = handle, controller, False
-        self._seen_event = -1
+        self._handle, self._controller, self._closed, self._is_growing = handle, controller, False, is_growing
+        self._seen_event, self._spec, self._wanted = -1, spec, ""
+
+    def describe_wanted(self) -> str:
+        """How many replicas wait for nodes that an autoscaler may add, and why; "" for none. The endpoint's status has
+        it, too."""
+        wanted = describe_wanted(count_wanted(self._spec)) if self._is_growing else ""
+        if wanted != self._wanted:
+            with suppress(ConnectionLost):  # the next call repeats it
+                self._controller.call_blocking("set_wanted", wanted)
+                self._wanted = wanted
+        return wanted
 
     def stats(self, timeout_s: float = 5.0) -> list[dict[str, Any]]:
         """The counters of every replica. Raises ClusterError when they do not arrive in time."""
@@ -154,8 +168,15 @@ class DeployedEndpoint:
             raise ClusterError(str(error)) from error
 
 
-def deploy(spec: EndpointSpec, models: Sequence[EndpointModel], is_shared: bool = False) -> DeployedEndpoint:
+Record = Callable[..., None]
+
+
+def deploy(
+    spec: EndpointSpec, models: Sequence[EndpointModel], is_shared: bool = False, record: Record = lambda *_, **__: None
+) -> DeployedEndpoint:
     """Serve models, and return when all of them are staged; a live one answers 503 until its run has published.
+
+    Where an autoscaler may add nodes the first replica is enough; `record` then records the wait for it as an event.
 
     An endpoint has a cluster for itself, unless it `is_shared`: then it joins those of other drivers, below its own
     path. One whose deploying process has died is removed first. Raises ConfigError or RegistryError for models or a
@@ -166,13 +187,13 @@ def deploy(spec: EndpointSpec, models: Sequence[EndpointModel], is_shared: bool 
     spec = resolve_gpus(spec)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # of this process: the status and the record have the rest
     if not is_shared:
-        return _deploy_alone(spec, models)
+        return _deploy_alone(spec, models, record)
     with lock_serve():
         joining = join_serve(spec)
-        return _deploy_alone(spec, models) if joining is None else _start_endpoint(joining, models)
+        return _deploy_alone(spec, models, record) if joining is None else _start_endpoint(joining, models, record)
 
 
-def _deploy_alone(spec: EndpointSpec, models: Sequence[EndpointModel]) -> DeployedEndpoint:
+def _deploy_alone(spec: EndpointSpec, models: Sequence[EndpointModel], record: Record) -> DeployedEndpoint:
     host = "127.0.0.1" if is_loopback(spec.host) else "0.0.0.0"
     spec = spec.model_copy(
         update={
@@ -180,11 +201,11 @@ def _deploy_alone(spec: EndpointSpec, models: Sequence[EndpointModel]) -> Deploy
             "grpc_port": find_free_port(host) if spec.grpc_port == 0 else spec.grpc_port,
         }
     )
-    return _start_endpoint(prepare_front(spec), models, remove_abandoned_endpoint)
+    return _start_endpoint(prepare_front(spec), models, record, remove_abandoned_endpoint)
 
 
 def _start_endpoint(
-    spec: EndpointSpec, models: Sequence[EndpointModel], prepare: Callable[[], None] = lambda: None
+    spec: EndpointSpec, models: Sequence[EndpointModel], record: Record, prepare: Callable[[], None] = lambda: None
 ) -> DeployedEndpoint:
     setting, live = build_controller_config(spec, models)
     prepare()
@@ -195,9 +216,10 @@ def _start_endpoint(
         if spec.route_prefix:
             begun.callback(serve.delete, spec.name)
         controller.start()  # first: its name identifies the owner
-        handle = _start_serve(spec, live, controller)
+        is_growing = bool(find_growth())
+        handle = _start_serve(spec, live, controller, record if is_growing else None)
         begun.pop_all()
-    return DeployedEndpoint(spec, handle, controller)
+    return DeployedEndpoint(spec, handle, controller, is_growing)
 
 
 def prepare_ingress_on_head() -> None:
@@ -216,20 +238,25 @@ def resolve_gpus(spec: EndpointSpec) -> EndpointSpec:
     """
     num_gpus = spec.num_gpus
     if num_gpus is None:
-        num_gpus = gpu_share(spec.most_replicas, gpus_by_host()) if spec.needs_cuda else 0.0
+        num_gpus = gpu_share(spec.most_replicas, gpus_by_possible_host()) if spec.needs_cuda else 0.0
     if num_gpus:
-        require_gpus(num_gpus, max(1, spec.least_replicas), "endpoint.num_gpus or endpoint.num_replicas")
+        fields = "endpoint.num_gpus or endpoint.num_replicas"
+        bundle = {"CPU": spec.num_cpus, "GPU": num_gpus}
+        require_gpus(num_gpus, max(1, spec.least_replicas), fields, bundle)
     return spec.model_copy(update={"num_gpus": num_gpus})
 
 
 def _start_serve(
-    spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayControllerClient
+    spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayControllerClient, record: Record | None
 ) -> DeploymentHandle:
+    """record: records the wait for nodes; None where none may be added."""
     grpc = {"grpc_options": grpc_options(spec.grpc_port)} if spec.grpc_port is not None else {}
     try:
         if not spec.route_prefix:
             serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": spec.port}, **grpc)
         application = build_application(spec, live, controller)
+        if record is not None:
+            return run_growing(application, spec, record)
         return serve.run(application, name=spec.name, route_prefix=spec.route_prefix or "/")
     except (RuntimeError, TimeoutError) as error:  # it reports the failure; the deployment has the reason
         status = serve.status().applications.get(spec.name)

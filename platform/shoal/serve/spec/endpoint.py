@@ -19,6 +19,7 @@ from pydantic import (
 from shoal.cluster.ingress.time_limits import DRAIN_S, HANG_S
 from shoal.config import Spec, merge
 from shoal.errors import ConfigError
+from shoal.runs.formatting import Duration
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.reach import LOOPBACK, Reach
@@ -91,6 +92,8 @@ class EndpointSpec(Reach):
     num_cpus:       CPUs of the cluster that each replica reserves
     num_gpus:       GPUs, or a fraction of one, that each replica reserves and sees; None: an equal share of the
                     cluster's, of one at most, where a model has `device: cuda`, and else 0
+    wait:           how long the first replica (in the loop: all workers) may wait for nodes that an autoscaler adds, as
+                    30m or seconds; None: 30m
     drain_s:        how long a stopping replica may finish its requests
     hang_s:         a replica whose forward takes longer than this counts as hung and is replaced
     max_memory_gib: a replica whose process grows beyond this is replaced; None: no limit
@@ -113,6 +116,7 @@ class EndpointSpec(Reach):
     torch_threads: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=1.0, ge=0)
     num_gpus: GpuCount | None = None
+    wait: Duration | None = None
     drain_s: float = Field(default=DRAIN_S, gt=0)
     hang_s: float = Field(default=HANG_S, gt=0)
     max_memory_gib: float | None = Field(default=None, gt=0)

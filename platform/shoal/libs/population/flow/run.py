@@ -49,7 +49,6 @@ from shoal.weights import WeightSnapshot
 JOB = "population"
 UNCHANGED = ("task", "args", "members", "space", "augmentation", "optimizer", "evolution", "order", "steps_per_round",
              "metric", "direction", "score_samples", "seed", "workers")  # fmt: skip
-CAPACITY_WAIT_S = 10.0  # for a run that has just ended to release its resources
 
 
 def population_main(recipe: PopulationSpec) -> None:
@@ -154,7 +153,7 @@ def run_population(spec: PopulationSpec, job: str = JOB, *, registers: bool = Tr
         task = make_task(spec.task, to_train_spec(spec).args)
         data = load_data(task, spec.task)
         print(f"run {recorder.id}: {spec.members} members of {spec.task}", flush=True)
-        spec, device, make = _choose_workers(spec)
+        spec, device, make = _choose_workers(spec, log.record_event)
         with closing(PopulationTrainer(spec, task, data, device, recorder.folder, log, make)) as trainer:
             trainer.run()
             result = _finish(trainer, checked, recorder, registers=registers)
@@ -163,7 +162,7 @@ def run_population(spec: PopulationSpec, job: str = JOB, *, registers: bool = Tr
 
 
 def _choose_workers(
-    spec: PopulationSpec,
+    spec: PopulationSpec, record: Callable[..., None]
 ) -> tuple[PopulationSpec, torch.device, Callable[[Values], MemberSet] | None]:
     """The spec with the members' device, the device of this process, and what starts workers, unless members are here.
 
@@ -179,7 +178,7 @@ def _choose_workers(
     spec, here = spec.model_copy(update={"device": train.device}), torch.device("cpu")
     if spec.workers == 1 and spec.device == "cpu":
         return spec, here, None
-    require_capacity(train, CAPACITY_WAIT_S)
+    require_capacity(train, record)
     return spec, here, make_ray_members(spec)
 
 

@@ -1,0 +1,189 @@
+"""What an autoscaler may add to the cluster: its types of nodes, and how many of each.
+
+No call of Ray 2.60 says so. Its own record of it (`ray._private.state`) is written by managed platforms alone, so on
+others the autoscaler's own configuration is read, on the head: the file that its process was started with (`ray up`,
+`ray start --autoscaling-config`), or the RayCluster of the head's pod (KubeRay). Called by `capacity`, when something
+does not fit on the present nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+import yaml
+
+HEAD = "node:__internal_head__"  # the resource by which Ray marks the head
+UNLIMITED = 10_000  # nodes of a type without a limit
+_OPTION, _ADDRESS = "--autoscaling-config=", "--gcs-address="
+_KUBERAY_NAME = "RAY_CLUSTER_NAME"  # KubeRay sets it in every pod
+_KUBERAY_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_STEP = 1e-9  # what a sum of fractions may lack
+Bundle = Mapping[str, float]  # what one worker needs: {"CPU": 1.0}
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """Nodes that an autoscaler adds and removes."""
+
+    name: str
+    resources: Bundle
+    max_nodes: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """All that a cluster may have: its head, and every node that its autoscaler may add. False without any."""
+
+    head: Bundle
+    node_types: tuple[NodeType, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.node_types)
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{each.max_nodes} {each.name} ({_format_resources(each.resources)})" for each in self.node_types
+        )
+
+    def can_hold(self, bundles: Sequence[Bundle]) -> bool:
+        """Whether there may be a place for each; certain for bundles that are all the same, else an upper limit."""
+        if not self:
+            return False
+        distinct = Counter(tuple(sorted(bundle.items())) for bundle in bundles)
+        total: Counter[str] = Counter()
+        for items, count in distinct.items():
+            if self._count_slots(dict(items)) < count:
+                return False
+            total.update({name: amount * count for name, amount in items})
+        return all(self._sum(name) + _STEP >= amount for name, amount in total.items())
+
+    def list_hosts(self, resource: str) -> list[float]:
+        """The amount of a resource on each host that may be there."""
+        return [self.head.get(resource, 0.0)] + [
+            each.resources.get(resource, 0.0) for each in self.node_types for _ in range(each.max_nodes)
+        ]
+
+    def _count_slots(self, bundle: Bundle) -> float:
+        return _count_on(self.head, bundle) + sum(
+            each.max_nodes * _count_on(each.resources, bundle) for each in self.node_types
+        )
+
+    def _sum(self, resource: str) -> float:
+        return sum(self.list_hosts(resource))
+
+
+def _count_on(host: Bundle, bundle: Bundle) -> float:
+    needs = {name: amount for name, amount in bundle.items() if amount}
+    return min((math.floor(host.get(name, 0.0) / amount + _STEP) for name, amount in needs.items()), default=math.inf)
+
+
+def _format_resources(resources: Bundle) -> str:
+    shown = [f"{resources[name]:g} {name}" for name in sorted(resources) if name.isupper() and resources[name]]
+    return ", ".join(shown) or "no CPU"
+
+
+def find_growth() -> Growth:
+    """What the connected cluster may have. Takes a worker's start on the head where this process is elsewhere."""
+    head = next(node for node in ray.nodes() if node["Alive"] and HEAD in node["Resources"])
+    types = _read_platform_record()
+    if not types:
+        address = ray.get_runtime_context().gcs_address
+        if head["NodeID"] == ray.get_runtime_context().get_node_id():
+            types = find_on_head(address)
+        else:
+            task = ray.remote(num_cpus=0, resources={HEAD: 0.001})(find_on_head)
+            types = ray.get(task.remote(address))
+    return Growth(head["Resources"], types)
+
+
+def _read_platform_record() -> tuple[NodeType, ...]:
+    from ray._private.state import state
+
+    config = state.get_cluster_config()
+    if config is None:
+        return ()
+    groups = [(each.name, dict(each.resources), each.max_count) for each in config.node_group_configs]
+    return tuple(NodeType(name, has, UNLIMITED if most < 0 else most) for name, has, most in groups if most)
+
+
+def find_on_head(gcs_address: str) -> tuple[NodeType, ...]:
+    """The types of the autoscaler of this host; none without one. Also none, with a warning, when they cannot be
+    read."""
+    try:
+        if config := _find_config_file(gcs_address):
+            return parse_node_types(yaml.safe_load(config.read_text()))
+        if _KUBERAY_NAME in os.environ and _KUBERAY_NAMESPACE.exists():
+            return _read_ray_cluster(os.environ[_KUBERAY_NAME], _KUBERAY_NAMESPACE.read_text().strip())
+    except (OSError, yaml.YAMLError) as error:  # an HTTPError of requests is an OSError
+        logger.warning("only present nodes count, since the autoscaler's configuration cannot be read: %s", error)
+    return ()
+
+
+def _find_config_file(gcs_address: str) -> Path | None:
+    """The file of the autoscaler that runs here for this cluster."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or ()
+        if f"{_ADDRESS}{gcs_address}" in words:
+            for word in words:
+                if word.startswith(_OPTION):
+                    return Path(word.removeprefix(_OPTION))
+    return None
+
+
+def _read_ray_cluster(name: str, namespace: str) -> tuple[NodeType, ...]:
+    from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClient
+
+    return parse_ray_cluster(KubernetesHttpApiClient(namespace).get(f"rayclusters/{name}"))
+
+
+def parse_ray_cluster(ray_cluster: Mapping[str, Any]) -> tuple[NodeType, ...]:
+    """The types of a RayCluster; none unless it has an autoscaler."""
+    from ray.autoscaler._private.kuberay import autoscaling_config
+
+    if not ray_cluster["spec"].get("enableInTreeAutoscaling"):
+        return ()
+    return parse_node_types(autoscaling_config._derive_autoscaling_config_from_ray_cr(ray_cluster))
+
+
+def parse_node_types(config: Mapping[str, Any]) -> tuple[NodeType, ...]:
+    """The types of an autoscaler's configuration that it may add."""
+    most = config.get("max_workers", UNLIMITED)
+    return tuple(
+        NodeType(name, each.get("resources", {}), min(most, each.get("max_workers", most)))
+        for name, each in config.get("available_node_types", {}).items()
+        if name != config.get("head_node_type") and min(most, each.get("max_workers", most))
+    )
+
+
+def count_waiting(bundle: Bundle) -> int:
+    """How many workers with exactly these needs wait for a place."""
+    demands = _get_status().resource_demands.ray_task_actor_demand
+    wanted = {name: amount for name, amount in bundle.items() if amount}
+    return sum(each.count for demand in demands for each in demand.bundles_by_count if each.bundle == wanted)
+
+
+def describe_launches() -> str:
+    """What the autoscaler does now: `1 small is being started`; "" for nothing, and for one of version 1."""
+    status = _get_status()
+    launching = Counter(node.ray_node_type_name for node in status.pending_nodes)
+    for launch in status.pending_launches:
+        launching[launch.ray_node_type_name] += launch.count
+    failures = {launch.ray_node_type_name: launch.details for launch in status.failed_launches}
+    told = [f"{count} {name} {'is' if count == 1 else 'are'} being started" for name, count in launching.items()]
+    return "; ".join(told + [f"{name} could not be started ({details})" for name, details in failures.items()])
+
+
+def _get_status() -> Any:
+    from ray.autoscaler.v2.sdk import get_cluster_status  # the GCS answers it on clusters of every kind
+
+    return get_cluster_status(ray.get_runtime_context().gcs_address)

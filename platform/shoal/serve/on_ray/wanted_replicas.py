@@ -1,0 +1,64 @@
+"""Replicas that have no place yet, on a cluster whose autoscaler may add nodes for them.
+
+Serve's own `run` waits for all replicas and without limit. Here the first one is enough: it answers while the others
+wait for nodes. Called by `deployment`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
+
+from shoal.cluster.capacity import NODES_WAIT_S, WaitLog, describe_wait
+from shoal.cluster.growth import count_waiting
+from shoal.errors import ClusterError
+from shoal.serve.on_ray.options import deployment_options
+from shoal.serve.spec.endpoint import EndpointSpec
+
+POLL_S = 0.25
+
+
+def run_growing(application: serve.Application, spec: EndpointSpec, record: Callable[..., None]) -> DeploymentHandle:
+    """Start the application, and return when every replica that has a place answers, and at least one does.
+
+    Raises RuntimeError as `serve.run`, ClusterError when the first replica has no place within the spec's `wait`.
+
+    record: records an event
+    """
+    target = serve.RunTarget(application, spec.name, spec.route_prefix or "/")
+    handle = serve.run_many([target], wait_for_applications_running=False)[0]
+    wait_s = NODES_WAIT_S if spec.wait is None else spec.wait
+    log, deadline = WaitLog(record, wait_s), time.monotonic() + wait_s
+    while True:
+        app = serve.status().applications[spec.name]
+        if app.status is ApplicationStatus.DEPLOY_FAILED:
+            raise RuntimeError(app.message)
+        replicas: Counter[str] = Counter()
+        for deployment in app.deployments.values():
+            replicas.update(deployment.replica_states)
+        num_wanted = count_wanted(spec)
+        is_first_up = replicas["RUNNING"] > 0 and replicas["STARTING"] <= num_wanted
+        if app.status is ApplicationStatus.RUNNING or is_first_up:
+            log.report("")
+            return handle
+        log.report(describe_wanted(num_wanted))
+        if num_wanted and time.monotonic() > deadline and not replicas["RUNNING"]:
+            problem = f"{spec.name!r} has no place, no nodes came within {wait_s:g} s"
+            raise ClusterError(f"{problem}: give it more with endpoint.wait=1h")
+        time.sleep(POLL_S)
+
+
+def count_wanted(spec: EndpointSpec) -> int:
+    """How many replicas have no place."""
+    options = deployment_options(spec)["ray_actor_options"]
+    return count_waiting({"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0.0)})
+
+
+def describe_wanted(num_wanted: int) -> str:
+    """The number and why; "" for none."""
+    return f"{num_wanted} more replica{'s' * (num_wanted > 1)} wanted, {describe_wait()}" if num_wanted else ""
