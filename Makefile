@@ -57,8 +57,8 @@ gpu: export PYTHONPATH := platform$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu:  ## Test and measure on this machine's GPU, in ten minutes at most: PYTHON=/path/to/python with torch, QUICK=1
 	@$(GPU_PYTHON) -m benchmarks.gpu --check
 	@status=0; \
-	if test -d tests/gpu; then timeout -k 10 220 $(GPU_PYTHON) -m pytest -q -m gpu $(GPU_TESTS) || status=$$?; fi; \
-	timeout -k 30 $(if $(QUICK),170,370) $(GPU_PYTHON) -m benchmarks.gpu $(if $(QUICK),--quick) || status=$$?; \
+	if test -d tests/gpu; then timeout -k 10 150 $(GPU_PYTHON) -m pytest -q -m gpu -n 4 --dist loadfile -p no:benchmark $(GPU_TESTS) || status=$$?; fi; \
+	timeout -k 30 $(if $(QUICK),260,430) $(GPU_PYTHON) -m benchmarks.gpu $(if $(QUICK),--quick) || status=$$?; \
 	exit $$status
 
 check: $(READY)  ## Format, lint, types, import contracts

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 SECTIONS = {  # seconds of each: in full, and with --quick
-    "ddp": (88.0, 38.0),
-    "fsdp": (45.0, 17.0),
-    "population": (40.0, 15.0),
-    "trees": (30.0, 12.0),
-    "learner": (34.0, 12.0),
-    "predictor": (60.0, 24.0),
-    "input": (38.0, 18.0),
-    "checkpoint": (25.0, 14.0),
+    "ddp": (100.0, 45.0),
+    "fsdp": (55.0, 30.0),
+    "population": (50.0, 35.0),
+    "trees": (35.0, 25.0),
+    "learner": (40.0, 28.0),
+    "predictor": (60.0, 30.0),
+    "input": (45.0, 30.0),
+    "checkpoint": (35.0, 25.0),
 }
 ROUNDS, QUICK_ROUNDS, TINY_ROUNDS = 15, 4, 1
 TINY_S = 120.0  # of each, on a CPU, which may be slow

@@ -36,7 +36,7 @@ from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.spec import OptimizerSpec
 
 BAR, RATE = 1.03, 1e-4
-NUM_WARM = 2  # blocks; the Trainer profiles its first steps
+NUM_WARM_STEPS = 80  # the Trainer times and profiles its first ones, and waits for the device in each
 BLOCKS = {"lenet": 60, "resnet": 10, "decoder": 8}  # steps of a turn
 PRECISIONS = ("fp32", "bf16")
 BuildModel = Callable[[nn.Module, Task, ParallelSpec, World, Any], ParallelModel]
@@ -95,8 +95,8 @@ class Turns(Callback):
     A callback, since a Task's `loss` is called within autocast, which would cache what the peer's steps change.
     """
 
-    def __init__(self, block: int, peer: Turn, setting: Setting) -> None:
-        self._block, self._peer, self._setting = block, peer, setting
+    def __init__(self, block: int, num_warm: int, peer: Turn, setting: Setting) -> None:
+        self._block, self._num_warm, self._peer, self._setting = block, num_warm, peer, setting
         self._since_s = 0.0
         self.ours_ms: list[float] = []
         self.peer_ms: list[float] = []
@@ -107,7 +107,7 @@ class Turns(Callback):
         synchronize(self._setting.device)
         self.ours_ms.append(1e3 * (time.perf_counter() - self._since_s) / self._block)
         self.peer_ms.append(time_ms(self._peer, self._setting.device, self._block))
-        if time.monotonic() > self._setting.ends_s and len(self.ours_ms) > NUM_WARM + 1:
+        if time.monotonic() > self._setting.ends_s and len(self.ours_ms) > self._num_warm + 1:
             state.request_stop("the section's time is over")
         self._since_s = time.perf_counter()
 
@@ -136,19 +136,20 @@ def measure_trainer(name: str, precision: str, setting: Setting) -> Row:
     size, block = choose_batch_size(name, is_tiny=setting.is_tiny), setting.choose(BLOCKS[name], 2)
     network = make_network(name, is_tiny=setting.is_tiny, has_batch_norm=True).to(setting.device)
     batches = prefetch(make_dataset(name, is_tiny=setting.is_tiny), size, setting.device)
-    turns = Turns(block, ByHand(network, batches, precision, setting.device).step, setting)
+    num_warm = setting.choose(-(-NUM_WARM_STEPS // block), 2)  # blocks
+    turns = Turns(block, num_warm, ByHand(network, batches, precision, setting.device).step, setting)
     spec = TrainSpec.parse(
         {
             "parallel": {"data": None, "precision": precision},
             "batch_size": size,
             "optimizer": {"learning_rate": RATE},
-            "stop": {"steps": block * (setting.rounds + NUM_WARM)},
+            "stop": {"steps": block * (setting.rounds + num_warm)},
         }
     )
     with tempfile.TemporaryDirectory() as folder:
         world = World.single(setting.device.type)
         Trainer(spec, Classification(name, turns, setting), world, Path(folder)).run()
-    ours, peer = turns.ours_ms[NUM_WARM:], turns.peer_ms[NUM_WARM:]
+    ours, peer = turns.ours_ms[num_warm:], turns.peer_ms[num_warm:]
     what = f"step under the Trainer, one GPU, {TITLES[name]}, {precision}"
     return compare(what, "ms", "lower", ours, peer, "a loop by hand", BAR, "ratio", describe_ratios(ours, peer))
 

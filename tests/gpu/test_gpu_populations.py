@@ -65,7 +65,7 @@ def copy_rows(population: Population) -> dict[str, Tensor]:
     """What each member is, in the members' order, on the host."""
     (group,) = population.groups
     rows = [group.find_row(member) for member in range(population.num_members)]
-    return {name: each[rows].cpu() for name, each in group.rows.state().items()}
+    return {name: each[rows].cpu() for name, each in group.rows.packed_state().items()}
 
 
 def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], what: str) -> None:

@@ -98,7 +98,8 @@ def assert_close(one: TrainResult, other: TrainResult, tolerance: float) -> None
         )
 
 
-# Adam divides by the root of tiny second moments, which turns differences of rounding into some of 1e-4 in 12 steps.
+# Without batch normalisation where Adam is: the gradient of a bias before it is nothing but rounding, which Adam scales
+# up to a step.
 @pytest.mark.parametrize(
     "fields",
     [
@@ -113,7 +114,7 @@ def assert_close(one: TrainResult, other: TrainResult, tolerance: float) -> None
     ids=["sgd", "adam", "adamw", "clip", "average", "accumulate", "one_cycle"],
 )
 def test_a_device_trains_as_the_cpu_does(device: str, tmp_path: Path, fields: dict[str, Any]) -> None:
-    task = Images(norm="accumulate" not in str(fields))
+    task = Images(norm=fields["optimizer"]["name"] == "sgd" and "parallel" not in fields)
     assert_close(train(tmp_path / "cpu", "cpu", task, **fields), train(tmp_path / "gpu", device, task, **fields), 2e-3)
 
 
@@ -140,13 +141,14 @@ def test_a_lower_precision_learns_and_goes_on_from_its_checkpoint(device: str, t
 
 
 def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(device: str, tmp_path: Path) -> None:
-    task = Images(dropout=0.5)
+    task = Images(dropout=0.5, norm=False)
     fields: dict[str, Any] = {"checkpoint": {"every_steps": 10}}
     train(tmp_path / "a", device, task, stop={"steps": 10}, **fields)
     resumed = train(tmp_path / "a", device, task, stop={"steps": 20}, **fields)
     assert_close(resumed, train(tmp_path / "b", device, task, stop={"steps": 20}, **fields), 1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_compiled_steps_train_as_eager_ones(device: str, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"optimizer": {"name": "sgd", "learning_rate": 0.05}}
     eager = train(tmp_path / "eager", device, **fields)
@@ -158,7 +160,7 @@ def test_a_batch_too_large_for_the_device_is_named(device: str, tmp_path: Path) 
         pytest.skip("a host has too much memory")
     with pytest.raises(OutOfMemory) as caught:
         train(tmp_path, device, Images(width=1 << 20, norm=False), batch_size=512, stop={"steps": 1})
-    assert "batch" in str(caught.value)
+    assert "samples at a time" in str(caught.value)
     assert float(torch.ones(2, device=device).sum()) == 2.0
 
 

@@ -21,7 +21,6 @@ def test_a_stream_that_waits_is_timed_and_the_host_is_not(device: str) -> None:
             done = other.record_event()
         torch.cuda.current_stream().wait_event(done)
         torch.ones(8, device=device).sum()
-    assert timer.waited_s == 0  # nobody has waited for the device yet
     torch.cuda.synchronize()
     assert 0.005 < timer.waited_s < 5
     before = timer.waited_s

@@ -8,11 +8,11 @@ The bubble of a step is the share of its schedule in which ranks do not compute.
 before the others leaves the schedule, and waits later: in `clip`, or for the first message of the next step. So the
 schedule lasts as long as on the rank that is in it for longest.
 
-    probe = CostProbe(model, optimizer, world)
-    with probe.step():                    # around train_step, clip and optimizer.step
+    profiler = StepProfiler(model, optimizer, world)
+    with profiler.step():                 # around train_step, clip and optimizer.step
         ...
-    if probe.is_due:                      # true once or twice, on every rank alike
-        journal.event(MEASURED, **probe.measured().details())
+    if profiler.is_due:                   # true once or twice, on every rank alike
+        log.record_event(MEASURED, **profiler.collect_table().to_details())
 """
 
 from __future__ import annotations

@@ -165,9 +165,9 @@ class SAC(Algorithm):
         """
         optimizer = self._optimizers[name]
         parameters = optimizer.param_groups[0]["params"]
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)  # a user's network may have spare ones
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+        for parameter in parameters:
+            parameter.grad = None  # and remains so for spare ones of a user's network
+        loss.backward(inputs=parameters)  # unlike `autograd.grad`, lays gradients out as the fused optimizer needs them
         num_mine = len(share.arrays["noise"])
         found = self.group.sum_gradients(parameters, metrics, num_mine, share.num_items)
         if not np.isfinite(list(found.values())).all():
