@@ -152,7 +152,7 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(device: str, tmp_p
 def test_compiled_steps_train_as_eager_ones(device: str, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"optimizer": {"name": "sgd", "learning_rate": 0.05}}
     eager = train(tmp_path / "eager", device, **fields)
-    assert_close(eager, train(tmp_path / "compiled", device, parallel={"compile": True}, **fields), 1e-3)
+    assert_close(eager, train(tmp_path / "compiled", device, parallel={"compile": True}, **fields), 5e-3)
 
 
 def test_a_batch_too_large_for_the_device_is_named(device: str, tmp_path: Path) -> None:
