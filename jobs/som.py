@@ -37,7 +37,7 @@ from shoal.data.formats import Idx
 from shoal.errors import DataError, RankLost, needs_extra
 from shoal.libs.som import network as som
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
-from shoal.parallel.comm.world import TIMEOUT_S, choose_device, set_gloo_interface
+from shoal.parallel.comm.world import TIMEOUT_S, choose_device, set_network_interface
 from shoal.registry import AliasNames, ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import RunRecorder
 from shoal.train.launch.process_group import ForkedProcess, end_with_parent
@@ -221,7 +221,7 @@ def join_ranks(rank: int, spec: SomSpec, store: Path) -> Iterator[som.SumOverRan
     if spec.workers == 1:
         yield None
         return
-    set_gloo_interface("127.0.0.1")
+    set_network_interface("127.0.0.1")
     limit = timedelta(seconds=TIMEOUT_S)  # for a worker that does not come
     shared_file = dist.FileStore(str(store))
     dist.init_process_group("gloo", store=shared_file, rank=rank, world_size=spec.workers, timeout=limit)

@@ -30,7 +30,7 @@ NUM_FILES = 10
 STAGES = (
     "-n 2 --dist worksteal tests/unit",
     "-n 3 --dist loadgroup --no-loadscope-reorder"
-    " tests/hosts tests/training tests/equivalence tests/serving tests/contracts tests/loop tests/libs",
+    " tests/hosts tests/training tests/equivalence tests/serving tests/contracts tests/loop tests/libs tests/gpu",
     "-n 2 --dist loadgroup --no-loadscope-reorder tests/e2e tests/faults tests/ray",
 )
 
