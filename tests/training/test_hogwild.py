@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.errors import RankLost, TrainError
+from shoal.errors import ConfigError, RankLost, TrainError
 from shoal.parallel import World
 from shoal.train.launch import hogwild
+from shoal.train.loop.replica import TrainReplica
 from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -99,6 +100,21 @@ def test_the_trial_keeps_one_kind_and_reports_both_rates(tmp_path: Path, monkeyp
     rates = {mode: details[f"{mode}_steps_per_s"] for mode in ("threads", "processes")}
     assert details["mode"] == max(rates, key=lambda mode: rates[mode])
     assert min(rates.values()) > 0
+
+
+def test_lanes_on_a_gpu_are_refused_by_name() -> None:
+    spec = TrainSpec.parse({"sync": {"hogwild": 2}, "stop": {"steps": 1}})
+    replica = TrainReplica.__new__(TrainReplica)
+    fields = {
+        "config": spec.applied_sync,
+        "world": World(0, 1, torch.device("cuda", 0)),
+        "parts": None,
+        "journal": None,
+    }
+    for name, value in fields.items():
+        object.__setattr__(replica, name, value)
+    with pytest.raises(ConfigError, match=r"sync.hogwild = 2: .*this run is on cuda. use device=cpu"):
+        hogwild.HogwildSync(replica)
 
 
 def test_a_lane_that_dies_ends_the_run(tmp_path: Path) -> None:

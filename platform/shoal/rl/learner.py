@@ -263,6 +263,7 @@ class Learner:
         return {
             **self.algorithm.state_dict(),
             "rng": torch.get_rng_state(),
+            **({"cuda_rng": torch.cuda.get_rng_state()} if self.algorithm.device.type == "cuda" else {}),
             "updates": self.updates,
             "steps": self.steps,
             "version": self.version,
@@ -283,6 +284,8 @@ class Learner:
                 field, value = "model", self.spec.model.word
             raise SpecMismatch(field, value, problem, summarize_error(error, line=-1, max_chars=None)) from None
         torch.set_rng_state(state["rng"])
+        if "cuda_rng" in state and self.algorithm.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"])
         self.updates, self.steps, self.counts = state["updates"], state["steps"], dict(state["counts"])
         return int(state["version"])
 

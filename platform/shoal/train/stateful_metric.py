@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from shoal.batch_tree import map_tensors
 from shoal.errors import ConfigError
 from shoal.parallel import World
 
@@ -48,8 +50,10 @@ class MetricSet:
         self._has_updates = False
 
     def observe(self, outputs: Any, batch: Any) -> None:
-        """Count a batch."""
+        """Count a batch, on the CPU: there the metrics are, and from there they reach other ranks."""
         if self._counts:
+            if self._world.device.type != "cpu":
+                outputs, batch = tree_map_only(Tensor, _copy_to_cpu, outputs), map_tensors(batch, _copy_to_cpu)
             for name, metric in self._metrics.items():
                 self._update(name, metric, outputs, batch)
             self._has_updates = True
@@ -74,6 +78,10 @@ class MetricSet:
             metric.reset()
         self._has_updates = False
         return values
+
+
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.cpu()
 
 
 def _to_numbers(name: str, value: object) -> dict[str, float]:

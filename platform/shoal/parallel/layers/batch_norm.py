@@ -6,7 +6,6 @@ backward. Called by every plan with more than one data rank, when it is made.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.differentiation import is_each_operation_needed, is_plain_backward_needed
 from shoal.errors import PlanError
+from shoal.parallel.comm.collective_timer import HostWaits, StreamWaits, make_waits
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 
 _OWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -30,11 +30,12 @@ class DataGroup:
     def __init__(self, group: dist.ProcessGroup, on_host: ShmAllReduce | None = None) -> None:
         self.group, self.shm_all_reduce = group, on_host
         self.size = dist.get_world_size(group)
-        self._waited_s = 0.0
+        self._waits: dict[str, StreamWaits | HostWaits] = {}  # by the kind of device whose tensors travel
 
     @property
     def waited_s(self) -> float:
-        return self._waited_s + (self.shm_all_reduce.waited_s if self.shm_all_reduce else 0.0)
+        waited_s = sum(each.total_s for each in self._waits.values())
+        return waited_s + (self.shm_all_reduce.waited_s if self.shm_all_reduce else 0.0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataGroup:
         return self  # a copy of a model uses the same ranks
@@ -48,21 +49,29 @@ class DataGroup:
         """Every rank's values, [R, *mine]."""
         if self.shm_all_reduce:
             return self.shm_all_reduce.gather(mine)
-        start_s = time.perf_counter()
+        waits = self._waits_for(mine)
+        began = waits.begin()
         everyone = mine.new_empty(self.size * mine.numel())
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         gather(everyone, mine.view(-1), self.group)
-        self._waited_s += time.perf_counter() - start_s
+        waits.end(began)
         return everyone.view(self.size, *mine.shape)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
         if self.shm_all_reduce:
             return self.shm_all_reduce.sum(values)
-        start_s = time.perf_counter()
+        waits = self._waits_for(values)
+        began = waits.begin()
         dist.all_reduce(values, group=self.group)
-        self._waited_s += time.perf_counter() - start_s
+        waits.end(began)
         return values
+
+    def _waits_for(self, tensor: Tensor) -> StreamWaits | HostWaits:
+        kind = tensor.device.type
+        if kind not in self._waits:
+            self._waits[kind] = make_waits(tensor.device)
+        return self._waits[kind]
 
 
 class GlobalBatchNorm(_BatchNorm):

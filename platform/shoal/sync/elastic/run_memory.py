@@ -53,8 +53,9 @@ class RunMemory:
             torch.save(state, file)
 
     def read_state(self) -> dict[str, Any]:
+        """On the CPU: the worker that has written it may have another GPU."""
         with self._state_file.open("rb") as file:
-            found: dict[str, Any] = torch.load(file, weights_only=True)
+            found: dict[str, Any] = torch.load(file, "cpu", weights_only=True)
             return found
 
     @property

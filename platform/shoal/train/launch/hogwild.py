@@ -24,7 +24,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from shoal.cpu_count import count_usable_cores
-from shoal.errors import RankLost, TrainError
+from shoal.errors import ConfigError, RankLost, TrainError
 from shoal.parallel import World
 from shoal.random_state import preserve_rng
 from shoal.sync.config import HogwildConfig
@@ -214,6 +214,9 @@ class HogwildSync(Synchronizer):
         assert isinstance(replica, TrainReplica)
         assert isinstance(replica.config, HogwildConfig)
         parts, self._config, self._journal = replica.parts, replica.config, replica.journal
+        if (device := replica.world.device.type) != "cpu":
+            problem = f"lanes write one copy of the weights in the memory of the host, and this run is on {device}"
+            raise ConfigError(*self._config.chosen_by, problem, "use device=cpu, or leave it out")
         self._parts, self._spec = parts, parts.spec
         torch.set_num_threads(parts.spec.threads or max(1, count_usable_cores() // self._config.lanes))
         self._rank_sync = RankSync(replica.world)

@@ -6,6 +6,7 @@ Called by the Trainer: for a step that raised, and around its collectives. Every
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ def explain_error(error: BaseException, parts: TrainComponents, batch: Any, step
         size = count_samples(batch) // accumulate
         fitting = None
         if parts.degrees.workers == 1:  # otherwise a trial would wait for the other ranks
+            # The frames of the error have the step's tensors in them, beside which no trial would have its memory.
+            traceback.clear_frames(error.__traceback__)
 
             def attempt(num: int) -> object:
                 first = slice_samples(batch, slice(num * accumulate))
@@ -66,6 +69,8 @@ def find_largest_fitting(attempt: Callable[[int], object], size: int) -> int | N
     """
     size //= 2
     while size:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         try:
             attempt(size)
         except (MemoryError, RuntimeError, ValueError) as error:
@@ -73,8 +78,6 @@ def find_largest_fitting(attempt: Callable[[int], object], size: int) -> int | N
                 return None
         else:
             return size
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
         size //= 2
     return 0
 
