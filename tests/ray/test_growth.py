@@ -34,6 +34,22 @@ spec:
 """)
 
 
+def test_while_the_head_does_not_answer_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(address: str) -> None:
+        raise Exception(f"no answer of {address}")
+
+    monkeypatch.setattr("ray.autoscaler.v2.sdk.get_cluster_status", fail)
+    monkeypatch.setattr(growth.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="head:1"))
+    assert growth.count_waiting({"CPU": 1.0}) is None
+    assert growth.describe_launches() == ""
+
+
+def test_a_configuration_with_empty_values_is_read() -> None:
+    empty = yaml.safe_load("max_workers:\navailable_node_types: {a: {resources:, max_workers: 2}}")
+    assert parse_node_types(empty) == (NodeType("a", {}, 2),)
+    assert parse_node_types({"available_node_types": None}) == ()
+
+
 @pytest.mark.parametrize(
     ("bundles", "fits"),
     [

@@ -47,7 +47,7 @@ def test_the_account_of_a_budget_outlives_serves_controller(tmp_path: Path) -> N
         series = {name: {REPLICA: [SimpleNamespace(value=each)]} for name, each in numbers.items()}
         context: Any = SimpleNamespace(
             app_name="m", current_time=now_s, raw_metrics=series, current_num_replicas=running,
-            target_num_replicas=running,
+            target_num_replicas=running, total_queued_requests=0.0,
         )  # fmt: skip
         return policy(context)[0]
 
@@ -55,3 +55,16 @@ def test_the_account_of_a_budget_outlives_serves_controller(tmp_path: Path) -> N
     assert [decide(first, midnight_s + 1800 * each, 4) for each in range(3)] == [2, 4, 2]  # one hour beyond the floor
     again = EndpointAutoscaler(scale, 0.1, str(file))
     assert [decide(again, midnight_s + 3601 + each, 2) for each in range(3)] == [2, 2, 2]
+    # Ten hours without an endpoint cost nothing, nor does what was spent by the month count for a day.
+    hours = EndpointAutoscaler(scale, 0.1, str(file))
+    decide(hours, midnight_s + 36_000, 0)
+    assert hours._policy is not None
+    assert hours._policy.budget is not None
+    assert hours._policy.budget.spent_s <= 4 * 3600
+    monthly = EndpointAutoscaler({**scale, "budget": "1600/month"}, 0.1, str(file))
+    assert decide(monthly, midnight_s + 36_001, 2) == 2
+    assert monthly._policy is not None
+    assert monthly._policy.budget is not None
+    assert monthly._policy.budget.spent_s == 0
+    decide(monthly, midnight_s + 30_000, 2)  # a clock that is put back freezes nothing
+    assert monthly._decided_s == midnight_s + 30_000

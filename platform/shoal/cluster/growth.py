@@ -121,7 +121,7 @@ def find_on_head(gcs_address: str) -> tuple[NodeType, ...]:
     read."""
     try:
         if config := _find_config_file(gcs_address):
-            return parse_node_types(yaml.safe_load(config.read_text()))
+            return parse_node_types(yaml.safe_load(config.read_text()) or {})
         if _KUBERAY_NAME in os.environ and _KUBERAY_NAMESPACE.exists():
             return _read_ray_cluster(os.environ[_KUBERAY_NAME], _KUBERAY_NAMESPACE.read_text().strip())
     except (OSError, yaml.YAMLError) as error:  # an HTTPError of requests is an OSError
@@ -157,24 +157,31 @@ def parse_ray_cluster(ray_cluster: Mapping[str, Any]) -> tuple[NodeType, ...]:
 
 def parse_node_types(config: Mapping[str, Any]) -> tuple[NodeType, ...]:
     """The types of an autoscaler's configuration that it may add."""
+    config = {name: value for name, value in config.items() if value is not None}
     most = config.get("max_workers", UNLIMITED)
     return tuple(
-        NodeType(name, each.get("resources", {}), min(most, each.get("max_workers", most)))
+        NodeType(name, each.get("resources") or {}, min(most, each.get("max_workers", most)))
         for name, each in config.get("available_node_types", {}).items()
         if name != config.get("head_node_type") and min(most, each.get("max_workers", most))
     )
 
 
-def count_waiting(bundle: Bundle) -> int:
-    """How many workers with exactly these needs wait for a place."""
-    demands = _get_status().resource_demands.ray_task_actor_demand
+def count_waiting(bundle: Bundle) -> int | None:
+    """How many workers with exactly these needs wait for a place; None while the head does not say."""
+    status = _get_status()
+    if status is None:
+        return None
+    demands = status.resource_demands.ray_task_actor_demand
     wanted = {name: amount for name, amount in bundle.items() if amount}
     return sum(each.count for demand in demands for each in demand.bundles_by_count if each.bundle == wanted)
 
 
 def describe_launches() -> str:
-    """What the autoscaler does now: `1 small is being started`; "" for nothing, and for one of version 1."""
+    """What the autoscaler does now: `1 small is being started`; "" for nothing, for one of version 1, and while
+    the head does not say."""
     status = _get_status()
+    if status is None:
+        return ""
     launching = Counter(node.ray_node_type_name for node in status.pending_nodes)
     for launch in status.pending_launches:
         launching[launch.ray_node_type_name] += launch.count
@@ -186,4 +193,8 @@ def describe_launches() -> str:
 def _get_status() -> Any:
     from ray.autoscaler.v2.sdk import get_cluster_status  # the GCS answers it on clusters of every kind
 
-    return get_cluster_status(ray.get_runtime_context().gcs_address)
+    try:
+        return get_cluster_status(ray.get_runtime_context().gcs_address)
+    except Exception as error:  # noqa: BLE001 - it raises that type itself, for an answer that is late
+        logger.warning("what waits for nodes is not known now: %s", error)
+        return None

@@ -162,7 +162,7 @@ class LoopRun:
         num_learners = len(self.policies) * spec.learner.replicas
         num_replicas = max(1, spec.endpoint.least_replicas)
         needs = [spec.learner.num_cpus] * num_learners + [spec.endpoint.num_cpus] * num_replicas
-        bundles = [{"CPU": each} for each in needs]
+        bundles = [{"CPU": each} for each in needs if each]
         if require_cpus(sum(needs), "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas", bundles):
             wait_s = NODES_WAIT_S if spec.endpoint.wait is None else spec.endpoint.wait
             if not wait_for_nodes(bundles, wait_s, WaitLog(self._note, wait_s)):

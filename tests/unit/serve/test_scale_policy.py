@@ -84,6 +84,34 @@ def test_an_idle_endpoint_has_none_and_the_first_request_that_is_held_brings_one
     assert Endpoint(max=4).run(1000).replicas == 1  # without min: 0
 
 
+def test_a_replica_that_a_request_has_woken_stays_until_the_endpoint_is_idle_again() -> None:
+    endpoint = Endpoint(max=4, min=0, idle_s=60)
+    endpoint.replicas = 1
+    assert endpoint.run(70).replicas == 0
+    endpoint.run(600)
+    endpoint.replicas = 1  # Serve starts it by itself; the request has not been counted yet
+    assert endpoint.run(50).replicas == 1
+    assert endpoint.run(20).replicas == 0
+
+
+def test_replicas_that_counted_before_the_policy_began_are_no_burst() -> None:
+    endpoint = Endpoint(max=8)
+    endpoint.now_s += 1.0
+    endpoint.policy.decide(EndpointLoad(endpoint.now_s, {}, 1, 1))  # its reports are not there yet
+    endpoint.load = replace(endpoint.load, requests=1e6)
+    decision = endpoint.run(5, rate=5)
+    assert (decision.replicas, decision.requests_per_s) == (1, pytest.approx(4, abs=2))
+
+
+def test_the_oldest_replica_is_not_forgotten_while_others_come_and_go() -> None:
+    endpoint = Endpoint(max=8)
+    for number in range(600):
+        endpoint.now_s += 1.0
+        endpoint.load = replace(endpoint.load, requests=endpoint.load.requests + 5)
+        there = {"a": endpoint.load, f"b{number}": ReplicaLoad(0.0, 0.0, 0.0, CURVE)}
+        assert endpoint.policy.decide(EndpointLoad(endpoint.now_s, there, 2, 2)).replicas == 1
+
+
 def test_floors_hold_at_their_times() -> None:
     endpoint = Endpoint(max=4, min=0, idle_s=10, floors={"mon 00:01-00:02": 2})
     assert endpoint.run(59).replicas == 0
@@ -183,6 +211,8 @@ def test_a_trace_is_read_as_times_or_counts(write: Callable[[str], Path], tmp_pa
         ("time,count\n0,900000000\n60,2\n", "900,000,002 requests, and a simulation at most"),
         ("time\n5\n5\n", "fewer than two times"),
         ("", "cannot be read"),
+        ("time\n1767571200000\n1767571201000\n", "after the year 9999"),
+        ("time,time\n1,2\n2,3\n", "`time` more than once"),
     ],
 )
 def test_a_trace_that_does_not_fit_is_refused(write: Callable[[str], Path], text: str, problem: str) -> None:

@@ -74,7 +74,7 @@ class _Columns:
         for name, shape in shapes.items():
             self._starts[name] = self.count
             self.count += -(-shape.numel() // alignment) * alignment
-        self._num_packed = sum(shape.numel() for shape in shapes.values())
+        self.num_packed = sum(shape.numel() for shape in shapes.values())
 
     def view(self, rows: Tensor) -> dict[str, Tensor]:
         """Views [K, *shape] of the columns of [K, count], by name."""
@@ -89,10 +89,10 @@ class _Columns:
         return views
 
     def pack(self, rows: Tensor) -> Tensor:
-        """The rows without the columns between tensors; `rows` itself where there are none."""
-        if self.count == self._num_packed:
+        """The rows without the columns between tensors, in host memory; `rows` itself where there are none."""
+        if self.count == self.num_packed:
             return rows
-        parts = [rows[:, start : start + self._shapes[name].numel()] for name, start in self._starts.items()]
+        parts = [rows[:, start : start + self._shapes[name].numel()].cpu() for name, start in self._starts.items()]
         return torch.cat(parts, dim=1)
 
     def unpack(self, packed: Tensor, rows: Tensor) -> None:
@@ -193,11 +193,12 @@ class MemberRows:
 
     def load_packed_state(self, state: Mapping[str, Tensor]) -> None:
         """Everything from what `packed_state` returned. Raises SpecMismatch for rows of other shapes."""
-        for name, rows in self.packed_state().items():
+        for name, rows in self.state().items():
             saved = state.get(name)
-            if saved is None or saved.shape != rows.shape:
+            shape = [len(rows), self._columns_of(name).num_packed] if rows.ndim == 2 else list(rows.shape)
+            if saved is None or list(saved.shape) != shape:
                 found = None if saved is None else list(saved.shape)
-                raise SpecMismatch(f"population.{name}", found, f"the population has {list(rows.shape)}")
+                raise SpecMismatch(f"population.{name}", found, f"the population has {shape}")
         for name, rows in self.state().items():
             self._columns_of(name).unpack(state[name], rows) if rows.ndim == 2 else rows.copy_(state[name])
 

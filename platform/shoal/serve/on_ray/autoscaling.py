@@ -24,6 +24,7 @@ from shoal.serve.spec.scale import ScaleSpec
 
 DECIDE_EVERY_S = 1.0
 SAVE_EVERY_S = 60.0
+MAX_GAP_S = 600.0  # an account that nobody has kept for longer is of an endpoint that was not there
 logger = logging.getLogger("ray.serve")
 
 
@@ -32,15 +33,18 @@ class EndpointAutoscaler:
 
     def __init__(self, scale: dict[str, Any], objective_s: float, spent_file: str) -> None:
         spec = ScaleSpec.parse(scale)
-        self._spent_file = Path(spent_file)
-        self._policy = ScalePolicy(spec, objective_s, self._load_budget(spec) if spec.budget else None)
+        self._spec, self._objective_s, self._spent_file = spec, objective_s, Path(spent_file)
+        self._policy: ScalePolicy | None = None
         self._decided_s = self._saved_s = -math.inf
         self._replicas = -1
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         now_s = float(ctx.current_time or 0.0)
-        if now_s - self._decided_s < DECIDE_EVERY_S:
+        if 0 <= now_s - self._decided_s < DECIDE_EVERY_S:
             return self._replicas, {}
+        if self._policy is None or now_s < self._decided_s:  # the first call, or a clock that was put back
+            budget = self._load_budget(now_s) if self._spec.budget else None
+            self._policy, self._saved_s = ScalePolicy(self._spec, self._objective_s, budget), now_s
         self._decided_s = now_s
         decision = self._policy.decide(_read_load(ctx, now_s))
         if decision.replicas != self._replicas:
@@ -52,14 +56,20 @@ class EndpointAutoscaler:
             self._save_budget(self._policy.budget)
         return decision.replicas, {}
 
-    def _load_budget(self, spec: ScaleSpec) -> Budget:
+    def _load_budget(self, now_s: float) -> Budget:
+        """The account of this day or month, charged until it was last kept, or until now after a short gap."""
         if not self._spent_file.is_file():
-            return Budget(spec)
+            return Budget(self._spec)
         spent = json.loads(self._spent_file.read_text())
-        return Budget(spec, spent["charged_s"], spent["spent_s"])
+        budget = Budget(self._spec, spent["charged_s"], spent["spent_s"])
+        if spent["period"] != budget.period:
+            return Budget(self._spec)
+        if not 0 <= now_s - spent["charged_s"] <= MAX_GAP_S:
+            budget.spend(0, now_s)
+        return budget
 
     def _save_budget(self, budget: Budget) -> None:
-        spent = {"charged_s": budget.charged_s, "spent_s": budget.spent_s}
+        spent = {"period": budget.period, "charged_s": budget.charged_s, "spent_s": budget.spent_s}
         self._spent_file.parent.mkdir(parents=True, exist_ok=True)
         replace_synced(self._spent_file, json.dumps(spent).encode())
 

@@ -109,7 +109,8 @@ class DeployedEndpoint:
     def describe_wanted(self) -> str:
         """How many replicas wait for nodes that an autoscaler may add, and why; "" for none. The endpoint's status has
         it, too."""
-        wanted = describe_wanted(count_wanted(self._spec)) if self._is_growing else ""
+        num_wanted = count_wanted(self._spec) if self._is_growing else 0
+        wanted = self._wanted if num_wanted is None else describe_wanted(num_wanted)
         if wanted != self._wanted:
             with suppress(ConnectionLost):  # the next call repeats it
                 self._controller.call_blocking("set_wanted", wanted)

@@ -41,7 +41,8 @@ def run_growing(application: serve.Application, spec: EndpointSpec, record: Call
         replicas: Counter[str] = Counter()
         for deployment in app.deployments.values():
             replicas.update(deployment.replica_states)
-        num_wanted = count_wanted(spec)
+        waiting = replicas["STARTING"] + replicas["PENDING_ALLOCATION"]
+        num_wanted = min(count_wanted(spec) or 0, waiting)  # others may wait for the same, too
         is_first_up = replicas["RUNNING"] > 0 and replicas["STARTING"] <= num_wanted
         if app.status is ApplicationStatus.RUNNING or is_first_up:
             log.report("")
@@ -53,8 +54,8 @@ def run_growing(application: serve.Application, spec: EndpointSpec, record: Call
         time.sleep(POLL_S)
 
 
-def count_wanted(spec: EndpointSpec) -> int:
-    """How many replicas have no place."""
+def count_wanted(spec: EndpointSpec) -> int | None:
+    """How many replicas have no place; None while that is not known."""
     options = deployment_options(spec)["ray_actor_options"]
     return count_waiting({"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0.0)})
 

@@ -13,10 +13,10 @@ from shoal.serve.spec.scale import MINUTES_PER_WEEK, ScaleSpec
 
 
 class Budget:
-    """spent_s: replica-seconds, charged until `charged_s`; both may be those of an earlier object."""
+    """spent_s: replica-seconds, charged until `charged_s`; both may be those of an earlier object of this `period`."""
 
     def __init__(self, spec: ScaleSpec, charged_s: float | None = None, spent_s: float = 0.0) -> None:
-        hours, self._period = spec.budget_hours
+        hours, self.period = spec.budget_hours
         self._budget_s = hours * 3600
         self._reserved = [0, *accumulate(each * 60 for each in spec.list_week_floors())]
         self.charged_s, self.spent_s = charged_s, spent_s
@@ -35,12 +35,12 @@ class Budget:
 
     def _find_start(self, now_s: float) -> float:
         now = datetime.fromtimestamp(now_s, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
-        return (now.replace(day=1) if self._period == "month" else now).timestamp()
+        return (now.replace(day=1) if self.period == "month" else now).timestamp()
 
     def _reserve_s(self, now_s: float) -> float:
         """What `min` and the floors take until the end of the period."""
         start = datetime.fromtimestamp(self._find_start(now_s), UTC)
-        end = (start.replace(day=28) + timedelta(days=4)).replace(day=1) if self._period == "month" else (
+        end = (start.replace(day=28) + timedelta(days=4)).replace(day=1) if self.period == "month" else (
             start + timedelta(days=1)
         )  # fmt: skip
         return self._reserve_until(end.timestamp()) - self._reserve_until(now_s)

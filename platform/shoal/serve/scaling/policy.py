@@ -32,6 +32,7 @@ CATCH_UP_S = 5.0
 RATE_MARGIN = 1.4
 MAX_LOOP_SHARE = 0.7  # of an event loop's time
 CURVE_CHANGE, RELEARN_S = 0.15, 10.0  # a smaller or sooner change of the curve leaves the rates that were found
+SETTLE_S = 10.0
 MAX_SEEN = 256  # replicas, of which a late report could still come
 Reason = Literal["load", "floor", "idle", "budget", "unmeasured"]
 
@@ -91,6 +92,7 @@ class ScalePolicy:
         self._curve: tuple[tuple[int, float], ...] = ()
         self._rates: SustainableRates | None = None
         self._requested_s = self._learned_s = -math.inf
+        self._began_s, self._planned = math.inf, 0
 
     def decide(self, load: EndpointLoad) -> Decision:
         """The number of replicas that the endpoint should have."""
@@ -108,16 +110,20 @@ class ScalePolicy:
         return self._bound(self._needs[0][1], reason, rate, load)
 
     def _count(self, load: EndpointLoad) -> None:
+        self._began_s = min(self._began_s, load.now_s)
+        # Serve starts the first replica for a request that waits, without asking.
+        is_woken, self._planned = load.planned > 0 == self._planned, load.planned
+        is_new = load.now_s - self._began_s < SETTLE_S  # then replicas have counted before this policy
         for name, now in load.replicas.items():
-            before = self._seen.get(name)
-            arrived = now.requests - (before.requests if before else 0.0)
+            before = self._seen.pop(name, None)
+            arrived = now.requests - (before.requests if before else now.requests if is_new else 0.0)
             self._arrived += arrived
             self._loop_s += now.loop_s - (before.loop_s if before else now.loop_s)
             if arrived:
                 self._requested_s = load.now_s
-        if load.unrouted or self._requested_s == -math.inf:
+        if load.unrouted or is_woken or self._requested_s == -math.inf:
             self._requested_s = load.now_s
-        self._seen |= load.replicas
+        self._seen |= load.replicas  # the newest last, since the first are forgotten
         while len(self._seen) > MAX_SEEN:
             del self._seen[next(iter(self._seen))]
         self._history.append((load.now_s, self._arrived, self._loop_s))
@@ -160,7 +166,7 @@ class ScalePolicy:
         if spec.min == 0 and now_s - self._requested_s >= spec.idle_s:
             replicas, reason = 0, "idle"
         if self.budget is not None:
-            self.budget.spend(max(load.running, load.planned), now_s)
+            self.budget.spend(load.running, now_s)
             if replicas > floor and not self.budget.is_available(now_s):
                 replicas, reason = floor, "budget"
         if replicas < floor:

@@ -17,6 +17,7 @@ from shoal.frame import find_names, to_floats
 
 MAX_REQUESTS = 20_000_000  # half a minute of simulation, and a gigabyte
 MINUTE_S = 60.0
+MAX_TIME_S = 253_402_000_000.0  # what a date can be
 REMEDY = "a trace has the column `time`, or `time` and `count` (requests of the minute that begins then)"
 
 
@@ -26,6 +27,8 @@ def read_trace(path: Path, seed: int = 0) -> np.ndarray:
     names = find_names(table) or []
     if "time" not in names:
         raise DataError("trace", str(path), f"has no column `time`, but {', '.join(names) or 'none'}", REMEDY)
+    if twice := [name for name in ("time", "count") if names.count(name) > 1]:
+        raise DataError("trace", str(path), f"has the column `{twice[0]}` more than once", REMEDY)
     columns = ["time", "count"] if "count" in names else ["time"]
     values = to_floats("trace", table.select(columns), columns)
     if not len(values):
@@ -33,6 +36,8 @@ def read_trace(path: Path, seed: int = 0) -> np.ndarray:
     for column, each in zip(columns, values.T, strict=True):
         if (bad := np.flatnonzero(~np.isfinite(each))).size:
             raise DataError("trace", str(path), f"`{column}` of row {bad[0]} is missing or not finite", REMEDY)
+    if np.abs(values[:, 0]).max(initial=0.0) > MAX_TIME_S:
+        raise DataError("trace", str(path), "has times after the year 9999", "times are in seconds, not milliseconds")
     times = values[:, 0] if len(columns) == 1 else _spread_counts(path, values, seed)
     if len(times) < 2 or times.max() <= times.min():
         raise DataError("trace", str(path), "has fewer than two times", "give a trace of some minutes at least")
@@ -51,7 +56,7 @@ def _read_table(path: Path) -> Any:
             return pyarrow.parquet.read_table(path)
         if path.suffix == ".csv":
             return pyarrow.csv.read_csv(path)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError("trace", str(path), f"cannot be read: {error}", REMEDY) from None
     raise DataError("trace", str(path), "is neither .csv nor .parquet", REMEDY)
 

@@ -18,6 +18,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from shoal.batch_tree import map_tensors
 from shoal.cpu_count import count_usable_cores
@@ -55,6 +56,11 @@ class MemberShare:
         """A method of the share, or a property."""
         found = getattr(self._members, name)
         return found(*arguments) if callable(found) else found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the share, in host memory: who gets it may have no GPU."""
+        found: dict[str, Any] = tree_map_only(Tensor, Tensor.cpu, self._members.state_dict())
+        return found
 
     def get_row(self, member: int) -> Row:
         """Everything of a member but its hyper-parameters and its generator, in host memory."""
@@ -144,7 +150,7 @@ class RayMembers:
 
     def state_dict(self) -> dict[str, Any]:
         """With one worker as of members in this process: a later attempt may have them there."""
-        shares = self._get([worker.call.remote("state_dict") for worker in self._workers])
+        shares = self._get([worker.state_dict.remote() for worker in self._workers])
         return {"shares": shares} if len(shares) > 1 else shares[0]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
