@@ -1,6 +1,8 @@
 """An endpoint on Ray whose replicas follow its load: Serve sees none of the requests, its policy sees all of them."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,8 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[EndpointProcess]:
     # No forward is this short, so any request at all needs every replica, however fast the machine is.
-    with EndpointProcess(scale={"max": 2, "objective_s": 1e-7}, num_cpus=0.1) as process:
+    scale = {"min": 0, "max": 2, "objective_s": 1e-7, "idle_s": 10}
+    with EndpointProcess(scale=scale, num_cpus=0.1, drain_s=5) as process:
         yield process
 
 
@@ -36,6 +39,19 @@ def test_requests_that_bypass_serve_bring_another_replica(endpoint: EndpointProc
 
     wait_for(has_two_replicas, TIMEOUT_S)
     client.close()
+
+
+def test_an_idle_endpoint_sleeps_and_requests_that_are_held_wake_it(endpoint: EndpointProcess) -> None:
+    wait_for(lambda: endpoint.command("status")["asleep"], TIMEOUT_S)
+
+    def infer(_: int) -> int:
+        with closing(Client(endpoint.url, TIMEOUT_S)) as client:
+            return client.infer()[0]
+
+    with ThreadPoolExecutor(10) as threads:
+        assert set(threads.map(infer, range(10))) == {200}
+    assert not endpoint.command("status")["asleep"]
+    assert not [event for event in endpoint.command("events") if "lost" in event]
 
 
 def test_the_account_of_a_budget_outlives_serves_controller(tmp_path: Path) -> None:

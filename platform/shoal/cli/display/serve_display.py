@@ -166,6 +166,8 @@ def _render_replicas(status: EndpointStatus) -> RenderableType:
 
 
 def _format_ready_count(status: EndpointStatus) -> str:
+    if status.asleep:
+        return "asleep: the next request starts one"
     hosts = {each.host for each in status.replicas if each.host}
     on = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""
     wanted = max(len(status.replicas), status.num_replicas)

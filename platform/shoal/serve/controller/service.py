@@ -49,6 +49,7 @@ class ControllerService:
         self._watch = CertificateWatch(setting.tls, find_ingress_folder()) if setting.tls is not None else None
         self._polled_s = -CERTIFICATE_POLL_S
         self._status = StatusReporter(self._controller, setting.grpc, setting.num_replicas, self._describe_certificate)
+        self._status.may_sleep = setting.may_sleep
         self._task: asyncio.Task[None] | None = None
         self._last_follow_s, self._idle_s = time.monotonic(), setting.idle_s
 

@@ -60,7 +60,7 @@ class StatusReporter:
         self._certificate = certificate
         self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))
         self._sampled_s = -SAMPLE_S
-        self.wanted = ""
+        self.wanted, self.may_sleep, self._has_served = "", False, False
 
     def sample(self) -> None:
         """Retain the present counts."""
@@ -86,6 +86,7 @@ class StatusReporter:
             )
             for report in reports
         ]
+        self._has_served = self._has_served or bool(replicas)
         status = EndpointStatus(
             endpoint=controller.name,
             time=time.time(),
@@ -95,6 +96,7 @@ class StatusReporter:
             grpc=self._grpc,
             num_replicas=self._num_replicas,
             wanted=self.wanted,
+            asleep=self.may_sleep and self._has_served and not replicas,
             ready=bool(replicas) and all(replica.ready for replica in replicas),
             replicas=replicas,
             models=models,

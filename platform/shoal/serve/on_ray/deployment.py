@@ -7,6 +7,7 @@ Called by flows, and by `serve_app` for Serve's own files. Needs a cluster start
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import warnings
@@ -23,7 +24,7 @@ from ray.serve.handle import DeploymentHandle
 
 from shoal.cluster.capacity import gpu_share, gpus_by_possible_host, require_gpus
 from shoal.cluster.growth import find_growth
-from shoal.cluster.ingress.serve_environment import prepare_ingress
+from shoal.cluster.ingress.serve_environment import hold_while_asleep, prepare_ingress
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, summarize_error
 from shoal.gc_freeze import freeze_loaded_objects
@@ -210,6 +211,8 @@ def _start_endpoint(
 ) -> DeployedEndpoint:
     setting, live = build_controller_config(spec, models)
     prepare()
+    if setting.may_sleep:
+        setting = replace(setting, idle_s=math.inf)  # its driver ends it
     controller = RayControllerClient(replace(setting, driver=get_driver_id()))
     with ExitStack() as begun:  # it would outlive this process, also on a signal
         begun.callback(controller.stop)  # once no replica is left to start another
@@ -271,6 +274,8 @@ def build_application(
 ) -> serve.Application:
     """Build Serve's application. Raises ConfigError when the cluster has too few GPUs."""
     spec = resolve_gpus(spec)
+    if is_head(ray.util.get_node_ip_address()):
+        hold_while_asleep(os.environ, spec.name, spec.least_replicas == 0)
     with warnings.catch_warnings():
         # Nothing reads the environment variable that should replace this field (Ray 2.60).
         warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
