@@ -120,5 +120,6 @@ def test_asleep_a_request_is_held_for_a_time(replica: FakeReplica) -> None:
         edits = f"{UNCHECKED}; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
         with HaproxyProcess(Path(folder), 0, 0, edits, fallback_port=replica.port) as proxy:
             assert post(proxy, "/echo").status == 200
+            assert post(proxy, "/shoal/v1/rollout").status == 503
             answer = post(proxy, "/silent")
             assert (answer.status, answer.headers["retry-after"]) == (503, "1")

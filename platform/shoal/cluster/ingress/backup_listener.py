@@ -55,13 +55,15 @@ def is_backup(line: str) -> bool:
     return _BACKUP.fullmatch(line) is not None
 
 
-def add_backup(application: str, lines: list[str], folder: str, errors: str) -> list[str]:
+def add_backup(application: str, lines: list[str], folder: str, errors: str, changes: str) -> list[str]:
     """The lines of an application's back end, with the listener before Serve's proxy; without it, if it may sleep."""
     backups = [line for line in lines if is_backup(line)]
     rest = [line for line in lines if not is_backup(line)]
     if backups and (Path(errors).parent / "asleep" / application).exists():
         has_replica = any(line.split()[0] == "server" for line in rest)
-        limit = [f"    timeout server {HOLD_S:g}s", f"    errorfile 504 {errors}/503.http"]
+        # A change is not held: its client may be gone, and ask again, before a replica carries it out.
+        limit = [f"    http-request deny deny_status 503 if {{ path,url_dec -m reg {changes} }}"]
+        limit += [f"    timeout server {HOLD_S:g}s", f"    errorfile 504 {errors}/503.http"]
         return [*lines, *(() if has_replica else limit)]
     # HAProxy uses the first backup that is up. Serve's stays, since Serve waits until each application has a replica or
     # this one up.

@@ -80,7 +80,7 @@ def _replace(path: Path, content: bytes) -> None:
 def _describe(front: Front, folder: Path) -> dict[str, object]:
     options = {"http": "", "grpc": ""}
     if front.pem:
-        verify = f" ca-file {folder / CLIENT_CA_FILE} verify required" if front.client_ca else ""
+        verify = f" ca-file {folder / CLIENT_CA_FILE} verify required no-tls-tickets" if front.client_ca else ""
         for protocol, offered in (("http", "h2,http/1.1"), ("grpc", "h2")):
             options[protocol] = f" ssl crt {folder / CERTIFICATE_FILE} alpn {offered}{verify}"
     # Two sockets for ::, so that clients of IPv4 have addresses of IPv4.

@@ -46,7 +46,9 @@ MAX_HEADERS = 4096  # no more fit into a buffer
 # Keep connections to replicas as long as HAProxy has any descriptors, which suffice for one per client connection. The
 # default of 25% is reached by a third of the allowed clients when all send at once: from then on each request opens a
 # connection of its own, and a briefly overloaded endpoint stays overloaded.
+# A client that was admitted once is checked again each time: a session that goes on would outlive its authority.
 DESCRIPTORS = """\
+    tune.ssl.cachesize 0
     tune.pool-low-fd-ratio 100
     tune.pool-high-fd-ratio 100
 """
@@ -201,7 +203,7 @@ def rewrite(config: str, errors: str, front: Mapping[str, Any] | None = None) ->
     sections += _http1_backends(sections)
     for number, (head, lines) in enumerate(sections):
         if (application := head.removeprefix("backend http-")) != head:
-            sections[number] = (head, backup_listener.add_backup(application, lines, folder, errors))
+            sections[number] = (head, backup_listener.add_backup(application, lines, folder, errors, CHANGES))
     sections += backup_listener.build_sections(http_front, folder, ONCE)
     written: list[str] = []
     for head, lines in sections:

@@ -203,14 +203,12 @@ def _deploy_alone(spec: EndpointSpec, models: Sequence[EndpointModel], record: R
             "grpc_port": find_free_port(host) if spec.grpc_port == 0 else spec.grpc_port,
         }
     )
-    return _start_endpoint(prepare_front(spec), models, record, remove_abandoned_endpoint)
+    remove_abandoned_endpoint()  # raises before anything of an endpoint that runs is touched
+    return _start_endpoint(prepare_front(spec), models, record)
 
 
-def _start_endpoint(
-    spec: EndpointSpec, models: Sequence[EndpointModel], record: Record, prepare: Callable[[], None] = lambda: None
-) -> DeployedEndpoint:
+def _start_endpoint(spec: EndpointSpec, models: Sequence[EndpointModel], record: Record) -> DeployedEndpoint:
     setting, live = build_controller_config(spec, models)
-    prepare()
     if setting.may_sleep:
         setting = replace(setting, idle_s=math.inf)  # its driver ends it
     controller = RayControllerClient(replace(setting, driver=get_driver_id()))
