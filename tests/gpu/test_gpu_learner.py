@@ -1,4 +1,4 @@
-"""Updates of every algorithm on a CUDA device, of vectors and of frames, are those of the CPU."""
+"""Updates of every algorithm on a CUDA device, of vectors and of frames, are the CPU's, and what is published stays."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner import model_arrays
 from shoal.rl.spec import RLSpec, experience_spec
+from shoal.weights import WeightSnapshot
+from shoal.weights.store import decode_tensors
 
 # Weights of a recurrent core lie with all others in one vector, which cuDNN does not like and computes with.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights are not part of single")]
@@ -44,6 +46,11 @@ def test_updates_on_a_device_are_those_on_the_cpu(device: str, name: str, shape:
             metrics = list(algorithm.update(batch))
             assert all(np.isfinite(list(each.values())).all() for each in metrics)
         assert all(each.device.type == torch.device(place).type for each in algorithm.model.parameters())
+        taken = WeightSnapshot.of(1, model_arrays(algorithm.model))
+        own = {key: each.clone().cpu().numpy() for key, each in algorithm.model.state_dict().items()}
+        assert list(algorithm.update(batch))  # at once: what was published is of before
+        for key, value in decode_tensors(taken.payload).items():
+            np.testing.assert_array_equal(value, own[key], err_msg=key)
         found.append(model_arrays(algorithm.model))
     for key, value in found[0].items():  # Adam makes a step of a gradient that is nothing but rounding: a few weights
         assert np.linalg.norm(found[1][key] - value) <= 1e-2 * np.linalg.norm(value), key

@@ -34,6 +34,10 @@ def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOO_INTERFACE_VARIABLE, "ib0")
     set_network_interface("127.0.0.1")
     assert os.environ[GLOO_INTERFACE_VARIABLE] == "ib0"
+    assert os.environ[NCCL_INTERFACE_VARIABLE] == "=ib0"  # both speak by one
+    monkeypatch.setenv(NCCL_INTERFACE_VARIABLE, "^docker")
+    set_network_interface("127.0.0.1")
+    assert os.environ[NCCL_INTERFACE_VARIABLE] == "^docker"
 
 
 def test_an_address_of_nobody_here_says_nothing() -> None:

@@ -3,7 +3,7 @@
 `CollectiveTimer` times collectives that torch's own code calls: FSDP2 and DTensor.
 
 Both end a collective in one of two ways: `Work.wait`, or `wait_tensor` of functional collectives. During a step both
-are timed on its thread; outside it, and on other threads, they are unchanged. The functions are replaced, not the
+are timed on its thread, or stream; outside it, and on others, they are unchanged. The functions are replaced, not the
 operator under `wait_tensor`: its kernel, called from Python, holds the interpreter's lock while it waits. No other
 thread would run: neither the user's, nor gloo's own when it releases a tensor. Called by plans whose collectives torch
 calls.
@@ -39,6 +39,7 @@ class StreamWaits:
     def end(self, began: Any) -> None:
         """Mark its place after the wait."""
         self._pending.append((began, self.begin()))
+        _ = self.total_s  # releases the events of earlier steps
 
     @property
     def total_s(self) -> float:
@@ -83,13 +84,18 @@ class CollectiveTimer:
         """Measure within the context. Takes 20 us.
 
         On a CUDA device, FSDP2 lets its own streams wait for collectives, and then that of the computation for these:
-        waits of the latter count.
+        waits of the latter count, on whatever thread: backward passes have one of their own there.
         """
         thread, is_cuda = threading.get_ident(), self._device.type == "cuda"
         computing = torch.cuda.current_stream(self._device) if is_cuda else None
 
+        def is_of_step() -> bool:
+            if is_cuda:
+                return torch.cuda.current_stream(self._device) == computing
+            return threading.get_ident() == thread
+
         def timed(function: Callable[..., Any], *args: Any) -> Any:
-            if threading.get_ident() != thread or (is_cuda and torch.cuda.current_stream(self._device) != computing):
+            if not is_of_step():
                 return function(*args)
             began = self._waits.begin()
             try:

@@ -152,8 +152,8 @@ def set_network_interface(address: str) -> None:
     """Let groups that this process forms from now on use the interface with `address`, if there is one."""
     for name, addresses in psutil.net_if_addrs().items():
         if address in (each.address.partition("%")[0] for each in addresses):
-            os.environ.setdefault(GLOO_INTERFACE_VARIABLE, name)
-            os.environ.setdefault(NCCL_INTERFACE_VARIABLE, f"={name}")
+            chosen = os.environ.setdefault(GLOO_INTERFACE_VARIABLE, name)  # of both, also where a user has set it
+            os.environ.setdefault(NCCL_INTERFACE_VARIABLE, f"={chosen}")
             return
 
 

@@ -85,7 +85,10 @@ class DdpModel(SpmdModel):
             problem = f"{name} had a gradient at first, and has none in this step"
             raise PlanError("parallel.dynamic", False, problem, "say parallel.dynamic=true when layers may be skipped")
         if self._flat_gradients is not None:
+            began = self._waits.begin()
             self._flat_gradients.average(self._may_skip)
+            if not self._shm_all_reduce:  # which keeps its own time
+                self._waits.end(began)
 
     def _on_last_gradient(self, parameter: Tensor) -> None:
         """Nothing is left to compute: the rest of backward is waiting for the other ranks."""
