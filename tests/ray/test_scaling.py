@@ -1,19 +1,24 @@
 """An endpoint on Ray whose replicas follow its load: Serve sees none of the requests, its policy sees all of them."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from ray.serve._private.common import DeploymentID, ReplicaID
 
-from endpoint_process import Client, EndpointProcess
+import shoal
+from endpoint_process import NUM_FEATURES, Client, EndpointProcess
+from shoal.client.endpoint_status import EndpointStatus
 from shoal.serve.on_ray.autoscaling import EndpointAutoscaler
 from waiting import wait_for
 
 TIMEOUT_S = 300.0
+NUM_HELD = 20
 REPLICA = ReplicaID("r", DeploymentID(name="replica", app_name="m"))
 pytestmark = pytest.mark.timeout(900)
 
@@ -21,7 +26,8 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[EndpointProcess]:
     # No forward is this short, so any request at all needs every replica, however fast the machine is.
-    with EndpointProcess(scale={"max": 2, "objective_s": 1e-7}, num_cpus=0.1) as process:
+    scale = {"min": 0, "max": 2, "objective_s": 1e-7, "idle_s": 2.0}
+    with EndpointProcess(scale=scale, num_cpus=0.1) as process:
         yield process
 
 
@@ -36,6 +42,37 @@ def test_requests_that_bypass_serve_bring_another_replica(endpoint: EndpointProc
 
     wait_for(has_two_replicas, TIMEOUT_S)
     client.close()
+
+
+def ask_status(endpoint: EndpointProcess) -> EndpointStatus:
+    with shoal.Client(endpoint.url, timeout_s=TIMEOUT_S) as client:
+        return client.status()
+
+
+def test_an_idle_endpoint_sleeps_and_answers_all_that_wake_it(endpoint: EndpointProcess) -> None:
+    def is_asleep() -> bool:
+        # Of the ingress, which is told last, and of the controller.
+        return ask_status(endpoint).asleep and bool(endpoint.command("status")["asleep"])
+
+    def ask(number: int) -> int:
+        if number % 2:
+            client = Client(endpoint.url)
+            status, headers, _ = client.infer()
+            client.close()
+            return int(headers["shoal-model-version"]) if status == 200 else -status
+        with shoal.Client(endpoint.url, num_retries=0, binary=number % 4 == 0) as caller:
+            return int(caller.infer("linear", np.zeros((1, NUM_FEATURES), np.float32)).version)
+
+    wait_for(is_asleep, TIMEOUT_S)
+    assert endpoint.stats() == []
+    with ThreadPoolExecutor(NUM_HELD) as pool:
+        assert list(pool.map(ask, range(NUM_HELD))) == [1] * NUM_HELD
+    wait_for(is_asleep, TIMEOUT_S)
+    client = Client(endpoint.url, TIMEOUT_S)
+    client.change(action="promote", model="steps", version="3")
+    assert client.infer("steps")[2]["model_version"] == "3"
+    client.close()
+    assert "replica_lost " not in endpoint.command("events")
 
 
 def test_the_account_of_a_budget_outlives_serves_controller(tmp_path: Path) -> None:

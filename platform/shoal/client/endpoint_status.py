@@ -110,6 +110,7 @@ class EndpointStatus(msgspec.Struct, frozen=True):
     certificate: that of the ingress; None for plain HTTP
     num_replicas: the planned number; the least for an endpoint that scales with its load
     wanted: the replicas that have no place yet, and why; "" for none
+    asleep: it has no replica, and the next request starts one; the ingress, which then answers, knows nothing else
     """
 
     endpoint: str
@@ -121,6 +122,7 @@ class EndpointStatus(msgspec.Struct, frozen=True):
     ready: bool = True
     num_replicas: int = 0
     wanted: str = ""
+    asleep: bool = False
     replicas: list[ReplicaStatus] = []
     models: list[ModelStatus] = []
     events: list[RolloutEvent] = []

@@ -14,6 +14,7 @@ through HAProxy, on a connection of its own: there it is the first, and its fail
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from shoal.cluster.ingress.time_limits import CHANGE_S, HOLD_S
 # starts only where it may have 2.6 descriptors for each: 15,300 of them.
 MAX_HTTP, MAX_GRPC, MAX_SECOND_PASS, MAX_UNAVAILABLE = 4096, 1024, 512, 256
 MAX_CONNECTIONS = MAX_HTTP + MAX_GRPC + MAX_SECOND_PASS + MAX_UNAVAILABLE
+MAX_HELD = 512  # requests of a sleeping application: Serve's proxy has each in memory, and one replica gets all
 
 # Reads the body to its end first: while a client is sending, an answer and a closed connection reach it as an error.
 SERVICE = """\
@@ -62,10 +64,29 @@ def add_backup(application: str, lines: list[str], folder: str, errors: str) -> 
     if backups and (Path(errors).parent / "asleep" / application).exists():
         has_replica = any(line.split()[0] == "server" for line in rest)
         limit = [f"    timeout server {HOLD_S:g}s", f"    errorfile 504 {errors}/503.http"]
-        return [*lines, *(() if has_replica else limit)]
+        return [*lines, *(() if has_replica else [*answer_asleep(application), *limit])]
     # HAProxy uses the first backup that is up. Serve's stays, since Serve waits until each application has a replica or
     # this one up.
     return [*rest, f"    server unavailable unix@{folder}/u.sock no-check backup", *backups]
+
+
+def answer_asleep(application: str) -> list[str]:
+    """Rules for an application that sleeps: what only asks how it is does not wake it, nor does a burst beyond bounds.
+
+    Without the access token, so the status says no more than an inference call would.
+    """
+    document = json.dumps({"endpoint": application, "ready": True, "asleep": True}).replace(" ", "")
+    answers = {
+        "shoal/v1/status": document,
+        "v2/health/live": '{"live":true}',
+        "v2/health/ready": '{"ready":true}',  # a balancer that leaves it out would never wake it
+        "metrics": "",
+    }
+    rules = []
+    for path, body in answers.items():
+        content = f" content-type application/json string '{body}'" if body else ""
+        rules.append(f"    http-request return status 200{content} if METH_GET {{ path -m reg ^(/[^/]+)?/{path}$ }}")
+    return [*rules, f"    http-request return status 503 errorfiles shoal if {{ be_conn gt {MAX_HELD} }}"]
 
 
 def select_second_pass(front: list[str], changes: str) -> list[str]:

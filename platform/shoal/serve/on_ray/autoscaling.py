@@ -39,7 +39,8 @@ class EndpointAutoscaler:
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         now_s = float(ctx.current_time or 0.0)
-        if now_s - self._decided_s < DECIDE_EVERY_S:
+        is_woken = self._replicas == 0 < ctx.target_num_replicas
+        if now_s - self._decided_s < DECIDE_EVERY_S and not is_woken:
             return self._replicas, {}
         self._decided_s = now_s
         decision = self._policy.decide(_read_load(ctx, now_s))

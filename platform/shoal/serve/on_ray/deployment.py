@@ -7,6 +7,7 @@ Called by flows, and by `serve_app` for Serve's own files. Needs a cluster start
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import warnings
@@ -18,7 +19,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from shoal.cluster.capacity import gpu_share, gpus_by_possible_host, require_gpus
@@ -130,6 +131,10 @@ class DeployedEndpoint:
         threading.Thread(target=ask, daemon=True).start()
         try:
             return answer.result(timeout_s + GRACE_S)
+        except DeploymentUnavailableError as error:
+            if self._spec.may_sleep:
+                return []
+            raise ClusterError(f"{self.name!r} has no replica") from error
         except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
             reason = summarize_error(error, max_chars=None)  # then come pages of advice
             raise ClusterError(f"the replicas of {self.name!r} did not answer: {reason}") from error
@@ -209,7 +214,9 @@ def _start_endpoint(
 ) -> DeployedEndpoint:
     setting, live = build_controller_config(spec, models)
     prepare()
-    controller = RayControllerClient(replace(setting, driver=get_driver_id()))
+    # Its name says whose the endpoint is, so it stays while that sleeps.
+    idle_s = math.inf if setting.may_sleep else setting.idle_s
+    controller = RayControllerClient(replace(setting, driver=get_driver_id(), idle_s=idle_s))
     with ExitStack() as begun:  # it would outlive this process, also on a signal
         begun.callback(controller.stop)  # once no replica is left to start another
         begun.callback(end_serve)
