@@ -92,6 +92,8 @@ def test_an_endpoint_that_starts_is_not_idle() -> None:
     there = {"r": ReplicaLoad(0, 0, 0, CURVE)}
     decided = [policy.decide(EndpointLoad(now_s + each, there, running=1, planned=1)).replicas for each in (1, 2)]
     assert decided == [1, 0]
+    assert policy.decide(EndpointLoad(now_s + 3, there, running=2, planned=1)).replicas == 0  # Serve ends one at a time
+    assert policy.decide(EndpointLoad(now_s + 4, {}, running=0, planned=0)).replicas == 0
     decided = [policy.decide(EndpointLoad(now_s + each, there, running=1, planned=1)).replicas for each in (60, 61, 62)]
     assert decided == [1, 1, 0]  # Serve had started one for a request that it held
 

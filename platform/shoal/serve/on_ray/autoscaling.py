@@ -35,12 +35,12 @@ class EndpointAutoscaler:
         self._spent_file = Path(spent_file)
         self._policy = ScalePolicy(spec, objective_s, self._load_budget(spec) if spec.budget else None)
         self._decided_s = self._saved_s = -math.inf
-        self._replicas = -1
+        self._replicas, self._is_asleep = -1, False
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         now_s = float(ctx.current_time or 0.0)
-        is_woken = self._replicas == 0 < ctx.target_num_replicas
-        if now_s - self._decided_s < DECIDE_EVERY_S and not is_woken:
+        was_asleep, self._is_asleep = self._is_asleep, ctx.target_num_replicas == 0
+        if now_s - self._decided_s < DECIDE_EVERY_S and was_asleep == self._is_asleep:
             return self._replicas, {}
         self._decided_s = now_s
         decision = self._policy.decide(_read_load(ctx, now_s))

@@ -91,7 +91,7 @@ class ScalePolicy:
         self._curve: tuple[tuple[int, float], ...] = ()
         self._rates: SustainableRates | None = None
         self._requested_s = self._learned_s = -math.inf
-        self._decided = -1
+        self._planned = -1
 
     def decide(self, load: EndpointLoad) -> Decision:
         """The number of replicas that the endpoint should have."""
@@ -106,9 +106,7 @@ class ScalePolicy:
         while self._needs[0][0] < load.now_s - DOWN_WINDOW_S:
             self._needs.popleft()
         reason: Reason = "load" if self._rates is not None else "unmeasured"
-        decision = self._bound(self._needs[0][1], reason, rate, load)
-        self._decided = decision.replicas
-        return decision
+        return self._bound(self._needs[0][1], reason, rate, load)
 
     def _count(self, load: EndpointLoad) -> None:
         for name, now in load.replicas.items():
@@ -118,8 +116,9 @@ class ScalePolicy:
             self._loop_s += now.loop_s - (before.loop_s if before else now.loop_s)
             if arrived:
                 self._requested_s = load.now_s
-        # It is not idle before it can be asked. The replica that ends its sleep is started by Serve, without asking here.
-        is_starting, is_woken = load.running == 0 < load.planned, self._decided == 0 < load.planned
+        # It is not idle before it can be asked. Serve itself starts the replica that ends its sleep.
+        is_starting, is_woken = load.running == 0 < load.planned, self._planned == 0 < load.planned
+        self._planned = load.planned
         if load.unrouted or is_starting or is_woken or self._requested_s == -math.inf:
             self._requested_s = load.now_s
         self._seen |= load.replicas
