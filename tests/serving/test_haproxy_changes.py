@@ -18,6 +18,7 @@ from shoal.cluster.ingress.time_limits import CHANGE_S
 from shoal.cluster.ports import find_free_port
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
 from shoal.serve.controller.change_request import MAX_TIMEOUT_S
+from waiting import wait_for
 
 ANSWER_S = 60.0
 SERVER_S, LONGER_S = 0.2, 0.4
@@ -61,6 +62,14 @@ def post(proxy: HaproxyProcess, path: str) -> HTTPResponse:
         answer = connection.getresponse()
         answer.read()
         return answer
+
+
+def get(proxy: HaproxyProcess, path: str) -> bytes:
+    with closing(HTTPConnection("127.0.0.1", proxy.port, timeout=ANSWER_S)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        return answer.read()
 
 
 def call(proxy: HaproxyProcess, method: str) -> grpc.StatusCode:
@@ -123,3 +132,23 @@ def test_asleep_a_request_is_held_for_a_time(replica: FakeReplica) -> None:
             assert post(proxy, "/shoal/v1/rollout").status == 503
             answer = post(proxy, "/silent")
             assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            for method in ("RepositoryModelUnload", "ModelInfer"):
+                assert call(proxy, method) is grpc.StatusCode.UNAVAILABLE
+            got = get(proxy, "/shoal/v1/status"), get(proxy, "/app/v2/health/ready"), get(proxy, "/metrics")
+            assert got == (b'{"endpoint":"app","ready":true,"asleep":true}', b'{"ready":true}', b"")
+
+
+def test_asleep_no_more_than_some_are_held(replica: FakeReplica) -> None:
+    with tempfile.TemporaryDirectory(prefix="x.") as folder:
+        hold_while_asleep(serve_environment(Path(folder)), "app", is_on=True)
+        edits = f"{UNCHECKED}; s/be_conn gt 512/be_conn gt 1/; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
+        with (
+            HaproxyProcess(Path(folder), 0, 0, edits, fallback_port=replica.port) as proxy,
+            closing(HTTPConnection("127.0.0.1", proxy.port, timeout=ANSWER_S)) as held,
+        ):
+            held.request("POST", "/silent")
+            wait_for(lambda: post(proxy, "/echo").status == 503)
+            answer = post(proxy, "/echo")
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            held.getresponse().read()
+            assert post(proxy, "/echo").status == 200

@@ -128,6 +128,13 @@ def test_status_counts_the_replicas_that_are_missing_and_the_hosts() -> None:
     assert line.endswith("replicas 3 of 4 ready on 2 hosts; 1 more replica wanted, waiting for nodes")
 
 
+def test_status_of_an_endpoint_that_sleeps() -> None:
+    status = EndpointStatus("shop", asleep=True)
+    line = "shop: asleep at http://h, replicas none until the next request"
+    assert serve_display.format_plain_lines(status, "http://h") == [line]
+    assert "asleep" in drawn(status, 80)
+
+
 @pytest.mark.parametrize(("source", "followed"), [("m@champion", True), ("m@3", False), ("m", False)])
 def test_only_what_can_move_is_said_to_be_followed(source: str, followed: bool) -> None:
     status = EndpointStatus("shop", models=[ModelStatus("m", source=source, stable=3, versions=[VersionStatus(3)])])

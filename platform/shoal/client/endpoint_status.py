@@ -110,7 +110,7 @@ class EndpointStatus(msgspec.Struct, frozen=True):
     certificate: that of the ingress; None for plain HTTP
     num_replicas: the planned number; the least for an endpoint that scales with its load
     wanted: the replicas that have no place yet, and why; "" for none
-    asleep: there is no replica, since nothing has been asked for; the next request brings one
+    asleep: it has no replica, and the next request starts one; the ingress, which then answers, knows nothing else
     """
 
     endpoint: str

@@ -12,7 +12,7 @@ from shoal.errors import ConfigError, InferenceError
 from shoal.serve.controller.change_request import parse_change
 from shoal.serve.controller.rollout import Phase
 from shoal.serve.controller.state import Deployment
-from unit.serve.controller_setting import OPTIONS, Cluster
+from unit.serve.controller_setting import OPTIONS, STAGE_TIMEOUT_S, Cluster
 
 
 @pytest.fixture
@@ -251,3 +251,17 @@ def test_where_nothing_is_shadowed_there_is_no_shadow_to_end(cluster: Cluster) -
     assert (cluster.rollout.phase, cluster.rollout.attempt) == (Phase.STEADY, 1)
     refusal = cluster.refusal(action="shadow", version=2, percent=0)
     assert (refusal.status, str(refusal)) == (409, "model 'm' has no shadow that could end: see its status")
+
+
+def test_an_alias_that_moved_while_the_endpoint_slept_is_followed_when_it_wakes(cluster: Cluster) -> None:
+    for replica in list(cluster.replicas):
+        cluster.controller.leave(replica)
+    cluster.replicas.clear()
+    cluster.catalogue.promote("m", 2, "champion")
+    cluster.controller.tick()
+    cluster.now_s += 10 * STAGE_TIMEOUT_S
+    cluster.controller.tick()
+    woken = cluster.add()
+    cluster.settle()
+    assert woken.answering == {2}
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 2)

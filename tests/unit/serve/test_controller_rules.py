@@ -169,9 +169,12 @@ class RolloutMachine(RuleBasedStateMachine):
 
     @invariant()
     def after_the_flip_there_is_one_version(self) -> None:
-        """Settled means settled: everybody who was waited for answers with the stable version alone."""
+        """Settled means settled: everybody who was waited for answers with the stable version alone.
+
+        A rollout that was given up, which leaves its reason, is waited for by nobody.
+        """
         rollout = self.cluster.rollout
-        if rollout.phase is Phase.STEADY and not rollout.refused:
+        if rollout.phase is Phase.STEADY and not rollout.reason:
             for replica in self.cluster.replicas.values():
                 if self.cluster.is_waited_for(replica):
                     assert replica.answering == {rollout.stable}, (rollout, replica)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE
 from shoal.errors import ConfigError, InferenceError, RegistryError
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
@@ -191,6 +192,35 @@ def test_what_cannot_be_served_is_refused() -> None:
         build_controller_config(spec(), [model_from_ref("linear@champion"), model_from_ref("linear@1")])
     with pytest.raises(RegistryError):
         build_controller_config(spec(), [model_from_ref("linear@no-such-alias")])
+
+
+def test_it_marks_an_endpoint_that_may_sleep_and_says_when_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BINARY_VARIABLE, str(tmp_path / "haproxy"))
+    mark = tmp_path / "asleep" / "endpoint"
+
+    async def sleeps(service: ControllerService) -> None:
+        assert mark.exists()
+        status = await service.status()
+        assert (status["asleep"], status["ready"]) == (True, True)
+        await service.report(ReplicaReport("r", 1, 0, False))
+        status = await service.status()
+        assert (status["asleep"], status["ready"]) == (False, False)
+        await service.leave("r")
+        assert (await service.status())["asleep"]
+        assert not await service.events(-1)
+        await service.forget()
+        assert not mark.exists()
+
+    async def stays(service: ControllerService) -> None:
+        assert not mark.exists()
+        status = await service.status()
+        assert (status["asleep"], status["ready"]) == (False, False)
+
+    run(sleeps, scale={"min": 0, "max": 1})
+    mark.touch()  # of an endpoint of this name before
+    run(stays)
 
 
 @pytest.mark.parametrize(("num_gpus", "reserved"), [(None, {}), (0, {}), (0.25, {"num_gpus": 0.25})])

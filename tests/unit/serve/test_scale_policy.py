@@ -112,6 +112,20 @@ def test_the_oldest_replica_is_not_forgotten_while_others_come_and_go() -> None:
         assert endpoint.policy.decide(EndpointLoad(endpoint.now_s, there, 2, 2)).replicas == 1
 
 
+def test_an_endpoint_that_starts_is_not_idle() -> None:
+    policy, now_s = ScalePolicy(ScaleSpec(max=2, min=0, idle_s=2), 0.2), MONDAY_S
+    for _ in range(20):
+        now_s += 1
+        assert policy.decide(EndpointLoad(now_s, {}, running=0, planned=1)).replicas == 1
+    there = {"r": ReplicaLoad(0, 0, 0, CURVE)}
+    decided = [policy.decide(EndpointLoad(now_s + each, there, running=1, planned=1)).replicas for each in (1, 2)]
+    assert decided == [1, 0]
+    assert policy.decide(EndpointLoad(now_s + 3, there, running=2, planned=1)).replicas == 0  # Serve ends one at a time
+    assert policy.decide(EndpointLoad(now_s + 4, {}, running=0, planned=0)).replicas == 0
+    decided = [policy.decide(EndpointLoad(now_s + each, there, running=1, planned=1)).replicas for each in (60, 61, 62)]
+    assert decided == [1, 1, 0]  # Serve had started one for a request that it held
+
+
 def test_floors_hold_at_their_times() -> None:
     endpoint = Endpoint(max=4, min=0, idle_s=10, floors={"mon 00:01-00:02": 2})
     assert endpoint.run(59).replicas == 0

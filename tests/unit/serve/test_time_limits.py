@@ -1,6 +1,7 @@
 """Each part of an endpoint waits longer than the one that it waits for."""
 
 import inspect
+from itertools import takewhile
 from pathlib import Path
 
 from serve_template import serves_config
@@ -40,12 +41,12 @@ def test_the_limits_are_those_that_hold(tmp_path: Path) -> None:
     assert variables["RAY_SERVE_HAPROXY_RETRIES"] == str(time_limits.NUM_RETRIES)
 
 
-def backend(folder: Path, replica_port: int) -> list[str]:
-    """The lines of the application's back end behind a wrapper in `folder`, with Serve's own proxy on port 9."""
+def backend(folder: Path, replica_port: int, name: str = "http-app") -> list[str]:
+    """The lines of a back end of the application behind a wrapper in `folder`, with Serve's own proxy on port 9."""
     config = serves_config(folder, 8000, replica_port, fallback_port=9)
     lines = haproxy_config.rewrite(config, str(folder / "errors")).splitlines()
-    first = lines.index("backend http-app") + 1
-    return [line.strip() for line in lines[first : lines.index("frontend shoal_unavailable")]]
+    rest = lines[lines.index(f"backend {name}") + 1 :] if f"backend {name}" in lines else []
+    return [line.strip() for line in takewhile(lambda line: line.startswith(" "), rest)]
 
 
 def test_who_answers_without_a_replica(tmp_path: Path) -> None:
@@ -61,5 +62,7 @@ def test_who_answers_without_a_replica(tmp_path: Path) -> None:
         assert [line for line in with_replica if line.startswith("server ")][1:] == last
         assert (without[-2:] == limits) == is_held
         assert not set(limits) & set(with_replica)
+        quiet = [line for line in backend(tmp_path, 1, "quiet-app") if line.startswith("server ")]
+        assert quiet == ([with_replica[-2], dead[0]] if is_held else [])  # never Serve's proxy, which would hold it
     hold_while_asleep(environment, "another", True)
     assert dead[0] in backend(tmp_path, 0)

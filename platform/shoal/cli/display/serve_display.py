@@ -37,7 +37,7 @@ def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
     parts += [_render_event(event, status.time) for event in status.events[-NUM_EVENTS:]]
     if note:
         parts.append(Text(note, style="red"))
-    state = ("ready", "green") if status.ready else ("not ready", "yellow")
+    state = ("asleep", "blue") if status.asleep else ("ready", "green") if status.ready else ("not ready", "yellow")
     up = f"  up {format_duration(status.time - status.started_at)}" if status.started_at else ""
     where = (f"  {_format_address(status, url)}{up}", "dim")
     title = Text.assemble((status.endpoint, "bold"), "  ", state, where)
@@ -46,7 +46,7 @@ def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
 
 def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
     """For a log file: a line for the endpoint, for each version of each model, and for each unusual state."""
-    state = "ready" if status.ready else "not ready"
+    state = "asleep" if status.asleep else "ready" if status.ready else "not ready"
     lines = [f"{status.endpoint}: {state} at {_format_address(status, url)}, replicas {_format_ready_count(status)}"]
     for model in status.models:
         for version in model.versions:
@@ -166,11 +166,11 @@ def _render_replicas(status: EndpointStatus) -> RenderableType:
 
 
 def _format_ready_count(status: EndpointStatus) -> str:
-    if status.asleep:
-        return "asleep: the next request starts one"
     hosts = {each.host for each in status.replicas if each.host}
     on = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""
     wanted = max(len(status.replicas), status.num_replicas)
+    if status.asleep:
+        return "none until the next request"
     more = f"; {status.wanted}" if status.wanted else ""
     return f"{sum(each.ready for each in status.replicas)} of {wanted} ready{on}{more}"
 

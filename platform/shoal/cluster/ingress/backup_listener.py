@@ -14,6 +14,7 @@ through HAProxy, on a connection of its own: there it is the first, and its fail
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,16 @@ from shoal.cluster.ingress.time_limits import CHANGE_S, HOLD_S
 # starts only where it may have 2.6 descriptors for each: 15,300 of them.
 MAX_HTTP, MAX_GRPC, MAX_SECOND_PASS, MAX_UNAVAILABLE = 4096, 1024, 512, 256
 MAX_CONNECTIONS = MAX_HTTP + MAX_GRPC + MAX_SECOND_PASS + MAX_UNAVAILABLE
+ASLEEP_HEADER = "x-shoal-asleep"  # names the application to the listener
+# By the end of the path, what the listener answers for one that sleeps. A balancer that left it out would not wake it.
+ABOUT = {
+    "shoal/v1/status": '{"endpoint":"%[req.hdr(x-shoal-asleep)]","ready":true,"asleep":true}',
+    "v2/health/live": '{"live":true}',
+    "v2/health/ready": '{"ready":true}',
+    "metrics": "",
+}
+REFUSED = json.dumps({"error": "the endpoint is asleep: send it a prediction, then the change"})
+MAX_HELD = 512  # requests of a sleeping application: Serve's proxy has each in memory, and one replica gets all
 
 # Reads the body to its end first: while a client is sending, an answer and a closed connection reach it as an error.
 SERVICE = """\
@@ -39,6 +50,7 @@ core.register_service("unavailable", "http", function(applet)
 end)
 """
 _ADMIN_SOCKET = re.compile(r" *stats socket (\S+)/\S+ .*")
+_SELECTION = re.compile(r" *use_backend http-(\S+) if (.*)")
 _BACKUP = re.compile(r" *server \S+ \S+ check backup")
 
 Sections = list[tuple[str, list[str]]]
@@ -55,19 +67,45 @@ def is_backup(line: str) -> bool:
     return _BACKUP.fullmatch(line) is not None
 
 
-def add_backup(application: str, lines: list[str], folder: str, errors: str, changes: str) -> list[str]:
+def may_sleep(application: str, errors: str) -> bool:
+    """Whether an application without a replica is asleep: see `serve_environment.hold_while_asleep`."""
+    return (Path(errors).parent / "asleep" / application).exists()
+
+
+def add_backup(application: str, lines: list[str], folder: str, errors: str) -> list[str]:
     """The lines of an application's back end, with the listener before Serve's proxy; without it, if it may sleep."""
     backups = [line for line in lines if is_backup(line)]
     rest = [line for line in lines if not is_backup(line)]
-    if backups and (Path(errors).parent / "asleep" / application).exists():
-        has_replica = any(line.split()[0] == "server" for line in rest)
-        # A change is not held: its client may be gone, and ask again, before a replica carries it out.
-        limit = [f"    http-request deny deny_status 503 if {{ path,url_dec -m reg {changes} }}"]
-        limit += [f"    timeout server {HOLD_S:g}s", f"    errorfile 504 {errors}/503.http"]
-        return [*lines, *(() if has_replica else limit)]
+    if backups and may_sleep(application, errors):
+        if any(line.split()[0] == "server" for line in rest):
+            return lines
+        limits = [f"    timeout server {HOLD_S:g}s", f"    errorfile 504 {errors}/503.http"]
+        return [*lines, f"    http-request return status 503 errorfiles shoal if {{ be_conn gt {MAX_HELD} }}", *limits]
     # HAProxy uses the first backup that is up. Serve's stays, since Serve waits until each application has a replica or
     # this one up.
     return [*rest, f"    server unavailable unix@{folder}/u.sock no-check backup", *backups]
+
+
+def add_undisturbing(sections: Sections, errors: str, folder: str, front: str, changes: str) -> None:
+    """For applications that may sleep, a second back end for what must not wake them: who asks how one is, and changes,
+    whose client may be gone, and ask again, before a replica carries them out.
+
+    It has the same replicas, and the listener in place of Serve's proxy, also while the last replica stops.
+    """
+    paths = "|".join(ABOUT)
+    selections: list[str] = []
+    for line in dict(sections)[front]:
+        match = _SELECTION.fullmatch(line)
+        if match is not None and may_sleep(match[1], errors):
+            quiet = f"    use_backend quiet-{match[1]} if {match[2]}"
+            selections += [f"{quiet} METH_GET {{ path -m reg ^(/[^/]+)?/({paths})$ }}"]
+            selections += [f"{quiet} {{ path,url_dec -m reg {changes} }}"]
+            replicas = [each for each in dict(sections)[f"backend http-{match[1]}"] if not is_backup(each)]
+            name = f"    http-request set-header {ASLEEP_HEADER} {match[1]}"
+            backup = f"    server unavailable unix@{folder}/u.sock no-check backup"
+            sections.append((f"backend quiet-{match[1]}", [name, *replicas, backup]))
+        selections.append(line)
+    dict(sections)[front][:] = selections
 
 
 def select_second_pass(front: list[str], changes: str) -> list[str]:
@@ -90,7 +128,14 @@ def build_sections(front: Sequence[str], folder: str, once: str) -> Sections:
     """
     selections = [line for line in front if re.match(" *(acl is_|use_backend|default_backend)", line)]
     unavailable = [f"    bind unix@{folder}/u.sock mode 600", f"    maxconn {MAX_UNAVAILABLE}"]
-    unavailable += ["    option httpclose", "    http-request use-service lua.unavailable"]
+    unavailable += ["    option httpclose"]
+    for path, body in ABOUT.items():
+        content = f" content-type application/json lf-string '{body}'" if body else ""
+        asked = f"{{ req.hdr({ASLEEP_HEADER}) -m found }} METH_GET {{ path -m reg ^(/[^/]+)?/{path}$ }}"
+        unavailable.append(f"    http-request return status 200{content} if {asked}")
+    refused = f"content-type application/json string '{REFUSED}' hdr retry-after 1"
+    unavailable.append(f"    http-request return status 503 {refused} if {{ req.hdr({ASLEEP_HEADER}) -m found }}")
+    unavailable.append("    http-request use-service lua.unavailable")
     # The time limits are those of the second pass.
     second = [f"    timeout server {CHANGE_S:g}s", f"    server second unix@{folder}/s.sock"]
     second_front = [f"    bind unix@{folder}/s.sock mode 600", f"    maxconn {MAX_SECOND_PASS}", "    option httpclose"]

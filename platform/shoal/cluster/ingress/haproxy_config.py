@@ -114,6 +114,7 @@ PATIENT = f"    http-request set-timeout server {CHANGE_S:g}s if {{ path -m reg 
 STEERING = """\
     http-request del-header x-request-timeout-seconds
     http-request del-header x-session-id
+    http-request del-header x-shoal-asleep
     http-request del-header serve_multiplexed_model_id
     http-request del-header serve-multiplexed-model-id
     http-request del-header x-serve-router- -m beg
@@ -201,9 +202,10 @@ def rewrite(config: str, errors: str, front: Mapping[str, Any] | None = None) ->
     assert folder is not None
     http_front = dict(sections)[FRONTS[0]]
     sections += _http1_backends(sections)
+    backup_listener.add_undisturbing(sections, errors, folder, FRONTS[0], CHANGES)
     for number, (head, lines) in enumerate(sections):
         if (application := head.removeprefix("backend http-")) != head:
-            sections[number] = (head, backup_listener.add_backup(application, lines, folder, errors, CHANGES))
+            sections[number] = (head, backup_listener.add_backup(application, lines, folder, errors))
     sections += backup_listener.build_sections(http_front, folder, ONCE)
     written: list[str] = []
     for head, lines in sections:
@@ -313,7 +315,7 @@ def _section(head: str, lines: list[str], errors: str) -> list[str]:
         return ["    http-request deny deny_status 503"]
     if head == "backend default_grpc_backend":
         return ["    errorfiles shoal-grpc", "    http-request deny deny_status 503"]
-    if head.startswith("backend http-"):
+    if head.startswith(("backend http-", "backend quiet-")):
         return [PATIENT, *lines]
     return lines
 

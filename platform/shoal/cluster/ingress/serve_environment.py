@@ -137,8 +137,11 @@ def prepare_ingress(environment: Mapping[str, str]) -> None:
 def hold_while_asleep(environment: Mapping[str, str], application: str, is_on: bool) -> None:
     """Let requests of an application without a replica wait for one (`backup_listener`), or be refused. On the head.
 
-    Takes effect when the application's replicas change next. Idempotent.
+    Takes effect when the application's replicas change next. Idempotent. Does nothing where `environment` lacks the
+    variables of `serve_environment`.
     """
+    if BINARY_VARIABLE not in environment:
+        return
     mark = Path(environment[BINARY_VARIABLE]).parent / "asleep" / application
     if is_on:
         mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

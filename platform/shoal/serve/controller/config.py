@@ -35,7 +35,7 @@ class ControllerConfig:
     driver:     Ray's id of the job that keeps the endpoint up; "" when Serve does (`serve_app`)
     grpc:       the endpoint's host:port for gRPC; "" for none
     num_replicas: the endpoint's least number of replicas
-    may_sleep:   whether it has none while it is idle
+    may_sleep: whether it has no replica while it is idle
     tls:      the files of its certificate; None for plain HTTP
     """
 
@@ -99,6 +99,6 @@ def build_controller_config(
         grpc=spec.grpc_address,
         tls=None if spec.tls is None else spec.tls.files,
         num_replicas=spec.least_replicas,
-        may_sleep=spec.least_replicas == 0,
+        may_sleep=spec.may_sleep,
     )
     return setting, {model.name: model.source for model in models if isinstance(model.source, LiveModel)}

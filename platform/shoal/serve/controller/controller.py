@@ -253,6 +253,8 @@ class EndpointController:
         """Take the next step of a model's rollout: the only place where one advances automatically."""
         model = self.state.models[name]
         rollout, reports = model.rollout, list(self.reports.values())
+        if not reports:  # asleep: a replica has the full time to stage once there is one
+            self._phase_since_s[name] = self._clock()
         if rollout.phase is Phase.CANARY:
             book = self._evidence[name]
             evidence = book.build_evidence(reports, model.metrics, rollout.lost_replicas)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.client.endpoint_status import CertificateStatus
-from shoal.cluster.ingress.serve_environment import find_ingress_folder
+from shoal.cluster.ingress.serve_environment import find_ingress_folder, hold_while_asleep
 from shoal.cluster.ingress.tls import CertificateWatch
 from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.audit import AUDIT_FILE, AuditLog
@@ -37,6 +37,9 @@ class ControllerService:
 
     def __init__(self, setting: ControllerConfig) -> None:
         self._began_at = time.time()
+        # Here, since this is HAProxy's host, and no replica starts before it has asked this object for its plan.
+        self._name = setting.name
+        hold_while_asleep(os.environ, setting.name, setting.may_sleep)
         self._audit = AuditLog(setting.folder.parent / AUDIT_FILE, setting.name)
         self._controller = EndpointController(
             setting.name,
@@ -48,8 +51,13 @@ class ControllerService:
         self._admin_api = AdminApi(self._controller, setting.registry, setting.options)
         self._watch = CertificateWatch(setting.tls, find_ingress_folder()) if setting.tls is not None else None
         self._polled_s = -CERTIFICATE_POLL_S
-        self._status = StatusReporter(self._controller, setting.grpc, setting.num_replicas, self._describe_certificate)
-        self._status.may_sleep = setting.may_sleep
+        self._status = StatusReporter(
+            self._controller,
+            setting.grpc,
+            setting.num_replicas,
+            self._describe_certificate,
+            may_sleep=setting.may_sleep,
+        )
         self._task: asyncio.Task[None] | None = None
         self._last_follow_s, self._idle_s = time.monotonic(), setting.idle_s
 
@@ -104,6 +112,7 @@ class ControllerService:
 
     async def forget(self) -> None:
         """Remove the state of an endpoint that is gone."""
+        hold_while_asleep(os.environ, self._name, is_on=False)
         self._controller.close(forget=True)
 
     async def _run(self) -> None:

@@ -55,12 +55,13 @@ class StatusReporter:
         num_replicas: int = 0,
         certificate: Callable[[], CertificateStatus | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        may_sleep: bool = False,
     ) -> None:
         self._controller, self._grpc, self._num_replicas, self._clock = controller, grpc, num_replicas, clock
-        self._certificate = certificate
+        self._certificate, self._may_sleep = certificate, may_sleep
         self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))
         self._sampled_s = -SAMPLE_S
-        self.wanted, self.may_sleep, self._has_served = "", False, False
+        self.wanted = ""
 
     def sample(self) -> None:
         """Retain the present counts."""
@@ -86,7 +87,6 @@ class StatusReporter:
             )
             for report in reports
         ]
-        self._has_served = self._has_served or bool(replicas)
         status = EndpointStatus(
             endpoint=controller.name,
             time=time.time(),
@@ -96,8 +96,8 @@ class StatusReporter:
             grpc=self._grpc,
             num_replicas=self._num_replicas,
             wanted=self.wanted,
-            asleep=self.may_sleep and self._has_served and not replicas,
-            ready=bool(replicas) and all(replica.ready for replica in replicas),
+            ready=all(replica.ready for replica in replicas) if replicas else self._may_sleep,
+            asleep=self._may_sleep and not replicas,
             replicas=replicas,
             models=models,
             events=[to_rollout_event(event) for event in state.events[-NUM_EVENTS:]],

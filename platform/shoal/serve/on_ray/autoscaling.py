@@ -36,11 +36,12 @@ class EndpointAutoscaler:
         self._spec, self._objective_s, self._spent_file = spec, objective_s, Path(spent_file)
         self._policy: ScalePolicy | None = None
         self._decided_s = self._saved_s = -math.inf
-        self._replicas = -1
+        self._replicas, self._is_asleep = -1, False
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         now_s = float(ctx.current_time or 0.0)
-        if 0 <= now_s - self._decided_s < DECIDE_EVERY_S:
+        was_asleep, self._is_asleep = self._is_asleep, ctx.target_num_replicas == 0
+        if 0 <= now_s - self._decided_s < DECIDE_EVERY_S and was_asleep == self._is_asleep:
             return self._replicas, {}
         if self._policy is None or now_s < self._decided_s:  # the first call, or a clock that was put back
             budget = self._load_budget(now_s) if self._spec.budget else None

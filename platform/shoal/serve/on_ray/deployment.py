@@ -19,12 +19,12 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from shoal.cluster.capacity import gpu_share, gpus_by_possible_host, require_gpus
 from shoal.cluster.growth import find_growth
-from shoal.cluster.ingress.serve_environment import hold_while_asleep, prepare_ingress
+from shoal.cluster.ingress.serve_environment import prepare_ingress
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, summarize_error
 from shoal.gc_freeze import freeze_loaded_objects
@@ -132,6 +132,10 @@ class DeployedEndpoint:
         threading.Thread(target=ask, daemon=True).start()
         try:
             return answer.result(timeout_s + GRACE_S)
+        except DeploymentUnavailableError as error:
+            if self._spec.may_sleep:
+                return []
+            raise ClusterError(f"{self.name!r} has no replica") from error
         except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
             reason = summarize_error(error, max_chars=None)  # then come pages of advice
             raise ClusterError(f"the replicas of {self.name!r} did not answer: {reason}") from error
@@ -209,9 +213,9 @@ def _deploy_alone(spec: EndpointSpec, models: Sequence[EndpointModel], record: R
 
 def _start_endpoint(spec: EndpointSpec, models: Sequence[EndpointModel], record: Record) -> DeployedEndpoint:
     setting, live = build_controller_config(spec, models)
-    if setting.may_sleep:
-        setting = replace(setting, idle_s=math.inf)  # its driver ends it
-    controller = RayControllerClient(replace(setting, driver=get_driver_id()))
+    # Its name says whose the endpoint is, so it stays while that sleeps.
+    idle_s = math.inf if setting.may_sleep else setting.idle_s
+    controller = RayControllerClient(replace(setting, driver=get_driver_id(), idle_s=idle_s))
     with ExitStack() as begun:  # it would outlive this process, also on a signal
         begun.callback(controller.stop)  # once no replica is left to start another
         begun.callback(end_serve)
@@ -272,8 +276,6 @@ def build_application(
 ) -> serve.Application:
     """Build Serve's application. Raises ConfigError when the cluster has too few GPUs."""
     spec = resolve_gpus(spec)
-    if is_head(ray.util.get_node_ip_address()):
-        hold_while_asleep(os.environ, spec.name, spec.least_replicas == 0)
     with warnings.catch_warnings():
         # Nothing reads the environment variable that should replace this field (Ray 2.60).
         warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)

@@ -92,7 +92,7 @@ class ScalePolicy:
         self._curve: tuple[tuple[int, float], ...] = ()
         self._rates: SustainableRates | None = None
         self._requested_s = self._learned_s = -math.inf
-        self._began_s, self._planned = math.inf, 0
+        self._began_s, self._planned = math.inf, -1
 
     def decide(self, load: EndpointLoad) -> Decision:
         """The number of replicas that the endpoint should have."""
@@ -111,8 +111,9 @@ class ScalePolicy:
 
     def _count(self, load: EndpointLoad) -> None:
         self._began_s = min(self._began_s, load.now_s)
-        # Serve starts the first replica for a request that waits, without asking.
-        is_woken, self._planned = load.planned > 0 == self._planned, load.planned
+        # It is not idle before it can be asked. Serve itself starts the replica that ends its sleep.
+        is_starting, is_woken = load.running == 0 < load.planned, self._planned == 0 < load.planned
+        self._planned = load.planned
         is_new = load.now_s - self._began_s < SETTLE_S  # then replicas have counted before this policy
         for name, now in load.replicas.items():
             before = self._seen.pop(name, None)
@@ -121,7 +122,7 @@ class ScalePolicy:
             self._loop_s += now.loop_s - (before.loop_s if before else now.loop_s)
             if arrived:
                 self._requested_s = load.now_s
-        if load.unrouted or is_woken or self._requested_s == -math.inf:
+        if load.unrouted or is_starting or is_woken or self._requested_s == -math.inf:
             self._requested_s = load.now_s
         self._seen |= load.replicas  # the newest last, since the first are forgotten
         while len(self._seen) > MAX_SEEN:

@@ -206,6 +206,11 @@ class EndpointSpec(Reach):
         return any(options.needs_cuda for options in (self.model, *self.models.values()))
 
     @property
+    def may_sleep(self) -> bool:
+        """Whether it has no replica while it is idle."""
+        return self.scale is not None and self.scale.min == 0
+
+    @property
     def least_replicas(self) -> int:
         """The least number of replicas; 0 where an idle endpoint has none."""
         return self.num_replicas if self.scale is None else self.scale.min
