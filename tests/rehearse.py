@@ -15,9 +15,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 # Ray reads these when it is imported.
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "SHOAL_LOG_MONITOR": "0"}
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from shoal.serve.on_ray.deployment import DeployedEndpoint
     from shoal.train.spec import TrainSpec
 
+T = TypeVar("T")
 LIMIT_S = 600.0
 NODE_CPUS, MAX_NODES = 1, 3
 TASK = Path(__file__).parent / "train_task.py"
@@ -57,24 +58,38 @@ def count_nodes() -> int:
 
 
 @contextmanager
-def told_of_nodes() -> Iterator[None]:
-    """Tell whenever their number changes."""
-    over, seen = threading.Event(), 0
+def watch(look: Callable[[], T], before: T, tell: Callable[[T, T], None]) -> Iterator[None]:
+    """Tell what `look` finds, and what it found before, whenever that changes."""
+    over = threading.Event()
 
-    def watch() -> None:
-        nonlocal seen
-        while not over.wait(0.5):
-            if (now := count_nodes()) != seen:
-                say(f"nodes: {seen} -> {now}")
+    def run() -> None:
+        seen, is_over = before, False
+        while not is_over:
+            is_over = over.wait(0.25)
+            if (now := look()) != seen:
+                tell(seen, now)
                 seen = now
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
+
+
+def watch_nodes() -> AbstractContextManager[None]:
+    return watch(count_nodes, 0, lambda before, now: say(f"nodes: {before} -> {now}"))
+
+
+def watch_waits() -> AbstractContextManager[None]:
+    """What the newest run waits for, as `shoal status` says it."""
+
+    def look() -> str:
+        return next((describe_wait(run.last_events()) for run in shoal.runs.list_runs(1)), "")
+
+    return watch(look, "", lambda _, now: say(f"`shoal status`: {now or 'it waits no longer'}"))
 
 
 def register_model() -> None:
@@ -82,30 +97,6 @@ def register_model() -> None:
     linear = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 4, "out_features": 2})
     tensors = {"weight": np.zeros((2, 4), np.float32), "bias": np.zeros(2, np.float32)}
     Registry().register("linear", WeightSnapshot.of(1, tensors), model=linear, signature=Signature(inputs=x, outputs=y))
-
-
-@contextmanager
-def told_of_waits() -> Iterator[None]:
-    """Tell what the newest run waits for, as `shoal status` does, whenever that changes."""
-    over, seen = threading.Event(), ""
-
-    def watch() -> None:
-        nonlocal seen
-        is_over = False
-        while not is_over:
-            is_over = over.wait(0.25)
-            for run in shoal.runs.list_runs(1):
-                if (now := describe_wait(run.last_events())) != seen:
-                    say(f"`shoal status`: {now or 'it waits no longer'}")
-                    seen = now
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def refuse_what_never_fits() -> None:
@@ -139,7 +130,7 @@ def serve_replicas(words: Sequence[str], use: Callable[[DeployedEndpoint], None]
     from shoal.flows.serving_spec import ServingSpec
 
     options = [f"endpoint.num_cpus={NODE_CPUS}", "endpoint.wait=10m", "endpoint.model.max_batch_size=1"]
-    with told_of_waits(), record_endpoint(ServingSpec(models=["linear@1"]).override([*options, *words])) as endpoint:
+    with watch_waits(), record_endpoint(ServingSpec(models=["linear@1"]).override([*options, *words])) as endpoint:
         status = endpoint.status()
         say(f"the endpoint answers with {len(status['replicas'])} of {status['num_replicas']} replicas")
         use(endpoint)
@@ -187,7 +178,7 @@ def place_workers() -> None:
 def train_on_new_nodes() -> None:
     from shoal.flows.training import train_on_cluster
 
-    with told_of_waits():
+    with watch_waits():
         result = train_on_cluster(make_training(2), "rehearsal", registers=False)
     say(f"trained by 2 workers: {result.detail}")
 
@@ -204,7 +195,7 @@ def rehearse(is_short: bool) -> None:
         stack.callback(ray.shutdown)
         say(f"a head without CPUs; its autoscaler may add {MAX_NODES} nodes of {NODE_CPUS} CPU")
         register_model()
-        stack.enter_context(told_of_nodes())
+        stack.enter_context(watch_nodes())
         refuse_what_never_fits()
         if is_short:
             place_workers()

@@ -85,7 +85,7 @@ def test_only_what_changes_nothing_is_asked_again(proxy: HaproxyProcess, replica
     """Who died may have made the change before: a rollback that comes twice goes back by two versions."""
     del replica.paths[:]
     answer = post(proxy, f"{path}?/hang-up")
-    assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+    assert (answer.status, answer.headers["retry-after"]) == (503, None if path in CHANGES else "1")
     assert (len(replica.paths) == 1) == (path in CHANGES)
 
 
@@ -117,7 +117,7 @@ def test_what_fails_on_a_kept_connection_has_a_status(proxy: HaproxyProcess, pat
             connection.request("POST", f"{path}?/hang-up" if failing else "/echo", bytes(size_bytes))
             answer = connection.getresponse()
             answer.read()
-            expected = (503, "1") if failing else (200, None)
+            expected = (503, None if path in CHANGES else "1") if failing else (200, None)
             assert (answer.status, answer.headers["retry-after"]) == expected
 
 

@@ -248,9 +248,6 @@ def test_a_bad_replacement_keeps_the_former_one_in_use_and_on_disk(replica: Fake
         assert watch.poll() is None
         assert 28 < watch.days_remaining < 29
         assert get_serial(started.port, trusted) == serial
-        too_large = replace(watch.current, pem=watch.current.pem * 40)
-        with pytest.raises(ClusterError, match="too large"):
-            install_certificate(too_large, started.files)
         garbage = replace(watch.current, pem=b"nothing\n")
         with pytest.raises(ClusterError, match=r"HAProxy does not take front\.pem"):
             install_certificate(garbage, started.files)
@@ -273,3 +270,34 @@ def test_an_haproxy_that_missed_a_replacement_gets_it(replica: FakeReplica, auth
         admin.symlink_to(started.folder / "a.sock")
         assert watch.poll() is None
         assert get_serial(started.port, trusted) != serial
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_client_of_an_authority_that_was_replaced_is_refused(
+    replica: FakeReplica, authority: Authority, tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    """Also where HAProxy has missed the replacement at first, and where the client goes on with an earlier session."""
+    files = authority.sign()._replace(client_ca=str(tmp_path / "clients.pem"))
+    Path(files.client_ca).write_bytes(authority.ca.read_bytes())
+    others = Authority(tmp_path, "others")
+    admitted, refused = (context(authority, each.sign(name)) for each, name in ((others, "bob"), (authority, "alice")))
+    refused.minimum_version = refused.maximum_version = version
+
+    def ask(with_context: ssl.SSLContext, session: ssl.SSLSession | None = None) -> ssl.SSLSession | None:
+        plain = socket.create_connection(("127.0.0.1", started.port), ANSWER_S)
+        with with_context.wrap_socket(plain, server_hostname="localhost", session=session) as connection:
+            connection.sendall(b"GET /echo HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            return connection.session
+
+    with haproxy(replica, secure(files)) as started:
+        watch, admin, session = CertificateWatch(files, started.files), started.files / "node" / "a.sock", ask(refused)
+        admin.unlink()
+        Path(files.client_ca).write_bytes(others.ca.read_bytes())
+        assert (watch.poll() or ("", ""))[0] == "certificate_replaced"
+        admin.symlink_to(started.folder / "a.sock")
+        assert watch.poll() is None
+        ask(admitted)
+        for earlier in (None, session):
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                ask(refused, earlier)

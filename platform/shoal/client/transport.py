@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from shoal.client.address import find_proxy, parse_host
 from shoal.client.retry import ConnectionBroken, NotSent, Reply, RetrySteps, Send, SendOutcome, Sleep, TimedOut
-from shoal.client.tls import CA_VARIABLE, create_tls_context
+from shoal.client.tls import CA_VARIABLE, CERTIFICATE_VARIABLE, create_tls_context
 from shoal.errors import Closed, ConfigError, needs_extra
 
 with needs_extra("client"):
@@ -53,6 +53,10 @@ def _open_client(kind: Callable[..., Http], settings: dict[str, object]) -> Http
         problem = "is not the address of a proxy" if isinstance(error, httpx2.InvalidURL) else str(error)
         remedy = "correct the variable, or unset it; NO_PROXY takes hosts that need no proxy"
         raise ConfigError("environment", "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY", problem, remedy) from None
+
+
+# Of an endpoint that wants a certificate of clients, in the text of OpenSSL.
+NO_CERTIFICATE = ("ALERT_CERTIFICATE_REQUIRED", "ALERT_UNKNOWN_CA", "ALERT_HANDSHAKE_FAILURE")
 
 
 class Transport:
@@ -197,6 +201,8 @@ def _to_outcome(error: httpx2.TransportError) -> SendOutcome:
     reason = str(error) or type(error).__name__
     if "CERTIFICATE_VERIFY_FAILED" in reason:
         reason += f"; trust its authority by ca=FILE, --ca FILE or ${CA_VARIABLE}"
+    if any(alert in reason for alert in NO_CERTIFICATE):  # the endpoint has read nothing
+        return NotSent(f"{reason}; show a certificate that it trusts by certificate=FILE or ${CERTIFICATE_VARIABLE}")
     if isinstance(error, httpx2.TimeoutException):
         return TimedOut()
     return NotSent(reason) if isinstance(error, httpx2.ConnectError) else ConnectionBroken(reason)

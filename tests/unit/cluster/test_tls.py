@@ -49,6 +49,7 @@ def test_a_good_one_is_read_without_what_haproxy_would_stumble_over(authority: A
         ("no key", "key", "holds no private key"),
         ("encrypted", "key", "is encrypted"),
         ("no authority", "client_ca", "holds no certificate"),
+        ("many authorities", "client_ca", r"has \d+ bytes, and a running HAProxy takes 30720"),
     ],
 )
 def test_a_bad_one_is_refused_by_name(
@@ -66,6 +67,8 @@ def test_a_bad_one_is_refused_by_name(
             files = files._replace(key=str(tmp_path))
         case "another key":
             files = files._replace(key=authority.sign("other").key)
+        case "many authorities":
+            authority.ca.write_bytes(authority.ca.read_bytes() * 100)
         case "encrypted":
             encrypt(Path(files.key))
         case _:

@@ -33,6 +33,11 @@ ABOUT = {
     "v2/health/ready": '{"ready":true}',
     "metrics": "",
 }
+# A change that a dying replica had in hand may have been made: nothing may repeat it by itself.
+UNREPEATED = (
+    "    http-request set-var(txn.change) bool(true) if {{ path,url_dec -m reg {} }}",
+    "    http-after-response del-header retry-after if {{ var(txn.change) -m bool }}",
+)
 REFUSED = json.dumps({"error": "the endpoint is asleep: send it a prediction, then the change"})
 MAX_HELD = 512  # requests of a sleeping application: Serve's proxy has each in memory, and one replica gets all
 
@@ -113,10 +118,11 @@ def select_second_pass(front: list[str], changes: str) -> list[str]:
     first = next(number for number, line in enumerate(front) if line.split()[0].endswith("_backend"))
     return [
         *front[:first],
+        *(rule.format(changes) for rule in UNREPEATED),
         "    http-request set-var(txn.received) req.body_len",
         "    use_backend shoal_second if { req.body_size,sub(txn.received) gt 0 }",
         "    use_backend shoal_second if { req.hdr(transfer-encoding) -m found }",
-        f"    use_backend shoal_second if {{ path -m reg {changes} }}",
+        f"    use_backend shoal_second if {{ path,url_dec -m reg {changes} }}",
         *front[first:],
     ]
 
@@ -133,7 +139,7 @@ def build_sections(front: Sequence[str], folder: str, once: str) -> Sections:
         content = f" content-type application/json lf-string '{body}'" if body else ""
         asked = f"{{ req.hdr({ASLEEP_HEADER}) -m found }} METH_GET {{ path -m reg ^(/[^/]+)?/{path}$ }}"
         unavailable.append(f"    http-request return status 200{content} if {asked}")
-    refused = f"content-type application/json string '{REFUSED}' hdr retry-after 1"
+    refused = f"content-type application/json string '{REFUSED}'"
     unavailable.append(f"    http-request return status 503 {refused} if {{ req.hdr({ASLEEP_HEADER}) -m found }}")
     unavailable.append("    http-request use-service lua.unavailable")
     # The time limits are those of the second pass.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ class Front:
     """
 
     host: str = "127.0.0.1"
-    pem: bytes = b""
+    pem: bytes = field(default=b"", repr=False)
     client_ca: bytes = b""
     trusted_proxies: tuple[str, ...] = ()
     num_threads: int = 1

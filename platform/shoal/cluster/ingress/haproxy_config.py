@@ -109,8 +109,8 @@ SERVICE = "/inference.GRPCInferenceService/"
 # A rollback that is applied twice goes back two versions: retry on another replica only if nothing was sent.
 # An endpoint that does not have the root has its name before its paths.
 CHANGES = f"^(/[^/]+)?(/shoal/v1/rollout|/v2/repository/models/|{SERVICE}RepositoryModel)"
-ONCE = f"    http-request disable-l7-retry if {{ path -m reg {CHANGES} }}"
-PATIENT = f"    http-request set-timeout server {CHANGE_S:g}s if {{ path -m reg {CHANGES} }}"
+ONCE = f"    http-request disable-l7-retry if {{ path,url_dec -m reg {CHANGES} }}"
+PATIENT = f"    http-request set-timeout server {CHANGE_S:g}s if {{ path,url_dec -m reg {CHANGES} }}"
 STEERING = """\
     http-request del-header x-request-timeout-seconds
     http-request del-header x-session-id

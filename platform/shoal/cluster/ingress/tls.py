@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography import x509
@@ -23,7 +23,8 @@ from shoal.cluster.ingress.front import CERTIFICATE_FILE, CLIENT_CA_FILE, Certif
 from shoal.errors import ClusterError, ConfigError
 
 SOCKET_TIMEOUT_S = 2.0
-MAX_COMMAND_BYTES = 30 * 1024  # of a command on the admin socket: below `tune.bufsize`
+MAX_CONTENT_BYTES = 30 * 1024  # of a file that a command on the admin socket replaces: below `tune.bufsize`
+END = b"-----END CERTIFICATE-----\n"
 DAY_S = 86_400.0
 
 
@@ -34,14 +35,12 @@ class Certificate:
     pem:       the certificate, its chain and its key, without blank lines
     client_ca: the authorities of clients' certificates; empty for none
     names:     DNS names and addresses that it is for, the first ones first
-    sha1:      its fingerprint, as HAProxy shows it
     not_after: the end of its validity, in seconds since the epoch
     """
 
-    pem: bytes
+    pem: bytes = field(repr=False)
     client_ca: bytes
     names: tuple[str, ...]
-    sha1: str
     not_after: float
 
 
@@ -63,7 +62,12 @@ def read_certificate(files: CertificateFiles, now: float) -> Certificate:
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return _make(chain, b"".join(map(_encode, chain)) + private, ca)
+    pem = b"".join(map(_encode, chain)) + private
+    for name, path, content in (("certificate", files.certificate, pem), ("client_ca", files.client_ca, ca)):
+        if len(content) > MAX_CONTENT_BYTES:
+            problem = f"has {len(content)} bytes, and a running HAProxy takes {MAX_CONTENT_BYTES}"
+            raise ConfigError(f"endpoint.tls.{name}", path, problem, "leave out what is not needed")
+    return _make(chain, pem, ca)
 
 
 def load_installed(folder: Path) -> Certificate:
@@ -139,9 +143,23 @@ class CertificateWatch:
 
 
 def _is_in_use(certificate: Certificate, folder: Path) -> bool:
-    """Whether each HAProxy that runs on this host has the certificate: one may have started during a replacement."""
-    shown = (_command(admin, f"show ssl cert {folder / CERTIFICATE_FILE}\n") for admin in _list_sockets(folder))
-    return all(certificate.sha1 in text for text in shown if text)
+    """Whether each HAProxy that runs on this host has the certificate and the authorities: one may have started during
+    a replacement. Raises ClusterError when one does not answer."""
+    leaf = certificate.pem[: certificate.pem.index(END) + len(END)]  # of the chain it shows no fingerprints
+    wanted = {f"cert {folder / CERTIFICATE_FILE}": leaf}
+    if certificate.client_ca:
+        wanted[f"ca-file {folder / CLIENT_CA_FILE}"] = certificate.client_ca
+    for admin in _list_sockets(folder):
+        for name, content in wanted.items():
+            shown = _command(admin, f"show ssl {name}\n")
+            if shown and not all(each in shown for each in _list_fingerprints(content)):
+                return False
+    return True
+
+
+def _list_fingerprints(pem: bytes) -> list[str]:
+    """Of each certificate, as HAProxy shows them."""
+    return [each.fingerprint(hashes.SHA1()).hex().upper() for each in x509.load_pem_x509_certificates(pem)]
 
 
 def _list_sockets(folder: Path) -> list[Path]:
@@ -150,18 +168,17 @@ def _list_sockets(folder: Path) -> list[Path]:
 
 
 def _replace(admin: Path, file: Path, kind: str, content: bytes) -> None:
-    command = f"set ssl {kind} {file} <<\n{content.decode()}\n"
-    if len(command) > MAX_COMMAND_BYTES:
-        problem = f"{file.name} is too large to be replaced in a running HAProxy: {len(command)} bytes"
-        raise ClusterError(f"{problem}, {MAX_COMMAND_BYTES} are allowed: shorten it, or deploy the endpoint anew")
-    answers = _command(admin, command), _command(admin, f"commit ssl {kind} {file}\n")
+    answers = (
+        _command(admin, f"set ssl {kind} {file} <<\n{content.decode()}\n"),
+        _command(admin, f"commit ssl {kind} {file}\n"),
+    )
     if any(answers) and "Success!" not in answers[1]:
         _command(admin, f"abort ssl {kind} {file}\n")
         raise ClusterError(f"HAProxy does not take {file.name}: {' '.join(' '.join(answers).split())}")
 
 
 def _command(admin: Path, command: str) -> str:
-    """The answer of HAProxy; "" when none runs there: it reads the files when it starts."""
+    """The answer of HAProxy; "" when none runs there: it reads the files when it starts. Raises ClusterError."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(SOCKET_TIMEOUT_S)
         try:
@@ -169,8 +186,10 @@ def _command(admin: Path, command: str) -> str:
             connection.sendall(command.encode())
             with connection.makefile("rb") as answer:
                 return answer.read().decode(errors="replace")
-        except OSError:
+        except (FileNotFoundError, ConnectionRefusedError):
             return ""
+        except OSError as error:
+            raise ClusterError(f"HAProxy does not answer at {admin} ({error})") from None
 
 
 def _parse_chain(field: str, path: str) -> list[x509.Certificate]:
@@ -213,5 +232,4 @@ def _make(chain: list[x509.Certificate], pem: bytes, client_ca: bytes) -> Certif
     else:
         names += alternatives.get_values_for_type(x509.DNSName)
         names += map(str, alternatives.get_values_for_type(x509.IPAddress))
-    sha1 = leaf.fingerprint(hashes.SHA1()).hex().upper()
-    return Certificate(pem, client_ca, tuple(names), sha1, leaf.not_valid_after_utc.timestamp())
+    return Certificate(pem, client_ca, tuple(names), leaf.not_valid_after_utc.timestamp())

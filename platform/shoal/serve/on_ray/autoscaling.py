@@ -24,7 +24,7 @@ from shoal.serve.spec.scale import ScaleSpec
 
 DECIDE_EVERY_S = 1.0
 SAVE_EVERY_S = 60.0
-MAX_GAP_S = 600.0  # an account that nobody has kept for longer is of an endpoint that was not there
+MAX_GAP_S = 600.0  # without a save for longer, the endpoint was not deployed
 logger = logging.getLogger("ray.serve")
 
 

@@ -132,11 +132,9 @@ class DeployedEndpoint:
         threading.Thread(target=ask, daemon=True).start()
         try:
             return answer.result(timeout_s + GRACE_S)
-        except DeploymentUnavailableError as error:
-            if self._spec.may_sleep:
-                return []
-            raise ClusterError(f"{self.name!r} has no replica") from error
         except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
+            if isinstance(error, DeploymentUnavailableError) and self._spec.may_sleep:
+                return []
             reason = summarize_error(error, max_chars=None)  # then come pages of advice
             raise ClusterError(f"the replicas of {self.name!r} did not answer: {reason}") from error
 

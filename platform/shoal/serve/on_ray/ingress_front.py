@@ -7,6 +7,7 @@ speak plain HTTP to HAProxy alone.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -17,8 +18,8 @@ from ray.exceptions import RayTaskError
 from shoal.cluster.capacity import make_head_affinity
 from shoal.cluster.ingress.front import Front, install_front, read_front_spec
 from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE, find_ingress_folder
-from shoal.cluster.ingress.tls import Certificate, choose_name, read_certificate
-from shoal.errors import ShoalError
+from shoal.cluster.ingress.tls import choose_name, read_certificate
+from shoal.errors import ConfigError, ShoalError
 from shoal.serve.on_ray.bind_address import is_head
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.reach import Reach
@@ -35,13 +36,7 @@ def prepare_front(spec: EndpointSpec) -> EndpointSpec:
     reach = _get_reach(spec)
     if BINARY_VARIABLE not in os.environ and reach == Reach():
         return spec
-    certificate = None
-    if reach.tls is not None:
-        certificate = _call_on_head(read_certificate, reach.tls.files, time.time())
-        name = reach.tls.name or choose_name(certificate.names, reach.host)
-        reach = reach.model_copy(update={"tls": reach.tls.model_copy(update={"name": name})})
-    _call_on_head(_install_here, _build_front(reach, certificate))
-    return spec.model_copy(update=dict(reach))
+    return spec.model_copy(update=dict(_call_on_head(_install_here, reach)))
 
 
 def adopt_front(spec: EndpointSpec) -> EndpointSpec:
@@ -54,19 +49,30 @@ def _get_reach(spec: EndpointSpec) -> Reach:
     return Reach.model_construct(**{name: getattr(spec, name) for name in Reach.model_fields})
 
 
-def _build_front(reach: Reach, certificate: Certificate | None) -> Front:
-    return Front(
-        reach.host,
-        certificate.pem if certificate is not None else b"",
-        certificate.client_ca if certificate is not None else b"",
-        tuple(reach.trusted_proxies),
-        reach.ingress_threads,
-        reach.model_dump_json(),
-    )
-
-
-def _install_here(front: Front) -> None:
+def _install_here(reach: Reach) -> Reach:
+    """Install the front on this host, which its private key never leaves; returns it with the name in its addresses."""
+    _require_own_address(reach.host)
+    pem = client_ca = b""
+    if reach.tls is not None:
+        certificate = read_certificate(reach.tls.files, time.time())
+        pem, client_ca = certificate.pem, certificate.client_ca
+        name = reach.tls.name or choose_name(certificate.names, reach.host)
+        reach = reach.model_copy(update={"tls": reach.tls.model_copy(update={"name": name})})
+    proxies = tuple(reach.trusted_proxies)
+    front = Front(reach.host, pem, client_ca, proxies, reach.ingress_threads, reach.model_dump_json())
     install_front(front, find_ingress_folder())
+    return reach
+
+
+def _require_own_address(host: str) -> None:
+    """Raises ConfigError for an address at which this host cannot listen: HAProxy would end, and say so nowhere."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.bind(address)
+    except OSError as error:
+        problem = f"is no address of the cluster's head ({error.strerror})"
+        raise ConfigError("endpoint.host", host, problem, "give one of it, or 0.0.0.0 or :: for all of them") from None
 
 
 def _read_here() -> str:

@@ -22,7 +22,7 @@ from shoal.errors import ConfigError
 from shoal.runs.formatting import Duration
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.reach import LOOPBACK, Reach
+from shoal.serve.spec.reach import LOOPBACK, Reach, TlsOptions
 from shoal.serve.spec.scale import ScaleSpec
 from shoal.serve.spec.trace_destination import TraceDestination
 
@@ -187,6 +187,8 @@ class EndpointSpec(Reach):
         """The spec with the address of an endpoint that it joins. Raises ConfigError for a field that differs."""
         for field in Reach.model_fields:
             own = getattr(self, field)
+            if isinstance(own, TlsOptions) and there.tls is not None and not own.name:
+                own = own.model_copy(update={"name": there.tls.name})
             if field in self.model_fields_set and own != getattr(there, field):
                 problem = "is not that of the endpoint whose address it shares"
                 raise ConfigError(f"endpoint.{field}", str(own), problem, "leave it out, or use another cluster")
