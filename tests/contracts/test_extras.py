@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,11 @@ def list_requirements(name: str) -> list[Requirement]:
     return list(map(Requirement, requires(name) or []))
 
 
-list_distributions_of_modules = cache(packages_distributions)  # it takes seconds
+@cache
+def list_distributions_of_modules() -> dict[str, list[str]]:
+    """By a fresh interpreter: once imported, Ray puts the packages that it brings along on `sys.path`."""
+    program = "import importlib.metadata, json; print(json.dumps(importlib.metadata.packages_distributions()))"
+    return json.loads(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
 
 
 def list_needed_by_extras(*extras: str) -> set[str]:
