@@ -200,6 +200,28 @@ def test_a_connection_that_was_reset_leaves_nothing_behind(running: Running) -> 
     wait_for(nothing_is_left)
 
 
+def test_an_idle_connection_is_closed_and_none_whose_answer_is_in_progress(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_protocol.DirectProtocol, "timeout_keep_alive", 0.2, raising=False)
+    monkeypatch.setattr(httptools_impl.HttpToolsProtocol, "__setattr__", _set_all_but_keep_alive, raising=False)
+    with running.line() as line:
+        line.sendall(b"GET /v2 HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert line.recv(65536).startswith(b"HTTP/1.1 200 OK")
+        (protocol,) = running.server.server_state.connections
+        line.sendall(b"POST /slow HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+        wait_for(lambda: running.echo.num_slow)
+        wait_for(lambda: protocol._idle is None)  # it was looked at
+        running.release()
+        assert line.recv(65536).startswith(b"HTTP/1.1 200 OK")
+        assert line.recv(65536) == b""
+
+
+def _set_all_but_keep_alive(protocol: object, name: str, value: object) -> None:
+    if name != "timeout_keep_alive":
+        object.__setattr__(protocol, name, value)
+
+
 @pytest.mark.parametrize("closes", [b"", b"connection: close\r\n"])
 def test_who_was_refused_does_not_stay_by_sending_on(
     running: Running, monkeypatch: pytest.MonkeyPatch, closes: bytes
@@ -243,7 +265,7 @@ def test_what_is_used_of_uvicorn_is_what_is_looked_for() -> None:
         if isinstance(node, ast.Attribute)
         and (isinstance(node.value, ast.Call) or (isinstance(node.value, ast.Name) and node.value.id == "self"))
     }
-    own = {"_unread", "_leave", "cancel"}
+    own = {"_check_idle", "_idle", "_idle_since_s", "_leave", "_unread", "cancel"}
     calls_of_a_parser = {"get_method", "decode"}
     assert used - own - calls_of_a_parser == direct_protocol.USED_OF_UVICORN
 

@@ -75,6 +75,7 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         self._slots: BatcherState[GroupT, RequestT, AnswerT] = BatcherState(
             slots, clock, loop or asyncio.get_running_loop()
         )
+        self._slots.start_batch = self._start_batch
         self._queues: list[BatchQueue[GroupT, RequestT, AnswerT]] = []
         self._on_thread_start = on_thread_start
         self._closed = False
@@ -95,6 +96,7 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         max_queue_rows: int,
         max_queue_bytes: int | None = None,
         weight: float = 1.0,
+        short_s: float = 0.0,
         on_batch: Callable[[PendingBatch[GroupT, RequestT, AnswerT]], None] | None = None,
     ) -> BatchQueue[GroupT, RequestT, AnswerT]:
         """Add a queue with its own forward. It shares the slots with the other queues until it is closed.
@@ -106,6 +108,8 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         max_queue_rows: most rows that may wait; beyond it, the tenant with the most waiting rows gets QueueFull
         max_queue_bytes: the same limit in bytes, for requests with large rows; None: no limit
         weight:         its share of the slots' time while other queues have work
+        short_s:        a batch that is expected to take no longer is computed on the event loop: to wake a thread for it
+                        costs more than it takes. 0: none
         on_batch:       called with every batch that was computed, in the forward's thread, once the answers are on
                         their way; not with one that is computed again in halves
 
@@ -120,6 +124,7 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
                 max_queue_rows=max_queue_rows,
                 max_queue_bytes=max_queue_bytes,
                 weight=weight,
+                short_s=short_s,
             )
         queue = BatchQueue(self._slots, policy, forward, on_batch, self._remove_queue)
         self._queues.append(queue)
@@ -157,6 +162,26 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         for thread in self._threads:
             thread.join(max(0.0, ends_s - time.monotonic()))
 
+    def _start_batch(self) -> None:
+        """Compute the waiting batch here if it is short, else wake the thread that was claimed. On the event loop."""
+        slots = self._slots
+        with slots.lock:
+            is_short = slots.scheduler.is_next_short
+            batch, late = slots.scheduler.take(slots.clock()) if is_short else (None, [])
+            if is_short and batch is None:
+                slots.is_waking = False
+        for entry in late:
+            entry.queue.fail_late(entry)
+        if not is_short:
+            slots.wakeups.put(None)
+        elif batch is not None:
+            forwards = batch.requests[0].queue.compute(batch, _ignore, _call)
+            with slots.lock:
+                slots.scheduler.finish_batch(batch, slots.clock(), forwards)
+                slots.is_waking = slots.scheduler.has_work  # of what arrived before, beyond this batch
+            if slots.is_waking:
+                slots.loop.call_soon(self._start_batch)
+
     # What follows runs in the forwards' threads.
 
     def _run(self, slot: int) -> None:
@@ -175,16 +200,19 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
                         slots.is_waking = slept = False
                     if batch is not None:
                         slots.scheduler.finish_batch(batch, now_s, forwards)
-                    batch, late = slots.scheduler.take(now_s)
+                    is_short = slots.scheduler.is_next_short
+                    batch, late = (None, []) if is_short else slots.scheduler.take(now_s)
                     if batch is None:
                         slots.num_sleeping += 1  # set under the lock: a later request wakes a thread
                         slept = True
+                        if is_short and slots.claim_wakeup():
+                            slots.loop.call_soon_threadsafe(self._start_batch)
                     elif slots.num_sleeping and slots.scheduler.has_work and slots.claim_wakeup():
                         slots.wakeups.put(None)
                 for entry in late:
                     slots.loop.call_soon_threadsafe(entry.queue.fail_late, entry)
                 if batch is not None:
-                    forwards = batch.requests[0].queue.compute(batch, begins)
+                    forwards = batch.requests[0].queue.compute(batch, begins, slots.loop.call_soon_threadsafe)
                     self._began_s[slot] = math.inf
                 elif self._closed:
                     return
@@ -193,3 +221,11 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         except RuntimeError:
             if not slots.loop.is_closed():
                 raise  # else the loop is gone, and every caller with it
+
+
+def _call(function: Callable[..., object], *arguments: object) -> None:
+    function(*arguments)
+
+
+def _ignore(began_s: float) -> None:
+    """No other thread sees a forward that runs on the event loop."""

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -113,6 +114,7 @@ class BatcherState(Generic[GroupT, RequestT, AnswerT]):
         self.wakeups: SimpleQueue[None] = SimpleQueue()
         self.num_sleeping = 0  # threads that sleep or are about to
         self.is_waking = False  # one of them is being woken
+        self.start_batch: Callable[[], object] = partial(self.wakeups.put, None)  # after a claimed wake-up
 
     def claim_wakeup(self) -> bool:
         """Whether the caller, which holds the lock and has work, must wake a thread."""
@@ -243,7 +245,7 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         if wake:
             # At the end of this turn of the loop, so that requests that arrive together are computed together: a thread
             # woken at once takes the interpreter's lock in the middle of the turn, and a part of the batch.
-            slots.loop.call_soon(slots.wakeups.put, None)
+            slots.loop.call_soon(slots.start_batch)
         return entry
 
     def seed_latency_model(self, measured: Sequence[tuple[int, float]]) -> None:
@@ -319,16 +321,20 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         else:
             self._refused_late += 1
 
-    # What follows runs in a forward's thread.
+    # What follows runs in a forward's thread, or on the event loop.
 
     def compute(
-        self, scheduled: PendingBatch[GroupT, RequestT, AnswerT], begins: Callable[[float], None]
+        self,
+        scheduled: PendingBatch[GroupT, RequestT, AnswerT],
+        begins: Callable[[float], None],
+        tell: Callable[..., object],
     ) -> list[tuple[int, float]]:
         """Answer the requests of a batch, in halves where it fails; returns (rows, seconds) of each successful forward.
 
         begins: called when each forward begins
+        tell:   calls a function with its arguments on the event loop
         """
-        clock, tell = self._slots.clock, self._slots.loop.call_soon_threadsafe
+        clock = self._slots.clock
         succeeded: list[tuple[int, float]] = []
         began_s, batches = scheduled.started_s, [scheduled]
         while batches:

@@ -53,7 +53,13 @@ class QueueState(Generic[QueuedT]):
     """One model's queue, limits, latency and used share. Made by `BatchScheduler.add_queue`."""
 
     def __init__(
-        self, name: str, max_batch_rows: int, max_queue_rows: int, max_queue_bytes: int | None, weight: float
+        self,
+        name: str,
+        max_batch_rows: int,
+        max_queue_rows: int,
+        max_queue_bytes: int | None,
+        weight: float,
+        short_s: float,
     ) -> None:
         """Raises ConfigError for limits that do not fit together."""
         if max_batch_rows < 1:
@@ -64,7 +70,7 @@ class QueueState(Generic[QueuedT]):
             raise ConfigError("max_queue_bytes", max_queue_bytes, "a queue holds at least one byte")
         if not weight > 0:
             raise ConfigError("weight", weight, "a share is above 0")
-        self.name, self.weight = name, weight
+        self.name, self.weight, self.short_s = name, weight, short_s
         self.max_batch_rows, self.max_queue_rows, self.max_queue_bytes = max_batch_rows, max_queue_rows, max_queue_bytes
         self._bytes_per_row = math.inf if max_queue_bytes is None else max_queue_bytes / max_queue_rows
         self.latency = LatencyModel()
@@ -128,9 +134,10 @@ class BatchScheduler(Generic[QueuedT]):
         max_queue_rows: int,
         max_queue_bytes: int | None = None,
         weight: float = 1.0,
+        short_s: float = 0.0,
     ) -> QueueState[QueuedT]:
         """Raises ConfigError for limits that do not fit together."""
-        queue: QueueState[QueuedT] = QueueState(name, max_batch_rows, max_queue_rows, max_queue_bytes, weight)
+        queue: QueueState[QueuedT] = QueueState(name, max_batch_rows, max_queue_rows, max_queue_bytes, weight, short_s)
         self._queues.append(queue)
         return queue
 
@@ -142,6 +149,14 @@ class BatchScheduler(Generic[QueuedT]):
     def has_work(self) -> bool:
         """Whether a request waits."""
         return any(queue.fair_queue.rows for queue in self._queues)
+
+    @property
+    def is_next_short(self) -> bool:
+        """Whether the next batch is expected to take no longer than its queue's `short_s`."""
+        queue = self._select_queue()
+        if queue is None or not queue.short_s:
+            return False
+        return 0.0 < queue.latency.seconds(min(queue.fair_queue.rows, queue.max_batch_rows)) <= queue.short_s
 
     def admit(
         self, queue: QueueState[QueuedT], waiting: QueuedT, now_s: float

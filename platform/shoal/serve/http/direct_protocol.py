@@ -30,9 +30,9 @@ UNREAD_BODY_TIMEOUT_S = 30.0
 HIGH_WATER_BYTES = 65536  # a shorter first part of an answer is sent together with its head
 # The methods and connection attributes of uvicorn's HttpToolsProtocol that `DirectProtocol` uses.
 USED_OF_UVICORN = frozenset(
-    {"shutdown", "connection_lost", "on_response_complete", "on_headers_complete", "_unset_keepalive_if_required"}
+    {"shutdown", "connection_lost", "on_response_complete", "on_headers_complete", "timeout_keep_alive_handler"}
     | {"cycle", "expect_100_continue", "flow", "loop", "parser", "pipeline", "scope", "server_state", "tasks"}
-    | {"transport", "url"}
+    | {"timeout_keep_alive", "transport", "url", "_start_asgi_task"}
 )
 STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in http.HTTPStatus}
 
@@ -42,6 +42,8 @@ class DirectProtocol(HttpToolsProtocol):
 
     application: Application
     _unread: asyncio.TimerHandle | None = None
+    _idle: asyncio.TimerHandle | None = None  # looks once in `timeout_keep_alive`, where uvicorn sets a timer a request
+    _idle_since_s = 0.0
 
     def shutdown(self) -> None:
         """Called by uvicorn: close the connection once the requests in progress are answered."""
@@ -52,9 +54,9 @@ class DirectProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # uvicorn's timer keeps a reset connection in memory
-        if self._unread is not None:
-            self._unread.cancel()
+        for timer in (self._unread, self._idle):  # each keeps a reset connection in memory
+            if timer is not None:
+                timer.cancel()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Stay open for the answer to a body that ends early. Any other end of input is a client that has gone: so is
@@ -68,12 +70,32 @@ class DirectProtocol(HttpToolsProtocol):
         return True
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
         cycle: Any = self.cycle
-        if cycle.response_complete and cycle.more_body and not self.transport.is_closing():
+        if cycle.response_complete and cycle.more_body:
             if self._unread is not None:
                 self._unread.cancel()
             self._unread = self.loop.call_later(UNREAD_BODY_TIMEOUT_S, self._leave, cycle)
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+            return
+        self._idle_since_s = self.loop.time()
+        if self._idle is None:
+            self._idle = self.loop.call_later(self.timeout_keep_alive, self._check_idle)
+
+    def _check_idle(self) -> None:
+        """Close the connection if it has been idle for `timeout_keep_alive`; an answer in progress looks again."""
+        self._idle = None
+        idle_s = self.loop.time() - self._idle_since_s
+        if not self.cycle.response_complete:
+            return
+        if idle_s >= self.timeout_keep_alive:
+            self.timeout_keep_alive_handler()
+        else:
+            self._idle = self.loop.call_later(self.timeout_keep_alive - idle_s, self._check_idle)
 
     def _leave(self, cycle: object) -> None:
         """Abort the connection unless another request has begun. A client that sends single bytes would postpone

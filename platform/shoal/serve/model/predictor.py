@@ -80,6 +80,11 @@ class Predictor:
         """Fix the number of torch threads, which is per calling thread: call it in the forward's thread."""
         torch.set_num_threads(self.torch_threads)
 
+    @property
+    def has_even_forwards(self) -> bool:
+        """Whether the rows alone decide how long a forward takes: on the CPU, and all rows have one shape."""
+        return set(self._templates) == {"cpu"} and has_one_shape(self.layout.signature)
+
     def compute_bucket(self, inputs: Arrays) -> Hashable:
         """The key that requests must have in common to share a batch: their shapes, where those differ and are not
         padded."""

@@ -55,6 +55,7 @@ class EndpointReplica:
     ) -> None:
         """Run it on the event loop that will serve."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        torch.set_num_threads(spec.torch_threads)  # of this thread, for the forwards that the batcher runs here
         self._spec = spec
         self._access = AccessControl(
             spec.token.get_secret_value() if spec.token is not None else None,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SHORT_FORWARD_S = 0.001
 TIMER_TOLERANCE_S = 0.01  # the most between the timers of one deadline: the protocol's, which cancels, and the queue's
 
 
@@ -116,6 +117,7 @@ class ServedModel:
             max_queue_rows=self.options.max_queue_size,
             max_queue_bytes=self.options.max_queue_bytes,
             weight=self.options.weight,
+            short_s=SHORT_FORWARD_S if predictor.has_even_forwards else 0.0,
             on_batch=self._on_batch,
         )
         self.counts = counts or ModelStatistics(name, live=is_live)

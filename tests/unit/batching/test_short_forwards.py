@@ -1,0 +1,131 @@
+"""A batch that is expected to be short is computed on the event loop; whichever computes, no request is lost."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gated_forward import Request, answer, requests_of, run, until
+from shoal.batching.batcher import Batch, Batcher, BatchQueue
+
+SHORT_S = 0.001
+
+
+class TimedForward:
+    """Takes `seconds` by a clock of its own. Records the thread and the requests of each batch."""
+
+    def __init__(self) -> None:
+        self.now_s, self.seconds = 0.0, SHORT_S / 2
+        self.threads: list[threading.Thread] = []
+        self.batches: list[list[int]] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def __call__(self, batch: Batch[Any]) -> Sequence[int]:
+        requests: list[Request] = requests_of(batch)
+        self.threads.append(threading.current_thread())
+        self.batches.append([request.number for request in requests])
+        self.now_s += self.seconds
+        if any(request.poisonous for request in requests):
+            raise ValueError("poison")
+        return [request.number * 10 for request in requests]
+
+
+def run_with(body: Callable[..., Any], *, with_batcher: bool = False) -> None:
+    async def bounded() -> None:
+        forward = TimedForward()
+        batcher: Batcher[Any, Any, Any] = Batcher(clock=forward.clock)
+        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=64, short_s=SHORT_S)
+        queue.seed_latency_model([(1, forward.seconds), (4, forward.seconds)])
+        await (body(forward, queue, batcher) if with_batcher else body(forward, queue))
+        batcher.close()
+        assert not batcher.is_alive
+
+    run(bounded)
+
+
+def test_what_has_arrived_is_computed_together_on_the_loop() -> None:
+    async def body(forward: TimedForward, queue: BatchQueue[Any, Any, Any]) -> None:
+        assert await asyncio.gather(*[answer(queue, Request(number)) for number in range(10)]) == [*range(0, 100, 10)]
+        assert forward.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert set(forward.threads) == {threading.main_thread()}
+        assert queue.counts().answered == 10
+
+    run_with(body)
+
+
+def test_other_work_has_its_turn_between_two_batches() -> None:
+    async def body(forward: TimedForward, queue: BatchQueue[Any, Any, Any]) -> None:
+        tasks = [asyncio.create_task(answer(queue, Request(number))) for number in range(12)]
+        seen: list[int] = []
+        while not all(task.done() for task in tasks):
+            seen.append(len(forward.batches))
+            await asyncio.sleep(0)
+        assert {1, 2} <= set(seen)
+
+    run_with(body)
+
+
+def test_a_poisonous_request_fails_alone_on_the_loop_too() -> None:
+    async def body(forward: TimedForward, queue: BatchQueue[Any, Any, Any]) -> None:
+        asked = [answer(queue, Request(number, poisonous=number == 2)) for number in range(4)]
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        assert [result for result in results if isinstance(result, int)] == [0, 10, 30]
+        assert isinstance(results[2], ValueError)
+        counts = queue.counts()
+        assert (counts.answered, counts.failed) == (3, 1)
+
+    run_with(body)
+
+
+def test_a_model_that_becomes_slow_goes_to_a_thread_and_returns_when_it_is_fast() -> None:
+    async def body(forward: TimedForward, queue: BatchQueue[Any, Any, Any]) -> None:
+        async def ask_until(has_moved: Callable[[], bool]) -> None:
+            while not has_moved():
+                await answer(queue, Request(1))
+                forward.now_s += 0.01  # short forwards are sampled
+
+        forward.seconds = 1.0
+        await ask_until(lambda: forward.threads[-1:] != [threading.main_thread()] and len(forward.threads) > 1)
+        forward.seconds, forward.threads = SHORT_S / 10, []
+        forward.now_s += 60.0  # what was slow is forgotten
+        await ask_until(lambda: forward.threads[-1:] == [threading.main_thread()])
+
+    run_with(body)
+
+
+def test_a_thread_leaves_short_batches_behind_a_long_one_to_the_loop() -> None:
+    """Under load no slot is ever free, and the thread would go on with batches that it need not be woken for."""
+
+    async def body(forward: TimedForward, queue: BatchQueue[Any, Any, Any], batcher: Batcher[Any, Any, Any]) -> None:
+        entered, gate = threading.Event(), threading.Event()
+
+        def compute_slowly(batch: Batch[Any]) -> Sequence[int]:
+            entered.set()
+            assert gate.wait(60.0)
+            return [0] * len(batch.requests)
+
+        other = batcher.add_queue("slow", compute_slowly, max_batch_rows=4, max_queue_rows=64)
+        first = asyncio.create_task(answer(other, Request(0)))
+        await until(entered.is_set)
+        tasks = [asyncio.create_task(answer(queue, Request(number))) for number in range(3)]
+        await until(lambda: queue.queued_requests == 3)
+        gate.set()
+        assert await asyncio.gather(first, *tasks) == [0, 0, 10, 20]
+        assert forward.threads == [threading.main_thread()]
+
+    run_with(body, with_batcher=True)
+
+
+def test_no_request_is_left_behind() -> None:
+    """The forward is at times slow: batches go to the thread and come back."""
+
+    async def body(forward: TimedForward, queue: BatchQueue[Any, Any, Any]) -> None:
+        for number in range(300):
+            forward.seconds = 1.0 if number // 20 % 2 else SHORT_S / 10
+            burst = [answer(queue, Request(each)) for each in range(1 + number % 11)]
+            assert await asyncio.gather(*burst) == [each * 10 for each in range(1 + number % 11)]
+        assert len(set(forward.threads)) == 2
+
+    run_with(body)
