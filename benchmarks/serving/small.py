@@ -5,16 +5,20 @@
 An MLP 64-256-10, the same bytes for every server, one worker each with one torch thread, and all of it on one machine
 with the driver. The processor time that a server's processes take for a request is told beside the rates: it is what
 decides on a machine where the driver and the server share the cores, and it hardly depends on who else is there.
+
+Our endpoint is asked a second time with `scale`, whose policy sees every request, and one replica at most.
 """
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from pathlib import Path
 
 from benchmarks.children import scratch
 from benchmarks.result import BarKind, Better, Row, compare, options, write
 from benchmarks.serving.drive import closed
-from benchmarks.serving.servers import MOSEC, OURS, PEERS, RAY_SERVE, Server, server_of
+from benchmarks.serving.servers import MOSEC, OURS, PEERS, RAY_SERVE, UVICORN, Server, server_of
 
 CONNECTIONS = (1, 16, 64)
 METRICS: tuple[tuple[str, str, str, Better], ...] = (
@@ -23,19 +27,33 @@ METRICS: tuple[tuple[str, str, str, Better], ...] = (
     ("p99_ms", "p99", "ms", "lower"),
     ("cpu_us", "processor time of the server", "µs", "lower"),
 )
-BARS = {("per_s", 16, MOSEC): 2.5, ("per_s", 64, MOSEC): 1.0} | {("per_s", num, RAY_SERVE): 8.0 for num in CONNECTIONS}
+BARS = {("per_s", 1, UVICORN): 0.7, ("per_s", 16, MOSEC): 5.0, ("per_s", 64, MOSEC): 1.2}
+BARS |= {("per_s", num, RAY_SERVE): 8.0 for num in CONNECTIONS} | {("cpu_us", num, MOSEC): 1.0 for num in CONNECTIONS}
+SCALED, SCALED_BAR = f"{OURS} with scale", 0.95
 P50_BAR_MS = 0.5  # at one connection
 Found = dict[tuple[str, int, str], list[float]]  # by server, connections, metric
+
+
+def count_rows_and_batches(server: Server) -> tuple[int, int]:
+    """Of our endpoint, since its start."""
+    with urllib.request.urlopen(server.url.removesuffix("/infer") + "/stats") as response:
+        versions = json.load(response)["model_stats"]
+    return sum(each["inference_count"] for each in versions), sum(each["execution_count"] for each in versions)
 
 
 def measure(server: Server, folder: Path, num: int, seconds: float) -> dict[str, float]:
     """One closed loop."""
     warm_up_s = seconds / 4
+    rows, batches = count_rows_and_batches(server) if server.name == OURS else (0, 0)
     target, before_s = server.target(), server.child.cpu_s()
     outcome = closed(folder, target, num, seconds, warm_up_s)
     used_s = (server.child.cpu_s() - before_s) * seconds / (seconds + warm_up_s)
     print(f"{server.name}, {server.workload}, {num:2} connections: {outcome.line()}", flush=True)
-    return {
+    told = {}
+    if server.name == OURS:
+        rows_after, batches_after = count_rows_and_batches(server)
+        told["batch_rows"] = (rows_after - rows) / max(1, batches_after - batches)
+    return told | {
         "per_s": outcome.per_s,
         "p50_ms": outcome.ms(50),
         "p99_ms": outcome.ms(99),
@@ -56,6 +74,12 @@ def rows_of(found: Found, peers: list[str]) -> list[Row]:
                     bar, kind = P50_BAR_MS, "value"  # of our own: said once
                 ours, theirs = found[OURS, num, metric], found[peer, num, metric]
                 rows.append(compare(title, unit, better, ours, theirs, peer, bar, kind))
+    for num in CONNECTIONS:
+        title = f"small model, JSON, {{}}, {num} connection{'s' if num > 1 else ''}"
+        rows.append(compare(title.format("mean batch"), "rows", "higher", found[OURS, num, "batch_rows"]))
+        scaled, plain = found[SCALED, num, "per_s"], found[OURS, num, "per_s"]
+        name = title.format("with scale, throughput")
+        rows.append(compare(name, "requests/s", "higher", scaled, plain, f"{OURS} without", SCALED_BAR, "ratio"))
     return rows
 
 
@@ -65,8 +89,9 @@ def main() -> None:
     found: Found = {}
     with scratch() as folder:
         for _ in range(chosen.runs):
-            for name in (OURS, *peers):
-                with server_of(name, "mlp", folder) as server:
+            for name in (OURS, SCALED, *peers):
+                settings = {"scale": {"min": 1, "max": 1}} if name == SCALED else {}
+                with server_of(OURS if settings else name, "mlp", folder, **settings) as server:
                     for num in CONNECTIONS:
                         for metric, value in measure(server, folder, num, 1.0 if chosen.quick else 4.0).items():
                             found.setdefault((name, num, metric), []).append(value)

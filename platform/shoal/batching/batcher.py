@@ -1,7 +1,7 @@
 """Batches without a timeout: a free slot takes the queued requests at once and never waits for more.
 
-Owns the threads that run forwards, so the event loop stays free to parse and answer. `scheduler` selects the next
-batch. Requests gather while a batch is computed, so batches grow under load, and an idle endpoint answers a single
+Owns the threads that run forwards, so the event loop stays free to parse and answer; a batch that is expected to be
+short (`short_s`) runs on the loop. `scheduler` selects the next batch. Requests gather while a batch is computed, so batches grow under load, and an idle endpoint answers a single
 request without delay. Called by the endpoint's replica, with a queue for each model, and by a run's gateway.
 Knows no HTTP, no torch, no Ray and no content of a request.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -75,7 +76,7 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         self._slots: BatcherState[GroupT, RequestT, AnswerT] = BatcherState(
             slots, clock, loop or asyncio.get_running_loop()
         )
-        self._slots.start_batch = self._start_batch
+        self._slots.start_batch = self._prepare_batch
         self._queues: list[BatchQueue[GroupT, RequestT, AnswerT]] = []
         self._on_thread_start = on_thread_start
         self._closed = False
@@ -108,8 +109,8 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         max_queue_rows: most rows that may wait; beyond it, the tenant with the most waiting rows gets QueueFull
         max_queue_bytes: the same limit in bytes, for requests with large rows; None: no limit
         weight:         its share of the slots' time while other queues have work
-        short_s:        a batch that is expected to take no longer is computed on the event loop: to wake a thread for it
-                        costs more than it takes. 0: none
+        short_s:        a batch that is expected to take no longer is computed on the event loop: a thread's wake-up for
+                        it would cost more than it takes. 0: none
         on_batch:       called with every batch that was computed, in the forward's thread, once the answers are on
                         their way; not with one that is computed again in halves
 
@@ -161,6 +162,21 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         ends_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, ends_s - time.monotonic()))
+
+    def _prepare_batch(self) -> None:
+        """Wake the thread that was claimed, or compute a short batch here in the next turn of the loop.
+
+        A processor that the ingress shares with this process goes to the ingress first: it may have more requests. Else
+        each request wakes this process, displaces the sender of the next one, and is computed alone.
+        """
+        slots = self._slots
+        with slots.lock:
+            is_short = slots.scheduler.is_next_short
+        if is_short:
+            os.sched_yield()
+            slots.loop.call_soon(self._start_batch)
+        else:
+            slots.wakeups.put(None)
 
     def _start_batch(self) -> None:
         """Compute the waiting batch here if it is short, else wake the thread that was claimed. On the event loop."""

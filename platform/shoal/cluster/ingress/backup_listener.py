@@ -35,7 +35,7 @@ ABOUT = {
 }
 # A change that a dying replica had in hand may have been made: nothing may repeat it by itself.
 UNREPEATED = (
-    "    http-request set-var(txn.change) bool(true) if {{ path,url_dec -m reg {} }}",
+    "    http-request set-var(txn.change) bool(true) if {}",
     "    http-after-response del-header retry-after if {{ var(txn.change) -m bool }}",
 )
 REFUSED = json.dumps({"error": "the endpoint is asleep: send it a prediction, then the change"})
@@ -91,7 +91,7 @@ def add_backup(application: str, lines: list[str], folder: str, errors: str) -> 
     return [*rest, f"    server unavailable unix@{folder}/u.sock no-check backup", *backups]
 
 
-def add_undisturbing(sections: Sections, errors: str, folder: str, front: str, changes: str) -> None:
+def add_undisturbing(sections: Sections, errors: str, folder: str, front: str, is_change: str) -> None:
     """For applications that may sleep, a second back end for what must not wake them: who asks how one is, and changes,
     whose client may be gone, and ask again, before a replica carries them out.
 
@@ -104,7 +104,7 @@ def add_undisturbing(sections: Sections, errors: str, folder: str, front: str, c
         if match is not None and may_sleep(match[1], errors):
             quiet = f"    use_backend quiet-{match[1]} if {match[2]}"
             selections += [f"{quiet} METH_GET {{ path -m reg ^(/[^/]+)?/({paths})$ }}"]
-            selections += [f"{quiet} {{ path,url_dec -m reg {changes} }}"]
+            selections += [f"{quiet} {is_change}"]
             replicas = [each for each in dict(sections)[f"backend http-{match[1]}"] if not is_backup(each)]
             name = f"    http-request set-header {ASLEEP_HEADER} {match[1]}"
             backup = f"    server unavailable unix@{folder}/u.sock no-check backup"
@@ -113,16 +113,16 @@ def add_undisturbing(sections: Sections, errors: str, folder: str, front: str, c
     dict(sections)[front][:] = selections
 
 
-def select_second_pass(front: list[str], changes: str) -> list[str]:
+def select_second_pass(front: list[str], is_change: str) -> list[str]:
     """The lines of `front`, with rules before those that select an application."""
     first = next(number for number, line in enumerate(front) if line.split()[0].endswith("_backend"))
     return [
         *front[:first],
-        *(rule.format(changes) for rule in UNREPEATED),
+        *(rule.format(is_change) for rule in UNREPEATED),
         "    http-request set-var(txn.received) req.body_len",
         "    use_backend shoal_second if { req.body_size,sub(txn.received) gt 0 }",
         "    use_backend shoal_second if { req.hdr(transfer-encoding) -m found }",
-        f"    use_backend shoal_second if {{ path,url_dec -m reg {changes} }}",
+        f"    use_backend shoal_second if {is_change}",
         *front[first:],
     ]
 

@@ -93,12 +93,10 @@ ERRORS: dict[int, tuple[str, str, str]] = {
 GRPC_ERRORS = {
     400: 13,
     408: 4,
-    413: 8,
-    429: 8,
+    **dict.fromkeys((413, 429), 8),
     500: 13,
     501: 12,
-    502: 14,
-    503: 14,
+    **dict.fromkeys((502, 503), 14),
     504: 4,
 }  # to a status of gRPC; else 2, unknown
 
@@ -106,11 +104,12 @@ GRPC_ERRORS = {
 FROM = "    http-request set-header shoal-from %[src]"
 FORWARDED = "    http-request del-header x-forwarded- -m beg", "    http-request del-header forwarded"
 SERVICE = "/inference.GRPCInferenceService/"
+PATHS_OF_CHANGES = f"^(/[^/]+)?(/shoal/v1/rollout|/v2/repository/models/|{SERVICE}RepositoryModel)"
 # A rollback that is applied twice goes back two versions: retry on another replica only if nothing was sent.
-# An endpoint that does not have the root has its name before its paths.
-CHANGES = f"^(/[^/]+)?(/shoal/v1/rollout|/v2/repository/models/|{SERVICE}RepositoryModel)"
-ONCE = f"    http-request disable-l7-retry if {{ path,url_dec -m reg {CHANGES} }}"
-PATIENT = f"    http-request set-timeout server {CHANGE_S:g}s if {{ path,url_dec -m reg {CHANGES} }}"
+# An endpoint that does not have the root has its name before its paths. Few inferences pass the cheap first condition.
+IS_CHANGE = f"{{ path_sub % rollout repository RepositoryModel }} {{ path,url_dec -m reg {PATHS_OF_CHANGES} }}"
+ONCE = f"    http-request disable-l7-retry if {IS_CHANGE}"
+PATIENT = f"    http-request set-timeout server {CHANGE_S:g}s if {IS_CHANGE}"
 STEERING = """\
     http-request del-header x-request-timeout-seconds
     http-request del-header x-session-id
@@ -202,7 +201,7 @@ def rewrite(config: str, errors: str, front: Mapping[str, Any] | None = None) ->
     assert folder is not None
     http_front = dict(sections)[FRONTS[0]]
     sections += _http1_backends(sections)
-    backup_listener.add_undisturbing(sections, errors, folder, FRONTS[0], CHANGES)
+    backup_listener.add_undisturbing(sections, errors, folder, FRONTS[0], IS_CHANGE)
     for number, (head, lines) in enumerate(sections):
         if (application := head.removeprefix("backend http-")) != head:
             sections[number] = (head, backup_listener.add_backup(application, lines, folder, errors))
@@ -307,7 +306,7 @@ def _section(head: str, lines: list[str], errors: str) -> list[str]:
         return _defaults(lines)
     if head == "frontend http_frontend":
         own = [f"    maxconn {backup_listener.MAX_HTTP}", ONCE, *STEERING.splitlines(), *FRONTEND.splitlines()]
-        return [*own, *_answers(), *backup_listener.select_second_pass(lines, CHANGES)]
+        return [*own, *_answers(), *backup_listener.select_second_pass(lines, IS_CHANGE)]
     if head == "frontend grpc_frontend":
         own = [f"    maxconn {backup_listener.MAX_GRPC}", ONCE, *STEERING.splitlines(), *GRPC_FRONTEND.splitlines()]
         return [*own, *_http1_first(lines)]

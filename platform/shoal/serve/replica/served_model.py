@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHORT_FORWARD_S = 0.001
+SHORT_FORWARD_S = 0.001  # a thread's wake-up, and its wait for the interpreter's lock, cost as much under load
 TIMER_TOLERANCE_S = 0.01  # the most between the timers of one deadline: the protocol's, which cancels, and the queue's
 
 
