@@ -1,9 +1,9 @@
 """Batches without a timeout: a free slot takes the queued requests at once and never waits for more.
 
 Owns the threads that run forwards, so the event loop stays free to parse and answer; a batch that is expected to be
-short (`short_s`) runs on the loop. `scheduler` selects the next batch. Requests gather while a batch is computed, so batches grow under load, and an idle endpoint answers a single
-request without delay. Called by the endpoint's replica, with a queue for each model, and by a run's gateway.
-Knows no HTTP, no torch, no Ray and no content of a request.
+short (`short_s`) runs on the loop. `scheduler` selects the next batch. Requests gather while a batch is computed, so
+batches grow under load, and an idle endpoint answers a single request without delay. Called by the endpoint's replica,
+with a queue for each model, and by a run's gateway. Knows no HTTP, no torch, no Ray and no content of a request.
 
 | capacity         | what blocks               | who unblocks           | close()                                      |
 |------------------|---------------------------|------------------------|----------------------------------------------|
