@@ -206,7 +206,8 @@ def _deploy_alone(spec: EndpointSpec, models: Sequence[EndpointModel], record: R
         }
     )
     remove_abandoned_endpoint()  # raises before anything of an endpoint that runs is touched
-    return _start_endpoint(prepare_front(spec), models, record)
+    spec = prepare_front(spec, {"port": spec.port, "grpc_port": spec.grpc_port})
+    return _start_endpoint(spec, models, record)
 
 
 def _start_endpoint(spec: EndpointSpec, models: Sequence[EndpointModel], record: Record) -> DeployedEndpoint:

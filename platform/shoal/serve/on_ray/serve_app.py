@@ -48,6 +48,6 @@ def build(args: dict[str, Any]) -> serve.Application:
     models = [model_from_ref(ref) for ref in app.models]
     defaults = {"name": models[0].name, "num_cpus": 0.5}
     spec = EndpointSpec.parse({**defaults, **app.endpoint, "token": SecretStr(load_access_token())})
-    spec = prepare_front(spec)
+    spec = prepare_front(spec, {})  # the ports are Serve's
     setting, live = build_controller_config(spec, models)
     return build_application(spec, live, RayControllerClient(setting))

@@ -23,7 +23,7 @@ from shoal.runs.formatting import Duration
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.reach import LOOPBACK, Reach, TlsOptions
-from shoal.serve.spec.scale import ScaleSpec
+from shoal.serve.spec.scale import MAX_REPLICAS, ScaleSpec
 from shoal.serve.spec.trace_destination import TraceDestination
 
 
@@ -105,15 +105,15 @@ class EndpointSpec(Reach):
     port: int = Field(default=0, ge=0, le=65535)
     route_prefix: str = Field(default="", pattern=r"^(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
-    num_replicas: int = Field(default=1, ge=1)
+    num_replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS)
     scale: ScaleSpec | None = None
     model: ModelOptions = ModelOptions()
     models: dict[str, ModelOptions] = Field(default_factory=dict)
-    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
+    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1, le=1 << 40)
     show_errors: bool = False
     token: SecretStr | None = None
     keys: list[ApiKey] = Field(default_factory=list)
-    torch_threads: int = Field(default=1, ge=1)
+    torch_threads: int = Field(default=1, ge=1, le=1024)
     num_cpus: float = Field(default=1.0, ge=0)
     num_gpus: GpuCount | None = None
     wait: Duration | None = None

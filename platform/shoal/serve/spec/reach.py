@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +13,16 @@ from shoal.cluster.ingress.front import CertificateFiles
 from shoal.config import Spec
 from shoal.network_address import is_loopback
 
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
+MAX_NETWORKS = 50  # of a line of HAProxy's, which has 64 words
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address at which this machine reaches it
 
 
 def _require_address(host: str) -> str:
     try:
-        if host != "localhost":
-            ipaddress.ip_address(host)
+        if host != "localhost" and getattr(ipaddress.ip_address(host), "scope_id", None):
+            raise ValueError  # of one link: HAProxy knows no names of links
     except ValueError:
         raise ValueError("is no address: give one of this host, or 0.0.0.0 or :: for all of them") from None
     return host
@@ -38,7 +42,17 @@ def _require_network(network: str) -> str:
     return network
 
 
+def _require_name(name: str) -> str:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        if name and _NAME.fullmatch(name) is None:
+            raise ValueError("is no name of a host, such as models.example, and no address") from None
+    return name
+
+
 Address = Annotated[str, AfterValidator(_require_address)]
+HostName = Annotated[str, AfterValidator(_require_name)]
 FilePath = Annotated[str, AfterValidator(_require_full_path)]
 Network = Annotated[str, AfterValidator(_require_network)]
 
@@ -55,7 +69,7 @@ class TlsOptions(Spec):
     certificate: FilePath = Field(min_length=1)
     key: FilePath = Field(min_length=1)
     client_ca: FilePath = ""
-    name: str = ""
+    name: HostName = ""
 
     @property
     def files(self) -> CertificateFiles:
@@ -76,8 +90,15 @@ class Reach(Spec):
     tls: TlsOptions | None = None
     insecure: bool = False
     host: Address = "127.0.0.1"  # after these, which its validation needs
-    trusted_proxies: list[Network] = Field(default_factory=list)
+    trusted_proxies: list[Network] = Field(default_factory=list, max_length=MAX_NETWORKS)
     ingress_threads: int = Field(default=1, ge=1, le=64)
+
+    @field_validator("insecure")
+    @classmethod
+    def _contradicts_tls(cls, insecure: bool, info: ValidationInfo) -> bool:
+        if insecure and info.data.get("tls") is not None:
+            raise ValueError("contradicts tls, with which nothing is in plain text: leave one of them out")
+        return insecure
 
     @field_validator("host")
     @classmethod
