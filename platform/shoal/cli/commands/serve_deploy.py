@@ -97,6 +97,8 @@ def deploy(
     options = {"endpoint.port": port, "endpoint.num_replicas": replicas}
     fields += [f"{field}={value}" for field, value in options.items() if value is not None]
     spec = spec_from_overrides(fields).override(fields)
+    if spec.endpoint.drain_warning:
+        click.secho(f"warning: {spec.endpoint.drain_warning}", fg="yellow", err=True)
     cluster = find_cluster(address)
     if cluster is not None and not cluster.is_local:
         deploy_remote(cluster, MODULE, spec, fields, timeout_s)

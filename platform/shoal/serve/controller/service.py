@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.client.endpoint_status import CertificateStatus
-from shoal.cluster.ingress.serve_environment import find_ingress_folder, hold_while_asleep
+from shoal.cluster.ingress.serve_environment import find_ingress_folder, hold_while_asleep, limit_answers
 from shoal.cluster.ingress.tls import CertificateWatch
 from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.audit import AUDIT_FILE, AuditLog
@@ -40,6 +40,7 @@ class ControllerService:
         # Here, since this is HAProxy's host, and no replica starts before it has asked this object for its plan.
         self._name = setting.name
         hold_while_asleep(os.environ, setting.name, setting.may_sleep)
+        limit_answers(os.environ, setting.name, setting.answer_s)
         self._audit = AuditLog(setting.folder.parent / AUDIT_FILE, setting.name)
         self._controller = EndpointController(
             setting.name,
@@ -113,6 +114,7 @@ class ControllerService:
     async def forget(self) -> None:
         """Remove the state of an endpoint that is gone."""
         hold_while_asleep(os.environ, self._name, is_on=False)
+        limit_answers(os.environ, self._name, None)
         self._controller.close(forget=True)
 
     async def _run(self) -> None:

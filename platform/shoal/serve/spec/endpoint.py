@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from shoal.cluster.ingress.time_limits import DRAIN_S, HANG_S
+from shoal.cluster.ingress.time_limits import DRAIN_S, HANG_S, HARD_STOP_S, get_answer_s
 from shoal.config import Spec, merge
 from shoal.errors import ConfigError
 from shoal.runs.formatting import Duration
@@ -94,8 +94,9 @@ class EndpointSpec(Reach):
                     cluster's, of one at most, where a model has `device: cuda`, and else 0
     wait:           how long the first replica (in the loop: all workers) may wait for nodes that an autoscaler adds, as
                     30m or seconds; None: 30m
-    drain_s:        how long a stopping replica may finish its requests
-    hang_s:         a replica whose forward takes longer than this counts as hung and is replaced
+    drain_s:        how long a stopping replica may finish its requests; see `drain_warning`
+    hang_s:         a replica whose forward takes longer than this counts as hung and is replaced, and no request waits
+                    longer for its answer
     max_memory_gib: a replica whose process grows beyond this is replaced; None: no limit
     trace:          the destination of traces (OpenTelemetry) of requests, from the ingress to the forward; "" for none.
                     See `shoal.serve.protocol.tracing`: otlp://HOST:PORT, file:FOLDER
@@ -117,7 +118,7 @@ class EndpointSpec(Reach):
     num_cpus: float = Field(default=1.0, ge=0)
     num_gpus: GpuCount | None = None
     wait: Duration | None = None
-    drain_s: float = Field(default=DRAIN_S, gt=0)
+    drain_s: float = Field(default=DRAIN_S, gt=0, le=HARD_STOP_S)
     hang_s: float = Field(default=HANG_S, gt=0)
     max_memory_gib: float | None = Field(default=None, gt=0)
     trace: str = ""
@@ -229,6 +230,19 @@ class EndpointSpec(Reach):
             return self.scale.objective_s
         deadlines = [each.deadline_s for each in (self.model, *self.models.values()) if each.deadline_s is not None]
         return min(deadlines, default=DEFAULT_OBJECTIVE_S)
+
+    @property
+    def answer_s(self) -> float:
+        """How long the ingress waits for an answer."""
+        return get_answer_s(self.hang_s)
+
+    @property
+    def drain_warning(self) -> str:
+        """Which answers a replica that stops does not finish; "" for none."""
+        if self.drain_s > self.answer_s:
+            return ""
+        cut = f"a replica that stops, as in a scale-down, cuts answers that take longer, up to {self.answer_s:g} s"
+        return f"endpoint.drain_s = {self.drain_s:g}: {cut}. Give more, or a shorter hang_s"
 
     @property
     def public_host(self) -> str:
