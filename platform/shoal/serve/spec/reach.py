@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from shoal.cluster.ingress.front import CertificateFiles
 from shoal.config import Spec
+from shoal.errors import ConfigError
 from shoal.network_address import is_loopback
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
@@ -107,3 +111,24 @@ class Reach(Spec):
             problem = "is beyond loopback, where plain HTTP shows every request and its token"
             raise ValueError(f"{problem}: give tls.certificate and tls.key, or insecure: true")
         return host
+
+
+def require_one_address(applications: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ConfigError when two applications of a Serve file, which share the ingress, want other addresses of it.
+
+    applications: the `endpoint` of the `args` of each; one that is not valid is left to its own application
+    """
+    found: dict[str, Reach] = {}
+    for name, fields in applications.items():
+        with suppress(ConfigError):
+            reach = Reach.parse({field: each for field, each in fields.items() if field in Reach.model_fields})
+            tls = None if reach.tls is None else reach.tls.model_copy(update={"name": ""})  # its address alone
+            found[name] = reach.model_copy(update={"tls": tls})
+    for (first, there), (name, reach) in pairwise(found.items()):
+        for field in Reach.model_fields:
+            own, other = getattr(reach, field), getattr(there, field)
+            if own != other:
+                problem = f"is of the application {name!r}, and {first!r} has {other!r}: they share one address"
+                raise ConfigError(
+                    f"endpoint.{field}", own, problem, "give both the same, or one application both models"
+                )
