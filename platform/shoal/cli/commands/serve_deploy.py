@@ -121,9 +121,10 @@ def deploy(
         click.echo(
             f"(the http_options of {spec.file} are for Ray's own `serve deploy`; --port {meant} is the same here)"
         )
+    ca = _get_ca_option(found.url)
     click.echo("what next:")
-    click.echo(f"  {suggest_predict_command(Registry().get(spec.models[0]))}")
-    click.echo(f"  shoal serve status {found.name}")
+    click.echo(f"  {suggest_predict_command(Registry().get(spec.models[0]))}{ca}")
+    click.echo(f"  shoal serve status {found.name}{ca}")
     click.echo(f"  shoal serve delete {found.name}")
 
 
@@ -246,6 +247,11 @@ def _wait_until_ready(job: JobHandle, run_id: str, timeout_s: float) -> FoundEnd
         time.sleep(POLL_S)
 
 
+def _get_ca_option(url: str) -> str:
+    """What a suggested command needs where the system does not trust the certificate's authority."""
+    return " --ca FILE" if url.startswith("https:") else ""
+
+
 class _Deadline:
     """The time limit of an endpoint's start. The wait for nodes, which the job itself limits, does not count."""
 
@@ -310,7 +316,7 @@ def deploy_remote(
     else:
         click.echo(f"endpoint {name} is ready at {url}, on the head of {cluster.dashboard_url}")
         click.echo("what next:")
-    ca = " --ca FILE" if url.startswith("https:") else ""
+    ca = _get_ca_option(url)
     click.echo(f"  shoal predict {name} --endpoint {url}{ca} --key TOKEN ...   ($SHOAL_HOME/token of the head)")
     click.echo(f"  shoal serve delete {name} --address {cluster.dashboard_url}")
 
