@@ -28,7 +28,7 @@ def test_a_mistake_is_one_line_with_a_remedy(
     monkeypatch.setattr("sys.argv", ["shoal", "run", "no_such_job"])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert capfd.readouterr().err.strip().startswith("error: job = 'no_such_job': is neither a file nor in ./jobs")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 
 from shoal.cluster import growth
 from shoal.cluster.embedded_cluster import EmbeddedCluster
-from shoal.cluster.growth import UNLIMITED, Growth, NodeType, find_growth, find_on_head, parse_node_types
+from shoal.cluster.growth import UNLIMITED, Growth, NodeType, find_growth, find_on_head, parse_growth
 
 SMALL, GPUS = NodeType("small", {"CPU": 4.0}, 3), NodeType("gpus", {"CPU": 8.0, "GPU": 2.0}, 1)
 GROWTH = Growth({"CPU": 1.0}, (SMALL, GPUS))
@@ -46,8 +47,8 @@ def test_while_the_head_does_not_answer_nothing_is_known(monkeypatch: pytest.Mon
 
 def test_a_configuration_with_empty_values_is_read() -> None:
     empty = yaml.safe_load("max_workers:\navailable_node_types: {a: {resources:, max_workers: 2}}")
-    assert parse_node_types(empty) == (NodeType("a", {}, 2),)
-    assert parse_node_types({"available_node_types": None}) == ()
+    assert parse_growth(empty) == Growth({}, (NodeType("a", {}, 2),))
+    assert not parse_growth({"available_node_types": None})
 
 
 @pytest.mark.parametrize(
@@ -77,8 +78,28 @@ def test_the_configuration_of_an_autoscaler_names_what_it_may_add() -> None:
         "off": {"resources": {"CPU": 4}, "max_workers": 0},
         "any": {"resources": {"CPU": 8}},
     }
-    found = parse_node_types({"max_workers": 5, "head_node_type": "head", "available_node_types": types})
-    assert [(each.name, each.max_nodes) for each in found] == [("small", 5), ("any", 5)]
+    found = parse_growth({"max_workers": 5, "head_node_type": "head", "available_node_types": types})
+    assert [(each.name, each.max_nodes) for each in found.node_types] == [("small", 5), ("any", 5)]
+    assert found.max_nodes == 5
+
+
+@pytest.mark.parametrize(
+    ("max_nodes", "bundles", "fits"),
+    [
+        (1, [{"CPU": 4.0}] * 2, True),  # beside the GPUs
+        (1, [{"CPU": 4.0}] * 3, False),
+        (2, [{"CPU": 4.0}] * 3, True),
+        (2, [{"CPU": 4.0}] * 4, False),  # by type there are five places
+        (1, [{"GPU": 1.0}] * 2, True),
+        (0, [{"CPU": 4.0}], False),
+        (9, [{"CPU": 4.0}] * 5, True),
+    ],
+)
+def test_the_limit_of_all_types_together_holds(max_nodes: int, bundles: list[dict[str, float]], fits: bool) -> None:
+    limited = replace(GROWTH, max_nodes=max_nodes)
+    assert limited.can_hold(bundles) is fits
+    assert limited.list_hosts("GPU") == [0.0, 2.0, 0.0, 0.0, 0.0][: 1 + max_nodes]
+    assert str(limited).endswith(f"{max_nodes} nodes in all") == (max_nodes < 4)
 
 
 def test_on_kuberay_the_ray_cluster_is_read(
@@ -99,14 +120,14 @@ def test_on_kuberay_the_ray_cluster_is_read(
     monkeypatch.setattr(growth, "_KUBERAY_NAMESPACE", namespace)
     monkeypatch.setenv("RAY_CLUSTER_NAME", "shoal")
     monkeypatch.setattr(KubernetesHttpApiClient, "get", get)
-    (found,) = find_on_head("127.0.0.1:1")
+    (found,) = find_on_head("127.0.0.1:1").node_types
     assert (found.name, found.max_nodes) == ("trainers", 4)
     assert (found.resources["CPU"], found.resources["GPU"]) == (8, 2)
     monkeypatch.setitem(RAY_CLUSTER["spec"], "enableInTreeAutoscaling", False)
-    assert find_on_head("127.0.0.1:1") == ()
+    assert not find_on_head("127.0.0.1:1")
     monkeypatch.setattr(KubernetesHttpApiClient, "get", refuse)
     with caplog.at_level(logging.WARNING):
-        assert find_on_head("127.0.0.1:1") == ()
+        assert not find_on_head("127.0.0.1:1")
     assert "only present nodes count" in caplog.text
     assert "403" in caplog.text
 

@@ -147,7 +147,7 @@ def test_deploy_shows_what_it_waits_for_and_that_time_does_not_count(
         job.on_look = lambda: None if next(looks, None) is not None else ready()
 
     cluster.begin = begin
-    result = shoal_program("deploy", "fashion", "--timeout-s", "0")
+    result = shoal_program("deploy", "fashion", "--timeout-s", "0.001")
     assert result.exit_code == 0, result.exception
     assert result.output.startswith(
         "1 more replica wanted, waiting for nodes (up to 10 min)\nendpoint fashion is ready"

@@ -64,6 +64,27 @@ def test_a_spec_that_is_made_in_python_is_refused_in_the_same_words(values: dict
     assert str(caught.value).startswith(message)
 
 
+class Scale(Spec):
+    mass: float | None = None
+    marks: dict[str, int] = Field(default_factory=dict)
+    spares: list[Wheel] = Field(default_factory=list)
+    is_level: bool = True
+    label: int | bool = 3
+    notes: dict[str, Any] = Field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [({"mass": True}, "mass"), ({"marks": {"a": 1, "b": False}}, "marks"), ({"spares": [{"size": True}]}, "size")],
+)
+def test_a_boolean_is_no_number(values: dict[str, Any], field: str) -> None:
+    for make in (Scale.parse, lambda given: Scale(**given)):
+        with pytest.raises(ConfigError, match="is a boolean, and the field takes numbers") as caught:
+            make(values)
+        assert caught.value.field.endswith(field)
+    assert Scale.parse({"is_level": False, "label": True, "notes": {"a": True}}).label is True
+
+
 def test_a_spec_that_is_refused_in_python_tells_no_secret() -> None:
     for values in ({"name": 3, "key": "hush"}, {"key": "hush"}):
         with pytest.raises(ConfigError) as caught:

@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, InferenceError, ShoalError
 from shoal.plugins.library import LIBRARIES, find_libraries
 
 # command -> (module, help text); `find_commands` adds those of libraries
@@ -78,12 +78,14 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The `shoal` program: prints a ShoalError or a system error as one line, and exits with status 1."""
+    """The `shoal` program: prints a ShoalError or a system error as one line, and exits with status 1, or with 2 where
+    what the user gave does not fit."""
     try:
         cli.main(standalone_mode=True)
     except (ShoalError, OSError) as error:
         click.secho(f"error: {format_os_error(error) if isinstance(error, OSError) else error}", fg="red", err=True)
-        sys.exit(1)
+        is_refused = isinstance(error, ConfigError) or (isinstance(error, InferenceError) and error.status == 400)
+        sys.exit(2 if is_refused else 1)
 
 
 def format_os_error(error: OSError) -> str:

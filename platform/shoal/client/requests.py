@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -68,8 +69,15 @@ def build_unload_request(model: str) -> EndpointRequest:
 
 def build_rollout_request(change: Mapping[str, Value]) -> EndpointRequest:
     """Request a change of the rollout; fields of None are left out."""
-    said = {name: value for name, value in change.items() if value is not None}
+    said = {name: _spell_infinity(value) for name, value in change.items() if value is not None}
     return EndpointRequest("POST", ROLLOUT_PATH, _JSON, msgspec.json.encode(said))
+
+
+def _spell_infinity(value: Any) -> Any:
+    """Write NaN and infinities as text, which options are read from: JSON would have null for them, which is none."""
+    if isinstance(value, Mapping):
+        return {name: _spell_infinity(each) for name, each in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Episode(NamedTuple):

@@ -12,8 +12,8 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +42,22 @@ class NodeType:
 
 @dataclass(frozen=True)
 class Growth:
-    """All that a cluster may have: its head, and every node that its autoscaler may add. False without any."""
+    """All that a cluster may have: its head, and every node that its autoscaler may add. False without any.
+
+    max_nodes: of all types together
+    """
 
     head: Bundle
     node_types: tuple[NodeType, ...] = ()
+    max_nodes: int = UNLIMITED
 
     def __bool__(self) -> bool:
         return bool(self.node_types)
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{each.max_nodes} {each.name} ({_format_resources(each.resources)})" for each in self.node_types
-        )
+        types = [f"{each.max_nodes} {each.name} ({_format_resources(each.resources)})" for each in self.node_types]
+        is_less = self.max_nodes < sum(each.max_nodes for each in self.node_types)
+        return ", ".join(types) + (f", {self.max_nodes} nodes in all" if is_less else "")
 
     def can_hold(self, bundles: Sequence[Bundle]) -> bool:
         """Whether there may be a place for each; certain for bundles that are all the same, else an upper limit."""
@@ -68,15 +72,15 @@ class Growth:
         return all(self._sum(name) + _STEP >= amount for name, amount in total.items())
 
     def list_hosts(self, resource: str) -> list[float]:
-        """The amount of a resource on each host that may be there."""
-        return [self.head.get(resource, 0.0)] + [
-            each.resources.get(resource, 0.0) for each in self.node_types for _ in range(each.max_nodes)
-        ]
+        """The amount of a resource on each host that may be there: of the most nodes, those with the most of it."""
+        return self._list_amounts(lambda host: host.get(resource, 0.0))
+
+    def _list_amounts(self, measure: Callable[[Bundle], float]) -> list[float]:
+        nodes = [amount for each in self.node_types for amount in [measure(each.resources)] * each.max_nodes]
+        return [measure(self.head), *sorted(nodes, reverse=True)[: self.max_nodes]]
 
     def _count_slots(self, bundle: Bundle) -> float:
-        return _count_on(self.head, bundle) + sum(
-            each.max_nodes * _count_on(each.resources, bundle) for each in self.node_types
-        )
+        return sum(self._list_amounts(lambda host: _count_on(host, bundle)))
 
     def _sum(self, resource: str) -> float:
         return sum(self.list_hosts(resource))
@@ -95,15 +99,15 @@ def _format_resources(resources: Bundle) -> str:
 def find_growth() -> Growth:
     """What the connected cluster may have. Takes a worker's start on the head where this process is elsewhere."""
     head = next(node for node in ray.nodes() if node["Alive"] and HEAD in node["Resources"])
-    types = _read_platform_record()
-    if not types:
+    growth = Growth({}, _read_platform_record())
+    if not growth:
         address = ray.get_runtime_context().gcs_address
         if head["NodeID"] == ray.get_runtime_context().get_node_id():
-            types = find_on_head(address)
+            growth = find_on_head(address)
         else:
             task = ray.remote(num_cpus=0, resources={HEAD: 0.001})(find_on_head)
-            types = ray.get(task.remote(address))
-    return Growth(head["Resources"], types)
+            growth = ray.get(task.remote(address))
+    return replace(growth, head=head["Resources"])
 
 
 def _read_platform_record() -> tuple[NodeType, ...]:
@@ -116,17 +120,17 @@ def _read_platform_record() -> tuple[NodeType, ...]:
     return tuple(NodeType(name, has, UNLIMITED if most < 0 else most) for name, has, most in groups if most)
 
 
-def find_on_head(gcs_address: str) -> tuple[NodeType, ...]:
-    """The types of the autoscaler of this host; none without one. Also none, with a warning, when they cannot be
+def find_on_head(gcs_address: str) -> Growth:
+    """What the autoscaler of this host may add; nothing without one. Also nothing, with a warning, when that cannot be
     read."""
     try:
         if config := _find_config_file(gcs_address):
-            return parse_node_types(yaml.safe_load(config.read_text()) or {})
+            return parse_growth(yaml.safe_load(config.read_text()) or {})
         if _KUBERAY_NAME in os.environ and _KUBERAY_NAMESPACE.exists():
             return _read_ray_cluster(os.environ[_KUBERAY_NAME], _KUBERAY_NAMESPACE.read_text().strip())
     except (OSError, yaml.YAMLError) as error:  # an HTTPError of requests is an OSError
         logger.warning("only present nodes count, since the autoscaler's configuration cannot be read: %s", error)
-    return ()
+    return Growth({})
 
 
 def _find_config_file(gcs_address: str) -> Path | None:
@@ -140,30 +144,31 @@ def _find_config_file(gcs_address: str) -> Path | None:
     return None
 
 
-def _read_ray_cluster(name: str, namespace: str) -> tuple[NodeType, ...]:
+def _read_ray_cluster(name: str, namespace: str) -> Growth:
     from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClient
 
     return parse_ray_cluster(KubernetesHttpApiClient(namespace).get(f"rayclusters/{name}"))
 
 
-def parse_ray_cluster(ray_cluster: Mapping[str, Any]) -> tuple[NodeType, ...]:
-    """The types of a RayCluster; none unless it has an autoscaler."""
+def parse_ray_cluster(ray_cluster: Mapping[str, Any]) -> Growth:
+    """What a RayCluster may add; nothing unless it has an autoscaler."""
     from ray.autoscaler._private.kuberay import autoscaling_config
 
     if not ray_cluster["spec"].get("enableInTreeAutoscaling"):
-        return ()
-    return parse_node_types(autoscaling_config._derive_autoscaling_config_from_ray_cr(ray_cluster))
+        return Growth({})
+    return parse_growth(autoscaling_config._derive_autoscaling_config_from_ray_cr(ray_cluster))
 
 
-def parse_node_types(config: Mapping[str, Any]) -> tuple[NodeType, ...]:
-    """The types of an autoscaler's configuration that it may add."""
+def parse_growth(config: Mapping[str, Any]) -> Growth:
+    """What an autoscaler may add by its configuration."""
     config = {name: value for name, value in config.items() if value is not None}
     most = config.get("max_workers", UNLIMITED)
-    return tuple(
+    types = tuple(
         NodeType(name, each.get("resources") or {}, min(most, each.get("max_workers", most)))
         for name, each in config.get("available_node_types", {}).items()
         if name != config.get("head_node_type") and min(most, each.get("max_workers", most))
     )
+    return Growth({}, types, most)
 
 
 def count_waiting(bundle: Bundle) -> int | None:

@@ -5,6 +5,7 @@ Called by the command line before a job starts, and by the flow in it. Starts no
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,8 +13,9 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, field_validator
 
+from shoal.cluster.ingress.listening import require_listenable
 from shoal.config import Spec, last_override
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, needs_extra
 from shoal.registry import Registry, split_ref
 from shoal.registry.manifest import find_callable
 from shoal.serve.spec.batch_layout import BatchLayout
@@ -107,6 +109,17 @@ def check(spec: ServingSpec) -> None:
     names = [split_ref(model)[0] for model in spec.models]
     if unknown := sorted(set(spec.endpoint.models) - set(names)):
         raise ConfigError("endpoint.models", unknown[0], "is not served", f"models: {', '.join(names)}")
+
+
+def check_address(spec: ServingSpec) -> None:
+    """Require that this host, the cluster's head, can listen there with that certificate. Raises ConfigError."""
+    endpoint = spec.endpoint
+    require_listenable(endpoint.host, {"port": endpoint.port, "grpc_port": endpoint.grpc_port})
+    if endpoint.tls is not None:
+        with needs_extra("serve"):
+            from shoal.cluster.ingress.tls import read_certificate
+
+        read_certificate(endpoint.tls.files, time.time())
 
 
 def require_importable(spec: ServingSpec) -> None:

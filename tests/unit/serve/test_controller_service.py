@@ -5,7 +5,8 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -117,6 +118,22 @@ def test_it_ends_when_no_replica_has_asked_for_a_while(monkeypatch: pytest.Monke
 
     run(body, idle_s=0.2)
     assert len(ended) == 1
+
+
+def test_an_idle_one_watches_its_certificate_while_there_is_an_ingress(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    answers = iter([True, True, False])
+    monkeypatch.setattr(ControllerService, "has_ingress", lambda service: next(answers))
+    monkeypatch.setattr(ControllerService, "on_idle", lambda service: ended.append(""))
+
+    async def body(service: ControllerService) -> None:
+        service._watch = cast(Any, SimpleNamespace(poll=lambda: None, current=SimpleNamespace(not_after=0.0)))
+        await service.follow("r1", -1, 0.0)
+        while not ended:
+            await asyncio.sleep(0.01)
+        assert next(answers, None) is None
+
+    run(body, idle_s=0.01)
 
 
 async def ticks(controller: EndpointController, num: int) -> None:

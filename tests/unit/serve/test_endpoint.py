@@ -8,7 +8,7 @@ import pytest
 from shoal.errors import ConfigError
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
-from shoal.serve.spec.reach import Reach
+from shoal.serve.spec.reach import Reach, require_one_address
 
 
 def spec(**values: Any) -> EndpointSpec:
@@ -78,6 +78,25 @@ def test_one_that_joins_another_has_its_address_and_nothing_else_of_it() -> None
     with pytest.raises(ConfigError, match="whose address it shares") as caught:
         spec(host="127.0.0.1").adopt_reach(there)
     assert caught.value.field == "endpoint.host"
+
+
+def test_applications_of_one_file_have_one_address_or_are_both_named() -> None:
+    first, other = (
+        {"host": "::", "tls": {**TLS, "name": "a.example"}},
+        {"host": "::", "tls": {**TLS, "name": "b.example"}},
+    )
+    require_one_address({"a": {**first, "num_replicas": 2}, "b": other})
+    require_one_address({"a": {}, "b": {"host": "127.0.0.1", "ingress_threads": 1}})
+    require_one_address({"a": first, "b": {"host": "nowhere"}})  # its own application says so
+    for fields, field in (
+        ({**first, "tls": {**TLS, "certificate": "/other.pem"}}, "tls"),
+        ({**first, "host": "0.0.0.0"}, "host"),
+        ({**first, "trusted_proxies": ["10.0.0.0/8"]}, "trusted_proxies"),
+        ({}, "tls"),
+    ):
+        with pytest.raises(ConfigError, match="of the application 'c', and 'b' has") as caught:
+            require_one_address({"a": first, "b": other, "c": fields})
+        assert caught.value.field == f"endpoint.{field}"
 
 
 def test_whether_a_gpu_is_needed_is_said_by_any_model() -> None:

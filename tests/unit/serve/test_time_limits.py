@@ -4,11 +4,14 @@ import inspect
 from itertools import takewhile
 from pathlib import Path
 
+import pytest
+
 from serve_template import serves_config
 from shoal.client import AsyncClient, Client
 from shoal.client.client import TIMEOUT_S
 from shoal.cluster.ingress import haproxy_config, time_limits
-from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE, hold_while_asleep, serve_environment
+from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE, hold_while_asleep, limit_answers, serve_environment
+from shoal.errors import ConfigError
 from shoal.serve.spec.endpoint import EndpointSpec
 
 HAPROXYS_MOST_S = (2**31 - 1) / 1000  # it counts milliseconds
@@ -25,6 +28,27 @@ def test_each_limit_is_above_those_within_it() -> None:
     assert (1 + limits.NUM_RETRIES) * limits.ANSWER_S < limits.PORT_QUARANTINE_S
     longest = (limits.STREAM_SILENCE_S, limits.CHANGE_S, limits.DRAIN_S, limits.PORT_QUARANTINE_S)
     assert max(longest) < limits.HARD_STOP_S < HAPROXYS_MOST_S
+
+
+@pytest.mark.parametrize(
+    ("hang_s", "drain_s"), [(60, 70), (60, 60), (5, 70), (5, 10), (5, 5), (0.25, 0.3), (600, 70), (600, 30)]
+)
+def test_the_order_holds_whatever_an_endpoint_says(tmp_path: Path, hang_s: float, drain_s: float) -> None:
+    spec = EndpointSpec(name="app", hang_s=hang_s, drain_s=drain_s)
+    environment = {BINARY_VARIABLE: str(tmp_path / "haproxy")}
+    limit_answers(environment, "app", spec.answer_s)
+    for name in ("http-app", "unary-app"):
+        (limit,) = [each for each in backend(tmp_path, 1, name) if each.startswith("timeout server")]
+        answer_s = float(limit.split()[-1].removesuffix("ms")) / 1000
+        assert answer_s == spec.answer_s <= min(spec.hang_s, time_limits.ANSWER_S)
+    assert bool(spec.drain_warning) == (drain_s <= answer_s)
+    hold_while_asleep(environment, "app", True)  # one that is asleep has a replica to start first
+    assert limit in backend(tmp_path, 1)
+    assert [each for each in backend(tmp_path, 0) if each.startswith("timeout")] == ["timeout server 60s"]
+    limit_answers(environment, "app", None)
+    assert limit not in backend(tmp_path, 1)
+    with pytest.raises(ConfigError, match="drain_s"):
+        EndpointSpec(name="app", drain_s=2 * time_limits.HARD_STOP_S)
 
 
 def test_the_limits_are_those_that_hold(tmp_path: Path) -> None:
@@ -45,7 +69,8 @@ def test_the_limits_are_those_that_hold(tmp_path: Path) -> None:
 
 def backend(folder: Path, replica_port: int, name: str = "http-app") -> list[str]:
     """The lines of a back end of the application behind a wrapper in `folder`, with Serve's own proxy on port 9."""
-    config = serves_config(folder, 8000, replica_port, fallback_port=9)
+    ports = {"grpc_port": 8001, "grpc_replica_port": 2} if name.startswith("unary") else {}
+    config = serves_config(folder, 8000, replica_port, fallback_port=9, **ports)
     lines = haproxy_config.rewrite(config, str(folder / "errors")).splitlines()
     rest = lines[lines.index(f"backend {name}") + 1 :] if f"backend {name}" in lines else []
     return [line.strip() for line in takewhile(lambda line: line.startswith(" "), rest)]

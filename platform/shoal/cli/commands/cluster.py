@@ -17,6 +17,7 @@ from rich.text import Text
 
 from shoal.cli.support.console import make_literal_console, print_json
 from shoal.cli.support.job_output import interrupt_on_termination
+from shoal.cli.support.number_types import SECONDS, FiniteRange
 from shoal.cluster.attach import find_cluster, find_running_cluster, load_saved_cluster, lock_cluster_state, state_path
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.dashboard_api import ClusterResources, get_resources
@@ -45,7 +46,7 @@ examples:
 )
 @click.option("--cpus", type=click.IntRange(min=1), help="CPUs of the cluster.  [default: those of this machine]")
 @click.option("--gpus", type=click.IntRange(min=0), help="GPUs of the cluster.  [default: those of this machine]")
-@click.option("--object-store-gib", type=click.FloatRange(min=0.1), help="Shared memory for objects.")
+@click.option("--object-store-gib", type=FiniteRange(min=0.1), help="Shared memory for objects.")
 def up(cpus: int | None, gpus: int | None, object_store_gib: float | None) -> None:
     """Start a Ray cluster for Shoal on this machine, in the background.
 
@@ -77,7 +78,9 @@ examples:
   shoal down --now"""
 )
 @click.option("--now", is_flag=True, help="Do not give running jobs time to save.")
-@click.option("--timeout-s", default=30.0, show_default=True, help="How long running jobs may take to stop.")
+@click.option(
+    "--timeout-s", type=SECONDS, default=30.0, show_default=True, help="How long running jobs may take to stop."
+)
 def down(now: bool, timeout_s: float) -> None:
     """Stop the cluster that `shoal up` started: its jobs first, then every process of it.
 

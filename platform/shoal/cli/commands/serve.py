@@ -21,6 +21,7 @@ from shoal.cli.commands.serve_simulate import simulate_verb
 from shoal.cli.display import serve_display
 from shoal.cli.support.ca_option import ca_option
 from shoal.cli.support.console import CommandGroup, make_literal_console, print_json
+from shoal.cli.support.number_types import PERCENT, SECONDS, FiniteRange
 from shoal.client import Client
 from shoal.client.discovery import FoundEndpoint, find_endpoint, token_for
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
@@ -78,7 +79,7 @@ def connect_client(endpoint: str | None, timeout_s: float = STATUS_TIMEOUT_S) ->
 @click.option("--json", "as_json", is_flag=True, help="Print the status document, once.")
 @click.option(
     "--interval-s",
-    type=click.FloatRange(min=0.1),
+    type=FiniteRange(min=0.1),
     metavar="SECONDS",
     help=f"Between two updates; follows.  [default: {INTERVAL_S:g}]",
 )
@@ -150,7 +151,7 @@ def _poll_status(ask: Callable[[], EndpointStatus], before: EndpointStatus) -> t
 
 @serve.command()
 @click.argument("model", metavar="NAME[@VERSION]")
-@click.option("--percent", type=click.FloatRange(0, 100), default=10.0, show_default=True, help="Of its requests.")
+@click.option("--percent", type=PERCENT, default=10.0, show_default=True, help="Of its requests.")
 @_endpoint_option
 @ca_option
 def canary(model: str, percent: float, endpoint: str | None) -> None:
@@ -200,7 +201,7 @@ def promote(model: str, endpoint: str | None) -> None:
 @click.argument("model", metavar="NAME")
 @click.argument("overrides", nargs=-1, required=True, metavar="A.B=C...")
 @click.option("--reason", default="", help="For the record.")
-@click.option("--timeout-s", default=120.0, show_default=True, help="How long to wait for every replica.")
+@click.option("--timeout-s", type=SECONDS, default=120.0, show_default=True, help="How long to wait for every replica.")
 @_endpoint_option
 @ca_option
 def set_options(model: str, overrides: tuple[str, ...], reason: str, timeout_s: float, endpoint: str | None) -> None:
@@ -260,7 +261,7 @@ def rollback(model: str, to: int | None, rejected: int | None, reason: str, endp
 
 @serve.command()
 @click.argument("model", metavar="NAME[@VERSION]")
-@click.option("--percent", type=click.FloatRange(0, 100), default=100.0, show_default=True, help="Of its requests.")
+@click.option("--percent", type=PERCENT, default=100.0, show_default=True, help="Of its requests.")
 @_endpoint_option
 @ca_option
 def shadow(model: str, percent: float, endpoint: str | None) -> None:

@@ -26,6 +26,7 @@ from shoal.cli.support.job_output import (
     job_environment,
     new_run_id,
 )
+from shoal.cli.support.number_types import SECONDS
 from shoal.cli.support.predict_hint import suggest_predict_command
 from shoal.client import Client
 from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND, FoundEndpoint, find_endpoint, list_endpoints, token_for
@@ -34,13 +35,21 @@ from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobHandle, list_jobs, submit
 from shoal.config import format_override, last_override, merge, parse_overrides
 from shoal.errors import ClusterError, ConfigError, RunError
-from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, read_serve_port, spec_from_overrides
+from shoal.flows.serving_spec import (
+    NAMED_BY_MODEL,
+    ServingSpec,
+    check,
+    check_address,
+    read_serve_port,
+    spec_from_overrides,
+)
 from shoal.network_address import is_loopback
 from shoal.recipes import find_recipe
 from shoal.registry import Registry, split_ref
 from shoal.runs import EndpointRecord
 from shoal.runs.record.provenance import format_masked_command, make_command_variable, split_secrets
 from shoal.runs.report.event_messages import describe_wait
+from shoal.serve.spec.scale import MAX_REPLICAS
 
 POLL_S = 0.1
 MODULE = "shoal.flows.serving"
@@ -50,10 +59,12 @@ MODULE = "shoal.flows.serving"
 @click.argument("arguments", nargs=-1, metavar="NAME[@VERSION]|FILE.yaml... [A.B=C]...")
 @click.option("--name", help="The endpoint's name.  [default: that of its first model]")
 @click.option("--port", type=click.IntRange(0, 65535), help="The port.  [default: a free port]")
-@click.option("--replicas", type=click.IntRange(min=1), help="Processes, each with every model.  [default: 1]")
+@click.option(
+    "--replicas", type=click.IntRange(1, MAX_REPLICAS), help="Processes, each with every model.  [default: 1]"
+)
 @click.option("--into", metavar="ENDPOINT", help="Add the models to a running endpoint.")
 @click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
-@click.option("--timeout-s", default=120.0, show_default=True, help="How long to wait for the endpoint.")
+@click.option("--timeout-s", type=SECONDS, default=120.0, show_default=True, help="How long to wait for the endpoint.")
 def deploy(
     arguments: tuple[str, ...],
     name: str | None,
@@ -86,6 +97,8 @@ def deploy(
     options = {"endpoint.port": port, "endpoint.num_replicas": replicas}
     fields += [f"{field}={value}" for field, value in options.items() if value is not None]
     spec = spec_from_overrides(fields).override(fields)
+    if spec.endpoint.drain_warning:
+        click.secho(f"warning: {spec.endpoint.drain_warning}", fg="yellow", err=True)
     cluster = find_cluster(address)
     if cluster is not None and not cluster.is_local:
         deploy_remote(cluster, MODULE, spec, fields, timeout_s)
@@ -93,6 +106,7 @@ def deploy(
     check(spec)  # here, where the user can still correct it
     cluster = _require_cluster(cluster)
     _require_no_endpoint(cluster)
+    check_address(spec)
     run_id = new_run_id()
     interrupt_on_termination()
     shown, secrets = split_secrets(fields)
@@ -107,9 +121,10 @@ def deploy(
         click.echo(
             f"(the http_options of {spec.file} are for Ray's own `serve deploy`; --port {meant} is the same here)"
         )
+    ca = _get_ca_option(found.url)
     click.echo("what next:")
-    click.echo(f"  {suggest_predict_command(Registry().get(spec.models[0]))}")
-    click.echo(f"  shoal serve status {found.name}")
+    click.echo(f"  {suggest_predict_command(Registry().get(spec.models[0]))}{ca}")
+    click.echo(f"  shoal serve status {found.name}{ca}")
     click.echo(f"  shoal serve delete {found.name}")
 
 
@@ -118,7 +133,9 @@ def deploy(
 @ca_option
 @click.option("--model", metavar="NAME", help="Only this model of the endpoint; the others stay.")
 @click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
-@click.option("--timeout-s", default=60.0, show_default=True, help="How long to wait for pending requests.")
+@click.option(
+    "--timeout-s", type=SECONDS, default=60.0, show_default=True, help="How long to wait for pending requests."
+)
 def delete(endpoint: str | None, model: str | None, address: str | None, timeout_s: float) -> None:
     """End an endpoint, or one model of it, when its pending requests are answered.
 
@@ -230,6 +247,11 @@ def _wait_until_ready(job: JobHandle, run_id: str, timeout_s: float) -> FoundEnd
         time.sleep(POLL_S)
 
 
+def _get_ca_option(url: str) -> str:
+    """What a suggested command needs where the system does not trust the certificate's authority."""
+    return " --ca FILE" if url.startswith("https:") else ""
+
+
 class _Deadline:
     """The time limit of an endpoint's start. The wait for nodes, which the job itself limits, does not count."""
 
@@ -294,7 +316,7 @@ def deploy_remote(
     else:
         click.echo(f"endpoint {name} is ready at {url}, on the head of {cluster.dashboard_url}")
         click.echo("what next:")
-    ca = " --ca FILE" if url.startswith("https:") else ""
+    ca = _get_ca_option(url)
     click.echo(f"  shoal predict {name} --endpoint {url}{ca} --key TOKEN ...   ($SHOAL_HOME/token of the head)")
     click.echo(f"  shoal serve delete {name} --address {cluster.dashboard_url}")
 

@@ -17,9 +17,12 @@ from shoal.batching.simulate import ForwardTime, SimulatedLoad, simulate
 from shoal.cli.commands.serve_replay import replay_trace
 from shoal.cli.support.ca_option import ca_option
 from shoal.cli.support.console import make_table, print_json
+from shoal.cli.support.number_types import SECONDS, FiniteRange
 from shoal.client import Client, ModelStatus
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError
+from shoal.serve.scaling.trace import MAX_REQUESTS
+from shoal.serve.spec.scale import MAX_REPLICAS
 
 TIMEOUT_S = 5.0
 DEFAULT_MAX_BATCH = 64  # that of ModelOptions
@@ -29,20 +32,22 @@ LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, without --rate
 @click.command("simulate")
 @click.argument("model", required=False, metavar="[NAME]")
 @click.option("--latency", metavar="ROWS:SECONDS,...", help="Forward times, instead of a live model's.")
-@click.option("--rate", "rates", multiple=True, type=click.FloatRange(min=0, min_open=True), help="Requests/s.")
-@click.option("--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True), help="Of each request, seconds.")
+@click.option("--rate", "rates", multiple=True, type=FiniteRange(min=0, min_open=True), help="Requests/s.")
+@click.option("--deadline", "deadline_s", type=SECONDS, help="Of each request, seconds.")
 @click.option(
-    "--max-batch", type=click.IntRange(min=1), help="Rows of a forward at most.  [default: the model's, or 64]"
+    "--max-batch", type=click.IntRange(1, 1_000_000), help="Rows of a forward at most.  [default: the model's, or 64]"
 )
-@click.option("--replicas", type=click.IntRange(min=1), help="Replicas.  [default: the endpoint's, or 1]")
-@click.option("--trace", type=click.Path(path_type=Path), help="ReplayedTrace these arrivals: CSV or Parquet.")
+@click.option("--replicas", type=click.IntRange(1, MAX_REPLICAS), help="Replicas.  [default: the endpoint's, or 1]")
+@click.option("--trace", type=click.Path(path_type=Path), help="Replay these arrivals: CSV or Parquet.")
 @click.option("--scale", "scale_overrides", multiple=True, metavar="A=B", help="With --trace: max=4, floors={...}, ...")
 @click.option(
     "--start-s",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="With --trace: seconds until a new replica answers.  [default: 6]",
 )
-@click.option("--requests", default=20_000, show_default=True, type=click.IntRange(min=100), help="To simulate.")
+@click.option(
+    "--requests", default=20_000, show_default=True, type=click.IntRange(100, MAX_REQUESTS), help="To simulate."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option("--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]")
 @ca_option
@@ -76,9 +81,6 @@ def simulate_verb(
       shoal serve simulate --latency 1:0.0205,32:0.036 --max-batch 32 --rate 200 --deadline 0.1
       shoal serve simulate fashion --trace last_week.csv --scale max=4 --scale objective_s=0.2
     """
-    for name, asked in (*(("rate", rate) for rate in rates), ("deadline", deadline_s)):
-        if asked is not None and not math.isfinite(asked):
-            raise ConfigError(name, asked, "is not finite")
     if trace is None and (scale_overrides or start_s is not None):
         raise ConfigError(
             "scale" if scale_overrides else "start-s", scale_overrides or start_s, "needs a trace", "give --trace"
@@ -123,6 +125,8 @@ def _parse_latency(latency: str) -> list[tuple[int, float]]:
         raise ConfigError("latency", latency, "is not ROWS:SECONDS,...", "for example 1:0.0205,32:0.036") from None
     if any(rows < 1 or not 0 < seconds < math.inf for rows, seconds in points):
         raise ConfigError("latency", latency, "rows and seconds must be above zero, and finite")
+    if len(dict(points)) < len(points):
+        raise ConfigError("latency", latency, "has a number of rows twice", "give each once")
     return points
 
 

@@ -77,18 +77,25 @@ def may_sleep(application: str, errors: str) -> bool:
     return (Path(errors).parent / "asleep" / application).exists()
 
 
+def limit_answers(application: str, errors: str) -> list[str]:
+    """The line that limits the wait for an application's answers: see `serve_environment.limit_answers`."""
+    mark = Path(errors).parent / "answers" / application
+    return [f"    timeout server {mark.read_text()}"] if mark.exists() else []
+
+
 def add_backup(application: str, lines: list[str], folder: str, errors: str) -> list[str]:
     """The lines of an application's back end, with the listener before Serve's proxy; without it, if it may sleep."""
     backups = [line for line in lines if is_backup(line)]
     rest = [line for line in lines if not is_backup(line)]
     if backups and may_sleep(application, errors):
         if any(line.split()[0] == "server" for line in rest):
-            return lines
+            return [*limit_answers(application, errors), *lines]
         limits = [f"    timeout server {HOLD_S:g}s", f"    errorfile 504 {errors}/503.http"]
         return [*lines, f"    http-request return status 503 errorfiles shoal if {{ be_conn gt {MAX_HELD} }}", *limits]
     # HAProxy uses the first backup that is up. Serve's stays, since Serve waits until each application has a replica or
     # this one up.
-    return [*rest, f"    server unavailable unix@{folder}/u.sock no-check backup", *backups]
+    own = limit_answers(application, errors)
+    return [*own, *rest, f"    server unavailable unix@{folder}/u.sock no-check backup", *backups]
 
 
 def add_undisturbing(sections: Sections, errors: str, folder: str, front: str, is_change: str) -> None:

@@ -10,6 +10,7 @@ Ray.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shlex
 import shutil
@@ -140,14 +141,25 @@ def hold_while_asleep(environment: Mapping[str, str], application: str, is_on: b
     Takes effect when the application's replicas change next. Idempotent. Does nothing where `environment` lacks the
     variables of `serve_environment`.
     """
+    _mark_application(environment, "asleep", application, "" if is_on else None)
+
+
+def limit_answers(environment: Mapping[str, str], application: str, answer_s: float | None) -> None:
+    """Let HAProxy wait so long for an application's answers; None: as for others. Like `hold_while_asleep`."""
+    limit = None if answer_s is None else f"{math.ceil(answer_s * 1000)}ms"  # 0 would be no limit
+    _mark_application(environment, "answers", application, limit)
+
+
+def _mark_application(environment: Mapping[str, str], folder: str, application: str, text: str | None) -> None:
+    """Write, or remove, what `backup_listener` reads when HAProxy's configuration is written."""
     if BINARY_VARIABLE not in environment:
         return
-    mark = Path(environment[BINARY_VARIABLE]).parent / "asleep" / application
-    if is_on:
-        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mark.touch()
-    else:
+    mark = Path(environment[BINARY_VARIABLE]).parent / folder / application
+    if text is None:
         mark.unlink(missing_ok=True)
+    else:
+        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mark.write_text(text)
 
 
 def haproxy_program() -> str:

@@ -6,8 +6,7 @@ program that writes HAProxy's configuration reads it, too.
 
 # A forward that takes longer hangs: its replica is replaced. The default of `EndpointSpec.hang_s`.
 HANG_S = 60.0
-# HAProxy waits so long for an answer, or for its next bytes: then the client gets 504. A request whose forward hangs
-# has its 504 before the replica is killed, so it is not sent again and hangs no other replica.
+# HAProxy waits so long at most for an answer, or for its next bytes: then the client gets 504. See `get_answer_s`.
 ANSWER_S = 60.0
 # While an endpoint is asleep, HAProxy holds a request so long: then the client gets 503, to come again.
 HOLD_S = 60.0
@@ -27,3 +26,9 @@ PORT_QUARANTINE_S = 300.0
 # answer. All answers end by the limits above, and a stream may take as long as it speaks: so this is no limit, but
 # about the most that HAProxy can count (23 days).
 HARD_STOP_S = 2_000_000.0
+
+
+def get_answer_s(hang_s: float) -> float:
+    """How long HAProxy waits for an endpoint's answer: a request whose forward hangs has its 504 before the replica is
+    killed, so it is not sent again and hangs no other replica."""
+    return min(hang_s, ANSWER_S)

@@ -193,16 +193,18 @@ def _command(admin: Path, command: str) -> str:
 
 
 def _parse_chain(field: str, path: str) -> list[x509.Certificate]:
+    text = _read(field, path)
     try:
-        return x509.load_pem_x509_certificates(_read(field, path))
+        return x509.load_pem_x509_certificates(text)
     except ValueError as error:
         remedy = "give a file in PEM: -----BEGIN CERTIFICATE-----"
         raise ConfigError(f"endpoint.tls.{field}", path, f"holds no certificate ({error})", remedy) from None
 
 
 def _parse_key(path: str) -> PrivateKeyTypes:
+    text = _read("key", path)
     try:
-        return serialization.load_pem_private_key(_read("key", path), None)
+        return serialization.load_pem_private_key(text, None)
     except TypeError:
         problem, remedy = "is encrypted", "decrypt it: openssl pkey -in FILE -out NEW"
     except (ValueError, UnsupportedAlgorithm) as error:
@@ -213,9 +215,10 @@ def _parse_key(path: str) -> PrivateKeyTypes:
 def _read(field: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no file has
+        problem = getattr(error, "strerror", None) or str(error)
         remedy = "name a file on the cluster's head that the user of the cluster may read"
-        raise ConfigError(f"endpoint.tls.{field}", path, f"cannot be read ({error.strerror})", remedy) from None
+        raise ConfigError(f"endpoint.tls.{field}", path, f"cannot be read ({problem})", remedy) from None
 
 
 def _encode(certificate: x509.Certificate) -> bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cluster.ingress.front import CertificateFiles
+from shoal.cluster.ingress.time_limits import ANSWER_S
 from shoal.errors import ConfigError
 from shoal.home import home
 from shoal.registry import Registry
@@ -36,6 +37,7 @@ class ControllerConfig:
     grpc:       the endpoint's host:port for gRPC; "" for none
     num_replicas: the endpoint's least number of replicas
     may_sleep: whether it has no replica while it is idle
+    answer_s: how long the ingress waits for an answer
     tls:      the files of its certificate; None for plain HTTP
     """
 
@@ -50,6 +52,7 @@ class ControllerConfig:
     grpc: str = ""
     num_replicas: int = 0
     may_sleep: bool = False
+    answer_s: float = ANSWER_S
     tls: CertificateFiles | None = None
 
     @property
@@ -100,5 +103,6 @@ def build_controller_config(
         tls=None if spec.tls is None else spec.tls.files,
         num_replicas=spec.least_replicas,
         may_sleep=spec.may_sleep,
+        answer_s=spec.answer_s,
     )
     return setting, {model.name: model.source for model in models if isinstance(model.source, LiveModel)}

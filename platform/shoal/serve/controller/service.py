@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.client.endpoint_status import CertificateStatus
-from shoal.cluster.ingress.serve_environment import find_ingress_folder, hold_while_asleep
+from shoal.cluster.ingress.serve_environment import find_ingress_folder, hold_while_asleep, limit_answers
 from shoal.cluster.ingress.tls import CertificateWatch
 from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.audit import AUDIT_FILE, AuditLog
@@ -33,13 +33,17 @@ logger = logging.getLogger(__name__)
 
 
 class ControllerService:
-    """Ends (`ended`) after `config.idle_s` without a call from a replica: the endpoint may be gone without notice."""
+    """Ends (`on_idle`) after `config.idle_s` without a call from a replica: the endpoint may be gone without notice.
+
+    One that watches a certificate stays while there is an ingress: an endpoint that sleeps needs a valid one to wake.
+    """
 
     def __init__(self, setting: ControllerConfig) -> None:
         self._began_at = time.time()
         # Here, since this is HAProxy's host, and no replica starts before it has asked this object for its plan.
         self._name = setting.name
         hold_while_asleep(os.environ, setting.name, setting.may_sleep)
+        limit_answers(os.environ, setting.name, setting.answer_s)
         self._audit = AuditLog(setting.folder.parent / AUDIT_FILE, setting.name)
         self._controller = EndpointController(
             setting.name,
@@ -113,6 +117,7 @@ class ControllerService:
     async def forget(self) -> None:
         """Remove the state of an endpoint that is gone."""
         hold_while_asleep(os.environ, self._name, is_on=False)
+        limit_answers(os.environ, self._name, None)
         self._controller.close(forget=True)
 
     async def _run(self) -> None:
@@ -124,7 +129,9 @@ class ControllerService:
                     self._controller.extend_leases(stalled_s)
                     self._last_follow_s += stalled_s
                 if ticked_s - self._last_follow_s >= self._idle_s:
-                    break
+                    if self._watch is None or not await asyncio.to_thread(self.has_ingress):
+                        break
+                    self._last_follow_s = ticked_s
                 self._controller.tick()
                 self._status.sample()
                 if self._watch is not None and ticked_s - self._polled_s >= CERTIFICATE_POLL_S:
@@ -146,6 +153,10 @@ class ControllerService:
     def _describe_certificate(self) -> CertificateStatus | None:
         watch = self._watch
         return CertificateStatus(watch.current.not_after, watch.days_remaining, watch.problem) if watch else None
+
+    def has_ingress(self) -> bool:
+        """Whether the cluster has an ingress."""
+        return False
 
     def on_idle(self) -> None:
         """End after a time without a call from a replica."""

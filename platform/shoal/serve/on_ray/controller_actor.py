@@ -21,6 +21,7 @@ from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
 from shoal.serve.controller.config import ControllerConfig
 from shoal.serve.controller.service import ControllerService
 from shoal.serve.controller.state import StateFile
+from shoal.serve.on_ray.ownership import is_serve_running
 
 CHANGE_TIMEOUT_S = 3700.0  # above what a change may ask for
 logger = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ ServiceMethod = Callable[Concatenate[ControllerService, P], Coroutine[Any, Any, 
 @ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000)
 class ControllerWorker(ControllerService):
     """ControllerService as an actor."""
+
+    def has_ingress(self) -> bool:
+        return is_serve_running()
 
     def on_idle(self) -> None:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)

@@ -47,6 +47,7 @@ from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
 
+logger = logging.getLogger(__name__)
 GRACE_S = 1.0  # beyond a time limit enforced by Serve
 
 
@@ -189,6 +190,8 @@ def deploy(
     """
     prepare_ingress_on_head()
     spec = resolve_gpus(spec)
+    if spec.drain_warning:
+        logger.warning("%s", spec.drain_warning)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # of this process: the status and the record have the rest
     if not is_shared:
         return _deploy_alone(spec, models, record)
@@ -206,7 +209,8 @@ def _deploy_alone(spec: EndpointSpec, models: Sequence[EndpointModel], record: R
         }
     )
     remove_abandoned_endpoint()  # raises before anything of an endpoint that runs is touched
-    return _start_endpoint(prepare_front(spec), models, record)
+    spec = prepare_front(spec, {"port": spec.port, "grpc_port": spec.grpc_port})
+    return _start_endpoint(spec, models, record)
 
 
 def _start_endpoint(spec: EndpointSpec, models: Sequence[EndpointModel], record: Record) -> DeployedEndpoint:

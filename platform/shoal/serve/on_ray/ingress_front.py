@@ -7,9 +7,8 @@ speak plain HTTP to HAProxy alone.
 from __future__ import annotations
 
 import os
-import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import ray
@@ -17,9 +16,10 @@ from ray.exceptions import RayTaskError
 
 from shoal.cluster.capacity import make_head_affinity
 from shoal.cluster.ingress.front import Front, install_front, read_front_spec
+from shoal.cluster.ingress.listening import require_listenable
 from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE, find_ingress_folder
 from shoal.cluster.ingress.tls import choose_name, read_certificate
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ShoalError
 from shoal.serve.on_ray.bind_address import is_head
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.reach import Reach
@@ -28,12 +28,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def prepare_front(spec: EndpointSpec) -> EndpointSpec:
+def prepare_front(spec: EndpointSpec, ports: Mapping[str, int | None]) -> EndpointSpec:
     """Install the front; returns the spec with the name in its addresses.
 
-    Raises ConfigError for a certificate that cannot be used, ClusterError in a cluster not started for serving.
+    Raises ConfigError for an address or a certificate that cannot be used, ClusterError in a cluster not started for
+    serving.
+
+    ports: where HAProxy will listen, by field; none where it does already
     """
     reach = _get_reach(spec)
+    _call_on_head(require_listenable, spec.host, ports)
     if BINARY_VARIABLE not in os.environ and reach == Reach():
         return spec
     return spec.model_copy(update=dict(_call_on_head(_install_here, reach)))
@@ -51,7 +55,6 @@ def _get_reach(spec: EndpointSpec) -> Reach:
 
 def _install_here(reach: Reach) -> Reach:
     """Install the front on this host, which its private key never leaves; returns it with the name in its addresses."""
-    _require_own_address(reach.host)
     pem = client_ca = b""
     if reach.tls is not None:
         certificate = read_certificate(reach.tls.files, time.time())
@@ -62,17 +65,6 @@ def _install_here(reach: Reach) -> Reach:
     front = Front(reach.host, pem, client_ca, proxies, reach.ingress_threads, reach.model_dump_json())
     install_front(front, find_ingress_folder())
     return reach
-
-
-def _require_own_address(host: str) -> None:
-    """Raises ConfigError for an address at which this host cannot listen: HAProxy would end, and say so nowhere."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as listener:
-            listener.bind(address)
-    except OSError as error:
-        problem = f"is no address of the cluster's head ({error.strerror})"
-        raise ConfigError("endpoint.host", host, problem, "give one of it, or 0.0.0.0 or :: for all of them") from None
 
 
 def _read_here() -> str:

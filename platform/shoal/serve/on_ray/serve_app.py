@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import Field, SecretStr
 from ray import serve
+from ray.serve.context import _get_global_client
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
@@ -19,9 +20,13 @@ from shoal.home import load_access_token
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.on_ray.deployment import build_application, prepare_ingress_on_head
-from shoal.serve.on_ray.ingress_front import prepare_front
+from shoal.serve.on_ray.ingress_front import adopt_front, prepare_front
+from shoal.serve.on_ray.ownership import list_driver_endpoints
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
+from shoal.serve.spec.reach import require_one_address
+
+IMPORT_PATHS = ("shoal.serve.on_ray.serve_app:build", "shoal.serve.ray_app:build")
 
 
 class AppSpec(Spec):
@@ -36,6 +41,19 @@ class AppSpec(Spec):
     endpoint: dict[str, Any] = Field(default_factory=dict)
 
 
+def list_file_endpoints() -> dict[str, dict[str, Any]]:
+    """The `endpoint` of each application of Shoal in the files that Serve has, by the application's name; the one that
+    is being built is among them."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    applications = {} if client is None else client.get_serve_details()["applications"]
+    configs = {name: each.get("deployed_app_config") or {} for name, each in applications.items()}
+    return {
+        name: (config.get("args") or {}).get("endpoint") or {}
+        for name, config in configs.items()
+        if config.get("import_path") in IMPORT_PATHS
+    }
+
+
 def build(args: dict[str, Any]) -> serve.Application:
     """Build the application. Raises ConfigError for invalid args, RegistryError for missing models, ClusterError
     without HAProxy."""
@@ -48,6 +66,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     models = [model_from_ref(ref) for ref in app.models]
     defaults = {"name": models[0].name, "num_cpus": 0.5}
     spec = EndpointSpec.parse({**defaults, **app.endpoint, "token": SecretStr(load_access_token())})
-    spec = prepare_front(spec)
+    require_one_address(list_file_endpoints() | {spec.name: app.endpoint})
+    is_alone = not list_driver_endpoints().active
+    spec = prepare_front(spec, {}) if is_alone else adopt_front(spec)  # the ports are Serve's
     setting, live = build_controller_config(spec, models)
     return build_application(spec, live, RayControllerClient(setting))

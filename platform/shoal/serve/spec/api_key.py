@@ -40,7 +40,7 @@ class ApiKey(Spec):
     key: SecretStr
     models: list[str] = Field(default_factory=list)
     requests_per_s: float | None = Field(default=None, gt=0)
-    burst: int = Field(default=10, ge=1)
+    burst: int = Field(default=10, ge=1, le=1_000_000_000)
 
     @field_validator("key")
     @classmethod

@@ -16,14 +16,14 @@ from pydantic import (
     model_validator,
 )
 
-from shoal.cluster.ingress.time_limits import DRAIN_S, HANG_S
+from shoal.cluster.ingress.time_limits import DRAIN_S, HANG_S, HARD_STOP_S, get_answer_s
 from shoal.config import Spec, merge
 from shoal.errors import ConfigError
 from shoal.runs.formatting import Duration
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.reach import LOOPBACK, Reach, TlsOptions
-from shoal.serve.spec.scale import ScaleSpec
+from shoal.serve.spec.scale import MAX_REPLICAS, ScaleSpec
 from shoal.serve.spec.trace_destination import TraceDestination
 
 
@@ -94,8 +94,9 @@ class EndpointSpec(Reach):
                     cluster's, of one at most, where a model has `device: cuda`, and else 0
     wait:           how long the first replica (in the loop: all workers) may wait for nodes that an autoscaler adds, as
                     30m or seconds; None: 30m
-    drain_s:        how long a stopping replica may finish its requests
-    hang_s:         a replica whose forward takes longer than this counts as hung and is replaced
+    drain_s:        how long a stopping replica may finish its requests; see `drain_warning`
+    hang_s:         a replica whose forward takes longer than this counts as hung and is replaced, and no request waits
+                    longer for its answer
     max_memory_gib: a replica whose process grows beyond this is replaced; None: no limit
     trace:          the destination of traces (OpenTelemetry) of requests, from the ingress to the forward; "" for none.
                     See `shoal.serve.protocol.tracing`: otlp://HOST:PORT, file:FOLDER
@@ -105,19 +106,19 @@ class EndpointSpec(Reach):
     port: int = Field(default=0, ge=0, le=65535)
     route_prefix: str = Field(default="", pattern=r"^(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
-    num_replicas: int = Field(default=1, ge=1)
+    num_replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS)
     scale: ScaleSpec | None = None
     model: ModelOptions = ModelOptions()
     models: dict[str, ModelOptions] = Field(default_factory=dict)
-    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
+    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1, le=1 << 40)
     show_errors: bool = False
     token: SecretStr | None = None
     keys: list[ApiKey] = Field(default_factory=list)
-    torch_threads: int = Field(default=1, ge=1)
+    torch_threads: int = Field(default=1, ge=1, le=1024)
     num_cpus: float = Field(default=1.0, ge=0)
     num_gpus: GpuCount | None = None
     wait: Duration | None = None
-    drain_s: float = Field(default=DRAIN_S, gt=0)
+    drain_s: float = Field(default=DRAIN_S, gt=0, le=HARD_STOP_S)
     hang_s: float = Field(default=HANG_S, gt=0)
     max_memory_gib: float | None = Field(default=None, gt=0)
     trace: str = ""
@@ -229,6 +230,19 @@ class EndpointSpec(Reach):
             return self.scale.objective_s
         deadlines = [each.deadline_s for each in (self.model, *self.models.values()) if each.deadline_s is not None]
         return min(deadlines, default=DEFAULT_OBJECTIVE_S)
+
+    @property
+    def answer_s(self) -> float:
+        """How long the ingress waits for an answer."""
+        return get_answer_s(self.hang_s)
+
+    @property
+    def drain_warning(self) -> str:
+        """Which answers a replica that stops does not finish; "" for none."""
+        if self.drain_s > self.answer_s:
+            return ""
+        cut = f"a replica that stops, as in a scale-down, cuts answers that take longer, up to {self.answer_s:g} s"
+        return f"endpoint.drain_s = {self.drain_s:g}: {cut}. Give more, or a shorter hang_s"
 
     @property
     def public_host(self) -> str:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_serializer, field_validator, model_validator
 
 from shoal.config import Spec
+
+
+def _require_reference(hook: str) -> str:
+    if hook and re.fullmatch(r"[^:\s]+:[^:\s]+", hook) is None:
+        raise ValueError("is not of the form module:name")
+    return hook
+
+
+Hook = Annotated[str, AfterValidator(_require_reference)]
 
 
 class GuardOptions(Spec):
@@ -30,7 +40,7 @@ class GuardOptions(Spec):
     tolerance: float = Field(default=1e-3, ge=0)
     metric: str = ""
     min_value: float = 0.0
-    min_requests: int = Field(default=50, ge=1)
+    min_requests: int = Field(default=50, ge=1, le=1_000_000_000)
 
 
 class ModelOptions(Spec):
@@ -59,10 +69,10 @@ class ModelOptions(Spec):
                     one and the one before
     """
 
-    max_batch_size: int = Field(default=64, ge=0)
-    batch_dim: dict[str, Annotated[int, Field(ge=0)] | None] = Field(default_factory=dict)
-    max_queue_size: int = Field(default=1024, ge=1)
-    max_queue_bytes: int = Field(default=1 << 30, ge=1)
+    max_batch_size: int = Field(default=64, ge=0, le=10_000_000)
+    batch_dim: dict[str, Annotated[int, Field(ge=0, lt=64)] | None] = Field(default_factory=dict)
+    max_queue_size: int = Field(default=1024, ge=1, le=10_000_000)
+    max_queue_bytes: int = Field(default=1 << 30, ge=1, le=1 << 50)
     deadline_s: float | None = Field(default=None, gt=0)
     weight: float = Field(default=1.0, gt=0)
     ragged: Literal["bucket", "pad"] = "bucket"
@@ -71,11 +81,11 @@ class ModelOptions(Spec):
     compile: bool = False
     cuda_graphs: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    preprocess: str | None = None
-    postprocess: str | None = None
+    preprocess: Hook | None = None
+    postprocess: Hook | None = None
     finite: bool = True
     warm_up: bool = True
-    held_versions: int = Field(default=2, ge=0)
+    held_versions: int = Field(default=2, ge=0, le=10_000)
     guard: GuardOptions = GuardOptions()
 
     @field_validator("batch_dim")

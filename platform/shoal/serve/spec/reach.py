@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from shoal.cluster.ingress.front import CertificateFiles
 from shoal.config import Spec
+from shoal.errors import ConfigError
 from shoal.network_address import is_loopback
 
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
+MAX_NETWORKS = 50  # of a line of HAProxy's, which has 64 words
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address at which this machine reaches it
 
 
 def _require_address(host: str) -> str:
     try:
-        if host != "localhost":
-            ipaddress.ip_address(host)
+        if host != "localhost" and getattr(ipaddress.ip_address(host), "scope_id", None):
+            raise ValueError  # of one link: HAProxy knows no names of links
     except ValueError:
         raise ValueError("is no address: give one of this host, or 0.0.0.0 or :: for all of them") from None
     return host
@@ -38,7 +46,17 @@ def _require_network(network: str) -> str:
     return network
 
 
+def _require_name(name: str) -> str:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        if name and _NAME.fullmatch(name) is None:
+            raise ValueError("is no name of a host, such as models.example, and no address") from None
+    return name
+
+
 Address = Annotated[str, AfterValidator(_require_address)]
+HostName = Annotated[str, AfterValidator(_require_name)]
 FilePath = Annotated[str, AfterValidator(_require_full_path)]
 Network = Annotated[str, AfterValidator(_require_network)]
 
@@ -55,7 +73,7 @@ class TlsOptions(Spec):
     certificate: FilePath = Field(min_length=1)
     key: FilePath = Field(min_length=1)
     client_ca: FilePath = ""
-    name: str = ""
+    name: HostName = ""
 
     @property
     def files(self) -> CertificateFiles:
@@ -76,8 +94,15 @@ class Reach(Spec):
     tls: TlsOptions | None = None
     insecure: bool = False
     host: Address = "127.0.0.1"  # after these, which its validation needs
-    trusted_proxies: list[Network] = Field(default_factory=list)
+    trusted_proxies: list[Network] = Field(default_factory=list, max_length=MAX_NETWORKS)
     ingress_threads: int = Field(default=1, ge=1, le=64)
+
+    @field_validator("insecure")
+    @classmethod
+    def _contradicts_tls(cls, insecure: bool, info: ValidationInfo) -> bool:
+        if insecure and info.data.get("tls") is not None:
+            raise ValueError("contradicts tls, with which nothing is in plain text: leave one of them out")
+        return insecure
 
     @field_validator("host")
     @classmethod
@@ -86,3 +111,24 @@ class Reach(Spec):
             problem = "is beyond loopback, where plain HTTP shows every request and its token"
             raise ValueError(f"{problem}: give tls.certificate and tls.key, or insecure: true")
         return host
+
+
+def require_one_address(applications: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ConfigError when two applications of a Serve file, which share the ingress, want other addresses of it.
+
+    applications: the `endpoint` of the `args` of each; one that is not valid is left to its own application
+    """
+    found: dict[str, Reach] = {}
+    for name, fields in applications.items():
+        with suppress(ConfigError):
+            reach = Reach.parse({field: each for field, each in fields.items() if field in Reach.model_fields})
+            tls = None if reach.tls is None else reach.tls.model_copy(update={"name": ""})  # its address alone
+            found[name] = reach.model_copy(update={"tls": tls})
+    for (first, there), (name, reach) in pairwise(found.items()):
+        for field in Reach.model_fields:
+            own, other = getattr(reach, field), getattr(there, field)
+            if own != other:
+                problem = f"is of the application {name!r}, and {first!r} has {other!r}: they share one address"
+                raise ConfigError(
+                    f"endpoint.{field}", own, problem, "give both the same, or one application both models"
+                )

@@ -16,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 
 from shoal.config import Spec
 
+MAX_REPLICAS = 10_000
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 MINUTES_PER_DAY, MINUTES_PER_WEEK = 24 * 60, 7 * 24 * 60
 LONGEST_DAYS = {"day": 1, "month": 31}
@@ -82,8 +83,8 @@ class ScaleSpec(Spec):
     """
 
     objective_s: float | None = Field(default=None, gt=0)
-    min: int = Field(default=1, ge=0)
-    max: int = Field(ge=1)
+    min: int = Field(default=1, ge=0, le=MAX_REPLICAS)
+    max: int = Field(ge=1, le=MAX_REPLICAS)
     idle_s: float = Field(default=300.0, gt=0)
     floors: dict[str, int] = Field(default_factory=dict)
     budget: str = ""
@@ -110,6 +111,8 @@ class ScaleSpec(Spec):
             raise ValueError(f"max = {self.max} is below min = {self.min}")
         if too_high := [text for text, replicas in self.floors.items() if replicas > self.max]:
             raise ValueError(f"floors: {too_high[0]!r} is above max = {self.max}")
+        if useless := [text for text, replicas in self.floors.items() if replicas < self.min]:
+            raise ValueError(f"floors: {useless[0]!r} is below min = {self.min}, which always holds: lower min")
         if self.budget:
             needed, (hours, period) = self._count_floor_hours(), self.budget_hours
             if hours < needed:

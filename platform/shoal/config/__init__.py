@@ -19,10 +19,11 @@ from shoal.atomic_file import log_unknown_fields
 from shoal.errors import ConfigError, needs_extra
 
 with needs_extra("cluster"):
-    from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
+    from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, model_validator
     from pydantic.fields import FieldInfo
     from yaml import YAMLError
 
+    from shoal.config.field_types import find_nested_type, find_spec_type, reject_booleans
     from shoal.yaml_text import dump_yaml, parse_yaml
 
 MASKED = str(SecretStr("masked"))  # written by `to_yaml` and `to_record` for every secret
@@ -46,8 +47,8 @@ else:
 class Spec(_Model):
     """A frozen configuration. Subclasses declare fields; units are part of the field's name.
 
-    Numbers are finite, unless a field allows otherwise. The constructor raises ConfigError, which names the first
-    invalid field, with secrets masked.
+    Numbers are finite, unless a field allows otherwise, and no booleans. The constructor raises ConfigError, which
+    names the first invalid field, with secrets masked.
 
     recorded_always: fields that readers of a record need, whatever their value
     """
@@ -56,6 +57,12 @@ class Spec(_Model):
     model_config = ConfigDict(
         ser_json_inf_nan="constants", extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_booleans(cls, values: Any) -> Any:
+        reject_booleans(cls, values)
+        return values
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
@@ -411,7 +418,7 @@ def _to_config_error(spec: type[BaseModel], error: ValidationError) -> ConfigErr
     for part in (
         first["loc"][:-1] if first["type"] == "missing" else first["loc"]
     ):  # then its input is the enclosing mapping
-        annotation = _find_nested_type(annotation, part)
+        annotation = find_nested_type(annotation, part)
     value = _mask_secrets(annotation, first["input"])
     remedy = ""
     if first["type"] == "extra_forbidden":
@@ -425,24 +432,9 @@ def _to_config_error(spec: type[BaseModel], error: ValidationError) -> ConfigErr
     return ConfigError(field, value, problem, remedy)
 
 
-def _find_nested_type(annotation: Any, part: int | str) -> Any:
-    """The type of the element `part` in a value of the type `annotation`; None if unknown."""
-    spec = _find_spec_type(annotation)
-    if spec is None:
-        return next(iter(get_args(annotation)), None)
-    if get_origin(annotation) in (dict, list):
-        return spec
-    return spec.model_fields[part].annotation if isinstance(part, str) and part in spec.model_fields else None
-
-
-def _find_spec_type(annotation: Any) -> type[BaseModel] | None:
-    candidates = (annotation, *get_args(annotation))
-    return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)
-
-
 def _mask_secrets(annotation: Any, value: Any) -> Any:
     """A value as an error may repeat it."""
-    spec = _find_spec_type(annotation)
+    spec = find_spec_type(annotation)
     if isinstance(value, Mapping):
         of = spec if get_origin(annotation) is list else annotation  # one value where a list was expected
         if spec is not None and issubclass(spec, Spec) and get_origin(annotation) is not dict:
@@ -450,9 +442,9 @@ def _mask_secrets(annotation: Any, value: Any) -> Any:
                 of = spec.choose_type(value)
             except ValueError:  # unknown, and so is what it has
                 return {name: each if name in spec.model_fields else MASKED for name, each in value.items()}
-        return {name: _mask_secrets(_find_nested_type(of, name), each) for name, each in value.items()}
+        return {name: _mask_secrets(find_nested_type(of, name), each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_mask_secrets(_find_nested_type(annotation, index), each) for index, each in enumerate(value)]
+        return [_mask_secrets(find_nested_type(annotation, index), each) for index, each in enumerate(value)]
     fields = spec.model_fields.values() if spec is not None else ()
     types = (annotation, *get_args(annotation), *(field.annotation for field in fields))
     is_secret = any(SecretStr in (each, *get_args(each)) for each in types)
