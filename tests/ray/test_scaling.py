@@ -12,6 +12,7 @@ import pytest
 from ray.serve._private.common import DeploymentID, ReplicaID
 
 import shoal
+import shoal.errors
 from endpoint_process import NUM_FEATURES, Client, EndpointProcess
 from shoal.client.endpoint_status import EndpointStatus
 from shoal.serve.on_ray.autoscaling import EndpointAutoscaler
@@ -62,7 +63,10 @@ def test_an_idle_endpoint_sleeps_and_answers_all_that_wake_it(endpoint: Endpoint
     wait_for(is_asleep, TIMEOUT_S)
     assert endpoint.stats() == []
     with ThreadPoolExecutor(NUM_HELD) as pool:
-        assert list(pool.map(ask, range(NUM_HELD))) == [1] * NUM_HELD
+        try:
+            assert list(pool.map(ask, range(NUM_HELD))) == [1] * NUM_HELD
+        except shoal.errors.InferenceError as error:
+            raise AssertionError(f"{endpoint.command('status')} {endpoint.stats()}") from error
     wait_for(is_asleep, TIMEOUT_S)
     client = Client(endpoint.url, TIMEOUT_S)
     status, _, answer = client.request("POST", "/shoal/v1/rollout", "{}")

@@ -187,6 +187,11 @@ class ModelManager:
         """Whether all planned versions are loaded, except failed candidates and live weights."""
         return self._plan is not None and all(self._has_staged(plan) for plan in self._plans.values())
 
+    @property
+    def has_looked(self) -> bool:
+        """Whether each live model has taken what its run had published, if anything."""
+        return all(follower.has_looked for follower in self.followers.values())
+
     def _has_staged(self, plan: ModelPlan) -> bool:
         hosted = self._models.get(plan.name)
         if not plan.registry:

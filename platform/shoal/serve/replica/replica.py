@@ -38,7 +38,6 @@ from shoal.serve.spec.model_source import LiveModel
 # of 5 ms is too long here; below 1 ms there is no further gain.
 SWITCH_INTERVAL_S = 0.001
 START_TIMEOUT_S = 600.0
-FIRST_WEIGHTS_TIMEOUT_S = 1.0  # a live model serves at once if its run has published, else answers 503
 START_POLL_S = 0.02
 
 
@@ -83,10 +82,13 @@ class EndpointReplica:
         self.manager.on_changed = self._follower.notify_changed
 
     async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Stage the versions that must answer by the controller's plan. Raises ShoalError on failure or timeout."""
+        """Stage the versions that must answer by the controller's plan. Raises ShoalError on failure or timeout.
+
+        A live model answers 503 from then on if its run has published nothing.
+        """
         loop = asyncio.get_running_loop()
-        ends_s, first_weights_s = loop.time() + timeout_s, loop.time() + FIRST_WEIGHTS_TIMEOUT_S
-        while not (self.manager.is_staged and (self.manager.is_ready or loop.time() > first_weights_s)):
+        ends_s = loop.time() + timeout_s
+        while not (self.manager.is_staged and (self.manager.is_ready or self.manager.has_looked)):
             if trouble := self.manager.find_startup_error():
                 raise ShoalError(trouble)
             self.check_health()

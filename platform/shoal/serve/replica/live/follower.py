@@ -48,6 +48,11 @@ class LiveFollower:
         return self._thread.is_alive
 
     @property
+    def has_looked(self) -> bool:
+        """Whether what the run had published, if anything, was taken or rejected."""
+        return self._thread.has_looked
+
+    @property
     def busy_s(self) -> float:
         """How long a version of the run has been loading; 0 while none is."""
         return self._thread.busy_s
