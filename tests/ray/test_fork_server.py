@@ -35,13 +35,14 @@ found = {
     "oom": open("/proc/self/oom_score_adj").read(), "streams": [os.readlink(f"/proc/self/fd/{n}") for n in range(3)],
 }
 os.environ["OMP_NUM_THREADS"] = "1"
-import multiprocessing, numpy, sympy, tempfile, torch
+import asyncio, multiprocessing, numpy, sympy, tempfile, torch
 import torch.nn.functional
 assert torch.nn.functional.relu(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
 found |= {"threads": torch.get_num_threads(), "origin": torch.__spec__.origin}
 own = {"process": os.getpid(), "parent": os.getppid(), "group": os.getpgrp(), "random": random.random()}
 own |= {"numpy": numpy.random.rand(), "torch": torch.rand(1).item(), "sympy": sympy.core.random.rng.random()}
 own |= {"key": multiprocessing.current_process().authkey.hex()}
+found |= {"pickled": asyncio.Future.__module__ in sys.modules}
 found |= {"temporary": tempfile.gettempdir(), "modules": [one.__spec__.origin for one in (numpy, sympy, tempfile)]}
 print(json.dumps([found, own]), flush=True)
 """
@@ -120,6 +121,7 @@ def test_a_forked_worker_finds_what_a_fresh_one_does(server: tuple[subprocess.Po
     assert own["group"] == own["process"]
     assert found == expected
     assert (found["threads"], found["niceness"], found["blocked"]) == (1, os.getpriority(os.PRIO_PROCESS, 0) + 1, [2])
+    assert expected["pickled"]
 
 
 def test_forked_workers_draw_random_numbers_of_their_own(
