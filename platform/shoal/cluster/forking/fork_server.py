@@ -189,7 +189,7 @@ def become_worker(worker: WorkerRequest, imported: Iterable[str]) -> None:
     tempfile.tempdir = None  # an earlier call may have fixed it
     for name in [name for name in sys.modules if name.partition(".")[0] == "shoal"]:
         del sys.modules[name]
-    # What imports such a module (asyncio, `_asyncio`) is not executed again, and pickle looks for its classes in memory.
+    # What imports such a module (asyncio: `_asyncio`) is not executed again, and pickle looks for its classes there.
     compiled = {name for name in sys.stdlib_module_names if name.startswith("_")}
     PreloadedModuleFinder([name for name in imported if name not in compiled], INITIALIZERS)
     module = ModuleType("__main__")
