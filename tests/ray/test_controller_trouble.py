@@ -27,7 +27,7 @@ class FailingMethod:
 
 
 def test_what_fails_in_the_controller_stops_no_replica_and_is_told_to_people(tmp_path: Path) -> None:
-    from shoal.serve.on_ray.controller_actor import RayControllerClient
+    from shoal.serve.on_ray.controller_client import RayControllerClient
 
     full, no = FailingMethod(OSError("the disk is full")), FailingMethod(InferenceError(409, "no"))
     controller = RayControllerClient(ControllerConfig("e", "1", (), tmp_path, str(tmp_path), {}))
@@ -42,7 +42,7 @@ def test_what_fails_in_the_controller_stops_no_replica_and_is_told_to_people(tmp
 
 def test_the_client_of_a_controller_calls_methods_that_the_controller_has(tmp_path: Path) -> None:
     from shoal.serve.controller.service import ControllerService
-    from shoal.serve.on_ray.controller_actor import RayControllerClient
+    from shoal.serve.on_ray.controller_client import RayControllerClient
 
     async def answer(*arguments: object) -> list[object]:
         return []

@@ -1,0 +1,127 @@
+"""The replicas' and the driver's client of the controller, which is an actor (`controller_actor`).
+
+A client starts the actor when there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from shoal.errors import ConnectionLost, ShoalError
+from shoal.ray_call import CALL_TIMEOUT_S, NAMESPACE, call_or_none
+from shoal.serve.controller.config import LOAD_TIMEOUT_S, ControllerConfig
+from shoal.serve.controller.state import StateFile
+from shoal.serve.replica.watchers import ControllerClient
+
+CHANGE_TIMEOUT_S = 3700.0  # above what a change may ask for
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+ServiceMethod = Callable[Concatenate[ControllerClient, P], Coroutine[Any, Any, T]]
+
+
+def stop_controller(name: str) -> None:
+    """End the actor of this name, if there is one, and remove its state. Idempotent."""
+    try:
+        actor = ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return
+    call_or_none(actor.forget, away=(RayActorError, GetTimeoutError))
+    ray.kill(actor, no_restart=True)
+
+
+class RemoteMethod(Generic[P, T]):
+    """A method of the actor as one of its client, with the parameters and the answer that it has in the actor.
+
+    is_routine: what a replica calls by itself, for as long as it lives: any failure of it is a ConnectionLost, after
+                which the replica calls again
+    """
+
+    def __init__(
+        self, method: ServiceMethod[P, T], timeout_s: float = CALL_TIMEOUT_S, is_routine: bool = False
+    ) -> None:
+        self.name, self.timeout_s, self.is_routine = method.__name__, timeout_s, is_routine
+
+    def __get__(self, client: RayControllerClient, owner: type) -> Callable[P, Coroutine[Any, Any, T]]:
+        return partial(client.call, self)
+
+
+class RayControllerClient:
+    """The client of the replicas and the driver: implements `ControllerClient`. Can be pickled; starts the actor when
+    there is none."""
+
+    follow = RemoteMethod(ControllerClient.follow, is_routine=True)
+    report = RemoteMethod(ControllerClient.report, is_routine=True)
+    leave = RemoteMethod(ControllerClient.leave, is_routine=True)
+    store_weights = RemoteMethod(ControllerClient.store_weights, is_routine=True)
+    fetch_weights = RemoteMethod(ControllerClient.fetch_weights, is_routine=True)
+    administer = RemoteMethod(ControllerClient.administer, CHANGE_TIMEOUT_S)
+    load = RemoteMethod(ControllerClient.load, LOAD_TIMEOUT_S + CALL_TIMEOUT_S)
+    unload = RemoteMethod(ControllerClient.unload, LOAD_TIMEOUT_S)
+    status = RemoteMethod(ControllerClient.status)
+
+    def __init__(self, setting: ControllerConfig) -> None:
+        self._config = setting
+        self._handle: Any = None
+        self._last_problem = ""  # its last error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (RayControllerClient, (self._config,))
+
+    @property
+    def handle(self) -> Any:
+        if self._handle is None:
+            try:
+                self._handle = ray.get_actor(self._config.actor_name, NAMESPACE)
+            except ValueError:
+                from shoal.serve.on_ray.controller_actor import start_controller  # here: a replica finds it
+
+                self._handle = start_controller(self._config)
+        return self._handle
+
+    def start(self) -> None:
+        """Start the actor before its first use."""
+        _ = self.handle
+
+    def call_blocking(self, method: str, *arguments: object) -> Any:
+        """Call from a thread without an event loop. Raises ConnectionLost, or the controller's error."""
+        try:
+            return ray.get(getattr(self.handle, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
+        except (RayActorError, GetTimeoutError, RayTaskError) as error:
+            raise self._translate_error(error) from error
+
+    def stop(self) -> None:
+        """End the actor, if there is one, and remove its state. Idempotent."""
+        StateFile(self._config.state_file).remove()
+        stop_controller(self._config.actor_name)
+
+    async def call(self, method: RemoteMethod[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
+        """Raises ConnectionLost, or what the controller raised where the method is no routine."""
+        try:
+            async with asyncio.timeout(method.timeout_s):
+                answer: T = await getattr(self.handle, method.name).remote(*arguments, **named)
+                return answer
+        except (RayActorError, RayTaskError, TimeoutError) as error:
+            raise self._translate_error(error, method.is_routine) from error
+
+    def _translate_error(self, error: Exception, is_routine: bool = False) -> Exception:
+        if isinstance(error, RayTaskError):
+            if isinstance(error.cause, ShoalError):
+                return error.cause
+            if not is_routine:
+                return error
+            problem = f"the controller of {self._config.name!r} failed: {error.cause!r}"
+            if problem != self._last_problem:  # it would repeat with every report
+                self._last_problem = problem
+                logger.exception("%s", problem)
+            return ConnectionLost(problem)
+        if isinstance(error, ray.exceptions.ActorDiedError):
+            self._handle = None  # it ended for good, idle or by mistake: the next call starts another
+        return ConnectionLost(f"the controller of {self._config.name!r} did not answer: {error}")
