@@ -10,7 +10,7 @@ from shoal.errors import ConnectionLost, InferenceError
 from shoal.ray_call import NAMESPACE
 from shoal.serve.controller.config import ControllerConfig
 from shoal.serve.controller.state import Deployment
-from shoal.serve.on_ray.controller_client import RayControllerClient
+from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.spec.model_options import ModelOptions
 from waiting import wait_for
 

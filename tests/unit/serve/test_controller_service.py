@@ -108,7 +108,7 @@ def test_it_ends_when_no_replica_has_asked_for_a_while(monkeypatch: pytest.Monke
     ended: list[str] = []
 
     async def body(service: ControllerService) -> None:
-        service.on_idle = lambda: ended.append("")  # type: ignore[method-assign]
+        service.on_idle = lambda: ended.append("")
         for generation in range(3):
             await service.follow("r1", generation - 1, 0.0)
             assert not ended

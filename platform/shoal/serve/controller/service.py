@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.client.endpoint_status import CertificateStatus
@@ -33,9 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class ControllerService:
-    """Ends (`ended`) after `config.idle_s` without a call from a replica: the endpoint may be gone without notice."""
+    """Ends (`on_idle`) after `config.idle_s` without a call from a replica: the endpoint may be gone without notice."""
 
-    def __init__(self, setting: ControllerConfig) -> None:
+    def __init__(self, setting: ControllerConfig, on_idle: Callable[[], None] = lambda: None) -> None:
+        self.on_idle = on_idle
         self._began_at = time.time()
         # Here, since this is HAProxy's host, and no replica starts before it has asked this object for its plan.
         self._name = setting.name
@@ -146,6 +147,3 @@ class ControllerService:
     def _describe_certificate(self) -> CertificateStatus | None:
         watch = self._watch
         return CertificateStatus(watch.current.not_after, watch.days_remaining, watch.problem) if watch else None
-
-    def on_idle(self) -> None:
-        """End after a time without a call from a replica."""

@@ -31,7 +31,7 @@ from shoal.network_address import is_loopback
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.state import Event
 from shoal.serve.on_ray.bind_address import grpc_options, is_head
-from shoal.serve.on_ray.controller_client import RayControllerClient
+from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.on_ray.ingress_front import prepare_front
 from shoal.serve.on_ray.options import deployment_options
 from shoal.serve.on_ray.ownership import get_driver_id

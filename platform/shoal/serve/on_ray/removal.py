@@ -15,7 +15,7 @@ from ray.serve.context import _disconnect, _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from shoal.serve.on_ray.controller_client import stop_controller
+from shoal.serve.on_ray.controller_actor import stop_controller
 from shoal.serve.on_ray.ownership import cluster_occupied_error, is_serve_running, list_driver_endpoints
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from shoal.errors import ConfigError
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.serve.http import fast_path
 from shoal.serve.on_ray.bind_address import patch_bind_addresses
-from shoal.serve.on_ray.controller_client import RayControllerClient
+from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.on_ray.metrics import RayMetrics
 from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
 from shoal.serve.spec.endpoint import EndpointSpec
@@ -34,7 +34,8 @@ class ReplicaWorker:
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = EndpointReplica(name, spec, live, controller)
         await self._replica.start()
-        self._metrics = RayMetrics()
+        self._metrics: RayMetrics | None = None
+        self._is_up = False
         install_fast_path(spec, self._replica.app)
 
     def __serve_build_asgi_app__(self) -> EndpointApp:
@@ -48,9 +49,15 @@ class ReplicaWorker:
         return self._replica.stats()
 
     def check_health(self) -> None:
-        """Check the replica and publish its counts to Ray's exporter; Serve calls it every two seconds."""
+        """Check the replica and publish its counts to Ray's exporter; Serve calls it every two seconds.
+
+        The first check is part of the start, for which requests may wait: it has nothing to publish.
+        """
         self._replica.check_health()
-        self._metrics.publish(self._replica.report())
+        if self._is_up:
+            self._metrics = self._metrics or RayMetrics()
+            self._metrics.publish(self._replica.report())
+        self._is_up = True
 
     async def __del__(self) -> None:
         await self._replica.close()

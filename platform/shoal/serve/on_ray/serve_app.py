@@ -17,7 +17,7 @@ from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.home import load_access_token
 from shoal.serve.controller.config import build_controller_config
-from shoal.serve.on_ray.controller_client import RayControllerClient
+from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.on_ray.deployment import build_application, prepare_ingress_on_head
 from shoal.serve.on_ray.ingress_front import prepare_front
 from shoal.serve.spec.endpoint import EndpointSpec

@@ -39,7 +39,7 @@ from shoal.serve.spec.model_source import LiveModel
 SWITCH_INTERVAL_S = 0.001
 START_TIMEOUT_S = 600.0
 FIRST_WEIGHTS_TIMEOUT_S = 1.0  # a live model serves at once if its run has published, else answers 503
-START_POLL_S = 0.02
+START_POLL_S = 0.005
 
 
 class EndpointReplica:
