@@ -2,13 +2,16 @@
 
     python -m benchmarks.serving.from_zero [--runs N] [--quick]
 
-Both sleep in one cluster (`sleepers`), and are woken in turns, N times each, by ten requests in JSON on fresh
-connections at once. "Replica start" is the time from the first of these requests to the moment at which Serve's log
-says that the replica runs: the control loop that notices the request, the process, its imports, the model, and the
-control loop that notices the replica. The bar compares, turn by turn, our first answer with the plain deployment's
-replica start, which is before its own first answer. The plain deployment profits from our cluster's forked workers,
-which have torch imported: on Ray's own cluster its start takes seconds longer. Python may write and read bytecode, as
-in any installation.
+Each is woken in turns, N times, by ten requests in JSON on fresh connections at once. A plain replica's start is the
+time from the first of these requests to the moment at which Serve's log says that the replica runs: the control loop
+that notices the request, the process, its imports, the model, and the control loop that notices the replica. It ends
+before the plain deployment's own first answer. Our first answer is compared with it turn by turn:
+
+- with plain Ray Serve as shipped, on Ray's own cluster (the bar);
+- with a plain deployment on our cluster, which has what makes our workers start sooner (forks with torch imported, the
+  interval of Serve's control loop), and none of what an endpoint needs.
+
+Python may write and read bytecode, as in any installation.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import http.client
 import re
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,14 +31,14 @@ from urllib.parse import urlsplit
 
 from benchmarks.children import OUR_PYTHON, Child, scratch
 from benchmarks.result import Row, compare, options, write
-from benchmarks.serving.sleepers import OURS, PEER
+from benchmarks.serving.sleepers import OURS, PLAIN, STOCK
 from benchmarks.serving.workloads import body_of, examples
 
 WORKLOAD = "mlp"
 NUM_REQUESTS = 10
 START_S, ANSWER_S, SLEEP_S = 240.0, 100.0, 150.0
 SETTLE_S = 2.0  # after the last replica's end, of which HAProxy and Serve's proxies hear later
-PEER_NAME = "plain Ray Serve, its replica's start"
+NAMES = {STOCK: "Ray Serve as shipped", PLAIN: "plain Ray Serve on our cluster"}
 _STARTED = re.compile(r"\S+ (\S+ \S+) .*app='(\w+)'\) started successfully .*")
 
 
@@ -84,40 +88,46 @@ def wake(url: str, application: str, logs: Path) -> Wake:
     return Wake(ends[0], ends[-1], running_s, Counter(status for _, _, status in answers))
 
 
-def measure(folder: Path, num_turns: int) -> dict[str, list[Wake]]:
-    words = [OUR_PYTHON, "-m", "benchmarks.serving.sleepers", WORKLOAD]
+@contextmanager
+def sleepers(kind: str, folder: Path) -> Iterator[Child]:
+    words = [OUR_PYTHON, "-m", "benchmarks.serving.sleepers", kind, str(folder / kind[0]), WORKLOAD]
     environment = {"SHOAL_HOME": str(folder / "home"), "PYTHONDONTWRITEBYTECODE": ""}
-    found: dict[str, list[Wake]] = {OURS: [], PEER: []}
-    with Child(words, folder, environment, folder / "r", goodbye_s=30.0) as child:
-        said = child.answer(START_S)
+    with Child(words, folder, environment, folder / kind[0], goodbye_s=30.0) as child:
+        yield child
+
+
+def measure(folder: Path, num_turns: int) -> dict[str, list[Wake]]:
+    found: dict[str, list[Wake]] = {OURS: [], PLAIN: [], STOCK: []}
+    with sleepers(OURS, folder) as ours, sleepers(STOCK, folder) as stock:
+        said = {child: child.answer(START_S) for child in (ours, stock)}
         for _ in range(num_turns):
             for name, turns in found.items():
+                child = stock if name == STOCK else ours
                 child.ask(SLEEP_S, do="wait")
                 time.sleep(SETTLE_S)
-                turns.append(wake(said[name], name, Path(said["logs"])))
+                turns.append(wake(said[child][name], name, Path(said[child]["logs"])))
                 print(name, turns[-1], flush=True)
     return found
 
 
 def rows_of(found: dict[str, list[Wake]]) -> list[Row]:
-    ours, peer = found[OURS], found[PEER]
-    starts, firsts = [each.running_s for each in peer], [each.first_s for each in ours]
-    beyond = [first_s - start_s for first_s, start_s in zip(firsts, starts, strict=True)]
-    refused = [[sum(each.statuses.values()) - each.statuses["200"] for each in turns] for turns in (ours, peer)]
-    of = f"{NUM_REQUESTS} requests at a sleeping endpoint"
-    note = "turn by turn; the median of their own start is {:.2f} s, of the plain deployment's first answer {:.2f} s"
-    medians = [sorted(values)[len(values) // 2] for values in ([e.running_s for e in ours], [e.first_s for e in peer])]
-    return [
-        compare(f"{of}: first answer beyond the start of a plain replica", "s", "lower", beyond, bar=0.3,
-                bar_kind="value", note=note.format(*medians)),
-        compare(f"{of}: first answer", "s", "lower", firsts, starts, PEER_NAME),
-        compare(f"{of}: last answer", "s", "lower", [each.last_s for each in ours], [each.last_s for each in peer],
-                "plain Ray Serve"),
-        compare(f"{of}: first answer after Serve says that the replica runs", "s", "lower",
-                [each.first_s - each.running_s for each in ours], [each.first_s - each.running_s for each in peer],
-                "plain Ray Serve"),
-        compare(f"{of}: refused", "requests", "lower", *refused, "plain Ray Serve", 0.0, "value"),
-    ]  # fmt: skip
+    of, ours = f"{NUM_REQUESTS} requests at a sleeping endpoint", found[OURS]
+    rows = []
+    for name, bar in ((STOCK, 0.3), (PLAIN, None)):
+        beyond = [mine.first_s - its.running_s for mine, its in zip(ours, found[name], strict=True)]
+        title = f"{of}: first answer beyond a replica's start of {NAMES[name]}"
+        rows.append(compare(title, "s", "lower", beyond, bar=bar, bar_kind=bar and "value"))
+    for title, value in (
+        ("first answer", lambda each: each.first_s),
+        ("last answer", lambda each: each.last_s),
+        ("replica's start", lambda each: each.running_s),
+    ):
+        for name, peer in NAMES.items():
+            values = [[value(each) for each in turns] for turns in (ours, found[name])]
+            rows.append(compare(f"{of}: {title}", "s", "lower", *values, peer))
+    refused = [[sum(each.statuses.values()) - each.statuses["200"] for each in turns] for turns in found.values()]
+    rows.append(compare(f"{of}: refused", "requests", "lower", refused[0], refused[2], NAMES[STOCK], 0.0, "value"))
+    return rows
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
 """An endpoint that sleeps, and plain Ray Serve's deployment of the same model that does, for `from_zero`.
 
-    python -m benchmarks.serving.sleepers WORKLOAD
+    python -m benchmarks.serving.sleepers ours|stock FOLDER WORKLOAD
 
-Both are applications of one cluster, so they have the same machine, the same forked workers with torch imported, and
-the same ingress. Says their URLs and the file of Serve's log once both have answered and sleep. `{"do": "wait"}` is
-answered when neither has a replica. Ends when its input closes.
+`ours` is an endpoint on our cluster, with a plain deployment beside it: that has the same forked workers with torch
+imported, the same settings of Serve and the same ingress. `stock` is a plain deployment on Ray's own cluster, as
+shipped, with its files in FOLDER. Says URLs and the folder of Serve's log once all sleep. `{"do": "wait"}` is answered
+when no replica is there. Ends when its input closes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from benchmarks.talk import commands, say
 from shoal.cluster.embedded_cluster import start_cluster
 
-OURS, PEER = "ours", "plain"
+OURS, PLAIN, STOCK = "ours", "plain", "stock"
 IDLE_S = 1.0
 SLEEP_S = 120.0
 
@@ -45,12 +46,10 @@ def deploy_ours(workload: str, closing: ExitStack) -> str:
     return endpoint.url
 
 
-def deploy_plain(workload: str) -> None:
+def deploy_plain(name: str, workload: str) -> None:
     """Raises RuntimeError when it does not start."""
     from ray import serve
     from starlette.requests import Request
-
-    from shoal.cluster.ingress.serve_environment import hold_while_asleep
 
     class Plain:
         def __init__(self) -> None:
@@ -63,13 +62,12 @@ def deploy_plain(workload: str) -> None:
 
             return answer_of(self._infer([decode(workload, await request.body())])[0])
 
-    hold_while_asleep(os.environ, PEER, is_on=True)
     scaling = {"min_replicas": 0, "initial_replicas": 1, "max_replicas": 1, "metrics_interval_s": 0.5}
     scaling |= {"look_back_period_s": IDLE_S, "downscale_delay_s": IDLE_S, "downscale_to_zero_delay_s": IDLE_S}
     deployment = serve.deployment(Plain).options(
         name="replica", autoscaling_config=scaling, ray_actor_options={"num_cpus": 0.1}, max_ongoing_requests=100
     )
-    serve.run(deployment.bind(), name=PEER, route_prefix=f"/{PEER}")
+    serve.run(deployment.bind(), name=name, route_prefix=f"/{name}")
 
 
 def wait_asleep() -> None:
@@ -77,31 +75,56 @@ def wait_asleep() -> None:
     from ray import serve
 
     ends_s = time.monotonic() + SLEEP_S
-    while any(serve.status().applications[name].deployments["replica"].replica_states for name in (OURS, PEER)):
+    while any(each.deployments["replica"].replica_states for each in serve.status().applications.values()):
         if time.monotonic() > ends_s:
             raise TimeoutError(f"a replica is still there after {SLEEP_S:g} s")
         time.sleep(0.1)
 
 
-def main(workload: str) -> None:
+def start_ours(workload: str, closing: ExitStack) -> dict[str, str]:
+    cluster = closing.enter_context(start_cluster(num_cpus=4))
+    os.environ.update(cluster.environment)  # before anything imports Ray
+    import ray
+
+    from shoal.cluster.ingress.serve_environment import hold_while_asleep
+    from shoal.cluster.job_main import connect
+
+    connect()
+    closing.callback(ray.shutdown)
+    url = deploy_ours(workload, closing)
+    hold_while_asleep(os.environ, PLAIN, is_on=True)
+    deploy_plain(PLAIN, workload)
+    return {OURS: f"{url}/v2/models/{OURS}/infer", PLAIN: f"{url}/{PLAIN}"}
+
+
+def start_stock(folder: str, workload: str, closing: ExitStack) -> dict[str, str]:
+    from shoal.cluster.ports import find_free_port
+
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=os.urandom(32).hex(), RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
+    import ray
+    from ray import serve
+
+    ray.init(num_cpus=4, _temp_dir=folder, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False)
+    closing.callback(ray.shutdown)
+    port = find_free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    closing.callback(serve.shutdown)
+    deploy_plain(STOCK, workload)
+    return {STOCK: f"http://127.0.0.1:{port}/{STOCK}"}
+
+
+def main(kind: str, folder: str, workload: str) -> None:
     with ExitStack() as closing:
-        cluster = closing.enter_context(start_cluster(num_cpus=4))
-        os.environ.update(cluster.environment)  # before anything imports Ray
+        started = start_ours(workload, closing) if kind == OURS else start_stock(folder, workload, closing)
         import ray
 
-        from shoal.cluster.job_main import connect
-
-        connect()
-        closing.callback(ray.shutdown)
-        url = deploy_ours(workload, closing)
-        deploy_plain(workload)
         wait_asleep()
         logs = Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1] / "logs" / "serve"
-        say(ours=f"{url}/v2/models/{OURS}/infer", plain=f"{url}/{PEER}", logs=str(logs))
+        say(logs=str(logs), **started)
         for _ in commands():
             wait_asleep()
             say(done=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,6 +1,6 @@
 """The autoscaling policy as Ray Serve's controller calls it: the shell around `scaling.policy.ScalePolicy`.
 
-Serve makes one object for a deployment and calls it ten times a second, in its controller; a decision is made once a
+Serve makes one object for a deployment and calls it twenty times a second, in its controller; a decision is made once a
 second. Serve's own delays are off (`options`): its wrapper adds the bounds, and starts a replica for a request that
 waits where there is none.
 """
