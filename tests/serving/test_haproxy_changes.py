@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection, HTTPResponse
@@ -13,7 +14,7 @@ import pytest
 
 from serving.fake_replica import FakeReplica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
-from shoal.cluster.ingress.serve_environment import hold_while_asleep, serve_environment
+from shoal.cluster.ingress.serve_environment import hold_while_asleep, refuse_while_asleep, serve_environment
 from shoal.cluster.ingress.time_limits import CHANGE_S
 from shoal.cluster.ports import find_free_port
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
@@ -136,6 +137,22 @@ def test_asleep_a_request_is_held_for_a_time(replica: FakeReplica) -> None:
                 assert call(proxy, method) is grpc.StatusCode.UNAVAILABLE
             got = get(proxy, "/shoal/v1/status"), get(proxy, "/app/v2/health/ready"), get(proxy, "/metrics")
             assert got == (b'{"endpoint":"app","ready":true,"asleep":true}', b'{"ready":true}', b"")
+
+
+def test_asleep_with_a_spent_budget_a_request_learns_when_to_come_again(replica: FakeReplica) -> None:
+    with tempfile.TemporaryDirectory(prefix="x.") as folder:
+        environment = serve_environment(Path(folder))
+        refuse_while_asleep(environment, "app", time.time() + 3600)  # not one that may sleep
+        hold_while_asleep(environment, "app", is_on=True)
+        with HaproxyProcess(Path(folder), 0, 0, UNCHECKED, fallback_port=replica.port) as proxy:
+            assert post(proxy, "/echo").status == 200
+            refuse_while_asleep(environment, "app", time.time() + 3600)
+            answer = post(proxy, "/echo")
+            assert answer.status == 503
+            assert 3000 < int(answer.headers["retry-after"]) <= 3601
+            assert get(proxy, "/v2/health/ready") == b'{"ready":true}'
+            refuse_while_asleep(environment, "app", time.time() - 1)
+            assert post(proxy, "/echo").status == 200
 
 
 def test_asleep_no_more_than_some_are_held(replica: FakeReplica) -> None:

@@ -10,6 +10,7 @@ Ray.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shlex
 import shutil
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from shoal.atomic_file import replace_synced
 from shoal.cluster.ingress import backup_listener, haproxy_config, time_limits
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError
@@ -145,12 +147,25 @@ def hold_while_asleep(environment: Mapping[str, str], application: str, is_on: b
     """
     if BINARY_VARIABLE not in environment:
         return
-    mark = Path(environment[BINARY_VARIABLE]).parent / "asleep" / application
+    mark = _find_mark(environment, application)
     if is_on:
         mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         mark.touch()
     else:
         mark.unlink(missing_ok=True)
+
+
+def refuse_while_asleep(environment: Mapping[str, str], application: str, until_s: float) -> None:
+    """Refuse the requests of an application that sleeps until then, in seconds since the epoch. On the head.
+
+    Takes effect at once. Does nothing for an application that may not sleep.
+    """
+    if BINARY_VARIABLE in environment and (mark := _find_mark(environment, application)).exists():
+        replace_synced(mark, b"%d" % math.ceil(until_s))
+
+
+def _find_mark(environment: Mapping[str, str], application: str) -> Path:
+    return Path(environment[BINARY_VARIABLE]).parent / "asleep" / application
 
 
 def haproxy_program() -> str:
