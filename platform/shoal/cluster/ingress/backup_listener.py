@@ -40,6 +40,8 @@ UNREPEATED = (
 )
 REFUSED = json.dumps({"error": "the endpoint is asleep: send it a prediction, then the change"})
 SPENT = json.dumps({"error": "scale.budget is spent: come again in its next period, or raise it"})
+# HAProxy holds no call of gRPC: Serve's proxy, which could hold one, cannot pass the trailers of its answer on.
+GRPC_REFUSED = "the endpoint is asleep: send it a prediction over HTTP, which wakes it, then the call"
 MAX_HELD = 512  # requests of a sleeping application: Serve's proxy has each in memory, and one replica gets all
 
 # Reads the body to its end first: while a client is sending, an answer and a closed connection reach it as an error.
@@ -110,6 +112,14 @@ def add_backup(application: str, lines: list[str], folder: str, errors: str) -> 
     # HAProxy uses the first backup that is up. Serve's stays, since Serve waits until each application has a replica or
     # this one up.
     return [*rest, f"    server unavailable unix@{folder}/u.sock no-check backup", *backups]
+
+
+def refuse_grpc(application: str, replicas: list[str], errors: str) -> list[str]:
+    """The rule for calls of gRPC while an application sleeps."""
+    if not may_sleep(application, errors) or any(line.split()[0] == "server" for line in replicas):
+        return []
+    status = f"hdr grpc-status 14 hdr grpc-message '{GRPC_REFUSED}'"
+    return [f"    http-request return status 200 content-type application/grpc {status}"]
 
 
 def add_undisturbing(sections: Sections, errors: str, folder: str, front: str, changes: str) -> None:

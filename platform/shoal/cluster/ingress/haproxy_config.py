@@ -201,7 +201,7 @@ def rewrite(config: str, errors: str, front: Mapping[str, Any] | None = None) ->
     _require(folder is not None, "close the admin socket", "there is no admin socket")
     assert folder is not None
     http_front = dict(sections)[FRONTS[0]]
-    sections += _http1_backends(sections)
+    sections += _http1_backends(sections, errors)
     backup_listener.add_undisturbing(sections, errors, folder, FRONTS[0], CHANGES)
     for number, (head, lines) in enumerate(sections):
         if (application := head.removeprefix("backend http-")) != head:
@@ -342,7 +342,7 @@ def _set_front(head: str, lines: list[str], front: Mapping[str, Any]) -> list[st
     return [f"    bind {hosts}{protocol or ''}{options}", *rules, *rest]
 
 
-def _http1_backends(sections: Sections) -> Sections:
+def _http1_backends(sections: Sections, errors: str) -> Sections:
     """A second backend for each application: its replicas' HTTP servers, without Serve's own proxy."""
     applications = [head.removeprefix("backend grpc-") for head, _ in sections if head.startswith("backend grpc-")]
     found: Sections = []
@@ -353,6 +353,7 @@ def _http1_backends(sections: Sections) -> Sections:
                 is_known = not _is(line, "server") or _SERVER.fullmatch(line) is not None
                 _require(is_known, "leave Serve's proxy out", f"{line.strip()!r} is not known")
             replicas = [line for line in lines if not backup_listener.is_backup(line)]
+            replicas += backup_listener.refuse_grpc(application, replicas, errors)
             for way, (_, own) in WAYS.items():
                 found.append((f"backend {way}-{application}", [*own.splitlines(), *replicas]))
     return found
