@@ -159,7 +159,7 @@ def test_a_spent_budget_leaves_the_floor_until_the_next_day() -> None:
 def test_a_spent_budget_lets_nothing_wake_an_endpoint(scale: dict[str, Any], spent_hours: float, hours: float) -> None:
     now_s = MONDAY_S + 10 * 3600
     budget = Budget(ScaleSpec(min=0, max=2, **scale), charged_s=now_s, spent_s=spent_hours * 3600)
-    assert budget.find_refusal_end(now_s) == (now_s + hours * 3600 if hours else 0.0)
+    assert budget.find_rejection_end(now_s) == (now_s + hours * 3600 if hours else 0.0)
 
 
 def test_before_a_forward_is_measured_nothing_changes() -> None:

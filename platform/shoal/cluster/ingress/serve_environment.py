@@ -98,8 +98,7 @@ def serve_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_PORT_QUARANTINE_S": f"{time_limits.PORT_QUARANTINE_S:.0f}",
         # How long a replica stays reachable during its removal; HAProxy is updated within 0.1 s and retries.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-        # Serve's controller sees what it waits for (a first request at zero, a process, a replica) half as late as by
-        # default, for 3% of a core more (decision 033).
+        # What Serve's controller polls for (a first request, a process) is noticed half as late as by default.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "100",

@@ -39,7 +39,7 @@ class EndpointAutoscaler:
         self._policy: ScalePolicy | None = None
         self._decided_s = self._saved_s = -math.inf
         self._replicas, self._is_asleep = -1, False
-        self._refused_until_s = -1.0
+        self._rejected_until_s = -1.0
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         now_s = float(ctx.current_time or 0.0)
@@ -65,9 +65,9 @@ class EndpointAutoscaler:
         if now_s - self._saved_s >= SAVE_EVERY_S:
             self._saved_s = now_s
             self._save_budget(budget)
-        until_s = budget.find_refusal_end(now_s)
-        if until_s != self._refused_until_s:
-            self._refused_until_s = until_s
+        until_s = budget.find_rejection_end(now_s)
+        if until_s != self._rejected_until_s:
+            self._rejected_until_s = until_s
             refuse_while_asleep(os.environ, application, until_s)
 
     def _load_budget(self, now_s: float) -> Budget:

@@ -35,7 +35,7 @@ class Budget:
         """Whether replicas beyond `min` and the floors may run."""
         return self.spent_s + self._reserve_s(now_s) < self._budget_s
 
-    def find_refusal_end(self, now_s: float) -> float:
+    def find_rejection_end(self, now_s: float) -> float:
         """Until when it allows no replica: its next period, or the next floor; 0 when it allows one now."""
         minute = math.floor(_count_minutes(now_s))
         weeks_floors = (self._floors[(minute + each) % MINUTES_PER_WEEK] for each in range(MINUTES_PER_WEEK))
