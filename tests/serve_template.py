@@ -35,7 +35,8 @@ def serves_config(
     environment.filters["haproxy_fmt"] = repr
     config = _config(folder, port, grpc_port)
     backends = [_backend("http-app", replica_port, fallback_port)] if replica_port or fallback_port else []
-    grpc_backends = [_backend("grpc-app", grpc_replica_port)] if grpc_replica_port else []
+    has_grpc = grpc_replica_port or (fallback_port and not replica_port)
+    grpc_backends = [_backend("grpc-app", grpc_replica_port, fallback_port)] if has_grpc else []
     route_info = SimpleNamespace(
         healthy=True, status=200, health_message="success", routes_message="{}", routes_content_type="application/json"
     )

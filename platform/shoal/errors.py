@@ -32,6 +32,7 @@ Imported everywhere; imports nothing of Shoal.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -48,6 +49,12 @@ def summarize_error(error: BaseException, *, line: int = 0, max_chars: int | Non
     line: which one: 0 has what torch and Serve say before pages of advice; -1 what is raised at the end of a traceback
     """
     return (str(error).strip().splitlines() or [type(error).__name__])[line].strip()[:max_chars]
+
+
+def error_summary(text: str) -> str:
+    """The message of our last error in a traceback that Ray passed on as text; "" for none."""
+    ours = re.findall(r"^shoal\.errors\.\w+: (.+)$", text, re.MULTILINE)
+    return str(ours[-1]) if ours else ""
 
 
 class ConfigError(ShoalError, ValueError):

@@ -14,24 +14,24 @@ from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.weights import WeightSnapshot
 
 
-class FailingMethod:
-    """Of an actor's handle: every call of it ends with `error`, which was raised in the actor."""
+class FailingActor:
+    """An actor's handle: every call of a method ends with its error, which was raised in the actor."""
 
-    def __init__(self, error: Exception) -> None:
-        self._error = error
+    def __init__(self, **errors: Exception) -> None:
+        self.call, self._errors = self, errors
 
-    async def remote(self, *arguments: object) -> None:
+    async def remote(self, method: str, *arguments: object) -> None:
         from ray.exceptions import RayTaskError
 
-        raise RayTaskError("method", "the traceback", self._error).as_instanceof_cause()
+        raise RayTaskError("method", "the traceback", self._errors[method]).as_instanceof_cause()
 
 
 def test_what_fails_in_the_controller_stops_no_replica_and_is_told_to_people(tmp_path: Path) -> None:
     from shoal.serve.on_ray.controller_actor import RayControllerClient
 
-    full, no = FailingMethod(OSError("the disk is full")), FailingMethod(InferenceError(409, "no"))
+    full, no = OSError("the disk is full"), InferenceError(409, "no")
     controller = RayControllerClient(ControllerConfig("e", "1", (), tmp_path, str(tmp_path), {}))
-    controller._handle = SimpleNamespace(report=full, status=full, administer=no)
+    controller._handle = FailingActor(report=full, status=full, administer=no)
     with pytest.raises(ConnectionLost, match=r"the controller of 'e' failed: .*the disk is full"):
         asyncio.run(controller.report(ReplicaReport("r1")))
     with pytest.raises(OSError, match="the traceback"):
@@ -44,13 +44,13 @@ def test_the_client_of_a_controller_calls_methods_that_the_controller_has(tmp_pa
     from shoal.serve.controller.service import ControllerService
     from shoal.serve.on_ray.controller_actor import RayControllerClient
 
-    async def answer(*arguments: object) -> list[object]:
+    async def answer(method: str, *arguments: object) -> list[object]:
+        assert not method.startswith("_")
+        assert method in vars(ControllerService)
         return []
 
     controller = RayControllerClient(ControllerConfig("e", "1", (), tmp_path, str(tmp_path), {}))
-    controller._handle = SimpleNamespace(
-        **{name: SimpleNamespace(remote=answer) for name in vars(ControllerService) if not name.startswith("_")}
-    )
+    controller._handle = SimpleNamespace(call=SimpleNamespace(remote=answer))
 
     async def call_everything() -> None:
         await controller.follow("r1", 0, 1.0)

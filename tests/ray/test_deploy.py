@@ -434,7 +434,7 @@ def test_without_haproxy_an_endpoint_is_refused_before_anything_is_started(
 
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_grpc_is_refused_where_uvicorn_has_no_way_for_it(is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.serve.on_ray import deployment
+    from shoal.serve.on_ray import replica_worker
 
     handed: list[object] = []
 
@@ -444,15 +444,15 @@ def test_grpc_is_refused_where_uvicorn_has_no_way_for_it(is_installed: bool, mon
 
     monkeypatch.setattr("shoal.serve.http.fast_path.install_application", install)
     entrance: Any = object()
-    deployment.install_fast_path(EndpointSpec(name="m"), entrance)
-    deployment.install_fast_path(EndpointSpec.parse({"name": "m", "scale": {"max": 2}}), entrance)
+    replica_worker.install_fast_path(EndpointSpec(name="m"), entrance)
+    replica_worker.install_fast_path(EndpointSpec.parse({"name": "m", "scale": {"max": 2}}), entrance)
     assert handed == [entrance, entrance]
     with_grpc = EndpointSpec(name="m", grpc_port=0)
     if is_installed:
-        deployment.install_fast_path(with_grpc, entrance)
+        replica_worker.install_fast_path(with_grpc, entrance)
         return
     with pytest.raises(ConfigError, match="gRPC needs a class of uvicorn's"):
-        deployment.install_fast_path(with_grpc, entrance)
+        replica_worker.install_fast_path(with_grpc, entrance)
 
 
 SHARED_DRIVER = """

@@ -12,7 +12,7 @@ def test_every_process_that_gets_the_options_listens_on_loopback(monkeypatch: py
     from ray import cloudpickle
     from ray.serve._private.grpc_util import set_proxy_default_grpc_options
 
-    from shoal.serve.on_ray import grpc_options as ray_grpc
+    from shoal.serve.on_ray import bind_address as ray_grpc
 
     called: list[bool] = []
     monkeypatch.setattr(ray_grpc, "patch_bind_addresses", lambda: called.append(True))

@@ -1,5 +1,6 @@
 """An endpoint on Ray whose replicas follow its load: Serve sees none of the requests, its policy sees all of them."""
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ import shoal
 import shoal.errors
 from endpoint_process import NUM_FEATURES, Client, EndpointProcess
 from shoal.client.endpoint_status import EndpointStatus
+from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE, hold_while_asleep
 from shoal.serve.on_ray.autoscaling import EndpointAutoscaler
 from waiting import wait_for
 
@@ -76,18 +78,34 @@ def test_an_idle_endpoint_sleeps_and_answers_all_that_wake_it(endpoint: Endpoint
     assert "replica_lost " not in endpoint.command("events")
 
 
+def decide(policy: EndpointAutoscaler, now_s: float, running: int) -> int:
+    numbers = {"requests": now_s * 1000, "waiting": 0.0, "loop_s": 0.0, "seconds_1": 0.01}
+    series = {name: {REPLICA: [SimpleNamespace(value=each)]} for name, each in numbers.items()}
+    context: Any = SimpleNamespace(
+        app_name="m", current_time=now_s, raw_metrics=series, current_num_replicas=running,
+        target_num_replicas=running, total_queued_requests=0.0,
+    )  # fmt: skip
+    return policy(context)[0]
+
+
+def test_a_spent_budget_has_the_ingress_refuse_what_would_wake_the_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BINARY_VARIABLE, str(tmp_path / "haproxy"))
+    hold_while_asleep(os.environ, "m", is_on=True)
+    midnight_s = datetime(2026, 1, 6, tzinfo=UTC).timestamp()
+    scale = {"min": 0, "max": 2, "budget": "1/day"}
+    policy = EndpointAutoscaler(scale, 0.1, str(tmp_path / "m.budget.json"))
+    told = []
+    for hour, running in ((0, 1), (0.9, 1), (1.1, 1), (1.2, 0), (24.1, 0)):
+        decide(policy, midnight_s + hour * 3600, running)
+        told.append((tmp_path / "asleep" / "m").read_text())
+    assert told == ["0", "0", *[f"{midnight_s + 86_400:.0f}"] * 2, "0"]
+
+
 def test_the_account_of_a_budget_outlives_serves_controller(tmp_path: Path) -> None:
     file, midnight_s = tmp_path / "endpoints" / "m.budget.json", datetime(2026, 1, 6, tzinfo=UTC).timestamp()
     scale = {"max": 4, "floors": {"00:00-24:00": 2}, "budget": "50/day"}
-
-    def decide(policy: EndpointAutoscaler, now_s: float, running: int) -> int:
-        numbers = {"requests": now_s * 1000, "waiting": 0.0, "loop_s": 0.0, "seconds_1": 0.01}
-        series = {name: {REPLICA: [SimpleNamespace(value=each)]} for name, each in numbers.items()}
-        context: Any = SimpleNamespace(
-            app_name="m", current_time=now_s, raw_metrics=series, current_num_replicas=running,
-            target_num_replicas=running, total_queued_requests=0.0,
-        )  # fmt: skip
-        return policy(context)[0]
 
     first = EndpointAutoscaler(scale, 0.1, str(file))
     assert [decide(first, midnight_s + 1800 * each, 4) for each in range(3)] == [2, 4, 2]  # one hour beyond the floor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection, HTTPResponse
@@ -13,7 +14,8 @@ import pytest
 
 from serving.fake_replica import FakeReplica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
-from shoal.cluster.ingress.serve_environment import hold_while_asleep, serve_environment
+from shoal.cluster.ingress.backup_listener import GRPC_REFUSED
+from shoal.cluster.ingress.serve_environment import hold_while_asleep, refuse_while_asleep, serve_environment
 from shoal.cluster.ingress.time_limits import CHANGE_S
 from shoal.cluster.ports import find_free_port
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
@@ -73,11 +75,15 @@ def get(proxy: HaproxyProcess, path: str) -> bytes:
 
 
 def call(proxy: HaproxyProcess, method: str) -> grpc.StatusCode:
+    return fail(proxy, method).code()
+
+
+def fail(proxy: HaproxyProcess, method: str) -> grpc.RpcError:
     with grpc.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel:
         ask = channel.unary_unary(f"/{SERVICE}/{method}", request_serializer=None, response_deserializer=None)
         with pytest.raises(grpc.RpcError) as caught:
             ask(b"", timeout=ANSWER_S)
-    return caught.value.code()
+    return caught.value
 
 
 @pytest.mark.parametrize("path", ["/v2/models/m/infer", "/v2/repository/index", *CHANGES])
@@ -132,10 +138,27 @@ def test_asleep_a_request_is_held_for_a_time(replica: FakeReplica) -> None:
             assert post(proxy, "/shoal/v1/rollout").status == 503
             answer = post(proxy, "/silent")
             assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-            for method in ("RepositoryModelUnload", "ModelInfer"):
-                assert call(proxy, method) is grpc.StatusCode.UNAVAILABLE
+            for method in ("RepositoryModelUnload", "ModelInfer", "ModelStreamInfer"):
+                error = fail(proxy, method)
+                assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, GRPC_REFUSED)
             got = get(proxy, "/shoal/v1/status"), get(proxy, "/app/v2/health/ready"), get(proxy, "/metrics")
             assert got == (b'{"endpoint":"app","ready":true,"asleep":true}', b'{"ready":true}', b"")
+
+
+def test_asleep_with_a_spent_budget_a_request_learns_when_to_come_again(replica: FakeReplica) -> None:
+    with tempfile.TemporaryDirectory(prefix="x.") as folder:
+        environment = serve_environment(Path(folder))
+        refuse_while_asleep(environment, "app", time.time() + 3600)  # not one that may sleep
+        hold_while_asleep(environment, "app", is_on=True)
+        with HaproxyProcess(Path(folder), 0, 0, UNCHECKED, fallback_port=replica.port) as proxy:
+            assert post(proxy, "/echo").status == 200
+            refuse_while_asleep(environment, "app", time.time() + 3600)
+            answer = post(proxy, "/echo")
+            assert answer.status == 503
+            assert 3000 < int(answer.headers["retry-after"]) <= 3601
+            assert get(proxy, "/v2/health/ready") == b'{"ready":true}'
+            refuse_while_asleep(environment, "app", time.time() - 1)
+            assert post(proxy, "/echo").status == 200
 
 
 def test_asleep_no_more_than_some_are_held(replica: FakeReplica) -> None:

@@ -109,7 +109,7 @@ def test_it_ends_when_no_replica_has_asked_for_a_while(monkeypatch: pytest.Monke
     ended: list[str] = []
 
     async def body(service: ControllerService) -> None:
-        service.on_idle = lambda: ended.append("")  # type: ignore[method-assign]
+        service.on_idle = lambda: ended.append("")
         for generation in range(3):
             await service.follow("r1", generation - 1, 0.0)
             assert not ended
@@ -120,13 +120,12 @@ def test_it_ends_when_no_replica_has_asked_for_a_while(monkeypatch: pytest.Monke
     assert len(ended) == 1
 
 
-def test_an_idle_one_watches_its_certificate_while_there_is_an_ingress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_one_watches_its_certificate_while_there_is_an_ingress() -> None:
     ended: list[str] = []
     answers = iter([True, True, False])
-    monkeypatch.setattr(ControllerService, "has_ingress", lambda service: next(answers))
-    monkeypatch.setattr(ControllerService, "on_idle", lambda service: ended.append(""))
 
     async def body(service: ControllerService) -> None:
+        service.has_ingress, service.on_idle = lambda: next(answers), lambda: ended.append("")
         service._watch = cast(Any, SimpleNamespace(poll=lambda: None, current=SimpleNamespace(not_after=0.0)))
         await service.follow("r1", -1, 0.0)
         while not ended:

@@ -12,6 +12,7 @@ import pytest
 from shoal.batching.replica_set import tabulate
 from shoal.batching.simulate import ForwardTime, poisson
 from shoal.errors import DataError
+from shoal.serve.scaling.budget import Budget
 from shoal.serve.scaling.policy import Decision, EndpointLoad, ReplicaLoad, ScalePolicy
 from shoal.serve.scaling.trace import read_trace
 from shoal.serve.scaling.trace_replay import ReplayedTrace, replay_fixed, replay_policy
@@ -142,6 +143,23 @@ def test_a_spent_budget_leaves_the_floor_until_the_next_day() -> None:
     assert (decision.replicas, decision.reason) == (1, "budget")
     assert endpoint.run(2300, rate=3000).replicas == 1
     assert endpoint.run(200, rate=3000).replicas == 4
+
+
+@pytest.mark.parametrize(
+    ("scale", "spent_hours", "hours"),
+    [
+        ({"budget": "4/day"}, 3.9, 0.0),  # it may still wake
+        ({"budget": "4/day"}, 4.1, 14.0),  # until midnight
+        ({"budget": "4/day", "floors": {"12:00-13:00": 1}}, 4.1, 2.0),  # until a floor
+        ({"budget": "4/day", "floors": {"09:00-11:00": 1}}, 4.1, 0.0),  # in one
+        ({"budget": "4/day", "floors": {"sun 12:00-13:00": 1}}, 4.1, 14.0),
+        ({"budget": "90/month"}, 90.0, 26 * 24 + 14.0),
+    ],
+)
+def test_a_spent_budget_lets_nothing_wake_an_endpoint(scale: dict[str, Any], spent_hours: float, hours: float) -> None:
+    now_s = MONDAY_S + 10 * 3600
+    budget = Budget(ScaleSpec(min=0, max=2, **scale), charged_s=now_s, spent_s=spent_hours * 3600)
+    assert budget.find_rejection_end(now_s) == (now_s + hours * 3600 if hours else 0.0)
 
 
 def test_before_a_forward_is_measured_nothing_changes() -> None:

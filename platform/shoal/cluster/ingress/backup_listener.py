@@ -39,6 +39,9 @@ UNREPEATED = (
     "    http-after-response del-header retry-after if {{ var(txn.change) -m bool }}",
 )
 REFUSED = json.dumps({"error": "the endpoint is asleep: send it a prediction, then the change"})
+SPENT = json.dumps({"error": "scale.budget is spent: come again in its next period, or raise it"})
+# HAProxy holds no call of gRPC: Serve's proxy, which could hold one, cannot pass the trailers of its answer on.
+GRPC_REFUSED = "the endpoint is asleep: send it a prediction over HTTP, which wakes it, then the call"
 MAX_HELD = 512  # requests of a sleeping application: Serve's proxy has each in memory, and one replica gets all
 
 # Reads the body to its end first: while a client is sending, an answer and a closed connection reach it as an error.
@@ -52,6 +55,12 @@ core.register_service("unavailable", "http", function(applet)
     applet:add_header("retry-after", "1")
     applet:start_response()
     applet:send(body)
+end)
+core.register_fetches("refused_s", function(txn, mark)
+    local file = io.open(mark)
+    local until_s = file and tonumber(file:read("a"))
+    if file then file:close() end
+    return math.max(0, (until_s or 0) - core.now().sec)
 end)
 """
 _ADMIN_SOCKET = re.compile(r" *stats socket (\S+)/\S+ .*")
@@ -74,7 +83,20 @@ def is_backup(line: str) -> bool:
 
 def may_sleep(application: str, errors: str) -> bool:
     """Whether an application without a replica is asleep: see `serve_environment.hold_while_asleep`."""
-    return (Path(errors).parent / "asleep" / application).exists()
+    return find_mark(application, errors).exists()
+
+
+def find_mark(application: str, errors: str) -> Path:
+    """The file that marks an application that may sleep. It has the time until which nothing may wake it."""
+    return Path(errors).parent / "asleep" / application
+
+
+def _refuse_spent(mark: Path) -> list[str]:
+    answer = f"status 503 content-type application/json string '{SPENT}' hdr retry-after %[var(txn.refused_s)]"
+    return [
+        f"    http-request set-var(txn.refused_s) lua.refused_s({mark})",
+        f"    http-request return {answer} if {{ var(txn.refused_s) -m int gt 0 }}",
+    ]
 
 
 def limit_answers(application: str, errors: str) -> list[str]:
@@ -91,11 +113,20 @@ def add_backup(application: str, lines: list[str], folder: str, errors: str) -> 
         if any(line.split()[0] == "server" for line in rest):
             return [*limit_answers(application, errors), *lines]
         limits = [f"    timeout server {HOLD_S:g}s", f"    errorfile 504 {errors}/503.http"]
-        return [*lines, f"    http-request return status 503 errorfiles shoal if {{ be_conn gt {MAX_HELD} }}", *limits]
+        held = f"    http-request return status 503 errorfiles shoal if {{ be_conn gt {MAX_HELD} }}"
+        return [*lines, *_refuse_spent(find_mark(application, errors)), held, *limits]
     # HAProxy uses the first backup that is up. Serve's stays, since Serve waits until each application has a replica or
     # this one up.
     own = limit_answers(application, errors)
     return [*own, *rest, f"    server unavailable unix@{folder}/u.sock no-check backup", *backups]
+
+
+def refuse_grpc(application: str, replicas: list[str], errors: str) -> list[str]:
+    """The rule for calls of gRPC while an application sleeps."""
+    if not may_sleep(application, errors) or any(line.split()[0] == "server" for line in replicas):
+        return []
+    status = f"hdr grpc-status 14 hdr grpc-message '{GRPC_REFUSED}'"
+    return [f"    http-request return status 200 content-type application/grpc {status}"]
 
 
 def add_undisturbing(sections: Sections, errors: str, folder: str, front: str, is_change: str) -> None:

@@ -90,15 +90,8 @@ ERRORS: dict[int, tuple[str, str, str]] = {
     503: UNAVAILABLE,
     504: ("504 Gateway Timeout", "", "no answer in time"),
 }
-GRPC_ERRORS = {
-    400: 13,
-    408: 4,
-    **dict.fromkeys((413, 429), 8),
-    500: 13,
-    501: 12,
-    **dict.fromkeys((502, 503), 14),
-    504: 4,
-}  # to a status of gRPC; else 2, unknown
+# To a status of gRPC; else 2, unknown.
+GRPC_ERRORS = {400: 13, 408: 4, 413: 8, 429: 8, 500: 13, 501: 12, 502: 14, 503: 14, 504: 4}
 
 # For the audit log: the client's address, which `front.json` may take from the headers of a trusted proxy.
 FROM = "    http-request set-header shoal-from %[src]"
@@ -353,6 +346,7 @@ def _http1_backends(sections: Sections, errors: str) -> Sections:
                 _require(is_known, "leave Serve's proxy out", f"{line.strip()!r} is not known")
             replicas = [line for line in lines if not backup_listener.is_backup(line)]
             limits = backup_listener.limit_answers(application, errors)
+            replicas += backup_listener.refuse_grpc(application, replicas, errors)
             for way, (_, own) in WAYS.items():
                 found.append((f"backend {way}-{application}", [*limits, *own.splitlines(), *replicas]))
     return found

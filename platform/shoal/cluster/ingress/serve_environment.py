@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from shoal.atomic_file import replace_synced
 from shoal.cluster.ingress import backup_listener, haproxy_config, time_limits
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError
@@ -141,7 +142,8 @@ def hold_while_asleep(environment: Mapping[str, str], application: str, is_on: b
     Takes effect when the application's replicas change next. Idempotent. Does nothing where `environment` lacks the
     variables of `serve_environment`.
     """
-    _mark_application(environment, "asleep", application, "" if is_on else None)
+    if not (is_on and BINARY_VARIABLE in environment and _find_mark(environment, application).exists()):
+        _mark_application(environment, "asleep", application, "" if is_on else None)
 
 
 def limit_answers(environment: Mapping[str, str], application: str, answer_s: float | None) -> None:
@@ -160,6 +162,19 @@ def _mark_application(environment: Mapping[str, str], folder: str, application: 
     else:
         mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         mark.write_text(text)
+
+
+def refuse_while_asleep(environment: Mapping[str, str], application: str, until_s: float) -> None:
+    """Refuse the requests of an application that sleeps until then, in seconds since the epoch. On the head.
+
+    Takes effect at once. Does nothing for an application that may not sleep.
+    """
+    if BINARY_VARIABLE in environment and (mark := _find_mark(environment, application)).exists():
+        replace_synced(mark, b"%d" % math.ceil(until_s))
+
+
+def _find_mark(environment: Mapping[str, str], application: str) -> Path:
+    return Path(environment[BINARY_VARIABLE]).parent / "asleep" / application
 
 
 def haproxy_program() -> str:

@@ -28,13 +28,12 @@ from shoal.serve.controller.change_request import (
     require_guard_metric,
     require_shadow_percent,
 )
+from shoal.serve.controller.config import LOAD_TIMEOUT_S
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Goal, Phase
 from shoal.serve.controller.state import Deployment, ModelState
 from shoal.serve.messages.desired_state import NEWEST
 from shoal.serve.spec.model_options import ModelOptions
-
-LOAD_TIMEOUT_S = 300.0
 
 
 class AdminApi:

@@ -21,6 +21,7 @@ from shoal.serve.controller.state import Deployment
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel, RegistryCatalogue
 
+LOAD_TIMEOUT_S = 300.0  # of a model's versions on every replica
 _ACTOR_NAME = re.compile(r"endpoint-(.+)-[0-9a-f]+@([0-9a-f]+)")
 
 

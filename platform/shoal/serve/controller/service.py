@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.client.endpoint_status import CertificateStatus
@@ -38,7 +38,13 @@ class ControllerService:
     One that watches a certificate stays while there is an ingress: an endpoint that sleeps needs a valid one to wake.
     """
 
-    def __init__(self, setting: ControllerConfig) -> None:
+    def __init__(
+        self,
+        setting: ControllerConfig,
+        on_idle: Callable[[], None] = lambda: None,
+        has_ingress: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.on_idle, self.has_ingress = on_idle, has_ingress
         self._began_at = time.time()
         # Here, since this is HAProxy's host, and no replica starts before it has asked this object for its plan.
         self._name = setting.name
@@ -153,10 +159,3 @@ class ControllerService:
     def _describe_certificate(self) -> CertificateStatus | None:
         watch = self._watch
         return CertificateStatus(watch.current.not_after, watch.days_remaining, watch.problem) if watch else None
-
-    def has_ingress(self) -> bool:
-        """Whether the cluster has an ingress."""
-        return False
-
-    def on_idle(self) -> None:
-        """End after a time without a call from a replica."""

@@ -1,6 +1,6 @@
 """The autoscaling policy as Ray Serve's controller calls it: the shell around `scaling.policy.ScalePolicy`.
 
-Serve makes one object for a deployment and calls it ten times a second, in its controller; a decision is made once a
+Serve makes one object for a deployment and calls it twenty times a second, in its controller; a decision is made once a
 second. Serve's own delays are off (`options`): its wrapper adds the bounds, and starts a replica for a request that
 waits where there is none.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from ray.serve.config import AutoscalingContext
 
 from shoal.atomic_file import replace_synced
+from shoal.cluster.ingress.serve_environment import refuse_while_asleep
 from shoal.serve.scaling.budget import Budget
 from shoal.serve.scaling.policy import EndpointLoad, ScalePolicy
 from shoal.serve.scaling.replica_counts import decode
@@ -37,6 +39,7 @@ class EndpointAutoscaler:
         self._policy: ScalePolicy | None = None
         self._decided_s = self._saved_s = -math.inf
         self._replicas, self._is_asleep = -1, False
+        self._rejected_until_s = -1.0
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         now_s = float(ctx.current_time or 0.0)
@@ -52,10 +55,20 @@ class EndpointAutoscaler:
             told = f"{decision.replicas} replicas ({decision.reason}, {decision.requests_per_s:.1f} requests/s)"
             logger.info("%s: %s", ctx.app_name, told)
         self._replicas = decision.replicas
-        if self._policy.budget is not None and now_s - self._saved_s >= SAVE_EVERY_S:
-            self._saved_s = now_s
-            self._save_budget(self._policy.budget)
+        if self._policy.budget is not None:
+            self._apply_budget(self._policy.budget, ctx.app_name, now_s)
         return decision.replicas, {}
+
+    def _apply_budget(self, budget: Budget, application: str, now_s: float) -> None:
+        """Save the account, and have the ingress refuse what would wake the endpoint: Serve starts a replica for it
+        without asking this policy."""
+        if now_s - self._saved_s >= SAVE_EVERY_S:
+            self._saved_s = now_s
+            self._save_budget(budget)
+        until_s = budget.find_rejection_end(now_s)
+        if until_s != self._rejected_until_s:
+            self._rejected_until_s = until_s
+            refuse_while_asleep(os.environ, application, until_s)
 
     def _load_budget(self, now_s: float) -> Budget:
         """The account of this day or month, charged until it was last kept, or until now after a short gap."""

@@ -22,8 +22,7 @@ import ray.data
 import ray.util.annotations
 
 from shoal.cluster.capacity import GPU_GRAINS, gpu_share, gpus_by_host, require_gpus, wait_for_resource
-from shoal.errors import ClusterError, DataError, RunError
-from shoal.serve.on_ray.errors import error_summary
+from shoal.errors import ClusterError, DataError, RunError, error_summary
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
 from shoal.serve.tables.batch_output import has_rows, make_incoming_path, publish_output, verify_row_count

@@ -1,10 +1,13 @@
-"""Restricts the addresses on which a replica's servers listen.
+"""Restricts the addresses on which a replica's servers listen, and makes Serve's gRPC listen at all.
 
 Serve has no setting for it. Its gRPC servers, for health and for other deployments, listen on every interface (`[::]`);
 on a loopback cluster they are moved to loopback. Its HTTP server listens on the endpoint's address, loopback. But
 HAProxy runs on the head and connects to another host's replica at that host's address. On the head, HAProxy connects
 over loopback and other deployments at the host's address, so gRPC stays on every interface there. Called by the Ray
 shell in a replica's constructor, which runs before Serve makes any server.
+
+Serve starts a gRPC server in every replica, which HAProxy uses for the health check only: calls reach a replica as
+HTTP/1.1 requests (`serve.grpc.app`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 
 import ray
 from ray.serve._private import default_impl, replica
+from ray.serve.config import gRPCOptions
 
 from shoal.cluster.capacity import get_head_address
 from shoal.network_address import is_loopback
@@ -52,3 +56,24 @@ def _bind_http_to(host: str, start: Callable[..., Any]) -> Callable[..., Any]:
         return start(app, options, *args, **kwargs)
 
     return start_there
+
+
+class LoopbackGrpcOptions(gRPCOptions):
+    """A process of Serve that receives these makes its gRPC servers on loopback, on a loopback cluster.
+
+    Serve's fallback proxy offers no other hook: no code of ours runs there before its server listens.
+    """
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        super().__setstate__(state)
+        patch_bind_addresses()
+
+
+def grpc_options(port: int) -> gRPCOptions:
+    """The options for `serve.start`. Without reflection, which would answer callers without a key."""
+    function = f"{__name__}.{add_nothing.__name__}"
+    return LoopbackGrpcOptions(port=port, grpc_servicer_functions=[function], enable_reflection=False)
+
+
+def add_nothing(servicer: Any, server: Any) -> None:
+    """Add no service. Serve enables gRPC when given such a function, and calls it for each of its gRPC servers."""

@@ -17,28 +17,38 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from shoal.cluster.capacity import make_head_affinity
 from shoal.errors import ConnectionLost, ShoalError
 from shoal.ray_call import CALL_TIMEOUT_S, NAMESPACE, call_or_none
-from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
-from shoal.serve.controller.config import ControllerConfig
-from shoal.serve.controller.service import ControllerService
+from shoal.serve.controller.config import LOAD_TIMEOUT_S, ControllerConfig
 from shoal.serve.controller.state import StateFile
 from shoal.serve.on_ray.ownership import is_serve_running
+from shoal.serve.replica.watchers import ControllerClient
 
 CHANGE_TIMEOUT_S = 3700.0  # above what a change may ask for
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
-ServiceMethod = Callable[Concatenate[ControllerService, P], Coroutine[Any, Any, T]]
+ServiceMethod = Callable[Concatenate[ControllerClient, P], Coroutine[Any, Any, T]]
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000)
-class ControllerWorker(ControllerService):
-    """ControllerService as an actor."""
+class ControllerWorker:
+    """A ControllerService as an actor.
 
-    def has_ingress(self) -> bool:
-        return is_serve_running()
+    Ray imports this class wherever the actor is called. A replica would start later by what only the service needs, so
+    that is imported in the actor's own process.
+    """
 
-    def on_idle(self) -> None:
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+    def __init__(self, setting: ControllerConfig) -> None:
+        from shoal.serve.controller.service import ControllerService
+
+        self._service = ControllerService(setting, end_this_actor, is_serve_running)
+
+    async def call(self, method: str, *arguments: object, **named: object) -> Any:
+        """Call a method of the service."""
+        return await getattr(self._service, method)(*arguments, **named)
+
+
+def end_this_actor() -> None:
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def stop_controller(name: str) -> None:
@@ -47,7 +57,7 @@ def stop_controller(name: str) -> None:
         actor = ray.get_actor(name, NAMESPACE)
     except ValueError:
         return
-    call_or_none(actor.forget, away=(RayActorError, GetTimeoutError))
+    call_or_none(actor.call, "forget", away=(RayActorError, GetTimeoutError))
     ray.kill(actor, no_restart=True)
 
 
@@ -71,15 +81,15 @@ class RayControllerClient:
     """The client of the replicas and the driver: implements `ControllerClient`. Can be pickled; starts the actor when
     there is none."""
 
-    follow = RemoteMethod(ControllerService.follow, is_routine=True)
-    report = RemoteMethod(ControllerService.report, is_routine=True)
-    leave = RemoteMethod(ControllerService.leave, is_routine=True)
-    store_weights = RemoteMethod(ControllerService.store_weights, is_routine=True)
-    fetch_weights = RemoteMethod(ControllerService.fetch_weights, is_routine=True)
-    administer = RemoteMethod(ControllerService.administer, CHANGE_TIMEOUT_S)
-    load = RemoteMethod(ControllerService.load, LOAD_TIMEOUT_S + CALL_TIMEOUT_S)
-    unload = RemoteMethod(ControllerService.unload, LOAD_TIMEOUT_S)
-    status = RemoteMethod(ControllerService.status)
+    follow = RemoteMethod(ControllerClient.follow, is_routine=True)
+    report = RemoteMethod(ControllerClient.report, is_routine=True)
+    leave = RemoteMethod(ControllerClient.leave, is_routine=True)
+    store_weights = RemoteMethod(ControllerClient.store_weights, is_routine=True)
+    fetch_weights = RemoteMethod(ControllerClient.fetch_weights, is_routine=True)
+    administer = RemoteMethod(ControllerClient.administer, CHANGE_TIMEOUT_S)
+    load = RemoteMethod(ControllerClient.load, LOAD_TIMEOUT_S + CALL_TIMEOUT_S)
+    unload = RemoteMethod(ControllerClient.unload, LOAD_TIMEOUT_S)
+    status = RemoteMethod(ControllerClient.status)
 
     def __init__(self, setting: ControllerConfig) -> None:
         self._config = setting
@@ -108,7 +118,7 @@ class RayControllerClient:
     def call_blocking(self, method: str, *arguments: object) -> Any:
         """Call from a thread without an event loop. Raises ConnectionLost, or the controller's error."""
         try:
-            return ray.get(getattr(self.handle, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
+            return ray.get(self.handle.call.remote(method, *arguments), timeout=CALL_TIMEOUT_S)
         except (RayActorError, GetTimeoutError, RayTaskError) as error:
             raise self._translate_error(error) from error
 
@@ -121,7 +131,7 @@ class RayControllerClient:
         """Raises ConnectionLost, or what the controller raised where the method is no routine."""
         try:
             async with asyncio.timeout(method.timeout_s):
-                answer: T = await getattr(self.handle, method.name).remote(*arguments, **named)
+                answer: T = await self.handle.call.remote(method.name, *arguments, **named)
                 return answer
         except (RayActorError, RayTaskError, TimeoutError) as error:
             raise self._translate_error(error, method.is_routine) from error

@@ -1,4 +1,4 @@
-"""An endpoint on Ray Serve: the shell around `EndpointReplica`, and `deploy`, which starts replicas behind HAProxy.
+"""An endpoint on Ray Serve: `deploy`, which starts replicas (`replica_worker`) behind HAProxy.
 
 Called by flows, and by `serve_app` for Serve's own files. Needs a cluster started with the variables of
 `cluster.ingress.serve_environment`. The behaviour is in `replica` and `controller`.
@@ -26,76 +26,24 @@ from shoal.cluster.capacity import gpu_share, gpus_by_possible_host, require_gpu
 from shoal.cluster.growth import find_growth
 from shoal.cluster.ingress.serve_environment import prepare_ingress
 from shoal.cluster.ports import find_free_port
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, summarize_error
-from shoal.gc_freeze import freeze_loaded_objects
+from shoal.errors import ClusterError, ConnectionLost, error_summary, summarize_error
 from shoal.network_address import is_loopback
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.state import Event
-from shoal.serve.http import fast_path
-from shoal.serve.on_ray.bind_address import is_head, patch_bind_addresses
+from shoal.serve.on_ray.bind_address import grpc_options, is_head
 from shoal.serve.on_ray.controller_actor import RayControllerClient
-from shoal.serve.on_ray.errors import error_summary
-from shoal.serve.on_ray.grpc_options import grpc_options
 from shoal.serve.on_ray.ingress_front import prepare_front
-from shoal.serve.on_ray.metrics import RayMetrics
 from shoal.serve.on_ray.options import deployment_options
 from shoal.serve.on_ray.ownership import get_driver_id
 from shoal.serve.on_ray.removal import remove_abandoned_endpoint
+from shoal.serve.on_ray.replica_worker import ReplicaWorker
 from shoal.serve.on_ray.shared_cluster import end_serve, join_serve, lock_serve
 from shoal.serve.on_ray.wanted_replicas import count_wanted, describe_wanted, run_growing
-from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
 
 logger = logging.getLogger(__name__)
 GRACE_S = 1.0  # beyond a time limit enforced by Serve
-
-
-class ReplicaWorker:
-    """Serve's object: forwards to an EndpointReplica."""
-
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayControllerClient
-    ) -> None:
-        with freeze_loaded_objects():
-            from shoal.serve.replica.replica import EndpointReplica  # here: `deploy` needs no torch
-
-        patch_bind_addresses()
-        name = serve.get_replica_context().replica_id.unique_id
-        self._replica = EndpointReplica(name, spec, live, controller)
-        await self._replica.start()
-        self._metrics = RayMetrics()
-        install_fast_path(spec, self._replica.app)
-
-    def __serve_build_asgi_app__(self) -> EndpointApp:
-        return self._replica.app
-
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the policy needs of this replica; Serve calls it where the endpoint scales."""
-        return self._replica.measure_load()
-
-    async def stats(self) -> dict[str, Any]:
-        return self._replica.stats()
-
-    def check_health(self) -> None:
-        """Check the replica and publish its counts to Ray's exporter; Serve calls it every two seconds."""
-        self._replica.check_health()
-        self._metrics.publish(self._replica.report())
-
-    async def __del__(self) -> None:
-        await self._replica.close()
-
-
-def install_fast_path(spec: EndpointSpec, entrance: Application) -> None:
-    """Install the fast path in this process.
-
-    Raises ConfigError for gRPC when uvicorn's version does not fit: gRPC has no other path.
-    """
-    is_installed = fast_path.install_application(entrance)
-    if not is_installed and spec.grpc_port is not None:
-        problem = "gRPC needs a class of uvicorn's that this version of it does not have"
-        remedy = "leave grpc_port out, or install uvicorn 0.34 to 0.54"
-        raise ConfigError("grpc_port", spec.grpc_port, problem, remedy)
 
 
 class DeployedEndpoint:

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.batching.batcher import Batcher
 from shoal.errors import ConnectionLost, InferenceError, ShoalError
@@ -26,7 +26,7 @@ from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoade
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.served_model import ServedModel, format_names
 from shoal.serve.replica.version_router import Answering, BatchGroup
-from shoal.serve.replica.watchers import PlanSource
+from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import LiveModel, RegisteredModel
@@ -40,16 +40,6 @@ MAX_STAGING_S = 900.0  # of staging; the controller gives up earlier
 # version, below DRAIN they drain a replaced model.
 RETIRE, LIVE, NEXT, DRAIN = 0, -1, -2, -3
 T = TypeVar("T")
-
-
-class ControllerClient(PlanSource, Protocol):
-    """The model manager's view of the controller. Raises ConnectionLost while it is away, InferenceError for a refused
-    request."""
-
-    async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]: ...
-    async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None: ...
-    async def unload(self, name: str, by: str) -> None: ...
-    async def status(self) -> dict[str, Any]: ...
 
 
 class ModelManager:

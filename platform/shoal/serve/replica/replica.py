@@ -27,9 +27,9 @@ from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.prometheus import render
 from shoal.serve.protocol.request_lifecycle import EndpointApp, RequestLimits
 from shoal.serve.protocol.tracing import Tracer
-from shoal.serve.replica.model_manager import ControllerClient, ModelManager
+from shoal.serve.replica.model_manager import ModelManager
 from shoal.serve.replica.version_router import BatchGroup
-from shoal.serve.replica.watchers import PlanFollower
+from shoal.serve.replica.watchers import ControllerClient, PlanFollower
 from shoal.serve.scaling.replica_counts import LoadMeter, encode
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
@@ -38,7 +38,7 @@ from shoal.serve.spec.model_source import LiveModel
 # of 5 ms is too long here; below 1 ms there is no further gain.
 SWITCH_INTERVAL_S = 0.001
 START_TIMEOUT_S = 600.0
-START_POLL_S = 0.02
+START_POLL_S = 0.005
 
 
 class EndpointReplica:

@@ -10,9 +10,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from shoal.errors import Closed, ConnectionLost, WeightsError
 from shoal.serve.messages.desired_state import EndpointPlan
@@ -114,6 +114,16 @@ class PlanSource(Protocol):
         ...
 
     async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None: ...
+
+
+class ControllerClient(PlanSource, Protocol):
+    """The model manager's view of the controller. Raises ConnectionLost while it is away, InferenceError for a refused
+    request."""
+
+    async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]: ...
+    async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None: ...
+    async def unload(self, name: str, by: str) -> None: ...
+    async def status(self) -> dict[str, Any]: ...
 
 
 class PlanFollower:

@@ -6,6 +6,7 @@ aside first; replicas beyond them run only on what is left.
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 
@@ -18,7 +19,8 @@ class Budget:
     def __init__(self, spec: ScaleSpec, charged_s: float | None = None, spent_s: float = 0.0) -> None:
         hours, self.period = spec.budget_hours
         self._budget_s = hours * 3600
-        self._reserved = [0, *accumulate(each * 60 for each in spec.list_week_floors())]
+        self._floors = spec.list_week_floors()
+        self._reserved = [0, *accumulate(each * 60 for each in self._floors)]
         self.charged_s, self.spent_s = charged_s, spent_s
 
     def spend(self, replicas: int, now_s: float) -> None:
@@ -33,21 +35,38 @@ class Budget:
         """Whether replicas beyond `min` and the floors may run."""
         return self.spent_s + self._reserve_s(now_s) < self._budget_s
 
+    def find_rejection_end(self, now_s: float) -> float:
+        """Until when it allows no replica: its next period, or the next floor; 0 when it allows one now."""
+        minute = math.floor(_count_minutes(now_s))
+        weeks_floors = (self._floors[(minute + each) % MINUTES_PER_WEEK] for each in range(MINUTES_PER_WEEK))
+        to_floor = next((number for number, floor in enumerate(weeks_floors) if floor), None)
+        if to_floor == 0 or self.is_available(now_s):
+            return 0.0
+        end_s = self._find_end(now_s)
+        return end_s if to_floor is None else min(end_s, math.floor(now_s / 60) * 60.0 + to_floor * 60)
+
     def _find_start(self, now_s: float) -> float:
         now = datetime.fromtimestamp(now_s, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
         return (now.replace(day=1) if self.period == "month" else now).timestamp()
 
     def _reserve_s(self, now_s: float) -> float:
         """What `min` and the floors take until the end of the period."""
+        return self._reserve_until(self._find_end(now_s)) - self._reserve_until(now_s)
+
+    def _find_end(self, now_s: float) -> float:
         start = datetime.fromtimestamp(self._find_start(now_s), UTC)
         end = (start.replace(day=28) + timedelta(days=4)).replace(day=1) if self.period == "month" else (
             start + timedelta(days=1)
         )  # fmt: skip
-        return self._reserve_until(end.timestamp()) - self._reserve_until(now_s)
+        return end.timestamp()
 
     def _reserve_until(self, now_s: float) -> float:
         """Since the beginning of some week long ago."""
-        minutes = now_s / 60 - 4 * 24 * 60  # 1970 began on a Thursday: four days before a Monday
-        weeks, minute = divmod(minutes, MINUTES_PER_WEEK)
+        weeks, minute = divmod(_count_minutes(now_s), MINUTES_PER_WEEK)
         before, after = self._reserved[int(minute)], self._reserved[int(minute) + 1]
         return weeks * self._reserved[-1] + before + (minute % 1) * (after - before)
+
+
+def _count_minutes(now_s: float) -> float:
+    """Since the beginning of some week long ago."""
+    return now_s / 60 - 4 * 24 * 60  # 1970 began on a Thursday: four days before a Monday

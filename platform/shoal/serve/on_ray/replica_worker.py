@@ -1,0 +1,75 @@
+"""A replica as Ray Serve's object: the shell around `EndpointReplica`.
+
+The replica's process imports this module and no more of the deployment, so that a first request waits less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+
+from shoal.errors import ConfigError
+from shoal.gc_freeze import freeze_loaded_objects
+from shoal.serve.http import fast_path
+from shoal.serve.on_ray.bind_address import patch_bind_addresses
+from shoal.serve.on_ray.controller_actor import RayControllerClient
+from shoal.serve.on_ray.metrics import RayMetrics
+from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
+from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.model_source import LiveModel
+
+
+class ReplicaWorker:
+    """Serve's object: forwards to an EndpointReplica."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayControllerClient
+    ) -> None:
+        with freeze_loaded_objects():
+            from shoal.serve.replica.replica import EndpointReplica  # here: `deploy` needs no torch
+
+        patch_bind_addresses()
+        name = serve.get_replica_context().replica_id.unique_id
+        self._replica = EndpointReplica(name, spec, live, controller)
+        await self._replica.start()
+        self._metrics: RayMetrics | None = None
+        self._is_up = False
+        install_fast_path(spec, self._replica.app)
+
+    def __serve_build_asgi_app__(self) -> EndpointApp:
+        return self._replica.app
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the policy needs of this replica; Serve calls it where the endpoint scales."""
+        return self._replica.measure_load()
+
+    async def stats(self) -> dict[str, Any]:
+        return self._replica.stats()
+
+    def check_health(self) -> None:
+        """Check the replica and publish its counts to Ray's exporter; Serve calls it every two seconds.
+
+        The first check is part of the start, for which requests may wait: it has nothing to publish.
+        """
+        self._replica.check_health()
+        if self._is_up:
+            self._metrics = self._metrics or RayMetrics()
+            self._metrics.publish(self._replica.report())
+        self._is_up = True
+
+    async def __del__(self) -> None:
+        await self._replica.close()
+
+
+def install_fast_path(spec: EndpointSpec, entrance: Application) -> None:
+    """Install the fast path in this process.
+
+    Raises ConfigError for gRPC when uvicorn's version does not fit: gRPC has no other path.
+    """
+    is_installed = fast_path.install_application(entrance)
+    if not is_installed and spec.grpc_port is not None:
+        problem = "gRPC needs a class of uvicorn's that this version of it does not have"
+        remedy = "leave grpc_port out, or install uvicorn 0.34 to 0.54"
+        raise ConfigError("grpc_port", spec.grpc_port, problem, remedy)
