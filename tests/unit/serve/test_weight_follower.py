@@ -76,22 +76,22 @@ def test_it_says_for_how_long_it_has_been_at_one_version() -> None:
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_it_has_looked_when_what_was_published_is_taken_or_rejected(fits: bool) -> None:
+def test_it_has_polled_when_what_was_published_is_taken_or_rejected(fits: bool) -> None:
     """A replica that served earlier would answer 503, and attract the retries, while others could answer."""
     store, release, taker = WeightStore(), threading.Event(), Taker(*([] if fits else [1]))
     store.publish(weights(1))
     follower = WeightFollower(store, lambda snapshot: [release.wait(60), taker(snapshot)], poll_s=0.02)
     wait_for(lambda: follower.busy_s > 0.1)
-    assert not follower.has_looked
+    assert not follower.has_polled
     release.set()
-    wait_for(lambda: follower.has_looked)
+    wait_for(lambda: follower.has_polled)
     assert (taker.version, follower.rejected_version) == ((1, 0) if fits else (0, 1))
     follower.close()
 
 
-def test_it_has_looked_when_nothing_is_published() -> None:
+def test_it_has_polled_when_nothing_is_published() -> None:
     follower = WeightFollower(WeightStore(), Taker(), poll_s=0.02)
-    wait_for(lambda: follower.has_looked)
+    wait_for(lambda: follower.has_polled)
     follower.close()
 
 

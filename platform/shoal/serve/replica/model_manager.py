@@ -178,9 +178,9 @@ class ModelManager:
         return self._plan is not None and all(self._has_staged(plan) for plan in self._plans.values())
 
     @property
-    def has_looked(self) -> bool:
+    def has_polled(self) -> bool:
         """Whether each live model has taken what its run had published, if anything."""
-        return all(follower.has_looked for follower in self.followers.values())
+        return all(follower.has_polled for follower in self.followers.values())
 
     def _has_staged(self, plan: ModelPlan) -> bool:
         hosted = self._models.get(plan.name)

@@ -88,7 +88,7 @@ class EndpointReplica:
         """
         loop = asyncio.get_running_loop()
         ends_s = loop.time() + timeout_s
-        while not (self.manager.is_staged and (self.manager.is_ready or self.manager.has_looked)):
+        while not (self.manager.is_staged and (self.manager.is_ready or self.manager.has_polled)):
             if trouble := self.manager.find_startup_error():
                 raise ShoalError(trouble)
             self.check_health()

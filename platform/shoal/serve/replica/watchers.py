@@ -31,12 +31,12 @@ class WeightFollower:
     take:     returns whether the snapshot is served now; raises WeightsError for one that does not fit, which is logged
               and skipped
     rejected: the newest version that did not fit; 0 for none
-    has_looked: whether the source has answered once, and what it had then was taken or rejected
+    has_polled: whether the source has answered once, and what it had then was taken or rejected
     """
 
     def __init__(self, source: WeightSource, take: Callable[[WeightSnapshot], bool], poll_s: float = 1.0) -> None:
         self._source, self._take, self._poll_s = source, take, poll_s
-        self.rejected_version, self.has_looked = 0, False
+        self.rejected_version, self.has_polled = 0, False
         self._last_version = 0  # the source's last version
         self._stop, self._is_paused, self._resumed = threading.Event(), False, threading.Event()
         self._taking_since_s: float | None = None  # of the snapshot being taken
@@ -80,11 +80,11 @@ class WeightFollower:
                 return
             except WeightsError as error:
                 logger.error("no new weights, serving continues: %s", error)
-                self.has_looked = True
+                self.has_polled = True
                 self._stop.wait(self._poll_s)
                 continue
             if snapshot is None:
-                self.has_looked = True
+                self.has_polled = True
                 continue
             self._last_version = snapshot.version
             self._taking_since_s = time.monotonic()
@@ -96,7 +96,7 @@ class WeightFollower:
             else:
                 logger.info("%s weights version %d", "serving" if is_served else "passing over", snapshot.version)
             finally:
-                self._taking_since_s, self.has_looked = None, True
+                self._taking_since_s, self.has_polled = None, True
 
 
 class PlanSource(Protocol):

@@ -48,9 +48,9 @@ class LiveFollower:
         return self._thread.is_alive
 
     @property
-    def has_looked(self) -> bool:
+    def has_polled(self) -> bool:
         """Whether what the run had published, if anything, was taken or rejected."""
-        return self._thread.has_looked
+        return self._thread.has_polled
 
     @property
     def busy_s(self) -> float:
