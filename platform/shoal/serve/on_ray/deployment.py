@@ -22,7 +22,7 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from shoal.cluster.capacity import gpu_share, gpus_by_possible_host, require_gpus
+from shoal.cluster.capacity import get_head_address, gpu_share, gpus_by_possible_host, require_gpus
 from shoal.cluster.growth import find_growth
 from shoal.cluster.ingress.serve_environment import prepare_ingress
 from shoal.cluster.ports import find_free_port
@@ -36,7 +36,7 @@ from shoal.serve.on_ray.bind_address import is_head, patch_bind_addresses
 from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.on_ray.errors import error_summary
 from shoal.serve.on_ray.grpc_options import grpc_options
-from shoal.serve.on_ray.ingress_front import prepare_front
+from shoal.serve.on_ray.ingress_front import join_ingress, prepare_front
 from shoal.serve.on_ray.metrics import RayMetrics
 from shoal.serve.on_ray.options import deployment_options
 from shoal.serve.on_ray.ownership import get_driver_id
@@ -46,6 +46,7 @@ from shoal.serve.on_ray.wanted_replicas import count_wanted, describe_wanted, ru
 from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
+from shoal.serve.spec.reach import EVERY_NODE
 
 GRACE_S = 1.0  # beyond a time limit enforced by Serve
 
@@ -60,6 +61,8 @@ class ReplicaWorker:
             from shoal.serve.replica.replica import EndpointReplica  # here: `deploy` needs no torch
 
         patch_bind_addresses()
+        if spec.ingress == EVERY_NODE:
+            join_ingress(spec)
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = EndpointReplica(name, spec, live, controller)
         await self._replica.start()
@@ -194,6 +197,7 @@ def deploy(
         return _deploy_alone(spec, models, record)
     with lock_serve():
         joining = join_serve(spec)
+        _reject_sleep_of_shared(joining or spec)
         return _deploy_alone(spec, models, record) if joining is None else _start_endpoint(joining, models, record)
 
 
@@ -207,6 +211,13 @@ def _deploy_alone(spec: EndpointSpec, models: Sequence[EndpointModel], record: R
     )
     remove_abandoned_endpoint()  # raises before anything of an endpoint that runs is touched
     return _start_endpoint(prepare_front(spec), models, record)
+
+
+def _reject_sleep_of_shared(spec: EndpointSpec) -> None:
+    """Raises ConfigError: a node that never had a replica of this endpoint does not know that it sleeps."""
+    if spec.may_sleep and spec.ingress == EVERY_NODE:
+        problem = "is not for endpoints that share an ingress on every node"
+        raise ConfigError("endpoint.scale.min", 0, problem, "give scale.min=1, or endpoint.ingress=head")
 
 
 def _start_endpoint(spec: EndpointSpec, models: Sequence[EndpointModel], record: Record) -> DeployedEndpoint:
@@ -257,7 +268,10 @@ def _start_serve(
     grpc = {"grpc_options": grpc_options(spec.grpc_port)} if spec.grpc_port is not None else {}
     try:
         if not spec.route_prefix:
-            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": spec.port}, **grpc)
+            is_everywhere = spec.ingress == EVERY_NODE
+            host = get_head_address() if is_everywhere else "127.0.0.1"
+            location = "EveryNode" if is_everywhere else "HeadOnly"
+            serve.start(proxy_location=location, http_options={"host": host, "port": spec.port}, **grpc)
         application = build_application(spec, live, controller)
         if record is not None:
             return run_growing(application, spec, record)

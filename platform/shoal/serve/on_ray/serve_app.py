@@ -22,6 +22,7 @@ from shoal.serve.on_ray.deployment import build_application, prepare_ingress_on_
 from shoal.serve.on_ray.ingress_front import prepare_front
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
+from shoal.serve.spec.reach import EVERY_NODE
 
 
 class AppSpec(Spec):
@@ -48,6 +49,12 @@ def build(args: dict[str, Any]) -> serve.Application:
     models = [model_from_ref(ref) for ref in app.models]
     defaults = {"name": models[0].name, "num_cpus": 0.5}
     spec = EndpointSpec.parse({**defaults, **app.endpoint, "token": SecretStr(load_access_token())})
+    if spec.ingress == EVERY_NODE:
+        problem, remedy = (
+            "needs settings of Serve's that its file has",
+            "use `shoal serve deploy`, which reads the file too",
+        )
+        raise ConfigError("endpoint.ingress", spec.ingress, problem, remedy)
     spec = prepare_front(spec)
     setting, live = build_controller_config(spec, models)
     return build_application(spec, live, RayControllerClient(setting))
