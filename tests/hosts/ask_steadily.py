@@ -1,13 +1,15 @@
 """Asks a model at a rate, whatever becomes of it: `python ask_steadily.py URL TOKEN MODEL RATE SECONDS`.
 
 Says "asking" when it has sent a quarter of them, and at last how many were answered with which status, as JSON; "lost"
-are those without an answer.
+are those without an answer, and "503 for ever" those that do not say when to come again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import ssl
 import sys
 from collections import Counter
 
@@ -18,7 +20,12 @@ TIMEOUT_S = 100.0  # the endpoint's own is 60 s where nothing is set
 
 async def _ask(client: httpx2.AsyncClient, url: str, body: object) -> str:
     try:
-        return str((await client.post(url, json=body)).status_code)
+        answer = await client.post(url, json=body)
+        return (
+            "503 for ever"
+            if answer.status_code == 503 and "retry-after" not in answer.headers
+            else str(answer.status_code)
+        )
     except httpx2.HTTPError:
         return "lost"
 
@@ -31,7 +38,8 @@ def _say(words: str) -> None:
 async def main(url: str, token: str, model: str, rate: float, seconds: float) -> None:
     place = f"{url}/v2/models/{model}"
     headers, limits = {"Authorization": f"Bearer {token}"}, httpx2.Limits(max_connections=None)
-    async with httpx2.AsyncClient(headers=headers, limits=limits, timeout=TIMEOUT_S) as client:
+    trusting = ssl.create_default_context(cafile=os.environ.get("SHOAL_CA"))
+    async with httpx2.AsyncClient(headers=headers, limits=limits, timeout=TIMEOUT_S, verify=trusting) as client:
         (spec,) = (await client.get(place)).json()["inputs"]
         size = spec["shape"][1]
         body = {"inputs": [{**spec, "shape": [1, size], "data": [0.0] * size}]}

@@ -75,11 +75,17 @@ class Host:
         kept = {name: os.environ[name] for name in ("PYTHONPATH", "LANG") if name in os.environ}
         return {**kept, "PATH": path, "HOME": str(self.home), "SHOAL_HOME": str(self._shared), "PYTHONUNBUFFERED": "1"}
 
-    def start(self, words: Sequence[str], env: Mapping[str, str] | None = None, limit_s: float = LIMIT_S) -> Program:
+    def start(
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        limit_s: float = LIMIT_S,
+        stdin: int = subprocess.DEVNULL,
+    ) -> Program:
         """A program there, for a `with`. It is ended there after `limit_s`: whoever waits for it here, and could be
         killed, is only its herald."""
         there = self.command(["timeout", "--kill-after=5", f"{limit_s:g}", *words])
-        return Program(there, {**self.environment(), **(env or {})})
+        return Program(there, {**self.environment(), **(env or {})}, stdin=stdin)
 
     def run(self, *words: str, timeout_s: float = LIMIT_S) -> str:
         """A program there, to its end; what it said. Raises AssertionError when it failed."""
@@ -118,9 +124,13 @@ class Network:
         _output(*here, *f"route add default via {NETWORK}.1".split())  # by it Ray finds its own address
         return Host(name, address, home, self._shared, init)
 
+    def cut(self, host: Host) -> None:
+        """Its link: it goes on, and nobody on the network hears a word of it."""
+        self._on_switch("ip", "link", "set", f"to-{host.name}", "down")
+
     def power_off(self, host: Host) -> None:
         """All at once, and nobody on the network hears a word of it."""
-        self._on_switch("ip", "link", "set", f"to-{host.name}", "down")
+        self.cut(host)
         self._end(self._inits[host.name])
 
     def close(self) -> None:

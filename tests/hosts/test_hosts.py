@@ -1,5 +1,5 @@
-"""A cluster of two hosts by the commands of cluster.yaml, and a client's: training, the loop, and an endpoint whose
-second host loses power."""
+"""A cluster of two hosts by the commands of cluster.yaml, and a client's: training, the loop, and an endpoint with an
+ingress on both, which lose each other."""
 
 from __future__ import annotations
 
@@ -7,25 +7,32 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from network import Host, Network, network, start_ray, why_none
 
+from certificates import Authority
+from shoal.cluster.ingress.front import CertificateFiles
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
-from shoal_program import ROOT, STATE_S
+from shoal_program import ROOT, STATE_S, Program
 from waiting import wait_for
 
 pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600)]
 DASHBOARD = "http://127.0.0.1:8265"
 LEARNING_S = 1500.0
-ASKER = ROOT / "tests/hosts/ask_steadily.py"
+REQUEST_S = 5.0  # stands for one of 50 s: twice as long is well below the 20 s that an answer may take on these hosts
+ASKER, HOLDER, SCALER = (
+    ROOT / f"tests/hosts/{name}.py" for name in ("ask_steadily", "hold_requests", "scale_replicas")
+)
 
 
 @dataclass
@@ -35,10 +42,11 @@ class Cluster:
     head: Host
     worker: Host
     client: Host
+    authority: Authority
 
     def shoal(self, *words: str) -> str:
         """What a user types on the head, who has the project's jobs in the current folder."""
-        return self.head.run("shoal", *words)
+        return self.head.run("env", f"SHOAL_CA={self.authority.ca}", "shoal", *words)
 
     @property
     def token(self) -> str:
@@ -49,7 +57,8 @@ class Cluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("hosts")
     with network(folder) as made:
-        there = Cluster(made, folder / "shared", *map(made.add, ("head", "worker", "client")))
+        head, worker, client = map(made.add, ("head", "worker", "client"))
+        there = Cluster(made, folder / "shared", head, worker, client, Authority(folder / "shared"))
         shutil.copytree(ROOT / "jobs", there.head.project / "jobs")
         for host in (there.head, there.worker):
             start_ray(host, there.head)
@@ -95,27 +104,131 @@ def _registered(cluster: Cluster) -> str:
     return "linear"
 
 
-def test_an_endpoint_whose_second_host_loses_power_answers_on(cluster: Cluster) -> None:
+@dataclass
+class Endpoint:
+    """With a replica on each of two hosts, and an ingress on both. `ca`: for its clients' environment."""
+
+    name: str
+    port: str
+    grpc_port: str
+    ca: dict[str, str]
+
+
+HOOKS = """\
+import socket
+import time
+
+def wait_as_told(arrays):
+    time.sleep(float(arrays["x"].max()))
+    return arrays
+
+def say_where(arrays):
+    return {"y": arrays["output"] * 0 + ["head", "worker"].index(socket.gethostname())}
+"""
+
+
+@pytest.fixture(scope="module")
+def endpoint(cluster: Cluster) -> Endpoint:
     name = _registered(cluster)
-    # Two fit on each host; more than the worker's own share of the load is lost in no other way.
-    said = cluster.shoal("serve", "deploy", name, "--replicas", "4", "endpoint.num_cpus=0.9", "--address", DASHBOARD)
-    found = re.search(rf"endpoint {name} is ready at (http://127.0.0.1:\d+), on the loopback of the head", said)
+    (cluster.head.project / "waiting_hooks.py").write_text(HOOKS)
+    files = _sign(cluster)
+    words = [
+        "--replicas",
+        "2",
+        "endpoint.num_cpus=1.5",
+        "endpoint.grpc_port=0",
+        "endpoint.model.max_batch_size=1",
+        "endpoint.show_errors=true",
+    ]
+    words += ["endpoint.ingress=every_node", "endpoint.host=0.0.0.0", f"endpoint.tls.certificate={files.certificate}"]
+    words += [f"endpoint.tls.key={files.key}", "endpoint.model.preprocess=waiting_hooks:wait_as_told"]
+    words += ["endpoint.model.postprocess=waiting_hooks:say_where", "--address", DASHBOARD]
+    said = cluster.shoal("serve", "deploy", name, *words)
+    address = re.escape(cluster.head.address)
+    found = re.search(rf"endpoint {name} is ready at https://{address}:(\d+), .* of each node with a replica", said)
     assert found, said
     assert _hosts(cluster) == {"head", "worker"}
-    assert "replicas 4 of 4 ready on 2 hosts" in cluster.shoal("serve", "status")
-    with cluster.head.start([sys.executable, str(ASKER), found[1], cluster.token, name, "20", "30"]) as asking:
-        asking.wait_for_line("^asking$")  # of both hosts by now
-        cluster.network.power_off(cluster.worker)
-        assert asking.wait() == 0
-        answered = json.loads(asking.said.splitlines()[-1])
-    assert "lost" not in answered
-    assert sum(answered.values()) == 600
-    # What its replicas had in hand is told after 20 s: nothing on the network says that they are gone.
-    assert set(answered) <= {"200", "503", "504"}
-    assert answered["200"] >= 580, answered
+    assert "replicas 2 of 2 ready on 2 hosts" in cluster.shoal("serve", "status")
+    grpc_port = json.loads(cluster.shoal("serve", "status", "--json"))["grpc"].rpartition(":")[2]
+    return Endpoint(name, found[1], grpc_port, {"SHOAL_CA": str(cluster.authority.ca)})
+
+
+def _sign(cluster: Cluster) -> CertificateFiles:
+    """A new certificate, for both ingresses. Its files are on all hosts, which share the file system."""
+    return cluster.authority.sign(names=(cluster.head.address, cluster.worker.address))
+
+
+@pytest.mark.parametrize("num_messages", [4, pytest.param(80, marks=pytest.mark.soak)])
+def test_a_replica_of_another_host_is_removed_and_cuts_nothing(
+    cluster: Cluster, endpoint: Endpoint, num_messages: int
+) -> None:
+    """Each ingress has a stream, and requests at both replicas: none is cut, and a balancer hears that one is to go.
+
+    A replica computes its two requests one after the other, and a quarter of a second for each message.
+    """
+    addresses = [cluster.head.address, cluster.worker.address]
+    numbers = [str(REQUEST_S), str(num_messages), endpoint.port, endpoint.grpc_port]
+    words = [cluster.token, endpoint.name, *numbers, *addresses]
+    attach = ["bash", "-c", f"cd; . ~/shoal-host.env; python {SCALER} {endpoint.name}"]
+    with ExitStack() as stack:
+        scaling = stack.enter_context(cluster.head.start(attach, stdin=subprocess.PIPE))
+        scaling.wait_for_line("^attached$")
+        holding = stack.enter_context(cluster.client.start([sys.executable, str(HOLDER), *words], endpoint.ca))
+        holding.wait_for_line("^asking$")
+        _scale(scaling, 1)
+        assert holding.wait() == 0
+        became = json.loads(holding.said.splitlines()[-1])
+        assert [sorted(became["answers"][each : each + 2]) for each in (0, 2)] == [["0.0", "1.0"]] * 2
+        assert became["streams"] == [f"{num_messages} answers"] * 2
+        assert became["left"] == "503"
+        wait_for(lambda: _hosts(cluster) == {"head"}, STATE_S, "one replica")
+        _scale(scaling, 2)
+        wait_for(lambda: _hosts(cluster) == {"head", "worker"}, STATE_S, "two replicas")
+
+
+def _scale(scaling: Program, number: int) -> None:
+    assert scaling.process.stdin is not None
+    scaling.process.stdin.write(f"{number}\n")
+    scaling.process.stdin.flush()
+
+
+def test_each_host_renews_its_certificate(cluster: Cluster, endpoint: Endpoint) -> None:
+    new = Path(_sign(cluster).certificate).read_text().strip()
+    show = "import ssl, sys; print(ssl.get_server_certificate((sys.argv[1], int(sys.argv[2]))))"
+
+    def is_new(host: Host) -> bool:
+        return cluster.client.run(sys.executable, "-c", show, host.address, endpoint.port).strip() == new
+
+    for host in (cluster.head, cluster.worker):
+        wait_for(partial(is_new, host), STATE_S, f"the new certificate of {host.name}")
+
+
+def test_each_of_two_hosts_that_lose_each_other_answers_on(cluster: Cluster, endpoint: Endpoint) -> None:
+    """A balancer reaches both ingresses; then the link is cut, and each has the replicas of its own host alone."""
+    words = [cluster.token, endpoint.name, "20", "20"]
+    outcomes = []
+    with ExitStack() as stack:
+        askers = [
+            stack.enter_context(
+                host.start([sys.executable, str(ASKER), f"https://{address}:{endpoint.port}", *words], endpoint.ca)
+            )
+            for host, address in ((cluster.client, cluster.head.address), (cluster.worker, cluster.worker.address))
+        ]
+        for asking in askers:
+            asking.wait_for_line("^asking$")  # of both replicas by now
+        cluster.network.cut(cluster.worker)
+        for asking in askers:
+            assert asking.wait() == 0
+            outcomes.append(json.loads(asking.said.splitlines()[-1]))
+    for answered in outcomes:
+        assert sum(answered.values()) == 400
+        # What the other's replica had in hand is told after 20 s: nothing on the network says that it is gone.
+        assert set(answered) <= {"200", "503", "504"}, outcomes
+        assert answered["200"] >= 380, outcomes
+    cluster.network.power_off(cluster.worker)
     wait_for(lambda: _hosts(cluster) == {"head"}, STATE_S, "word that the other host is gone")
-    assert "of 4 ready" in cluster.shoal("serve", "status"), "as many as there were are to be"
-    assert "gone" in cluster.shoal("serve", "delete", name, "--address", DASHBOARD)
+    assert "of 2 ready" in cluster.shoal("serve", "status"), "as many as there were are to be"
+    assert "gone" in cluster.shoal("serve", "delete", endpoint.name, "--address", DASHBOARD)
 
 
 def _hosts(cluster: Cluster) -> set[str]:

@@ -87,6 +87,7 @@ def test_replicas_follow_what_they_count_themselves(model: str) -> None:
         (ConfigError, "SHOAL_TOKEN", {"models": ["built"], "endpoint": {"token": "secret"}}),
         (ConfigError, "there twice", {"models": ["built", "built@1"]}),
         (RegistryError, "no model 'absent'", {"models": ["absent@1"]}),
+        (ConfigError, "use `shoal serve deploy`", {"models": ["built"], "endpoint": {"ingress": "every_node"}}),
     ],
 )
 def test_what_cannot_be_served_is_refused(model: str, error: type[Exception], word: str, args: dict[str, Any]) -> None:

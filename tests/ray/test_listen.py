@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import pytest
+
+from shoal.errors import ConfigError
 
 
 @pytest.mark.parametrize(("node", "expected"), [("127.0.0.1", {"::ffff:127.0.0.1"}), ("192.0.2.7", {"::"})])
@@ -48,6 +53,8 @@ def test_on_loopback_when_ray_does(monkeypatch: pytest.MonkeyPatch, node: str, e
         ("192.0.2.7", False, "127.0.0.1", "192.0.2.7"),
         ("192.0.2.7", False, "localhost", "192.0.2.7"),
         ("192.0.2.7", False, "0.0.0.0", "0.0.0.0"),
+        ("192.0.2.7", True, "192.0.2.7", "192.0.2.7"),  # each node has an ingress: Serve has the head's address
+        ("192.0.2.8", False, "192.0.2.7", "192.0.2.8"),
     ],
 )
 def test_http_where_haproxy_asks_it(
@@ -71,3 +78,46 @@ def test_http_where_haproxy_asks_it(
     bind_address.patch_bind_addresses()
     replica.start_asgi_http_server(None, HTTPOptions(host=chosen, port=30001), event_loop=None)
     assert started == [(expected, 30001)]
+
+
+@pytest.mark.parametrize(
+    ("lacks", "field", "problem"),
+    [
+        ("file", "endpoint.tls.certificate", r"cannot be read \(No such file or directory\)"),
+        ("port", "endpoint.port or endpoint.grpc_port", r"cannot be had \(Address already in use\)"),
+    ],
+)
+def test_what_a_node_lacks_for_its_ingress_is_said_with_its_address(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lacks: str, field: str, problem: str
+) -> None:
+    import ray
+
+    from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE
+    from shoal.serve.on_ray import ingress_front
+    from shoal.serve.spec.reach import Reach
+
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.7")
+    monkeypatch.setenv(BINARY_VARIABLE, str(tmp_path / "ha" / "haproxy"))
+    files = {"certificate": str(tmp_path / "none.pem"), "key": str(tmp_path / "none.key")}
+    reach = Reach.parse({"tls": files} if lacks == "file" else {})
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = [taken.getsockname()[1]]
+        with pytest.raises(ConfigError, match=rf"{problem}, on the node 192\.0\.2\.7, which .*every_node") as caught:
+            ingress_front._install_on_node(reach, ports)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("fields", [{"scale": {"min": 0, "max": 2}}, {"scale": {"min": 1, "max": 2}}, {}])
+def test_no_endpoint_sleeps_where_several_share_an_ingress_on_every_node(fields: dict[str, Any]) -> None:
+    """A node that never had a replica of it does not know that it sleeps."""
+    from shoal.serve.on_ray.deployment import _reject_sleep_of_shared
+    from shoal.serve.spec.endpoint import EndpointSpec
+
+    spec = EndpointSpec.parse({"name": "m", **fields})
+    _reject_sleep_of_shared(spec)
+    everywhere = spec.model_copy(update={"ingress": "every_node"})
+    if not spec.may_sleep:
+        _reject_sleep_of_shared(everywhere)
+        return
+    with pytest.raises(ConfigError, match=r"give scale\.min=1, or endpoint\.ingress=head"):
+        _reject_sleep_of_shared(everywhere)

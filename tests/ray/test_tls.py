@@ -45,6 +45,7 @@ def test_an_endpoint_that_is_reached_over_tls(
     files = authority.sign(days=0.5, begins_in_days=-1)
     tls = {"certificate": files.certificate, "key": files.key}
     fields = {"num_cpus": 0.1, "host": "::", "tls": tls, "grpc_port": 0, "trusted_proxies": ["127.0.0.0/8"]}
+    fields["ingress"] = "every_node"  # of which there is one
     spec = ServingSpec.parse({"models": [NAME], "endpoint": fields})
     with pytest.raises(ConfigError, match="has expired"), record_endpoint(spec):
         pass

@@ -94,8 +94,9 @@ def test_the_yaml_of_the_page_is_a_spec(tmp_path: Path) -> None:
         (tmp_path / "shop.yaml").write_text(text)
         specs.append(load_serving_spec(tmp_path / "shop.yaml"))
         check(specs[-1])
-    spec, encrypted = specs
+    spec, encrypted, everywhere = specs
     assert encrypted.endpoint.tls is not None
+    assert everywhere.endpoint.ingress == "every_node"
     assert (spec.models, spec.endpoint.name, spec.endpoint.model.deadline_s) == (["mine@champion"], "shop", 0.5)
     assert spec.endpoint.keys[0].models == ["mine"]
 

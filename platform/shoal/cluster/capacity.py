@@ -92,6 +92,19 @@ def get_head_address() -> str:
     return str(_find_head_node()["NodeManagerAddress"])
 
 
+def get_head_id() -> str:
+    """The head node's id."""
+    return str(_find_head_node()["NodeID"])
+
+
+def list_other_nodes() -> dict[str, str]:
+    """The address of each node that is up, but for the head, by its id."""
+    head = get_head_id()
+    return {
+        node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != head
+    }
+
+
 def make_head_affinity() -> NodeAffinitySchedulingStrategy:
     """Place a worker on the head node, so that it outlives every other host. Ray would choose any."""
     return NodeAffinitySchedulingStrategy(_find_head_node()["NodeID"], soft=False)

@@ -31,6 +31,7 @@ def nested(field: str, value: object) -> dict[str, Any]:
         ("tls.certificate", "server.pem", "full path"),
         ("trusted_proxies.0", "10.0.0.7/8", "no network"),
         ("ingress_threads", 0, "1"),
+        ("ingress", "each", "every_node"),
         ("name", "a/b", "pattern"),
         ("token", "", "token"),
         ("token", "two words", "blanks"),
@@ -46,6 +47,17 @@ def test_a_spec_that_cannot_work_is_refused(field: str, value: object, word: str
     with pytest.raises(ConfigError, match=word) as caught:
         spec(**nested(field, value))
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "127.0.0.1", "192.0.2.1"])
+def test_an_ingress_on_every_node_needs_an_address_that_every_node_has(host: str) -> None:
+    fields = {"host": host, "insecure": True, "ingress": "every_node"}
+    if host != "192.0.2.1":
+        assert spec(**fields).ingress == "every_node"
+        return
+    with pytest.raises(ConfigError, match=r"192.0.2.1 is one node's: give host: 0.0.0.0 or ::") as caught:
+        spec(**fields)
+    assert caught.value.field == "ingress"
 
 
 TLS = {"certificate": "/c.pem", "key": "/k.pem"}

@@ -49,6 +49,7 @@ from shoal.registry import Registry, split_ref
 from shoal.runs import EndpointRecord
 from shoal.runs.record.provenance import format_masked_command, make_command_variable, split_secrets
 from shoal.runs.report.event_messages import describe_wait
+from shoal.serve.spec.reach import EVERY_NODE
 from shoal.serve.spec.scale import MAX_REPLICAS
 
 POLL_S = 0.1
@@ -314,7 +315,8 @@ def deploy_remote(
         click.echo("what next:")
         click.echo(f"  ssh -N {' '.join(ports)} HEAD &")
     else:
-        click.echo(f"endpoint {name} is ready at {url}, on the head of {cluster.dashboard_url}")
+        others = ", and at this port of each node with a replica" if spec.endpoint.ingress == EVERY_NODE else ""
+        click.echo(f"endpoint {name} is ready at {url}, on the head of {cluster.dashboard_url}{others}")
         click.echo("what next:")
     ca = _get_ca_option(url)
     click.echo(f"  shoal predict {name} --endpoint {url}{ca} --key TOKEN ...   ($SHOAL_HOME/token of the head)")

@@ -1,8 +1,8 @@
 """How clients reach HAProxy: its addresses, its certificate, the proxies it trusts. Written for `haproxy_config`.
 
 `install_front` writes a cluster's front into the folder of HAProxy's files, once per host, before an endpoint starts;
-`haproxy_config` reads it each time HAProxy starts. Without one HAProxy listens in plain HTTP where Serve puts it, on
-loopback. The files hold the private key, and only their owner may read them. Imports no Ray.
+`haproxy_config` reads it each time HAProxy starts. Without one HAProxy listens in plain HTTP where Serve puts it, if
+that is loopback. The files hold the private key, and only their owner may read them. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Front:
     trusted_proxies: networks whose X-Forwarded-* count
     num_threads: HAProxy's
     spec:      the fields of the endpoint's spec that this is made of, for endpoints that join it
+    node, address: where each node has an ingress, the node's id and address (`every_node`); else ""
     """
 
     host: str = "127.0.0.1"
@@ -46,6 +47,8 @@ class Front:
     trusted_proxies: tuple[str, ...] = ()
     num_threads: int = 1
     spec: str = "{}"
+    node: str = ""
+    address: str = ""
 
 
 def install_front(front: Front, folder: Path) -> None:
@@ -59,6 +62,12 @@ def read_front_spec(folder: Path) -> str:
     """`Front.spec` of the front in this folder, or "{}" without one."""
     path = folder / FRONT_FILE
     return str(json.loads(path.read_text())["spec"]) if path.exists() else "{}"
+
+
+def read_front_node(folder: Path) -> str:
+    """`Front.node` of the front in this folder; "" without one."""
+    path = folder / FRONT_FILE
+    return str(json.loads(path.read_text()).get("node", "")) if path.exists() else ""
 
 
 def write_certificate(pem: bytes, client_ca: bytes, folder: Path) -> None:
@@ -92,6 +101,7 @@ def _describe(front: Front, folder: Path) -> dict[str, object]:
         "trusts": bool(front.trusted_proxies),
         "rules": [*_trust(front.trusted_proxies), *(_name_subject() if front.client_ca else ())],
         "spec": front.spec,
+        **({"node": front.node, "address": front.address} if front.node else {}),
     }
 
 

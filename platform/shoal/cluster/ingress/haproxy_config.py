@@ -35,7 +35,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.ingress import backup_listener
+from shoal.cluster.ingress import backup_listener, every_node
 from shoal.cluster.ingress.time_limits import CHANGE_S, STREAM_SILENCE_S
 
 REQUEST_TIMEOUT_S = 10
@@ -53,7 +53,7 @@ DESCRIPTORS = """\
     tune.pool-high-fd-ratio 100
 """
 CLOSED_SECTIONS = ("listen stats", "frontend prometheus")
-FRONT_FILE = "front.json"  # next to the folder of errors; without it the fronts stay where Serve puts them
+FRONT_FILE = "front.json"  # next to the folder of errors; without it the fronts stay where Serve puts them, on loopback
 
 RULES: dict[str, str] = {
     "sections": "there are a global section, defaults, a front for HTTP and its default back end",
@@ -201,7 +201,7 @@ def rewrite(config: str, errors: str, front: Mapping[str, Any] | None = None) ->
     sections += backup_listener.build_sections(http_front, folder, ONCE)
     written: list[str] = []
     for head, lines in sections:
-        lines = _set_front(head, lines, front or {})
+        lines = _set_front(head, lines, front or {}, folder)
         written += [head, *_section(head, lines, errors), *(errorfiles if head == "global" else ())]
     return "\n".join(written) + "\n"
 
@@ -298,8 +298,9 @@ def _section(head: str, lines: list[str], errors: str) -> list[str]:
     if head == "defaults":
         return _defaults(lines)
     if head == "frontend http_frontend":
-        own = [f"    maxconn {backup_listener.MAX_HTTP}", ONCE, *STEERING.splitlines(), *FRONTEND.splitlines()]
-        return [*own, *_answers(), *backup_listener.select_second_pass(lines, IS_CHANGE)]
+        own = [f"    maxconn {backup_listener.MAX_HTTP}", *every_node.refuse_health(lines), ONCE]
+        own += [*STEERING.splitlines(), *FRONTEND.splitlines(), *_answers()]
+        return [*own, *backup_listener.select_second_pass(lines, IS_CHANGE)]
     if head == "frontend grpc_frontend":
         own = [f"    maxconn {backup_listener.MAX_GRPC}", ONCE, *STEERING.splitlines(), *GRPC_FRONTEND.splitlines()]
         return [*own, *_http1_first(lines)]
@@ -312,21 +313,23 @@ def _section(head: str, lines: list[str], errors: str) -> list[str]:
     return lines
 
 
-def _set_front(head: str, lines: list[str], front: Mapping[str, Any]) -> list[str]:
-    """The lines of a front with its addresses, and with its rules first; of the global section with its threads."""
+def _set_front(head: str, lines: list[str], front: Mapping[str, Any], folder: str) -> list[str]:
+    """The lines of a front with its addresses, and with its rules first; of the global section with its threads; of a
+    back end with the node's address."""
     if head == "global":
         count = sum(_is(line, "nbthread") for line in lines)
         _require(count == 1, "number of threads", f"there are {count}")
         own = f"    nbthread {front['num_threads']}" if front else ""
         return [own or line if _is(line, "nbthread") else line for line in lines]
     if head not in FRONTS:
-        return lines
+        return every_node.use_node_address(lines, front.get("address", ""))
     binds = [line for line in lines if _is(line, "bind")]
     match = _BIND.fullmatch(binds[0]) if len(binds) == 1 else None
     _require(match is not None, "where the fronts listen", f"{head!r} has {binds}")
     assert match is not None
     address, port, protocol = match.groups()
-    hosts = ",".join(f"{host}:{port}" for host in front.get("hosts", [address]))
+    closed = f"unix@{folder}/{'g' if protocol else 'h'}.sock mode 600"
+    hosts = ",".join(every_node.list_addresses(front, address, port, closed))
     options = front.get("options", {}).get("grpc" if protocol else "http", "")
     unless = " unless via-1" if front.get("trusts") else ""
     rules = [FROM, *(f"    {rule}" for rule in front.get("rules", [])), *(f"{rule}{unless}" for rule in FORWARDED)]
@@ -386,9 +389,9 @@ def _answers() -> list[str]:
 
 def main(config: str, errors: str) -> None:
     """Rewrite the file `config` in place; on failure, print one line on standard error."""
-    path, settings = Path(config), Path(errors).parent / FRONT_FILE
+    path = Path(config)
     try:
-        front = json.loads(settings.read_text()) if settings.exists() else None
+        front = every_node.read_front(Path(errors).parent / FRONT_FILE, path.parent.name)
         path.write_text(rewrite(path.read_text(), errors, front))
     except TemplateMismatch as error:
         sys.exit(f"shoal: {error}")

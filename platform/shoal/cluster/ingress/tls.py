@@ -2,12 +2,14 @@
 
 A new one is written where HAProxy reads it when it starts, and then committed through the admin socket of each running
 HAProxy: connections stay as they are, and new ones get the new certificate. `CertificateWatch` does so when the user's
-files change. A replacement that does not fit changes nothing: HAProxy keeps what it has, also when it restarts, since
-its files are copies. Imports no Ray.
+files change, for the endpoint's controller on the head; `keep_certificate` does on other nodes. A replacement that does
+not fit changes nothing: HAProxy keeps what it has, also when it restarts, since its files are copies. Imports no Ray.
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -26,6 +28,8 @@ SOCKET_TIMEOUT_S = 2.0
 MAX_CONTENT_BYTES = 30 * 1024  # of a file that a command on the admin socket replaces: below `tune.bufsize`
 END = b"-----END CERTIFICATE-----\n"
 DAY_S = 86_400.0
+POLL_S = 2.0
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,17 @@ class CertificateWatch:
         return ("certificate_replaced", f"{self.days_remaining:.0f} days are left") if is_new else None
 
 
+def keep_certificate(files: CertificateFiles, folder: Path) -> None:
+    """Watch the files of this host for as long as this process lives, if no other process of the host does."""
+    with (folder / "watch.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the next one goes on when this process ends
+        watch = CertificateWatch(files, folder)
+        while True:
+            if event := watch.poll():
+                logger.warning("%s: %s", *event)
+            time.sleep(POLL_S)
+
+
 def _is_in_use(certificate: Certificate, folder: Path) -> bool:
     """Whether each HAProxy that runs on this host has the certificate and the authorities: one may have started during
     a replacement. Raises ClusterError when one does not answer."""
@@ -193,18 +208,18 @@ def _command(admin: Path, command: str) -> str:
 
 
 def _parse_chain(field: str, path: str) -> list[x509.Certificate]:
-    text = _read(field, path)
+    content = _read(field, path)
     try:
-        return x509.load_pem_x509_certificates(text)
+        return x509.load_pem_x509_certificates(content)
     except ValueError as error:
         remedy = "give a file in PEM: -----BEGIN CERTIFICATE-----"
         raise ConfigError(f"endpoint.tls.{field}", path, f"holds no certificate ({error})", remedy) from None
 
 
 def _parse_key(path: str) -> PrivateKeyTypes:
-    text = _read("key", path)
+    content = _read("key", path)
     try:
-        return serialization.load_pem_private_key(text, None)
+        return serialization.load_pem_private_key(content, None)
     except TypeError:
         problem, remedy = "is encrypted", "decrypt it: openssl pkey -in FILE -out NEW"
     except (ValueError, UnsupportedAlgorithm) as error:
@@ -217,7 +232,7 @@ def _read(field: str, path: str) -> bytes:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a name that no file has
         problem = getattr(error, "strerror", None) or str(error)
-        remedy = "name a file on the cluster's head that the user of the cluster may read"
+        remedy = "name a file on the host of the ingress that the user of the cluster may read"
         raise ConfigError(f"endpoint.tls.{field}", path, f"cannot be read ({problem})", remedy) from None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.client.endpoint_status import CertificateStatus
 from shoal.cluster.ingress.serve_environment import find_ingress_folder, hold_while_asleep, limit_answers
-from shoal.cluster.ingress.tls import CertificateWatch
+from shoal.cluster.ingress.tls import POLL_S, CertificateWatch
 from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.audit import AUDIT_FILE, AuditLog
 from shoal.serve.controller.config import ControllerConfig
@@ -27,7 +27,6 @@ from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.weights import WeightSnapshot
 
 TICK_S = 0.25
-CERTIFICATE_POLL_S = 2.0
 STALL_S = LEASE_S / 2  # a tick this late was stalled, and so were the replicas' reports
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class ControllerService:
         )
         self._admin_api = AdminApi(self._controller, setting.registry, setting.options)
         self._watch = CertificateWatch(setting.tls, find_ingress_folder()) if setting.tls is not None else None
-        self._polled_s = -CERTIFICATE_POLL_S
+        self._polled_s = -POLL_S
         self._status = StatusReporter(
             self._controller,
             setting.grpc,
@@ -140,7 +139,7 @@ class ControllerService:
                     self._last_follow_s = ticked_s
                 self._controller.tick()
                 self._status.sample()
-                if self._watch is not None and ticked_s - self._polled_s >= CERTIFICATE_POLL_S:
+                if self._watch is not None and ticked_s - self._polled_s >= POLL_S:
                     self._polled_s = ticked_s
                     await self._poll_certificate(self._watch)
                 await asyncio.sleep(TICK_S)

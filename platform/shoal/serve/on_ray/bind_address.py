@@ -1,10 +1,10 @@
 """Restricts the addresses on which a replica's servers listen, and makes Serve's gRPC listen at all.
 
 Serve has no setting for it. Its gRPC servers, for health and for other deployments, listen on every interface (`[::]`);
-on a loopback cluster they are moved to loopback. Its HTTP server listens on the endpoint's address, loopback. But
-HAProxy runs on the head and connects to another host's replica at that host's address. On the head, HAProxy connects
-over loopback and other deployments at the host's address, so gRPC stays on every interface there. Called by the Ray
-shell in a replica's constructor, which runs before Serve makes any server.
+on a loopback cluster they are moved to loopback. Its HTTP server listens on Serve's address: loopback, or the head's
+address where each node has an ingress. But HAProxy connects to another host's replica at that host's address. On the
+head, HAProxy connects over loopback and other deployments at the host's address, so gRPC stays on every interface
+there. Called by the Ray shell in a replica's constructor, which runs before Serve makes any server.
 
 Serve starts a gRPC server in every replica, which HAProxy uses for the health check only: calls reach a replica as
 HTTP/1.1 requests (`serve.grpc.app`).
@@ -23,6 +23,7 @@ from shoal.cluster.capacity import get_head_address
 from shoal.network_address import is_loopback
 
 ANY_ADDRESS = "[::]:"
+ANY_HOSTS = ("0.0.0.0", "::")
 
 
 def patch_bind_addresses() -> None:
@@ -51,7 +52,7 @@ def _bind_grpc_to(host: str, add: Callable[[Any, str], Any]) -> Callable[[Any, s
 
 def _bind_http_to(host: str, start: Callable[..., Any]) -> Callable[..., Any]:
     def start_there(app: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_loopback(options.host):
+        if options.host not in ANY_HOSTS:
             options = options.model_copy(update={"host": host})
         return start(app, options, *args, **kwargs)
 

@@ -22,11 +22,11 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from shoal.cluster.capacity import gpu_share, gpus_by_possible_host, require_gpus
+from shoal.cluster.capacity import get_head_address, gpu_share, gpus_by_possible_host, require_gpus
 from shoal.cluster.growth import find_growth
 from shoal.cluster.ingress.serve_environment import prepare_ingress
 from shoal.cluster.ports import find_free_port
-from shoal.errors import ClusterError, ConnectionLost, error_summary, summarize_error
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, error_summary, summarize_error
 from shoal.network_address import is_loopback
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.state import Event
@@ -41,6 +41,7 @@ from shoal.serve.on_ray.shared_cluster import end_serve, join_serve, lock_serve
 from shoal.serve.on_ray.wanted_replicas import count_wanted, describe_wanted, run_growing
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
+from shoal.serve.spec.reach import EVERY_NODE
 
 logger = logging.getLogger(__name__)
 GRACE_S = 1.0  # beyond a time limit enforced by Serve
@@ -145,6 +146,7 @@ def deploy(
         return _deploy_alone(spec, models, record)
     with lock_serve():
         joining = join_serve(spec)
+        _reject_sleep_of_shared(joining or spec)
         return _deploy_alone(spec, models, record) if joining is None else _start_endpoint(joining, models, record)
 
 
@@ -159,6 +161,13 @@ def _deploy_alone(spec: EndpointSpec, models: Sequence[EndpointModel], record: R
     remove_abandoned_endpoint()  # raises before anything of an endpoint that runs is touched
     spec = prepare_front(spec, {"port": spec.port, "grpc_port": spec.grpc_port})
     return _start_endpoint(spec, models, record)
+
+
+def _reject_sleep_of_shared(spec: EndpointSpec) -> None:
+    """Raises ConfigError: a node that never had a replica of this endpoint does not know that it sleeps."""
+    if spec.may_sleep and spec.ingress == EVERY_NODE:
+        problem = "is not for endpoints that share an ingress on every node"
+        raise ConfigError("endpoint.scale.min", 0, problem, "give scale.min=1, or endpoint.ingress=head")
 
 
 def _start_endpoint(spec: EndpointSpec, models: Sequence[EndpointModel], record: Record) -> DeployedEndpoint:
@@ -209,7 +218,10 @@ def _start_serve(
     grpc = {"grpc_options": grpc_options(spec.grpc_port)} if spec.grpc_port is not None else {}
     try:
         if not spec.route_prefix:
-            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": spec.port}, **grpc)
+            is_everywhere = spec.ingress == EVERY_NODE
+            host = get_head_address() if is_everywhere else "127.0.0.1"
+            location = "EveryNode" if is_everywhere else "HeadOnly"
+            serve.start(proxy_location=location, http_options={"host": host, "port": spec.port}, **grpc)
         application = build_application(spec, live, controller)
         if record is not None:
             return run_growing(application, spec, record)

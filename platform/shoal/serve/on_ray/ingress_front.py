@@ -1,28 +1,36 @@
-"""Installs an endpoint's front on the host of the ingress, before Serve starts there.
+"""Installs an endpoint's front on the hosts of the ingress, before HAProxy listens there.
 
-Called by `deploy`. Serve itself is always given loopback: its own address is also that of the replicas' servers, which
+Called by `deploy`, and by each replica for its node, which may have come later, where each node has an ingress. Serve
+itself is given loopback (or there, the head's address): its own address is also that of the replicas' servers, which
 speak plain HTTP to HAProxy alone.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shoal.cluster.capacity import make_head_affinity
-from shoal.cluster.ingress.front import Front, install_front, read_front_spec
+from shoal.cluster.capacity import get_head_address, get_head_id, list_other_nodes, make_head_affinity
+from shoal.cluster.ingress.front import Front, install_front, read_front_node, read_front_spec
 from shoal.cluster.ingress.listening import require_listenable
-from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE, find_ingress_folder
-from shoal.cluster.ingress.tls import choose_name, read_certificate
-from shoal.errors import ShoalError
+from shoal.cluster.ingress.serve_environment import (
+    BINARY_VARIABLE,
+    find_ingress_folder,
+    hold_while_asleep,
+    prepare_ingress,
+)
+from shoal.cluster.ingress.tls import choose_name, keep_certificate, read_certificate
+from shoal.errors import ClusterError, ConfigError, ShoalError
 from shoal.serve.on_ray.bind_address import is_head
 from shoal.serve.spec.endpoint import EndpointSpec
-from shoal.serve.spec.reach import Reach
+from shoal.serve.spec.reach import EVERY_NODE, Reach
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,7 +48,26 @@ def prepare_front(spec: EndpointSpec, ports: Mapping[str, int | None]) -> Endpoi
     _call_on_head(require_listenable, spec.host, ports)
     if BINARY_VARIABLE not in os.environ and reach == Reach():
         return spec
-    return spec.model_copy(update=dict(_call_on_head(_install_here, reach)))
+    reach = _call_on_head(_install_here, reach)
+    if reach.ingress == EVERY_NODE:
+        _install_elsewhere(reach, ports)
+    return spec.model_copy(update=dict(reach))
+
+
+def join_ingress(spec: EndpointSpec) -> None:
+    """Let this node's HAProxy listen, for the endpoint of a replica here, and renew its certificate from now on.
+
+    Called by a replica where each node has an ingress; does nothing on the head. Raises what `prepare_front` raises.
+    """
+    if is_head(ray.util.get_node_ip_address()):
+        return
+    reach, folder = _get_reach(spec), find_ingress_folder()
+    is_installed = read_front_node(folder) == ray.get_runtime_context().get_node_id()
+    if not is_installed or read_front_spec(folder) != reach.model_dump_json():
+        _install_on_node(reach, {})
+    hold_while_asleep(os.environ, spec.name, spec.may_sleep)
+    if spec.tls is not None:
+        threading.Thread(target=keep_certificate, args=(spec.tls.files, folder), daemon=True).start()
 
 
 def adopt_front(spec: EndpointSpec) -> EndpointSpec:
@@ -62,9 +89,40 @@ def _install_here(reach: Reach) -> Reach:
         name = reach.tls.name or choose_name(certificate.names, reach.host)
         reach = reach.model_copy(update={"tls": reach.tls.model_copy(update={"name": name})})
     proxies = tuple(reach.trusted_proxies)
-    front = Front(reach.host, pem, client_ca, proxies, reach.ingress_threads, reach.model_dump_json())
+    node = address = ""
+    if reach.ingress == EVERY_NODE:
+        address = ray.util.get_node_ip_address()
+        node = get_head_id() if is_head(address) else ray.get_runtime_context().get_node_id()
+    front = Front(reach.host, pem, client_ca, proxies, reach.ingress_threads, reach.model_dump_json(), node, address)
     install_front(front, find_ingress_folder())
     return reach
+
+
+def _install_elsewhere(reach: Reach, ports: Mapping[str, int | None]) -> None:
+    """Install the front on the nodes that are up, so that deployment reports by name what one of them lacks."""
+    head, tasks = get_head_address(), []
+    for node, address in list_other_nodes().items():
+        if address != head:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            task: Any = ray.remote(num_cpus=0, scheduling_strategy=there)(_install_on_node)
+            tasks.append(task.remote(reach, ports))
+    _get_answer(tasks)
+
+
+def _install_on_node(reach: Reach, ports: Mapping[str, int | None]) -> None:
+    """Install the front on this host, which is not the head's and has files of its own.
+
+    ports: those that must be free: Serve does not report an HAProxy that cannot listen
+    """
+    try:
+        prepare_ingress(os.environ)
+        _install_here(reach)
+        require_listenable(reach.host, ports)
+    except ShoalError as error:
+        where = f"on the node {ray.util.get_node_ip_address()}, which endpoint.ingress = every_node includes"
+        if isinstance(error, ConfigError):
+            raise ConfigError(error.field, error.value, f"{error.problem}, {where}", error.remedy) from None
+        raise ClusterError(f"{error} ({where})") from None
 
 
 def _read_here() -> str:
@@ -76,9 +134,14 @@ def _call_on_head(function: Callable[P, T], *arguments: P.args, **named: P.kwarg
     if is_head(ray.util.get_node_ip_address()):
         return function(*arguments, **named)
     task: Any = ray.remote(num_cpus=0, scheduling_strategy=make_head_affinity())(function)
+    answer: T = _get_answer(task.remote(*arguments, **named))
+    return answer
+
+
+def _get_answer(tasks: Any) -> Any:
+    """What one or several tasks return. Raises their errors."""
     try:
-        answer: T = ray.get(task.remote(*arguments, **named))
-        return answer
+        return ray.get(tasks)
     except RayTaskError as error:
         if isinstance(error.cause, ShoalError):
             raise error.cause from None

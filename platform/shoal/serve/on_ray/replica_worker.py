@@ -19,6 +19,7 @@ from shoal.serve.on_ray.metrics import RayMetrics
 from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
+from shoal.serve.spec.reach import EVERY_NODE
 
 
 class ReplicaWorker:
@@ -31,6 +32,10 @@ class ReplicaWorker:
             from shoal.serve.replica.replica import EndpointReplica  # here: `deploy` needs no torch
 
         patch_bind_addresses()
+        if spec.ingress == EVERY_NODE:
+            from shoal.serve.on_ray.ingress_front import join_ingress  # here: other replicas start without it
+
+            join_ingress(spec)
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = EndpointReplica(name, spec, live, controller)
         await self._replica.start()

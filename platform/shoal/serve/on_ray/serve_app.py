@@ -24,7 +24,7 @@ from shoal.serve.on_ray.ingress_front import adopt_front, prepare_front
 from shoal.serve.on_ray.ownership import list_driver_endpoints
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
-from shoal.serve.spec.reach import require_one_address
+from shoal.serve.spec.reach import EVERY_NODE, require_one_address
 
 IMPORT_PATHS = ("shoal.serve.on_ray.serve_app:build", "shoal.serve.ray_app:build")
 
@@ -66,6 +66,10 @@ def build(args: dict[str, Any]) -> serve.Application:
     models = [model_from_ref(ref) for ref in app.models]
     defaults = {"name": models[0].name, "num_cpus": 0.5}
     spec = EndpointSpec.parse({**defaults, **app.endpoint, "token": SecretStr(load_access_token())})
+    if spec.ingress == EVERY_NODE:
+        problem = "needs settings of Serve's that its file has"
+        remedy = "use `shoal serve deploy`, which reads the file too"
+        raise ConfigError("endpoint.ingress", spec.ingress, problem, remedy)
     require_one_address(list_file_endpoints() | {spec.name: app.endpoint})
     is_alone = not list_driver_endpoints().active
     spec = prepare_front(spec, {}) if is_alone else adopt_front(spec)  # the ports are Serve's

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
@@ -20,6 +20,7 @@ from shoal.network_address import is_loopback
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
 MAX_NETWORKS = 50  # of a line of HAProxy's, which has 64 words
+EVERY_NODE = "every_node"
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address at which this machine reaches it
 
 
@@ -89,6 +90,8 @@ class Reach(Spec):
     insecure:        accept plain HTTP beyond loopback: others read the requests, and the token in each of them
     trusted_proxies: networks of the proxies whose X-Forwarded-* count
     ingress_threads: threads of the ingress: TLS of many connections takes more than one
+    ingress:         "head": the head listens at `host` and the endpoint's port; "every_node": so does each node that
+                     has a replica, for a balancer in front of them
     """
 
     tls: TlsOptions | None = None
@@ -96,6 +99,7 @@ class Reach(Spec):
     host: Address = "127.0.0.1"  # after these, which its validation needs
     trusted_proxies: list[Network] = Field(default_factory=list, max_length=MAX_NETWORKS)
     ingress_threads: int = Field(default=1, ge=1, le=64)
+    ingress: Literal["head", "every_node"] = "head"  # after host, which its validation needs
 
     @field_validator("insecure")
     @classmethod
@@ -111,6 +115,14 @@ class Reach(Spec):
             problem = "is beyond loopback, where plain HTTP shows every request and its token"
             raise ValueError(f"{problem}: give tls.certificate and tls.key, or insecure: true")
         return host
+
+    @field_validator("ingress")
+    @classmethod
+    def _require_common_address(cls, ingress: str, info: ValidationInfo) -> str:
+        host = info.data.get("host", "::")
+        if ingress == EVERY_NODE and not (host in LOOPBACK or is_loopback(host)):
+            raise ValueError(f"needs a host that all nodes have, and {host} is one node's: give host: 0.0.0.0 or ::")
+        return ingress
 
 
 def require_one_address(applications: Mapping[str, Mapping[str, Any]]) -> None:
