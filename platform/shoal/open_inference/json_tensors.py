@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import math
 import re
+import struct
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +24,6 @@ from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits, bf16_values
 from shoal.open_inference.request_schema import format_tensor_type
 
 MAX_DEPTH = 8
-MAX_SMALL_VALUES = 64  # up to this many values Python's loops beat NumPy's
 LARGE_BYTES = 1 << 16  # from this size on, values are counted before they are read
 
 _OPENING = re.compile(rb"[\[ \t\r\n]*")
@@ -31,8 +32,8 @@ _ELEMENT: dict[str, type] = {
     for datatype, dtype in NUMPY_DTYPES.items()
 } | {"BF16": float}
 _ROUNDED = ("FP16", "BF16", "FP32")  # JSON's numbers may overflow these
-# From here on a number rounds to infinity: half a step beyond the largest finite one.
-_SMALL_LIMITS = {"FP16": 65520.0, "FP32": 2.0**128 - 2.0**103}
+_PACKED = {"FP16": "e", "FP32": "f", "FP64": "d"}  # `struct` rounds as NumPy does, in a fraction of the time
+_ORDER = "<" if sys.byteorder == "little" else ">"  # with an order, it raises OverflowError for what rounds to infinity
 
 
 def from_json(name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw, role: str = "input") -> np.ndarray:
@@ -78,12 +79,15 @@ def to_json(name: str, datatype: str, array: np.ndarray, role: str = "output") -
 
 
 def _to_flat_array(datatype: str, values: list[Any]) -> np.ndarray:
-    limit = _SMALL_LIMITS.get(datatype)
-    if limit is None or not 0 < len(values) <= MAX_SMALL_VALUES:
+    code = _PACKED.get(datatype)
+    if code is None:
         return _to_nested_array(datatype, values)
-    if max(values) >= limit or min(values) <= -limit:
-        raise ValueError(f"a number is beyond {datatype}")
-    return np.array(values, dtype=NUMPY_DTYPES[datatype])
+    array = np.empty(len(values), NUMPY_DTYPES[datatype])
+    try:
+        struct.pack_into(f"{_ORDER}{len(values)}{code}", array, 0, *values)
+    except OverflowError:
+        raise ValueError(f"a number is beyond {datatype}") from None
+    return array
 
 
 def _to_nested_array(datatype: str, values: list[Any]) -> np.ndarray:
