@@ -84,7 +84,7 @@ def test_http_where_haproxy_asks_it(
     ("lacks", "field", "problem"),
     [
         ("file", "endpoint.tls.certificate", r"cannot be read \(No such file or directory\)"),
-        ("port", "endpoint.port or endpoint.grpc_port", r"cannot be had \(Address already in use\)"),
+        ("port", "endpoint.grpc_port", r"is in use at 127\.0\.0\.1"),
     ],
 )
 def test_what_a_node_lacks_for_its_ingress_is_said_with_its_address(
@@ -101,7 +101,7 @@ def test_what_a_node_lacks_for_its_ingress_is_said_with_its_address(
     files = {"certificate": str(tmp_path / "none.pem"), "key": str(tmp_path / "none.key")}
     reach = Reach.parse({"tls": files} if lacks == "file" else {})
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ports = [taken.getsockname()[1]]
+        ports = {"grpc_port": taken.getsockname()[1]}
         with pytest.raises(ConfigError, match=rf"{problem}, on the node 192\.0\.2\.7, which .*every_node") as caught:
             ingress_front._install_on_node(reach, ports)
     assert caught.value.field == field

@@ -22,6 +22,7 @@ from shoal.weights import WeightSnapshot
 FINE, RAISE, SHAPE, NAN, HANG, LEAK = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 ASKED, SLOW = 7.0, 8.0  # of Moody
 SLOW_S = 0.004
+FORWARD_S = 0.003  # too long for the event loop, which a forward that hangs would take along
 LEAK_BYTES = 64 * 1024 * 1024
 LONGEST_HANG_S = 120.0
 SIGNATURE = Signature(
@@ -42,6 +43,7 @@ class Faulty(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         faults = set(x[:, 0].tolist())
+        time.sleep(FORWARD_S)
         if RAISE in faults:
             raise RuntimeError("on purpose")
         if HANG in faults:

@@ -265,7 +265,7 @@ def test_what_is_used_of_uvicorn_is_what_is_looked_for() -> None:
         if isinstance(node, ast.Attribute)
         and (isinstance(node.value, ast.Call) or (isinstance(node.value, ast.Name) and node.value.id == "self"))
     }
-    own = {"_check_idle", "_idle", "_idle_since_s", "_leave", "_unread", "cancel"}
+    own = {"_start", "_check_idle", "_idle", "_idle_since_s", "_leave", "_unread", "cancel"}
     calls_of_a_parser = {"get_method", "decode"}
     assert used - own - calls_of_a_parser == direct_protocol.USED_OF_UVICORN
 

@@ -74,13 +74,13 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         loop: EventLoop | None = None,
     ) -> None:
         self._slots: BatcherState[GroupT, RequestT, AnswerT] = BatcherState(
-            slots, clock, loop or asyncio.get_running_loop()
+            slots, clock, loop or asyncio.get_running_loop(), self._prepare_batch
         )
-        self._slots.start_batch = self._prepare_batch
+        self._is_sound = True
         self._queues: list[BatchQueue[GroupT, RequestT, AnswerT]] = []
         self._on_thread_start = on_thread_start
         self._closed = False
-        self._began_s = [math.inf] * slots  # when each slot's current forward began
+        self._began_s = [math.inf] * (slots + 1)  # when each slot's current forward began; at last, the event loop's
         self._threads = [
             threading.Thread(target=self._run, args=(slot,), name=f"shoal-forward-{slot}", daemon=True)
             for slot in range(slots)
@@ -111,8 +111,8 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         weight:         its share of the slots' time while other queues have work
         short_s:        a batch that is expected to take no longer is computed on the event loop: a thread's wake-up for
                         it would cost more than it takes. 0: none
-        on_batch:       called with every batch that was computed, in the forward's thread, once the answers are on
-                        their way; not with one that is computed again in halves
+        on_batch:       called with every batch that was computed, where it was, once the answers are on their
+                        way; not with one that is computed again in halves
 
         Raises ConfigError for limits that do not fit together, Closed.
         """
@@ -138,12 +138,13 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
 
     @property
     def is_alive(self) -> bool:
-        """Whether every thread is alive."""
-        return all(thread.is_alive() for thread in self._threads)
+        """Whether every thread is alive, and no batch on the event loop has ended by an error of the batcher's."""
+        return self._is_sound and all(thread.is_alive() for thread in self._threads)
 
     @property
     def computing_s(self) -> float:
-        """How long the current forward has taken, the longest over all slots; 0 when none runs."""
+        """How long the current forward has taken, the longest over all slots; 0 when none runs. Callable from any
+        thread."""
         return max(0.0, self._slots.clock() - min(self._began_s))
 
     def counts(self) -> BatcherCounts:
@@ -171,7 +172,7 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         """
         slots = self._slots
         with slots.lock:
-            is_short = slots.scheduler.is_next_short
+            is_short = slots.scheduler.is_next_short(slots.clock())
         if is_short:
             os.sched_yield()
             slots.loop.call_soon(self._start_batch)
@@ -179,11 +180,12 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
             slots.wakeups.put(None)
 
     def _start_batch(self) -> None:
-        """Compute the waiting batch here if it is short, else wake the thread that was claimed. On the event loop."""
+        """Compute the waiting batch here if it is still short, else wake the thread that was claimed."""
         slots = self._slots
         with slots.lock:
-            is_short = slots.scheduler.is_next_short
-            batch, late = slots.scheduler.take(slots.clock()) if is_short else (None, [])
+            now_s = slots.clock()
+            is_short = slots.scheduler.is_next_short(now_s)
+            batch, late = slots.scheduler.take(now_s) if is_short else (None, [])
             if is_short and batch is None:
                 slots.is_waking = False
         for entry in late:
@@ -191,12 +193,17 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         if not is_short:
             slots.wakeups.put(None)
         elif batch is not None:
-            forwards = batch.requests[0].queue.compute(batch, _ignore, _call)
-            with slots.lock:
-                slots.scheduler.finish_batch(batch, slots.clock(), forwards)
-                slots.is_waking = slots.scheduler.has_work  # of what arrived before, beyond this batch
-            if slots.is_waking:
-                slots.loop.call_soon(self._start_batch)
+            self._compute_here(batch)
+
+    def _compute_here(self, batch: PendingBatch[GroupT, RequestT, AnswerT]) -> None:
+        slots, self._is_sound = self._slots, False  # like a thread, it does not go on after an error of ours
+        forwards = batch.requests[0].queue.compute(batch, partial(self._began_s.__setitem__, -1), _call)
+        self._began_s[-1], self._is_sound = math.inf, True
+        with slots.lock:
+            slots.scheduler.finish_batch(batch, slots.clock(), forwards)
+            slots.is_waking = slots.scheduler.has_work  # of what arrived before, beyond this batch
+        if slots.is_waking:
+            slots.loop.call_soon(self._start_batch)
 
     # What follows runs in the forwards' threads.
 
@@ -216,7 +223,7 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
                         slots.is_waking = slept = False
                     if batch is not None:
                         slots.scheduler.finish_batch(batch, now_s, forwards)
-                    is_short = slots.scheduler.is_next_short
+                    is_short = slots.scheduler.is_next_short(now_s)
                     batch, late = (None, []) if is_short else slots.scheduler.take(now_s)
                     if batch is None:
                         slots.num_sleeping += 1  # set under the lock: a later request wakes a thread
@@ -241,7 +248,3 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
 
 def _call(function: Callable[..., object], *arguments: object) -> None:
     function(*arguments)
-
-
-def _ignore(began_s: float) -> None:
-    """No other thread sees a forward that runs on the event loop."""

@@ -12,7 +12,6 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -107,14 +106,16 @@ EntryT = TypeVar("EntryT", bound=PendingRequest[Any, Any, Any])
 class BatcherState(Generic[GroupT, RequestT, AnswerT]):
     """State shared by the queues and threads of one batcher: the scheduler and the sleeping threads, under one lock."""
 
-    def __init__(self, num_slots: int, clock: Callable[[], float], loop: EventLoop) -> None:
+    def __init__(
+        self, num_slots: int, clock: Callable[[], float], loop: EventLoop, start_batch: Callable[[], object]
+    ) -> None:
+        """start_batch: called on the loop, after a claimed wake-up"""
         self.scheduler: BatchScheduler[PendingRequest[GroupT, RequestT, AnswerT]] = BatchScheduler(num_slots)
-        self.clock, self.loop = clock, loop
+        self.clock, self.loop, self.start_batch = clock, loop, start_batch
         self.lock = threading.Lock()
         self.wakeups: SimpleQueue[None] = SimpleQueue()
         self.num_sleeping = 0  # threads that sleep or are about to
-        self.is_waking = False  # one of them is being woken
-        self.start_batch: Callable[[], object] = partial(self.wakeups.put, None)  # after a claimed wake-up
+        self.is_waking = False  # one of them is being woken, or the loop does its work
 
     def claim_wakeup(self) -> bool:
         """Whether the caller, which holds the lock and has work, must wake a thread."""

@@ -23,6 +23,8 @@ from shoal.batching.latency_model import OBSERVED_EVERY_S, LatencyModel
 from shoal.errors import ConfigError, InferenceError
 
 DEMAND_SPAN_S = 0.05
+# A batch that takes so long blocks all other work where it was to be short: for so long the queue's are not.
+LONG_S, NOT_SHORT_FOR_S = 0.1, 600.0
 MIN_RETRY_AFTER_S = 0.001  # the shortest time after which a client retries
 
 
@@ -71,6 +73,7 @@ class QueueState(Generic[QueuedT]):
         if not weight > 0:
             raise ConfigError("weight", weight, "a share is above 0")
         self.name, self.weight, self.short_s = name, weight, short_s
+        self.not_short_until_s = -math.inf  # after a long batch
         self.max_batch_rows, self.max_queue_rows, self.max_queue_bytes = max_batch_rows, max_queue_rows, max_queue_bytes
         self._bytes_per_row = math.inf if max_queue_bytes is None else max_queue_bytes / max_queue_rows
         self.latency = LatencyModel()
@@ -150,11 +153,10 @@ class BatchScheduler(Generic[QueuedT]):
         """Whether a request waits."""
         return any(queue.fair_queue.rows for queue in self._queues)
 
-    @property
-    def is_next_short(self) -> bool:
+    def is_next_short(self, now_s: float) -> bool:
         """Whether the next batch is expected to take no longer than its queue's `short_s`."""
         queue = self._select_queue()
-        if queue is None or not queue.short_s:
+        if queue is None or not queue.short_s or now_s < queue.not_short_until_s:
             return False
         return 0.0 < queue.latency.seconds(min(queue.fair_queue.rows, queue.max_batch_rows)) <= queue.short_s
 
@@ -222,6 +224,8 @@ class BatchScheduler(Generic[QueuedT]):
         """
         self.running.remove(batch)
         queue = batch.queue
+        if now_s - batch.started_s > LONG_S:
+            queue.not_short_until_s = now_s + NOT_SHORT_FOR_S
         queue.used_s += (now_s - batch.started_s - batch.expected_s) / queue.weight
         if now_s >= queue.observes_from_s:
             queue.observes_from_s = now_s + OBSERVED_EVERY_S

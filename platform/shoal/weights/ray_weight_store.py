@@ -8,6 +8,7 @@ rules of publishing are in `publisher`, those of storing in `store`.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import ray
@@ -16,7 +17,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import ConnectionLost
-from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
+from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_until_answered
 from shoal.weights.publisher import WeightPublisher
 from shoal.weights.store import WeightSnapshot, WeightStore
 
@@ -59,6 +60,8 @@ def start_weight_store(run_id: str) -> ActorHandle:
 class RayWeightSource:
     """A WeightSource on a store's handle; can be pickled. None also while the store is away: the caller asks again."""
 
+    is_reachable = True
+
     def __init__(self, store: ActorHandle) -> None:
         self._store = store
 
@@ -67,7 +70,14 @@ class RayWeightSource:
 
     def wait_newer(self, than: int, timeout_s: float) -> WeightSnapshot | None:
         limit_s, pause_s = timeout_s + CALL_TIMEOUT_S, min(timeout_s, RETRY_S)
-        return call_or_none(self._store.wait_newer, than, timeout_s, timeout_s=limit_s, away=AWAY, pause_s=pause_s)
+        self.is_reachable = True
+        try:
+            found: WeightSnapshot | None = ray.get(self._store.wait_newer.remote(than, timeout_s), timeout=limit_s)
+        except AWAY:
+            self.is_reachable = False
+            time.sleep(pause_s)  # a dead store answers at once, and the caller must not spin
+            return None
+        return found
 
 
 class RayWeightPublisher(WeightPublisher):

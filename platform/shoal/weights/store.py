@@ -123,7 +123,13 @@ class PublishedVersion(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """Where a consumer gets weights from. Fulfilled by WeightStore, by the registry and by Ray's remote store."""
+    """Where a consumer gets weights from. Fulfilled by WeightStore, by the registry and by Ray's remote store.
+
+    is_reachable: whether the last call reached it; if not, a None says nothing about what was published
+    """
+
+    @property
+    def is_reachable(self) -> bool: ...
 
     def latest(self) -> WeightSnapshot | None:
         """The newest snapshot, or None when nothing has been published yet. Never waits for a publication."""
@@ -141,6 +147,8 @@ class WeightStore:
     |----------|-------------------------------|-------------------------|---------------------------------------|
     | 1        | `wait_newer`, up to timeout_s | `publish`, or `close()` | wakes waiters with None; publish raises |
     """
+
+    is_reachable = True
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

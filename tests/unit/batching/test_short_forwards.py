@@ -129,3 +129,53 @@ def test_no_request_is_left_behind() -> None:
         assert len(set(forward.threads)) == 2
 
     run_with(body)
+
+
+def test_after_a_long_batch_the_queues_batches_go_to_the_thread() -> None:
+    """The estimate is a quantile, which a tenth of the requests does not move: each of them would block the loop."""
+
+    async def body(forward: TimedForward, queue: BatchQueue[Any, Any, Any]) -> None:
+        await answer(queue, Request(0))
+        forward.seconds = 0.3
+        await answer(queue, Request(1))
+        forward.seconds, forward.threads = SHORT_S / 10, []
+        for number in range(20):
+            await answer(queue, Request(number))
+        assert threading.main_thread() not in forward.threads
+        forward.now_s, forward.threads = forward.now_s + 1000.0, []
+        await answer(queue, Request(0))
+        assert forward.threads == [threading.main_thread()]
+
+    run_with(body)
+
+
+def test_a_batcher_that_fails_on_the_loop_is_not_alive() -> None:
+    async def body(forward: TimedForward, queue: BatchQueue[Any, Any, Any], batcher: Batcher[Any, Any, Any]) -> None:
+        errors: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        queue._on_batch = lambda batch: 1 / 0  # type: ignore[assignment]
+        assert await answer(queue, Request(1)) == 10
+        await until(lambda: bool(errors))
+        assert not batcher.is_alive
+
+    run_with(body, with_batcher=True)
+
+
+def test_a_forward_that_hangs_on_the_loop_is_seen_by_another_thread() -> None:
+    async def body(forward: TimedForward, queue: BatchQueue[Any, Any, Any], batcher: Batcher[Any, Any, Any]) -> None:
+        seen: list[float] = []
+
+        def look(batch: Batch[Any]) -> Sequence[int]:
+            forward.now_s += 7.0
+            looking = threading.Thread(target=lambda: seen.append(batcher.computing_s))
+            looking.start()
+            looking.join()
+            return [0] * len(batch.requests)
+
+        other = batcher.add_queue("other", look, max_batch_rows=4, max_queue_rows=64, short_s=SHORT_S)
+        other.seed_latency_model([(1, SHORT_S / 2)])
+        await answer(other, Request(0))
+        assert seen == [7.0]
+        assert batcher.computing_s == 0.0
+
+    run_with(body, with_batcher=True)

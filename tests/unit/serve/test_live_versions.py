@@ -166,6 +166,28 @@ TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
+@pytest.mark.parametrize("num_failures", [1, 2, 3])
+def test_a_load_that_fails_for_a_moment_rejects_nothing(num_failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rejection is for all replicas, also those that wake later and find no other version."""
+    monkeypatch.setattr("shoal.serve.replica.live.versions.RETRY_AFTER_S", (0.0, 0.0))
+    subject, failures = Subject(), iter(range(num_failures))
+    load: Any = subject.live._load
+
+    def load_or_fail(snapshot: Any) -> Any:
+        if next(failures, None) is not None:
+            raise RuntimeError("can't start new thread")
+        return load(snapshot)
+
+    subject.live._load = load_or_fail
+    if num_failures < 3:
+        assert subject.publish(1)
+        assert subject.live.report().rejected == ()
+        return
+    with pytest.raises(WeightsError, match="can't start new thread"):
+        subject.publish(1)
+    assert [each.version for each in subject.live.report().rejected] == [1]
+
+
 def test_what_was_never_asked_is_not_gone_back_to() -> None:
     subject = Subject()
     subject.publish(1)

@@ -31,6 +31,8 @@ class Taker:
 class Scripted:
     """A source that says what it is told to, and counts its questions. Versions may go back, as an alias does."""
 
+    is_reachable = True
+
     def __init__(self) -> None:
         self.now: WeightSnapshot | Exception | None = None
         self.asked = 0
@@ -91,6 +93,18 @@ def test_it_has_polled_when_what_was_published_is_taken_or_rejected(fits: bool) 
 
 def test_it_has_polled_when_nothing_is_published() -> None:
     follower = WeightFollower(WeightStore(), Taker(), poll_s=0.02)
+    wait_for(lambda: follower.has_polled)
+    follower.close()
+
+
+def test_it_has_not_polled_while_its_source_is_away() -> None:
+    """A store that restarts, or a machine that is too busy: what was published is unknown."""
+    source = Scripted()
+    source.is_reachable = False
+    follower = WeightFollower(source, Taker(), poll_s=0.02)
+    wait_for(lambda: source.asked > 2)
+    assert not follower.has_polled
+    source.is_reachable = True
     wait_for(lambda: follower.has_polled)
     follower.close()
 

@@ -164,13 +164,15 @@ def _mark_application(environment: Mapping[str, str], folder: str, application: 
         mark.write_text(text)
 
 
-def refuse_while_asleep(environment: Mapping[str, str], application: str, until_s: float) -> None:
+def refuse_while_asleep(environment: Mapping[str, str], application: str, until_s: float) -> bool:
     """Refuse the requests of an application that sleeps until then, in seconds since the epoch. On the head.
 
-    Takes effect at once. Does nothing for an application that may not sleep.
+    Takes effect at once. Returns False, and does nothing, for an application that may not sleep, or not yet.
     """
-    if BINARY_VARIABLE in environment and (mark := _find_mark(environment, application)).exists():
-        replace_synced(mark, b"%d" % math.ceil(until_s))
+    if BINARY_VARIABLE not in environment or not (mark := _find_mark(environment, application)).exists():
+        return False
+    replace_synced(mark, b"%d" % math.ceil(until_s))
+    return True
 
 
 def _find_mark(environment: Mapping[str, str], application: str) -> Path:

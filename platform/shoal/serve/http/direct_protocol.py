@@ -32,7 +32,7 @@ HIGH_WATER_BYTES = 65536  # a shorter first part of an answer is sent together w
 USED_OF_UVICORN = frozenset(
     {"shutdown", "connection_lost", "on_response_complete", "on_headers_complete", "timeout_keep_alive_handler"}
     | {"cycle", "expect_100_continue", "flow", "loop", "parser", "pipeline", "scope", "server_state", "tasks"}
-    | {"timeout_keep_alive", "transport", "url", "_start_asgi_task"}
+    | {"timeout_keep_alive", "transport", "url"}
 )
 STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in http.HTTPStatus}
 
@@ -80,17 +80,18 @@ class DirectProtocol(HttpToolsProtocol):
                 self._unread.cancel()
             self._unread = self.loop.call_later(UNREAD_BODY_TIMEOUT_S, self._leave, cycle)
         if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
+            self._start(*self.pipeline.pop())  # or uvicorn's own cycle and Serve's application
             return
         self._idle_since_s = self.loop.time()
         if self._idle is None:
             self._idle = self.loop.call_later(self.timeout_keep_alive, self._check_idle)
 
     def _check_idle(self) -> None:
-        """Close the connection if it has been idle for `timeout_keep_alive`; an answer in progress looks again."""
+        """Close the connection if it was idle for `timeout_keep_alive`. A request's answer sets the timer again."""
         self._idle = None
         idle_s = self.loop.time() - self._idle_since_s
-        if not self.cycle.response_complete:
+        cycle: Any = self.cycle
+        if not cycle.response_complete or cycle.more_body or cycle.scope is not self.scope:  # the next head has begun
             return
         if idle_s >= self.timeout_keep_alive:
             self.timeout_keep_alive_handler()
@@ -122,12 +123,15 @@ class DirectProtocol(HttpToolsProtocol):
         cycle: Any = DirectCycle(scope, self.transport, self.flow, keep_alive, headers, self.on_response_complete)
         self.cycle = cycle
         if earlier is None or earlier.response_complete:
-            task = self.loop.create_task(cycle.run_asgi(DirectProtocol.application))
-            task.add_done_callback(self.tasks.discard)
-            self.tasks.add(task)
+            self._start(cycle, DirectProtocol.application)
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, DirectProtocol.application))  # type: ignore[arg-type]
+
+    def _start(self, cycle: Any, application: Any) -> None:
+        task = self.loop.create_task(cycle.run_asgi(application))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
 
 
 class DirectCycle:

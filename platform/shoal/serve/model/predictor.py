@@ -82,8 +82,10 @@ class Predictor:
 
     @property
     def has_even_forwards(self) -> bool:
-        """Whether the rows alone decide how long a forward takes: on the CPU, and all rows have one shape."""
-        return set(self._templates) == {"cpu"} and has_one_shape(self.layout.signature)
+        """Whether the rows alone decide how long a forward takes: on the CPU, without hooks, and all rows have one
+        shape."""
+        has_hooks = self._preprocess is not None or self._postprocess is not None
+        return set(self._templates) == {"cpu"} and not has_hooks and has_one_shape(self.layout.signature)
 
     def compute_bucket(self, inputs: Arrays) -> Hashable:
         """The key that requests must have in common to share a batch: their shapes, where those differ and are not

@@ -55,20 +55,18 @@ class EndpointAutoscaler:
             told = f"{decision.replicas} replicas ({decision.reason}, {decision.requests_per_s:.1f} requests/s)"
             logger.info("%s: %s", ctx.app_name, told)
         self._replicas = decision.replicas
-        if self._policy.budget is not None:
-            self._apply_budget(self._policy.budget, ctx.app_name, now_s)
+        self._apply_budget(self._policy.budget, ctx.app_name, now_s)
         return decision.replicas, {}
 
-    def _apply_budget(self, budget: Budget, application: str, now_s: float) -> None:
+    def _apply_budget(self, budget: Budget | None, application: str, now_s: float) -> None:
         """Save the account, and have the ingress refuse what would wake the endpoint: Serve starts a replica for it
         without asking this policy."""
-        if now_s - self._saved_s >= SAVE_EVERY_S:
+        if budget is not None and now_s - self._saved_s >= SAVE_EVERY_S:
             self._saved_s = now_s
             self._save_budget(budget)
-        until_s = budget.find_rejection_end(now_s)
-        if until_s != self._rejected_until_s:
+        until_s = 0.0 if budget is None else budget.find_rejection_end(now_s)  # 0: also of a budget that was removed
+        if until_s != self._rejected_until_s and refuse_while_asleep(os.environ, application, until_s):
             self._rejected_until_s = until_s
-            refuse_while_asleep(os.environ, application, until_s)
 
     def _load_budget(self, now_s: float) -> Budget:
         """The account of this day or month, charged until it was last kept, or until now after a short gap."""

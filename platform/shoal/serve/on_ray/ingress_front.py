@@ -24,6 +24,7 @@ from shoal.cluster.ingress.serve_environment import (
     BINARY_VARIABLE,
     find_ingress_folder,
     hold_while_asleep,
+    limit_answers,
     prepare_ingress,
 )
 from shoal.cluster.ingress.tls import choose_name, keep_certificate, read_certificate
@@ -66,6 +67,7 @@ def join_ingress(spec: EndpointSpec) -> None:
     if not is_installed or read_front_spec(folder) != reach.model_dump_json():
         _install_on_node(reach, {})
     hold_while_asleep(os.environ, spec.name, spec.may_sleep)
+    limit_answers(os.environ, spec.name, spec.answer_s)
     if spec.tls is not None:
         threading.Thread(target=keep_certificate, args=(spec.tls.files, folder), daemon=True).start()
 

@@ -5,6 +5,7 @@ The replica's process imports this module and no more of the deployment, so that
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,7 @@ class ReplicaWorker:
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = EndpointReplica(name, spec, live, controller)
         await self._replica.start()
+        self._replica.watch_hangs(lambda: os._exit(1))  # Serve starts another one
         self._metrics: RayMetrics | None = None
         self._is_up = False
         install_fast_path(spec, self._replica.app)

@@ -6,10 +6,12 @@ Made and closed by the Ray shell or a test, on the event loop that serves. Plain
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -34,11 +36,14 @@ from shoal.serve.scaling.replica_counts import LoadMeter, encode
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
 
+logger = logging.getLogger(__name__)
 # A thread that runs Python (a forward's own code, staging of weights) makes the event loop wait this long. The default
 # of 5 ms is too long here; below 1 ms there is no further gain.
 SWITCH_INTERVAL_S = 0.001
 START_TIMEOUT_S = 600.0
+FIRST_WEIGHTS_TIMEOUT_S = 60.0  # for the weights of a run whose store cannot be reached
 START_POLL_S = 0.005
+HEALTH_CHECK_S = 10.0  # within which a health check says that a forward hangs
 
 
 class EndpointReplica:
@@ -55,7 +60,7 @@ class EndpointReplica:
         """Run it on the event loop that will serve."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         torch.set_num_threads(spec.torch_threads)  # of this thread, for the forwards that the batcher runs here
-        self._spec = spec
+        self._spec, self._is_closed = spec, threading.Event()
         self._access = AccessControl(
             spec.token.get_secret_value() if spec.token is not None else None,
             spec.keys,
@@ -84,11 +89,12 @@ class EndpointReplica:
     async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Stage the versions that must answer by the controller's plan. Raises ShoalError on failure or timeout.
 
-        A live model answers 503 from then on if its run has published nothing.
+        A live model answers 503 from then on if its run has published nothing, or its store stays away.
         """
         loop = asyncio.get_running_loop()
-        ends_s = loop.time() + timeout_s
-        while not (self.manager.is_staged and (self.manager.is_ready or self.manager.has_polled)):
+        ends_s, without_s = loop.time() + timeout_s, loop.time() + FIRST_WEIGHTS_TIMEOUT_S
+        manager = self.manager
+        while not (manager.is_staged and (manager.is_ready or manager.has_polled or loop.time() > without_s)):
             if trouble := self.manager.find_startup_error():
                 raise ShoalError(trouble)
             self.check_health()
@@ -108,6 +114,19 @@ class EndpointReplica:
         if most_gib is not None and (gib := psutil.Process().memory_info().rss / 2**30) > most_gib:
             raise ShoalError(f"the process has grown to {gib:.2f} GiB, and max_memory_gib is {most_gib:g}")
 
+    def watch_hangs(self, on_hang: Callable[[], None]) -> None:
+        """Call `on_hang`, in a thread, when a forward has hung and no health check could say so: on the event loop."""
+
+        def watch() -> None:
+            limit_s = self._spec.hang_s + HEALTH_CHECK_S
+            while not self._is_closed.wait(min(1.0, limit_s)):
+                if self._batcher.computing_s > limit_s:
+                    logger.critical("a forward hangs on the event loop: this replica ends")
+                    on_hang()
+                    return
+
+        threading.Thread(target=watch, name="shoal-hangs", daemon=True).start()
+
     def stats(self) -> dict[str, Any]:
         """The application's and the batcher's counters, and the replica's identity; `version` is that of the first
         model."""
@@ -126,6 +145,7 @@ class EndpointReplica:
 
     async def close(self) -> None:
         """Stop following and fail queued requests. Idempotent."""
+        self._is_closed.set()
         await self._follower.close()
         self.manager.close()
         self._batcher.close(timeout_s=2.0)

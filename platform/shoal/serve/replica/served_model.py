@@ -260,7 +260,7 @@ class ServedModel:
         loaded = track.loaded if track is not None else None
         return self._failures.to_answer(error, loaded.version if loaded else 0)
 
-    # What follows runs in a forward's thread.
+    # What follows runs in a forward's thread, or for short batches on the event loop.
 
     def _forward(self, batch: CallBatch) -> Sequence[Outputs]:
         loaded = batch.requests[0].group.track.loaded

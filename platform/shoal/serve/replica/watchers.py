@@ -31,7 +31,7 @@ class WeightFollower:
     take:     returns whether the snapshot is served now; raises WeightsError for one that does not fit, which is logged
               and skipped
     rejected: the newest version that did not fit; 0 for none
-    has_polled: whether the source has answered once, and what it had then was taken or rejected
+    has_polled: whether the source was reached once, and what it had then was taken or rejected
     """
 
     def __init__(self, source: WeightSource, take: Callable[[WeightSnapshot], bool], poll_s: float = 1.0) -> None:
@@ -84,7 +84,7 @@ class WeightFollower:
                 self._stop.wait(self._poll_s)
                 continue
             if snapshot is None:
-                self.has_polled = True
+                self.has_polled = self.has_polled or self._source.is_reachable
                 continue
             self._last_version = snapshot.version
             self._taking_since_s = time.monotonic()

@@ -22,7 +22,7 @@ from shoal.errors import ConfigError
 from shoal.runs.formatting import Duration
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.reach import LOOPBACK, Reach, TlsOptions
+from shoal.serve.spec.reach import EVERY_NODE, LOOPBACK, Reach, TlsOptions
 from shoal.serve.spec.scale import MAX_REPLICAS, ScaleSpec
 from shoal.serve.spec.trace_destination import TraceDestination
 
@@ -182,6 +182,13 @@ class EndpointSpec(Reach):
             raise ValueError(
                 f"num_replicas = {self.num_replicas} is a fixed number: with `scale`, give scale.min instead"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _budget_is_kept_on_the_head(self) -> EndpointSpec:
+        if self.scale is not None and self.scale.budget is not None and self.may_sleep and self.ingress == EVERY_NODE:
+            problem = "scale.budget keeps an endpoint with scale.min = 0 asleep on the head alone"
+            raise ValueError(f"{problem}: give scale.min = 1, or ingress: head")
         return self
 
     def adopt_reach(self, there: Reach) -> EndpointSpec:

@@ -27,6 +27,7 @@ from shoal.serve.replica.version_router import Answering
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot
 
+RETRY_AFTER_S = (0.2, 1.0)  # a load that failed
 OLDER_EVERY_S = 30.0  # between retained older versions
 FOLLOW = ModelPlan("", "", {}, stable=NEWEST)
 logger = logging.getLogger(__name__)
@@ -116,13 +117,23 @@ class LiveVersionSelector:
         self.changed()
 
     def _load_version(self, snapshot: WeightSnapshot) -> LoadedVersion:
-        """Load a version. Raises WeightsError for any failure; serving continues."""
-        try:
-            return LoadedVersion(self._load(snapshot), snapshot)
-        except WeightsError:
-            raise
-        except Exception as error:
-            raise WeightsError(f"{type(error).__name__}: {error}") from error
+        """Load a version. Raises WeightsError for any failure; serving continues.
+
+        Weights that do not fit say so by a WeightsError. Any other error may be of this moment, as when memory is
+        short, and would reject the version for all replicas: it must come thrice.
+        """
+        for pause_s in (*RETRY_AFTER_S, None):
+            try:
+                return LoadedVersion(self._load(snapshot), snapshot)
+            except WeightsError:
+                raise
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+                if pause_s is None:
+                    raise WeightsError(problem) from error
+                logger.warning("version %d could not be loaded, trying again: %s", snapshot.version, problem)
+                time.sleep(pause_s)
+        raise AssertionError("the last try returns or raises")
 
     def missing(self) -> int:
         """The version that the plan needs and that must be loaded or fetched from the controller; 0 for none."""
