@@ -6,7 +6,7 @@ import pytest
 
 from shoal.errors import InferenceError, summarize_error
 from shoal.serve.grpc.methods import GrpcCall
-from shoal.serve.http.messages import build_error_response
+from shoal.serve.http.response import build_error_response
 from shoal.serve.on_ray.errors import error_summary
 
 BURIED = """The deployment failed to start 2 times in a row. See controller logs for details. Error:

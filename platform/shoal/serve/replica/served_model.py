@@ -21,6 +21,7 @@ from shoal.errors import Closed, InferenceError, ModelError
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.inference import Arrays, InferCall, Outputs, size_bytes
+from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.formats.size_limits import NO_LIMITS
 from shoal.serve.model.predictor import LoadedModel, Predictor
@@ -73,7 +74,7 @@ class FailureLog:
         logger.error("%s: version %d failed on a request (%s)", self._model, version, reference, exc_info=error)
         if self._show_errors:
             return InferenceError(500, f"this request failed: {text}")
-        return InferenceError(500, f"the model failed on this request: its endpoint's log has the reason ({reference})")
+        return failed_model(reference)
 
 
 class ServedModel:
@@ -297,8 +298,3 @@ def _fails_on(loaded: LoadedModel, requests: Sequence[Arrays]) -> bool:
     except Exception as error:  # noqa: BLE001 - only whether it fails counts
         return is_model_error(error)
     return False
-
-
-def format_names(models: Mapping[str, ServedModel]) -> str:
-    """Their names, for an error."""
-    return ", ".join(map(repr, models)) or "none"
