@@ -70,9 +70,9 @@ def _name_dynamic_axes(found: ModelVersion, options: ModelOptions) -> dict[str, 
 
 
 def _open_module(found: ModelVersion, snapshot: WeightSnapshot) -> nn.Module:
-    """Open the model as a module of tensors in the signature's order."""
+    """Open the model as a module whose inputs and outputs are in the signature's order."""
     import safetensors.torch
-    from torch import nn
+    from torch import fx, nn
 
     from shoal.serve.model.formats.exported import bind_constants, flatten_program, load_program
     from shoal.serve.model.formats.torch_forward import select_outputs
@@ -81,12 +81,13 @@ def _open_module(found: ModelVersion, snapshot: WeightSnapshot) -> nn.Module:
     kind, signature = found.manifest.model.format, found.manifest.signature
     call: Any = None
     module: Any
+    if kind == "torchscript":
+        return load_module(snapshot.payload, found.ref)  # cannot be traced: it is converted as it is, branches included
     if kind == "torch_export":
         program = load_program(snapshot.payload, found.ref)
-        module = flatten_program(program.module(check_guards=False))
+        flat = flatten_program(program.module(check_guards=False))
+        module = fx.GraphModule(flat, flat.graph)  # the exporter calls `train`, which the program's own class refuses
         call = bind_constants(program, module)
-    elif kind == "torchscript":
-        module = load_module(snapshot.payload, found.ref)
     else:
         module = found.manifest.model.build()
         module.load_state_dict(safetensors.torch.load(snapshot.payload))
@@ -100,7 +101,7 @@ def _open_module(found: ModelVersion, snapshot: WeightSnapshot) -> nn.Module:
 
         def __init__(self) -> None:
             super().__init__()
-            self.module = module.requires_grad_(False)
+            self.module = module
 
         def forward(self, *tensors: Any) -> tuple[Any, ...]:
             result = self.module(*tensors) if call is None else call(*tensors)
