@@ -243,6 +243,10 @@ def test_a_client_of_an_endpoint_loads_neither_torch_nor_ray() -> None:
     assert loaded_by(["shoal.client"], heavy) == {}
 
 
+def test_an_export_loads_torch_for_a_conversion_alone() -> None:
+    assert loaded_by(["shoal.cli.commands.export"], ["torch", "ray", "uvicorn", "shoal.runs"]) == {}
+
+
 def test_the_loop_loads_nothing_of_training() -> None:
     """A run has a dozen processes: a second of imports in each of them is what a user waits for at its start."""
     heavy = ["torch.distributed.checkpoint", "sympy", "matplotlib", "shoal.train", "shoal.data"]

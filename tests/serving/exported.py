@@ -107,10 +107,10 @@ def request(rows: int, length: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def make_onnx(folder: Path) -> bytes:
-    """The ONNX file of a `Pair`."""
+def export_pair(folder: Path) -> Path:
+    """The folder of a `Pair`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOAL_HOME", str(folder / "home"))
         register(Pair())
         write(folder / "out")
-    return (folder / "out" / "model.onnx").read_bytes()
+    return folder / "out"

@@ -27,7 +27,7 @@ from serving.exported import (
     Pair,
     Scripted,
     SmallIds,
-    make_onnx,
+    export_pair,
     register,
     register_file,
     request,
@@ -114,7 +114,7 @@ REQUESTS: list[tuple[str, str, bytes, dict[str, str]]] = [
 
 @pytest.fixture(scope="module")
 def onnx_payload(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return make_onnx(tmp_path_factory.mktemp("onnx"))
+    return (export_pair(tmp_path_factory.mktemp("onnx")) / "model.onnx").read_bytes()
 
 
 def test_a_folder_answers_as_an_endpoint_bit_for_bit(onnx_payload: bytes, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import base64
 import json
+import socket
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 
 from serving.exported import (
     INFER,
-    make_onnx,
+    export_pair,
     register_file,
     request,
     write,
@@ -32,13 +34,13 @@ LAMBDA_TEST_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def onnx_payload(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return make_onnx(tmp_path_factory.mktemp("onnx"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_pair(tmp_path_factory.mktemp("export"))
 
 
 @pytest.mark.parametrize("to", ["container", "lambda"])
-def test_a_folder_tests_itself_and_has_no_shoal(to: str, onnx_payload: bytes, tmp_path: Path) -> None:
-    register_file(onnx_payload, "onnx")
+def test_a_folder_tests_itself_and_has_no_shoal(to: str, folder: Path, tmp_path: Path) -> None:
+    register_file((folder / "model.onnx").read_bytes(), "onnx")
     report = write(tmp_path / "out", to)
     assert report.size_bytes < 250 * 2**20
     roots = {"msgspec", "numpy", "onnxruntime", "runtime", *sys.stdlib_module_names}
@@ -63,12 +65,6 @@ def test_a_folder_tests_itself_and_has_no_shoal(to: str, onnx_payload: bytes, tm
     if to == "container":
         done = subprocess.run(command, cwd=tmp_path / "out", capture_output=True, text=True, check=False)
         assert "AssertionError: example 1 differs by" in done.stderr
-
-
-@pytest.fixture
-def folder(onnx_payload: bytes, tmp_path: Path) -> Path:
-    register_file(onnx_payload, "onnx")
-    return write(tmp_path / "out", "lambda").folder
 
 
 def test_a_function_answers_events_of_http(folder: Path) -> None:
@@ -114,29 +110,28 @@ def server(folder: Path) -> Any:
         thread.join()
 
 
-def connect(server: FolderServer) -> HTTPConnection:
-    return HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
+def connect(server: FolderServer) -> closing[HTTPConnection]:
+    return closing(HTTPConnection("127.0.0.1", server.server_address[1], timeout=60))
 
 
 def test_a_server_answers_several_requests_of_one_connection(server: FolderServer) -> None:
-    connection = connect(server)
-    for method, path, status in (
-        *(("POST", f"{INFER}?a=b", 200), ("PUT", INFER, 405), ("HEAD", "/v2/health/live", 405)),
-        *(("GET", "/v2/health/ready", 200), ("GET", "/v2/nothing", 404)),
-    ):
-        connection.request(method, path, json.dumps(request(1, 2)) if method == "POST" else None)
-        answer = connection.getresponse()
-        content = answer.read()
-        assert (answer.status, answer.will_close) == (status, False)
-        assert (not content) == (method == "HEAD")
-    connection.close()
+    with connect(server) as connection:
+        for method, path, status in (
+            *(("POST", f"{INFER}?a=b", 200), ("PUT", INFER, 405), ("HEAD", "/v2/health/live", 405)),
+            *(("GET", "/v2/health/ready", 200), ("GET", "/v2/nothing", 404)),
+        ):
+            connection.request(method, path, json.dumps(request(1, 2)) if method == "POST" else None)
+            answer = connection.getresponse()
+            content = answer.read()
+            assert (answer.status, answer.will_close) == (status, False)
+            assert (not content) == (method == "HEAD")
 
 
 @pytest.mark.parametrize(
     ("headers", "sent", "status", "error"),
     [
         ({"content-length": "x"}, b"", 400, "Content-Length = 'x': expected a number of bytes"),
-        ({"content-length": str(1 << 30)}, b"", 413, "the limit is 16777216"),
+        ({"content-length": str(1 << 30)}, bytes(1 << 20), 413, "the limit is 16777216"),
         ({"content-length": "9"}, b"{", 400, "the body ends after 1 of 9 bytes"),
         ({"transfer-encoding": "chunked"}, b"0\r\n\r\n", 411, "send it with its Content-Length"),
         ({"a" * 9: "b" * 9000, "content-length": "0"}, b"", 431, "the limit is 8192"),
@@ -146,17 +141,16 @@ def test_a_server_answers_several_requests_of_one_connection(server: FolderServe
 def test_a_server_rejects_what_is_no_request(
     server: FolderServer, headers: dict[str, str], sent: bytes, status: int, error: str
 ) -> None:
-    connection = connect(server)
-    connection.putrequest("POST", INFER)
-    for name, text in headers.items():
-        connection.putheader(name, text)
-    connection.endheaders(sent)
-    assert connection.sock is not None
-    connection.sock.shutdown(1)  # no more is sent
-    answer = connection.getresponse()
-    assert (answer.status, answer.getheader("content-type")) == (status, "application/json")
-    assert error in json.loads(answer.read())["error"]
-    connection.close()
+    with connect(server) as connection:
+        connection.putrequest("POST", INFER)
+        for name, text in headers.items():
+            connection.putheader(name, text)
+        connection.endheaders(sent)
+        assert connection.sock is not None
+        connection.sock.shutdown(socket.SHUT_WR)  # no more is sent
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("content-type")) == (status, "application/json")
+        assert error in json.loads(answer.read())["error"]
 
 
 def test_a_server_that_ends_answers_what_is_in_progress(server: FolderServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,16 +162,15 @@ def test_a_server_that_ends_answers_what_is_in_progress(server: FolderServer, mo
         return answer(*arguments)
 
     monkeypatch.setattr(FolderModel, "answer", wait)
-    connection = connect(server)
-    connection.request("GET", "/v2/health/live")
-    began.wait()
-    drained = threading.Thread(target=server.drain)
-    drained.start()
-    assert drained.is_alive()
-    may_end.set()
-    drained.join()
-    assert connection.getresponse().read() == b'{"live":true}'
-    connection.close()
+    with connect(server) as connection:
+        connection.request("GET", "/v2/health/live")
+        began.wait()
+        drained = threading.Thread(target=server.drain)
+        drained.start()
+        assert drained.is_alive()
+        may_end.set()
+        drained.join()
+        assert connection.getresponse().read() == b'{"live":true}'
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------

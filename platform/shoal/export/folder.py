@@ -32,7 +32,7 @@ COPIED = (
     "shoal.serve.http.routes",
     "shoal.serve.messages.decoded_request",
     "shoal.serve.messages.model_errors",
-    "shoal.serve.model.formats.onnx_session",
+    "shoal.serve.model.onnx_session",
     "shoal.serve.model.output_check",
     "shoal.serve.protocol.request_limits",
     "shoal.export.runtime.model",

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import socketserver
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from shoal.export.runtime.model import FolderModel, read_number
 from shoal.serve.http.response import RestResponse, build_error_response, read_length
 
 SOCKET_TIMEOUT_S = 30.0  # of a connection that is idle, or within a request or an answer
+LINGER_S = 10.0  # for the rest of a request that was answered before it was read
 DRAIN_S = 25.0  # for the requests in progress; less than Kubernetes waits
 
 
@@ -75,6 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SOCKET_TIMEOUT_S
     disable_nagle_algorithm = True
     wbufsize = -1  # head and body in one packet
+    has_unread_input = False
 
     def _handle(self) -> None:
         with self.server.count_request():
@@ -94,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         length_text = self.headers.get("Content-Length")
         if length_text is None:
             if "Transfer-Encoding" in self.headers:
-                self.close_connection = True
+                self.close_connection = self.has_unread_input = True
                 raise InferenceError(411, "a body in chunks is not taken; send it with its Content-Length")
             return b""
         try:
@@ -109,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
             if len(body) < length:
                 raise InferenceError(400, f"the body ends after {len(body)} of {length} bytes")
         except InferenceError:
-            self.close_connection = True  # the rest of the body is not read
+            self.close_connection = self.has_unread_input = True
             raise
         return body
 
@@ -129,8 +133,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer what is no HTTP request, in the form of every other error."""
-        self.close_connection = True
+        self.close_connection = self.has_unread_input = True
         self._send(build_error_response(InferenceError(code, message or self.responses[code][0])))
+
+    def finish(self) -> None:
+        """Close the connection, after input that was not read: with it, the kernel would discard the answer."""
+        if self.has_unread_input:
+            ends_s = time.monotonic() + LINGER_S
+            with suppress(OSError):
+                self.wfile.flush()
+                self.connection.shutdown(socket.SHUT_WR)
+                self.connection.settimeout(LINGER_S)
+                while self.rfile.read1(1 << 16) and time.monotonic() < ends_s:  # type: ignore[attr-defined]
+                    pass
+        super().finish()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log no requests."""

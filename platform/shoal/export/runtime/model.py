@@ -23,7 +23,7 @@ from shoal.serve.http.response import RestResponse, build_error_response, build_
 from shoal.serve.http.routes import RouteAction, RouteTarget, match_route
 from shoal.serve.messages.decoded_request import Arrays, DecodedRequest
 from shoal.serve.messages.model_errors import failed_model, find_version, unknown_model
-from shoal.serve.model.formats.onnx_session import make_forward, open_session
+from shoal.serve.model.onnx_session import make_forward, open_session
 from shoal.serve.model.output_check import OutputCheck
 from shoal.serve.protocol.request_limits import RequestLimits
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.registry.manifest import Signature, TensorSignature
-from shoal.serve.model.formats.onnx_session import import_runtime, make_forward, open_session
 from shoal.serve.model.formats.template import Forward, TemplateConfig
+from shoal.serve.model.onnx_session import import_runtime, make_forward, open_session
 from shoal.weights import WeightSnapshot
 
 _DATATYPES = {
