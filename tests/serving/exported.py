@@ -74,6 +74,21 @@ class SmallIds(nn.Module):
         return self.embedding(ids)
 
 
+class Transposed(nn.Module):
+    """Rows are columns of `state`; `rate` is equal for all."""
+
+    def forward(self, state: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
+        return state.cumsum(0) * rate[0]
+
+
+TRANSPOSED = Signature(
+    inputs=[
+        TensorSignature(name="state", datatype="FP32", shape=[3, -1]),
+        TensorSignature(name="rate", datatype="FP32", shape=[1]),
+    ],
+    outputs=[TensorSignature(name="y", datatype="FP32", shape=[3, -1])],
+)
+
 IDS = Signature(
     inputs=[TensorSignature(name="ids", datatype="INT64", shape=[-1, 4])],
     outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 4, 2])],

@@ -21,12 +21,14 @@ from serving.asgi import Client
 from serving.exported import (
     IDS,
     INFER,
+    TRANSPOSED,
     Bessel,
     BranchesOnSize,
     ByName,
     Pair,
     Scripted,
     SmallIds,
+    Transposed,
     export_pair,
     register,
     register_file,
@@ -138,6 +140,28 @@ def test_a_folder_answers_as_an_endpoint_bit_for_bit(onnx_payload: bytes, tmp_pa
     asyncio.run(compare())
 
 
+@pytest.mark.parametrize(
+    ("options", "columns", "status"),
+    [
+        ({"batch_dim": {"state": 1, "rate": None, "y": 1}, "max_batch_size": 4}, 4, 200),
+        ({"batch_dim": {"state": 1, "rate": None, "y": 1}, "max_batch_size": 4}, 5, 422),
+        ({"max_batch_size": 0}, 5, 200),
+    ],
+)
+def test_the_batch_is_where_the_options_say(options: dict[str, Any], columns: int, status: int, tmp_path: Path) -> None:
+    register(Transposed(), "pair", TRANSPOSED)
+    reject(tmp_path, "max_batch_size")
+    assert write(tmp_path / "out", **options).difference < 1e-6
+    shapes = {"rate": [1], "state": [3, columns]}  # in another order than the model's
+    tensors = [{"name": name, "shape": shape, "datatype": "FP32"} for name, shape in shapes.items()]
+    tensors = [{**each, "data": [2.0] * int(np.prod(each["shape"]))} for each in tensors]
+    response = FolderModel(tmp_path / "out").answer("POST", INFER, [], msgspec.json.encode({"inputs": tensors}))
+    assert response.status == status
+    if status == 200:
+        (y,) = json.loads(response.body)["outputs"]
+        assert (y["shape"], y["data"]) == ([3, columns], [4.0] * columns + [8.0] * columns + [12.0] * columns)
+
+
 def test_a_model_that_fails_is_concealed(onnx_payload: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     register_file(onnx_payload, "onnx")
     write(tmp_path / "out")
@@ -226,6 +250,21 @@ def test_a_folder_is_replaced_by_an_export_of_the_same_model_alone(onnx_payload:
     assert (tmp_path / "out" / "lambda_function.py").exists()
     assert not (tmp_path / "out" / "of an older one").exists()
     assert {each.name for each in tmp_path.iterdir() if each.name.startswith(".")} == set()
+
+
+def test_an_interrupted_export_leaves_the_former_folder(
+    onnx_payload: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    register_file(onnx_payload, "onnx")
+    write(tmp_path / "out")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(export_module, "copy_runtime", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "out", "lambda", replace=True)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_folder_beyond_the_limit_of_lambda_is_rejected(

@@ -25,6 +25,7 @@ from serving.exported import (
     write,
 )
 from shoal.errors import ConfigError, InferenceError
+from shoal.export.export_model import LAMBDA_CLIENT
 from shoal.export.runtime.http_server import FolderServer
 from shoal.export.runtime.lambda_events import make_handler
 from shoal.export.runtime.model import FolderModel, measure_difference, read_number
@@ -189,6 +190,10 @@ def test_differences_are_relative_to_the_largest_value_or_to_one() -> None:
         assert difference(first, second) == inf
     assert difference([1], [2], np.int64) == inf
     assert measure_difference({"y": np.zeros(1)}, {"z": np.zeros(1)}) == inf
+
+
+def test_a_folder_names_the_client_that_is_tested_here() -> None:
+    assert LAMBDA_CLIENT in (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
 
 
 def test_an_environment_variable_that_is_no_number_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

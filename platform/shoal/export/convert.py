@@ -82,7 +82,8 @@ def _open_module(found: ModelVersion, snapshot: WeightSnapshot) -> nn.Module:
     call: Any = None
     module: Any
     if kind == "torchscript":
-        return load_module(snapshot.payload, found.ref)  # cannot be traced: it is converted as it is, branches included
+        scripted: nn.Module = load_module(snapshot.payload, found.ref)
+        return scripted  # which cannot be traced: it is converted as it is, branches included
     if kind == "torch_export":
         program = load_program(snapshot.payload, found.ref)
         flat = flatten_program(program.module(check_guards=False))

@@ -120,7 +120,7 @@ def _describe(found: ModelVersion, spec: ExportSpec) -> ModelDescription:
 
 def _write_examples(folder: Path, model: FolderModel, examples: Sequence[Example]) -> int:
     """Write requests and the model's answers, and the smallest request alone; returns their number."""
-    stored = []
+    stored: list[dict[str, msgspec.Raw]] = []
     for example in sorted(examples, key=lambda each: len(each.body)):
         if stored and len(example.body) > MAX_STORED_BYTES:
             continue

@@ -144,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.flush()
                 self.connection.shutdown(socket.SHUT_WR)
                 self.connection.settimeout(LINGER_S)
-                while self.rfile.read1(1 << 16) and time.monotonic() < ends_s:  # type: ignore[attr-defined]
+                while self.rfile.read1(1 << 16) and time.monotonic() < ends_s:
                     pass
         super().finish()
 

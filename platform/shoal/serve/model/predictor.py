@@ -18,7 +18,7 @@ import torch
 from shoal.errors import ModelError, WeightsError
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import ModelFactory, Signature
-from shoal.serve.messages.inference import Arrays
+from shoal.serve.messages.decoded_request import Arrays
 from shoal.serve.model.device import devices, select_fastest, time_forwards
 from shoal.serve.model.formats import Forward, Template, TemplateConfig, has_cuda, open_template
 from shoal.serve.model.formats.size_limits import NO_LIMITS, LimitedForward

@@ -20,7 +20,8 @@ from shoal.batching.batcher import Batcher, BatcherCounts, Prediction
 from shoal.errors import Closed, InferenceError, ModelError
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
-from shoal.serve.messages.inference import Arrays, InferCall, Outputs, size_bytes
+from shoal.serve.messages.decoded_request import Arrays
+from shoal.serve.messages.inference import InferCall, Outputs, size_bytes
 from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.formats.size_limits import NO_LIMITS
