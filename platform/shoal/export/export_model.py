@@ -69,7 +69,7 @@ def export_model(spec: ExportSpec) -> ExportReport:
         exported = bind_exported(model)
         if registered is None:
             examples = select_answered(examples, exported, found.ref)
-        difference = compare_answers(examples, registered or exported, exported, spec.tolerance)
+        difference = compare_answers(examples, registered or exported, exported, spec.tolerance, found.ref)
         num_examples = _write_examples(draft, model, examples)
         size_bytes = _write_rest(draft, description)
     return ExportReport(into, found.ref, num_examples, difference, size_bytes)

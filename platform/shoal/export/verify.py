@@ -52,7 +52,9 @@ def select_answered(examples: Sequence[Example], predict: Predict, ref: str) -> 
     return found
 
 
-def compare_answers(examples: Sequence[Example], registered: Predict, exported: Predict, tolerance: float) -> float:
+def compare_answers(
+    examples: Sequence[Example], registered: Predict, exported: Predict, tolerance: float, ref: str
+) -> float:
     """The largest difference of their answers, relative. Raises ConfigError beyond the tolerance."""
     largest = 0.0
     for example in examples:
@@ -61,7 +63,7 @@ def compare_answers(examples: Sequence[Example], registered: Predict, exported: 
             difference = measure_difference(registered(example), exported(example))
         except Exception as error:  # of onnxruntime, whose errors have no common base
             problem = f"the exported model does not answer {what}: {summarize_error(error)}"
-            raise ConfigError("model", "", problem, "neither branch on sizes nor on values in forward") from error
+            raise ConfigError("model", ref, problem, "neither branch on sizes nor on values in forward") from error
         if not difference <= tolerance:
             remedy = "neither branch on values or sizes nor draw random numbers in forward, or set a larger tolerance"
             problem = f"the exported model's answer to {what} differs by {difference:g} from the registered one's"
