@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import uvicorn
 
 from benchmarks.children import scratch
 from benchmarks.gpu.turns import Setting, Turn, take_turns
+from benchmarks.local_controller import LocalController
 from benchmarks.model import request_body
 from benchmarks.result import Row, compare
 from benchmarks.serving.drive import Outcome, Target, closed, http_request
@@ -31,8 +32,6 @@ from shoal.rl.learner import model_arrays
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment
 from shoal.serve.http import fast_path
-from shoal.serve.messages.desired_state import EndpointPlan
-from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.endpoint import EndpointSpec
@@ -132,47 +131,13 @@ def measure_two(served: Served, setting: Setting) -> Iterator[Row]:
         yield compare(f"two models at once, batches of 8, {side}", "batches/s", "higher", *rates, "one model")
 
 
-class Controller:
-    """A replica's end of a controller in this process. No change and no weights go through it."""
-
-    def __init__(self, controller: EndpointController) -> None:
-        self._controller = controller
-
-    async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
-        return await self._controller.follow(replica, known_generation, min(timeout_s, 0.5))
-
-    async def report(self, report: ReplicaReport) -> list[ReplicaReport]:
-        return self._controller.report(report)
-
-    async def leave(self, replica: str) -> None:
-        self._controller.leave(replica)
-
-    async def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
-        self._controller.live.store_weights(model, snapshot)
-
-    async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None:
-        return self._controller.live.fetch_weights(model, version)
-
-    async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
-        raise NotImplementedError
-
-    async def unload(self, name: str, by: str) -> None:
-        raise NotImplementedError
-
-    async def status(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-
 async def drive_replica(served: Served, options: dict[str, Any], seconds: float, folder: Path) -> tuple[Outcome, str]:
     """What became of the requests, and a note."""
     spec = EndpointSpec.parse({"name": "endpoint", "model": {"max_batch_size": 64, **options}})
     store = WeightStore()
     store.publish(served.snapshot)
     deployment = Deployment(NAME, options=spec.options(NAME).model_dump(mode="json"))
-    controller = Controller(EndpointController("endpoint", [deployment], lease_s=600.0))
+    controller = LocalController(EndpointController("endpoint", [deployment], lease_s=600.0))
     replica = EndpointReplica("r1", spec, {NAME: LiveModel(served.factory, SIGNATURE, store)}, controller)
     is_direct = fast_path.install_application(replica.app)
     server = uvicorn.Server(uvicorn.Config(replica.app, log_level="error", lifespan="off", ws="none"))

@@ -18,7 +18,7 @@ from serving.served_here import TOKEN, served
 from shoal.open_inference.datatypes import DATATYPES
 from shoal.serve.controller.change_request import ChangeRequest
 from shoal.serve.http.admin import openapi_document
-from shoal.serve.http.messages import ADMIN_ACTIONS, match_route
+from shoal.serve.http.routes import ADMIN_ACTIONS, match_route
 from shoal.serve.messages.inference import Arrays
 
 DOCUMENT = json.loads(openapi_document())

@@ -21,7 +21,7 @@ from shoal.open_inference import episodes, messages
 from shoal.open_inference.datatypes import DATATYPES
 from shoal.serve.controller.change_request import ChangeRequest
 from shoal.serve.http.admin import openapi_document
-from shoal.serve.http.messages import (
+from shoal.serve.http.routes import (
     ADMIN_ACTIONS,
     FIXED_ROUTES,
     MODEL_ROUTES,

@@ -27,7 +27,8 @@ from shoal.serve.http import fast_path
 from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import Arrays
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.request_lifecycle import EndpointApp, RequestLimits
+from shoal.serve.protocol.request_lifecycle import EndpointApp
+from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions
 

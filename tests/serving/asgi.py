@@ -11,7 +11,7 @@ from typing import Any
 from serving.fake_host import FakeHost
 from shoal.serve.http.app import RestApp
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.request_lifecycle import RequestLimits
+from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.api_key import ApiKey
 
 

@@ -15,7 +15,8 @@ from shoal.serve.grpc.service import InferenceServicer
 from shoal.serve.http import fast_path
 from shoal.serve.http.app import RestApp
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.request_lifecycle import EndpointApp, RequestLimits
+from shoal.serve.protocol.request_lifecycle import EndpointApp
+from shoal.serve.protocol.request_limits import RequestLimits
 
 TIMEOUT_S = 60.0
 LIMITS = RequestLimits(max_body_bytes=1 << 20)

@@ -25,7 +25,7 @@ from shoal.open_inference.messages import ModelMetadata
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.grpc.service import InferenceServicer, Invocation
 from shoal.serve.http.codec import HttpCodec
-from shoal.serve.messages.inference import InferCall, Prediction
+from shoal.serve.messages.inference import InferCall
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.model_metadata import to_tensor_metadata
@@ -294,7 +294,7 @@ def test_binary_bodies_have_the_models_shapes() -> None:
         assert call.num_rows == (3 if max_rows else 1)
         for name, array in sent.items():
             np.testing.assert_array_equal(call.inputs[name], array)
-        made = codec.encode(call, Prediction(detect(sent), 1))
+        made = codec.encode(call, detect(sent), 1)
         length = {"inference-header-content-length": str(len(made.body))}
         answer = decode_answer(Reply(200, length, b"".join([made.body, *made.parts])))
         np.testing.assert_array_equal(answer["state"], detect(sent)["state"])

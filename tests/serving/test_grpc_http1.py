@@ -22,7 +22,7 @@ from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.serve.grpc.methods import METHODS, SERVICE
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.request_lifecycle import RequestLimits
+from shoal.serve.protocol.request_limits import RequestLimits
 
 PATH = f"/{SERVICE}/ModelInfer"
 Ask = Callable[..., Any]

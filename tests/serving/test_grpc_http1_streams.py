@@ -28,7 +28,7 @@ from shoal.serve.grpc.methods import METHODS, SERVICE
 from shoal.serve.grpc.service import STREAM_WINDOW
 from shoal.serve.messages.inference import Arrays, InferCall, Prediction
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.request_lifecycle import RequestLimits
+from shoal.serve.protocol.request_limits import RequestLimits
 
 PATH = f"/{SERVICE}/ModelStreamInfer"
 POST = f"POST {PATH} HTTP/1.1"

@@ -15,7 +15,7 @@ import uvicorn
 from serving.fake_host import FakeHost
 from shoal.serve.http.app import RestApp
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.request_lifecycle import RequestLimits
+from shoal.serve.protocol.request_limits import RequestLimits
 from waiting import wait_for
 
 ANSWER_S = 60.0

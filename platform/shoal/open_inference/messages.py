@@ -13,6 +13,7 @@ import msgspec
 
 Parameters = dict[str, bool | int | float | str]
 NO_DATA = msgspec.Raw(b"")
+PLATFORM = "shoal_pytorch"  # of every model, as its metadata say
 
 
 class TensorMetadata(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -17,7 +17,7 @@ from shoal.serve.grpc.codec import GrpcCodec, InferRequestHeader
 from shoal.serve.grpc.request_cache import RequestLayoutCache
 from shoal.serve.http.codec import HttpCodec
 from shoal.serve.messages.inference import InferCall
-from shoal.serve.protocol.request_lifecycle import RequestLimits
+from shoal.serve.protocol.request_limits import RequestLimits
 
 LIMITS = RequestLimits(max_body_bytes=100, max_headers=3, max_header_bytes=40, max_path_chars=10)
 

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.errors import InferenceError, error_summary, summarize_error
 from shoal.serve.grpc.methods import GrpcCall
-from shoal.serve.http.messages import build_error_response
+from shoal.serve.http.response import build_error_response
 
 BURIED = """The deployment failed to start 2 times in a row. See controller logs for details. Error:
 ray::ServeReplica:s:replica.initialize_and_get_metadata() (pid=23567, ip=127.0.0.1)

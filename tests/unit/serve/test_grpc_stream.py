@@ -12,7 +12,8 @@ import pytest
 from shoal.errors import InferenceError
 from shoal.serve.grpc.stream import StreamLifecycle
 from shoal.serve.messages.inference import Disconnected
-from shoal.serve.protocol.request_lifecycle import CLOSING_MESSAGE, RequestLimits, RequestsInProgress
+from shoal.serve.protocol.request_lifecycle import CLOSING_MESSAGE, RequestsInProgress
+from shoal.serve.protocol.request_limits import RequestLimits
 
 LIMITS = RequestLimits(max_body_bytes=10_000)
 PATIENCE_S = 5.0

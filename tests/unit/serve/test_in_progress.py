@@ -11,7 +11,8 @@ from serving.asgi import client, refused
 from serving.fake_host import FakeHost, FakeModel
 from shoal.errors import InferenceError
 from shoal.serve.messages.inference import Disconnected
-from shoal.serve.protocol.request_lifecycle import RequestLifecycle, RequestLimits, RequestsInProgress
+from shoal.serve.protocol.request_lifecycle import RequestLifecycle, RequestsInProgress
+from shoal.serve.protocol.request_limits import RequestLimits
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 LIMITS = RequestLimits(max_body_bytes=100)

@@ -88,7 +88,7 @@ def test_others_are_answered_while_a_large_body_is_read(monkeypatch: pytest.Monk
 
 
 def test_others_are_answered_while_a_large_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = gated(monkeypatch, HttpCodec, "encode", lambda call, prediction: "y" in prediction.outputs)
+    gate = gated(monkeypatch, HttpCodec, "encode", lambda call, arrays, version: "y" in arrays)
     app, body = client(host()).app, json.dumps(SMALL).encode()
     many, few = answers(
         Client(app).call("POST", "/v2/models/many/infer", [body]),

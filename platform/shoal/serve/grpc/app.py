@@ -34,11 +34,12 @@ from shoal.serve.protocol.request_lifecycle import (
     GRPC_PATH_PREFIX,
     Receive,
     RequestLifecycle,
-    RequestLimits,
     RequestsInProgress,
     Scope,
     Send,
+    decompress_in_thread,
 )
+from shoal.serve.protocol.request_limits import RequestLimits
 
 GRPC_CONTENT_TYPE = (b"content-type", b"application/grpc")
 CHUNKED_HEADERS = [GRPC_CONTENT_TYPE, (b"transfer-encoding", b"chunked")]
@@ -122,7 +123,7 @@ class GrpcApp:
         content = frame.content
         if frame.compressed:
             encoding = asked.call.metadata.get(b"grpc-encoding", b"identity")
-            content = await self._limits.decompress_in_thread(content, encoding)
+            content = await decompress_in_thread(self._limits, content, encoding)
         return content if asked.method.takes_bytes else parse_message(asked.method.request, content)
 
 

@@ -21,7 +21,9 @@ from shoal.open_inference.messages import (
     ServerMetadata,
     Statistics,
 )
-from shoal.serve.http.messages import RestRequest, RestResponse, RouteAction, build_json_response
+from shoal.serve.http.messages import RestRequest
+from shoal.serve.http.response import RestResponse, build_json_response
+from shoal.serve.http.routes import RouteAction
 from shoal.serve.messages.inference import Caller, ModelManagerProtocol
 from shoal.serve.protocol.infer_call import resolve_version
 from shoal.serve.protocol.model_metadata import EXTENSIONS, build_metadata, build_model_config

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2 over HTTP, as a bare ASGI application; `messages` lists its paths.
+"""The Open Inference Protocol v2 over HTTP, as a bare ASGI application; `routes` lists its paths.
 
 Owns the path of a request and of an inference; `admin` answers all other requests. Every error is
 `{"error": "..."}`. Every answer of a model names its version in the body and in the header `shoal-model-version`.
@@ -22,18 +22,14 @@ from typing import TYPE_CHECKING
 from shoal.errors import Closed, InferenceError
 from shoal.serve.http.admin import RestHandlers
 from shoal.serve.http.codec import HttpCodec
-from shoal.serve.http.messages import (
+from shoal.serve.http.messages import RestRequest, compress_response, send_response
+from shoal.serve.http.response import RestResponse, build_error_response, read_length
+from shoal.serve.http.routes import (
     ADMIN_ACTIONS,
     UNAUTHENTICATED_ACTIONS,
-    RestRequest,
-    RestResponse,
     RouteAction,
     RouteTarget,
-    build_error_response,
-    compress_response,
     match_route,
-    read_length,
-    send_response,
 )
 from shoal.serve.messages.inference import Caller, Disconnected, ModelManagerProtocol
 from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
@@ -50,11 +46,12 @@ from shoal.serve.protocol.infer_call import (
 from shoal.serve.protocol.request_lifecycle import (
     Receive,
     RequestLifecycle,
-    RequestLimits,
     RequestsInProgress,
     Scope,
     Send,
+    decompress_in_thread,
 )
+from shoal.serve.protocol.request_limits import RequestLimits
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer
@@ -169,14 +166,15 @@ class RestApp:
                 trace.record_prediction(prediction, call.num_rows)
             raw = all(call.binary_of.values()) if call.binary_of else call.binary
             is_large = has_large_arrays(prediction.outputs, raw=raw)
-            answer = await run_in_thread(codec.encode, call, prediction) if is_large else codec.encode(call, prediction)
+            answered = call, prediction.outputs, prediction.version
+            answer = await run_in_thread(codec.encode, *answered) if is_large else codec.encode(*answered)
             accepted = headers.get(b"accept-encoding")
             return answer if accepted is None else await compress_response(answer, accepted)
 
     async def _read_body(self, progress: RequestLifecycle, headers: dict[bytes, bytes]) -> bytes:
         body = await progress.read_body(read_length(headers, b"content-length"))
         encoding = headers.get(b"content-encoding")
-        return body if encoding is None else await self._limits.decompress_in_thread(body, encoding)
+        return body if encoding is None else await decompress_in_thread(self._limits, body, encoding)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from shoal.batching.batcher import Prediction
 from shoal.errors import InferenceError
 from shoal.open_inference.binary_tensors import from_binary, to_binary
 from shoal.open_inference.datatypes import NUMPY_DTYPES
@@ -27,8 +26,8 @@ from shoal.open_inference.messages import (
     TensorMetadata,
 )
 from shoal.open_inference.request_schema import REFUSED_PARAMETERS, RequestSchema
-from shoal.serve.http.messages import BINARY_TYPE, JSON_TYPE, RestResponse
-from shoal.serve.messages.inference import InferCall, Outputs
+from shoal.serve.http.response import BINARY_TYPE, JSON_TYPE, RestResponse
+from shoal.serve.messages.decoded_request import Arrays, DecodedRequest
 
 NO_PARAMETERS: Parameters = {}
 
@@ -52,7 +51,7 @@ class HttpCodec:
         self._schema = RequestSchema(inputs, outputs, max_rows, batch_dim)
         self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # have their elements read one by one
 
-    def decode(self, call: InferCall, body: bytes, header_length: int | None = None) -> None:
+    def decode(self, call: DecodedRequest, body: bytes, header_length: int | None = None) -> None:
         """Decode a request into its call. `header_length`: of the JSON object, when bytes of tensors follow it.
 
         The arrays of binary tensors are views of `body`. Raises InferenceError (400, 422).
@@ -95,7 +94,7 @@ class HttpCodec:
             _reject_parameters(of_output, f"output {output.name!r}")
             binary_of[output.name] = _get_flag(of_output, "binary_data", call.binary)
 
-    def encode(self, call: InferCall, prediction: Prediction[Outputs]) -> RestResponse:
+    def encode(self, call: DecodedRequest, arrays: Arrays, version: int) -> RestResponse:
         """Encode the JSON object of the answer, and the bytes of its binary tensors (views of the arrays), in order.
 
         Raises InferenceError (422) for an output that JSON cannot represent.
@@ -106,7 +105,7 @@ class HttpCodec:
             name, datatype = spec.name, spec.datatype
             if call.outputs is not None and name not in call.outputs:
                 continue
-            array = prediction.outputs[name]
+            array = arrays[name]
             assert array.dtype == NUMPY_DTYPES[datatype], f"output {name!r}: expected {datatype}, got {array.dtype}"
             if call.binary_of.get(name, call.binary):
                 part = to_binary(datatype, array)
@@ -115,13 +114,13 @@ class HttpCodec:
             else:
                 data = to_json(name, datatype, array)
                 tensors.append(OutputTensor(name, list(array.shape), datatype, None, data))
-        body = _encode(InferResponse(self._model_name, str(prediction.version), tensors, call.id))
-        headers = [(b"shoal-model-version", b"%d" % prediction.version)]
+        body = _encode(InferResponse(self._model_name, str(version), tensors, call.id))
+        headers = [(b"shoal-model-version", b"%d" % version)]
         if parts:
             headers.append((b"inference-header-content-length", b"%d" % len(body)))
         return RestResponse(200, body, BINARY_TYPE if parts else JSON_TYPE, headers, parts)
 
-    def _decode_raw(self, call: InferCall, body: bytes) -> None:
+    def _decode_raw(self, call: DecodedRequest, body: bytes) -> None:
         """Decode a raw body: one row of the only input; the answer is binary."""
         inputs = list(self._schema.inputs.values())
         if len(inputs) != 1:

@@ -10,18 +10,16 @@ from dataclasses import dataclass, field
 from sys import getsizeof
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from shoal.batching.batcher import Prediction
-from shoal.errors import InferenceError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.auth_failures import MAX_CHARS
+from shoal.serve.messages.decoded_request import Arrays, DecodedRequest
 from shoal.serve.spec.model_options import ModelOptions
 
-Arrays = Mapping[str, np.ndarray]
 Outputs = dict[str, np.ndarray]
 EMPTY_BYTES = getsizeof(b"")
 _FROM = " from "
@@ -35,43 +33,25 @@ class RequestTraceProtocol(Protocol):
     context: Any
 
 
-class InferCall(msgspec.Struct, gc=False):
-    """One request, checked against the model's signature: begun with its head, completed with its tensors and deadline.
+class InferCall(DecodedRequest, gc=False):
+    """One request to a served model: begun with its head, completed with its tensors and deadline.
 
     (A frozen dataclass takes 1 µs to construct, this 0.1.)
 
-    inputs:     by name, in the model's shapes, with `num_rows` rows; without a batch the request is one row
     version:    answer with exactly this version, which the protocol has found; None leaves the choice to the rollout
     deadline_s: `time.monotonic()` at which the request expires; None takes the model's default
     tenant:     the name of the API key, whose share of a busy replica it uses
     sticky:     calls with the same key get the same side of a canary; "" draws for each call
     track:      "stable" or "candidate" for one side of a canary; "" leaves it to the rollout
-    outputs:    names of the requested outputs; None for all
     trace:      the span of this call; None when it is not traced
-    id:         sent back with the answer; of HTTP, as the rest
-    timeout_us: the protocol's parameter `timeout`, unchecked; None without it
-    binary:     whether outputs are sent as bytes, unless `binary_of` says otherwise for one
     """
 
-    inputs: Arrays
-    num_rows: int
     version: int | None = None
     deadline_s: float | None = None
     tenant: str = ""
     sticky: str = ""
     track: str = ""
-    outputs: frozenset[str] | None = None
     trace: RequestTraceProtocol | None = None
-    id: str | None = None
-    timeout_us: object = None
-    binary: bool = False
-    binary_of: Mapping[str, bool] = {}
-
-
-def unknown_version(model: str, version: str, versions: Sequence[int]) -> InferenceError:
-    """The 404 for a version that is not among the model's loaded `versions`. `version`: as the client names it."""
-    there = ", ".join(map(str, versions)) or "none yet"
-    return InferenceError(404, f"model {model!r} has no version {version[:40]!r}; it serves {there}")
 
 
 def size_bytes(inputs: Arrays) -> int:

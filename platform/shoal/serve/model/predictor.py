@@ -10,20 +10,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
 
-from shoal.errors import InferenceError, ModelError, WeightsError
-from shoal.open_inference.datatypes import NUMPY_DTYPES
-from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
-from shoal.serve.messages.inference import Arrays
+from shoal.errors import ModelError, WeightsError
+from shoal.open_inference.messages import TensorMetadata
+from shoal.registry.manifest import ModelFactory, Signature
+from shoal.serve.messages.decoded_request import Arrays
 from shoal.serve.model.device import devices, select_fastest, time_forwards
 from shoal.serve.model.formats import Forward, Template, TemplateConfig, has_cuda, open_template
 from shoal.serve.model.formats.size_limits import NO_LIMITS, LimitedForward
 from shoal.serve.model.hooks import Hook, find_hook
+from shoal.serve.model.output_check import NotFiniteOutput, OutputCheck
 from shoal.serve.model.padding import RequestCollator
 from shoal.serve.model.padding_cost import PaddingCostModel
 from shoal.serve.model.warm_up import batch_sizes, has_one_shape, is_example_guessed, make_example, time_warm_forwards
@@ -32,8 +32,6 @@ from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 logger = logging.getLogger(__name__)
-
-_BF16_EXPONENT = 0x7F80  # all ones: infinite or NaN
 
 
 class Predictor:
@@ -61,7 +59,8 @@ class Predictor:
         pad_value = options.pad_value if options.ragged == "pad" else None
         self._collator = RequestCollator(layout.signature, pad_value, layout.shared_inputs)
         self._padding_cost = PaddingCostModel(layout.signature) if self._collator.can_pad else None
-        self._check = OutputCheck(signature, layout.dimensions, finite=options.finite)
+        outputs = [TensorMetadata(each.name, each.datatype, each.shape) for each in signature.outputs]
+        self._check = OutputCheck(outputs, layout.dimensions, finite=options.finite)
         self._preprocess = find_hook("preprocess", factory, options)
         self._postprocess = find_hook("postprocess", factory, options)
         has_hooks = self._preprocess is not None, self._postprocess is not None
@@ -230,107 +229,3 @@ class LoadedModel:
             raise ModelError(500, f"the model raised {error!r}") from error
         found = self._check.validate(outputs, num_rows)
         return found if layout.is_first else layout.to_batch_first(found, num_rows)
-
-
-class NotFiniteOutput(InferenceError):
-    """An output contains NaN or an infinity."""
-
-    def __init__(self, output: str, num_bad: int, size: int) -> None:
-        self.output, self.num_bad, self.size = output, num_bad, size
-        super().__init__(500, f"output {output!r} is not finite: {num_bad} of its {size} values are NaN or infinite")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.output, self.num_bad, self.size))
-
-
-class OutputCheck:
-    """Checks the outputs of each batch: all of the signature, of its datatypes and shapes, a row for each of input.
-
-    In the model's own shapes. A mismatch raises an InferenceError (500) with the output's name, the expected and the
-    actual type: an endpoint never answers anything that its metadata does not announce.
-
-    batch_dims: the dimension of the rows in each output; None for an output without it
-    finite:     whether a NaN or infinite output is an error
-    """
-
-    def __init__(self, signature: Signature, batch_dims: Mapping[str, int | None], *, finite: bool) -> None:
-        self._specs = [
-            (spec, NUMPY_DTYPES[spec.datatype], batch_dims[spec.name], _select_finite_test(spec, finite))
-            for spec in signature.outputs
-        ]
-
-    def validate(self, found: Arrays, num_rows: int) -> dict[str, np.ndarray]:
-        """Return the signature's outputs in its order. Raises InferenceError (500)."""
-        outputs = {}
-        for spec, dtype, dimension, is_finite in self._specs:
-            name, expected = spec.name, _insert_rows(spec.shape, dimension, num_rows)
-            array = found.get(name)
-            if array is None:
-                given = ", ".join(map(repr, found)) or "none"
-                raise InferenceError(500, f"output {name!r} is missing: the model gave {given}")
-            if array.shape != expected or array.dtype != dtype or dtype.kind == "O":
-                array = _validate_output(array, spec, expected)
-            if is_finite is not None and (num_finite := np.count_nonzero(is_finite(array))) != array.size:
-                raise NotFiniteOutput(name, array.size - int(num_finite), array.size)
-            outputs[name] = array
-        return outputs
-
-    def make_empty_outputs(self) -> dict[str, np.ndarray]:
-        """Build the answer to a request without rows."""
-        return {
-            spec.name: np.empty([max(size, 0) for size in _insert_rows(spec.shape, dimension, 0)], dtype)
-            for spec, dtype, dimension, _ in self._specs
-        }
-
-
-def _insert_rows(shape: Sequence[int], dimension: int | None, num_rows: int) -> tuple[int, ...]:
-    """The shape of an output for so many rows."""
-    return tuple(shape) if dimension is None else (*shape[:dimension], num_rows, *shape[dimension + 1 :])
-
-
-def _validate_output(array: np.ndarray, spec: TensorSignature, expected: Sequence[int]) -> np.ndarray:
-    """Check one array, whose open dimensions may have any size; strings become bytes. Raises InferenceError (500)."""
-    if spec.datatype == "BYTES":
-        array = _as_bytes(array, spec.name)
-    fits = len(array.shape) == len(expected) and array.dtype == NUMPY_DTYPES[spec.datatype]
-    if not fits or any(want not in (-1, have) for have, want in zip(array.shape, expected, strict=True)):
-        got = _format_array(array, spec)
-        raise InferenceError(500, f"output {spec.name!r}: expected {spec.datatype} {[*expected]}, got {got}")
-    return array
-
-
-def _select_finite_test(spec: TensorSignature, finite: bool) -> Any:
-    """Select the test for finite elements; None for a type that is always finite."""
-    if not finite or spec.datatype not in ("BF16", "FP16", "FP32", "FP64"):
-        return None
-    return _is_finite_bf16 if spec.datatype == "BF16" else np.isfinite
-
-
-def _is_finite_bf16(bits: np.ndarray) -> np.ndarray:
-    finite: np.ndarray = (bits & _BF16_EXPONENT) != _BF16_EXPONENT
-    return finite
-
-
-def _as_bytes(array: np.ndarray, name: str) -> np.ndarray:
-    """Strings as an array of bytes objects."""
-    if array.dtype.kind == "U":
-        array = np.char.encode(array, "utf-8")
-    if array.dtype.kind == "S":
-        return array.astype(object)
-    if array.dtype.kind != "O":
-        return array
-    encoded = [each.encode() if isinstance(each, str) else each for each in array.ravel().tolist()]
-    wrong = next((each for each in encoded if not isinstance(each, bytes)), None)
-    if wrong is not None:
-        raise InferenceError(500, f"output {name!r}: expected BYTES, got an element of type {type(wrong).__name__}")
-    made = np.empty(len(encoded), object)
-    made[:] = encoded
-    return made.reshape(array.shape)
-
-
-def _format_array(array: np.ndarray, spec: TensorSignature) -> str:
-    """Format an array's type as in the signature. BF16 looks like UINT16."""
-    for datatype, dtype in NUMPY_DTYPES.items():
-        if array.dtype == dtype and (datatype != "BF16" or spec.datatype == "BF16"):
-            return f"{datatype} {[*array.shape]}"
-    return f"{array.dtype} {[*array.shape]}"

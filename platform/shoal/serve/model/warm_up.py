@@ -54,13 +54,15 @@ def has_one_shape(signature: Signature) -> bool:
     return all(-1 not in spec.shape[1:] and spec.datatype != "BYTES" for spec in signature.inputs)
 
 
-def make_example(signature: Signature, num_rows: int) -> dict[str, np.ndarray]:
+def make_example(
+    signature: Signature, num_rows: int, variable_size: int = DEFAULT_VARIABLE_SIZE
+) -> dict[str, np.ndarray]:
     """Make an example. Integers and booleans are one: zero is padding to many models, or a mask that hides everything,
     with a mean of NaN. Floats run from 0.1 to 0.9 within a row, so that norms, sums and deviations are not zero.
     """
     arrays = {}
     for spec in signature.inputs:
-        shape = (num_rows, *(DEFAULT_VARIABLE_SIZE if size == -1 else size for size in spec.shape[1:]))
+        shape = (num_rows, *(variable_size if size == -1 else size for size in spec.shape[1:]))
         dtype = NUMPY_DTYPES[spec.datatype]
         if spec.datatype == "BYTES":
             array = np.full(shape, b"", object)

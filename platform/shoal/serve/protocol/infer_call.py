@@ -35,8 +35,8 @@ from shoal.serve.messages.inference import (
     InferCall,
     RequestTraceProtocol,
     ServedModelProtocol,
-    unknown_version,
 )
+from shoal.serve.messages.model_errors import find_version
 from shoal.serve.protocol.model_metadata import to_tensor_metadata
 from shoal.serve.spec.model_options import ModelOptions
 
@@ -112,10 +112,7 @@ def resolve_version(model: ServedModelProtocol, text: str | None) -> int | None:
     """The requested version; None, without a text, leaves the choice to the server. Raises InferenceError (404)."""
     if not text:
         return None
-    number = int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1
-    if number not in model.versions:
-        raise unknown_version(model.name, text, model.versions)
-    return number
+    return find_version(model.name, text, model.versions)
 
 
 def parse_track(text: str) -> str:

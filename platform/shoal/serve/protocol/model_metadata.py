@@ -9,11 +9,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.open_inference.messages import ModelMetadata, TensorMetadata
+from shoal.open_inference.messages import PLATFORM, ModelMetadata, TensorMetadata
 from shoal.registry.manifest import TensorSignature
 from shoal.serve.messages.inference import ServedModelProtocol
 
-PLATFORM = "shoal_pytorch"
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
 
 

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-import zlib
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, MutableMapping
 from types import TracebackType
 from typing import Any, Self
 
 from shoal.errors import InferenceError
 from shoal.serve.messages.inference import Disconnected
+from shoal.serve.protocol.request_limits import RequestLimits
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -35,74 +34,6 @@ GRPC_PATH_PREFIX = "/inference.GRPCInferenceService/"
 # answer; the server is closing, so that an endless stream can end.
 INCOMPLETE_MESSAGE = "shoal.incomplete"
 CLOSING_MESSAGE = "shoal.closing"
-# zlib's window sizes; see the manual of deflateInit2.
-WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """An endpoint's limits.
-
-    max_body_bytes:       of a request's body, as sent and when decompressed (413)
-    max_headers, max_header_bytes: the number of headers, and the bytes of names and values (431)
-    max_path_chars:       of the path (414)
-    body_grace_s, min_body_bytes_per_s: a body must arrive within `body_grace_s` after the head, and one second more for
-                          each `min_body_bytes_per_s` of it (408)
-    answer_grace_s:       a client that reads none of a stream's answers for so long counts as disconnected
-    """
-
-    max_body_bytes: int = 16 * 1024 * 1024
-    max_headers: int = 64
-    max_header_bytes: int = 8192
-    max_path_chars: int = 1024
-    body_grace_s: float = 10.0
-    min_body_bytes_per_s: int = 32 * 1024
-    answer_grace_s: float = 60.0
-
-    def check_head(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Check a request's head. Raises InferenceError (414, 431)."""
-        if len(path) > self.max_path_chars:
-            raise InferenceError(414, f"the path has {len(path)} characters, the limit is {self.max_path_chars}")
-        if len(headers) > self.max_headers:
-            raise InferenceError(431, f"the request has {len(headers)} headers, the limit is {self.max_headers}")
-        size_bytes = 0
-        for name, value in headers:
-            size_bytes += len(name) + len(value)
-        if size_bytes > self.max_header_bytes:
-            raise InferenceError(431, f"the headers have {size_bytes} bytes, the limit is {self.max_header_bytes}")
-
-    def body_deadline_s(self, received_bytes: int) -> float:
-        """How long after its head a body may still be incomplete, when so much of it has arrived."""
-        return self.body_grace_s + received_bytes / self.min_body_bytes_per_s
-
-    def decompress(self, body: bytes, encoding: bytes) -> bytes:
-        """Decompress a body sent with `Content-Encoding: gzip` or `deflate`, to at most `max_body_bytes`.
-
-        Raises InferenceError: 415 for another encoding, 413 when too large, 400 when damaged or incomplete.
-        """
-        window_bits = WINDOW_BITS.get(encoding.strip().lower())
-        if window_bits is None:
-            shown = encoding[:40].decode("latin-1")
-            raise InferenceError(415, f"Content-Encoding {shown!r} is not supported; gzip, deflate and identity are")
-        decompressor = zlib.decompressobj(window_bits)
-        try:
-            plain = decompressor.decompress(body, self.max_body_bytes + 1)
-        except zlib.error as error:
-            raise InferenceError(400, f"the body is not {encoding.decode('latin-1')}: {error}") from None
-        if len(plain) > self.max_body_bytes:
-            raise InferenceError(413, f"the body is larger than the limit of {self.max_body_bytes} bytes")
-        if not decompressor.eof:
-            raise InferenceError(400, f"the body ends before its {encoding.decode('latin-1')} does")
-        if decompressor.unused_data:
-            behind = len(decompressor.unused_data)
-            raise InferenceError(400, f"there are {behind} bytes after the end of the {encoding.decode('latin-1')}")
-        return plain
-
-    async def decompress_in_thread(self, body: bytes, encoding: bytes) -> bytes:
-        """`decompress`, off the event loop; a body of the encoding `identity` stays as it is."""
-        if encoding.strip().lower() == b"identity":
-            return body
-        return await asyncio.to_thread(self.decompress, body, encoding)
 
 
 class RequestLifecycle:
@@ -240,3 +171,10 @@ class EndpointApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_grpc = scope["type"] == "http" and scope["path"].startswith(GRPC_PATH_PREFIX)
         await (self._grpc if is_grpc else self._rest)(scope, receive, send)
+
+
+async def decompress_in_thread(limits: RequestLimits, body: bytes, encoding: bytes) -> bytes:
+    """`RequestLimits.decompress`, off the event loop; a body of the encoding `identity` stays as it is."""
+    if encoding.strip().lower() == b"identity":
+        return body
+    return await asyncio.to_thread(limits.decompress, body, encoding)

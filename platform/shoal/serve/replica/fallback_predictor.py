@@ -18,7 +18,7 @@ import numpy as np
 
 from shoal.errors import InferenceError
 from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, judge, latency_ratio
-from shoal.serve.messages.inference import Arrays
+from shoal.serve.messages.decoded_request import Arrays
 from shoal.serve.model.formats.size_limits import SizeLimits
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.model_statistics import ForwardTimes

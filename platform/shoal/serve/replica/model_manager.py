@@ -19,12 +19,13 @@ from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry
+from shoal.serve.messages.model_errors import unknown_model
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.replica.live.follower import LiveFollower
 from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
 from shoal.serve.replica.model_statistics import ModelStatistics
-from shoal.serve.replica.served_model import ServedModel, format_names
+from shoal.serve.replica.served_model import ServedModel
 from shoal.serve.replica.version_router import Answering, BatchGroup
 from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.endpoint import EndpointSpec
@@ -88,8 +89,7 @@ class ModelManager:
         try:
             return self._models[name]
         except KeyError:
-            there = format_names(self._models)
-            raise InferenceError(404, f"there is no model {name[:200]!r}; this endpoint serves {there}") from None
+            raise unknown_model(name, self._models) from None
 
     def list_repository(self) -> list[RepositoryEntry]:
         entries = []

@@ -27,7 +27,8 @@ from shoal.serve.messages.inference import Caller, InferCall, Outputs
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.prometheus import render
-from shoal.serve.protocol.request_lifecycle import EndpointApp, RequestLimits
+from shoal.serve.protocol.request_lifecycle import EndpointApp
+from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.protocol.tracing import Tracer
 from shoal.serve.replica.model_manager import ModelManager
 from shoal.serve.replica.version_router import BatchGroup

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,9 @@ from shoal.batching.batcher import Batcher, BatcherCounts, Prediction
 from shoal.errors import Closed, InferenceError, ModelError
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
-from shoal.serve.messages.inference import Arrays, InferCall, Outputs, size_bytes
+from shoal.serve.messages.decoded_request import Arrays
+from shoal.serve.messages.inference import InferCall, Outputs, size_bytes
+from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.formats.size_limits import NO_LIMITS
 from shoal.serve.model.predictor import LoadedModel, Predictor
@@ -73,7 +75,7 @@ class FailureLog:
         logger.error("%s: version %d failed on a request (%s)", self._model, version, reference, exc_info=error)
         if self._show_errors:
             return InferenceError(500, f"this request failed: {text}")
-        return InferenceError(500, f"the model failed on this request: its endpoint's log has the reason ({reference})")
+        return failed_model(reference)
 
 
 class ServedModel:
@@ -297,8 +299,3 @@ def _fails_on(loaded: LoadedModel, requests: Sequence[Arrays]) -> bool:
     except Exception as error:  # noqa: BLE001 - only whether it fails counts
         return is_model_error(error)
     return False
-
-
-def format_names(models: Mapping[str, ServedModel]) -> str:
-    """Their names, for an error."""
-    return ", ".join(map(repr, models)) or "none"

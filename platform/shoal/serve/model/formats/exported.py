@@ -34,18 +34,18 @@ class ExportedTemplate:
         self._setting = setting
 
     def load(self, snapshot: WeightSnapshot) -> Forward:
-        program = _load_program(snapshot.payload, f"version {snapshot.version}")
+        program = load_program(snapshot.payload, f"version {snapshot.version}")
         if self._setting.device != "cpu":
             from torch.export.passes import move_to_device_pass
 
             # With its index, as tensors on it have: a program may compare their device with this one.
             program = move_to_device_pass(program, f"cuda:{torch.cuda.current_device()}")
-        module = _flatten_program(program.module(check_guards=False))
+        module = flatten_program(program.module(check_guards=False))
         if self._setting.options.compile:
             module = torch.compile(module)
         elif self._setting.device == "cpu":
             choose_kernels(module)
-        forward = make_torch_forward(_bind_constants(program, module), self._setting)
+        forward = make_torch_forward(bind_constants(program, module), self._setting)
         signature, options = self._setting.signature, self._setting.options
         inputs, outputs = (
             {spec.name: options.get_batch_dim(spec.name) for spec in side}
@@ -84,7 +84,7 @@ def _read_limits(program: Any, batch_dims: Mapping[str, int | None]) -> SizeLimi
     return SizeLimits(inner, sizes, bounds[0] if bounds else SizeRange())
 
 
-def _flatten_program(module: Any) -> Any:
+def flatten_program(module: Any) -> Any:
     """The program without the checks and nesting of its inputs, which are flat and already checked."""
     from torch.fx.graph import CodeGen
 
@@ -115,7 +115,7 @@ def _read_arguments(program: Any) -> tuple[list[_Argument], list[_Argument]]:
     return given, [read(each.arg) for each in signature.output_specs if each.kind is OutputKind.USER_OUTPUT]
 
 
-def _bind_constants(program: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+def bind_constants(program: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     """Bind a flat program to its exported constants, as a function of its tensors alone."""
     given, made = _read_arguments(program)
     if all(each.name is not None for each in (*given, *made)):
@@ -135,7 +135,7 @@ def read_signature(payload: bytes, file: str) -> Signature:
     Inputs have the names of its forward's arguments, outputs the keys of the returned dict. Without a dict they are
     `output`, or `output_0`, ... for several. Values other than tensors, such as None, are left out.
     """
-    program = _load_program(payload, file)
+    program = load_program(payload, file)
     nodes = {node.name: node for node in program.graph.nodes}
     given, made = _read_arguments(program)
     outputs = _name_outputs(program.call_spec.out_spec, [each.name for each in made])
@@ -159,7 +159,8 @@ def _name_outputs(spec: Any, outputs: Sequence[str | None]) -> list[tuple[str, s
     return [(f"output_{index}", name) for index, name in enumerate(tensors)]
 
 
-def _load_program(payload: bytes, what: str) -> Any:
+def load_program(payload: bytes, what: str) -> Any:
+    """Load a file's program. Raises WeightsError."""
     import torch.export
 
     logged: list[BaseException] = []

@@ -57,7 +57,7 @@ def make_torch_forward(call: Callable[..., Any], setting: TemplateConfig, *, by_
         if not writes:
             for each in tensors:
                 writes = writes or (isinstance(each, Tensor) and each._version > 0)
-        return _name_all_outputs(result) if outputs is None else _select_outputs(result, outputs)
+        return _name_all_outputs(result) if outputs is None else select_outputs(result, outputs)
 
     def forward(inputs: Arrays) -> Arrays:
         tensors = tensors_of(inputs)
@@ -85,7 +85,7 @@ def _tensor(array: np.ndarray, copies: bool) -> Any:
     return array if array.dtype == object else torch.from_numpy(array)
 
 
-def _select_outputs(result: Any, specs: Sequence[TensorSignature]) -> dict[str, Any]:
+def select_outputs(result: Any, specs: Sequence[TensorSignature]) -> dict[str, Any]:
     """Select the signature's outputs from a model's result: a dict by name, a tensor or a tuple in the signature's
     order."""
     if isinstance(result, Tensor) and len(specs) == 1:

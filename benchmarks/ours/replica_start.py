@@ -1,0 +1,50 @@
+"""A replica of an endpoint as a process, without Ray: its start is measured by `benchmarks.export_start`.
+
+    python -m benchmarks.ours.replica_start MODEL
+
+Says its URL once it serves the registered model; ends with SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+
+import uvicorn
+
+from benchmarks.local_controller import LocalController
+from benchmarks.talk import say
+from shoal.registry import Registry
+from shoal.serve.controller.controller import EndpointController
+from shoal.serve.controller.state import Deployment
+from shoal.serve.http import fast_path
+from shoal.serve.replica.replica import EndpointReplica
+from shoal.serve.spec.endpoint import EndpointSpec
+
+
+async def serve(model: str) -> None:
+    spec = EndpointSpec.parse({"name": "endpoint"})
+    options = spec.options(model).model_dump(mode="json")
+    deployment = Deployment(model, str(Registry().root), "", options)
+    controller = EndpointController("endpoint", [deployment], lease_s=600.0)
+    replica = EndpointReplica("r1", spec, {}, LocalController(controller))
+    ticking = asyncio.create_task(tick(controller))
+    fast_path.install_application(replica.app)
+    server = uvicorn.Server(uvicorn.Config(replica.app, log_level="error", lifespan="off", ws="none"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        await replica.start(60.0)
+        say(url=f"http://127.0.0.1:{listener.getsockname()[1]}/v2/models/{model}/infer")
+        await server.serve(sockets=[listener])
+    ticking.cancel()
+    await replica.close()
+
+
+async def tick(controller: EndpointController) -> None:
+    while True:
+        controller.tick()
+        await asyncio.sleep(0.02)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1]))

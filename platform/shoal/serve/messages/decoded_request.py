@@ -1,0 +1,29 @@
+"""The tensors of one inference request and what its answer should have: the part of a call that the codecs decode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class DecodedRequest(msgspec.Struct, gc=False):
+    """One request, checked against the model's signature.
+
+    inputs:     by name, in the model's shapes, with `num_rows` rows; without a batch the request is one row
+    outputs:    names of the requested outputs; None for all
+    id:         sent back with the answer; of HTTP, as the rest
+    timeout_us: the protocol's parameter `timeout`, unchecked; None without it
+    binary:     whether outputs are sent as bytes, unless `binary_of` says otherwise for one
+    """
+
+    inputs: Arrays
+    num_rows: int
+    outputs: frozenset[str] | None = None
+    id: str | None = None
+    timeout_us: object = None
+    binary: bool = False
+    binary_of: Mapping[str, bool] = {}

@@ -1,0 +1,32 @@
+"""The errors of a request that name its model: unknown, of an unknown version, or failed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shoal.errors import InferenceError
+
+
+def unknown_model(name: str, models: Iterable[str]) -> InferenceError:
+    """The 404 for a model that is not among the served `models`."""
+    there = ", ".join(map(repr, models)) or "none"
+    return InferenceError(404, f"there is no model {name[:200]!r}; this endpoint serves {there}")
+
+
+def unknown_version(model: str, version: str, versions: Sequence[int]) -> InferenceError:
+    """The 404 for a version that is not among the model's loaded `versions`. `version`: as the client names it."""
+    there = ", ".join(map(str, versions)) or "none yet"
+    return InferenceError(404, f"model {model!r} has no version {version[:40]!r}; it serves {there}")
+
+
+def find_version(model: str, text: str, versions: Sequence[int]) -> int:
+    """The requested version, which is one of `versions`. Raises InferenceError (404)."""
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1
+    if number not in versions:
+        raise unknown_version(model, text, versions)
+    return number
+
+
+def failed_model(reference: str) -> InferenceError:
+    """The 500 that conceals a model's own error. `reference`: by which the log has it."""
+    return InferenceError(500, f"the model failed on this request: its endpoint's log has the reason ({reference})")

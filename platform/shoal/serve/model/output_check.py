@@ -1,0 +1,121 @@
+"""Checks that a model's outputs are those that its metadata announces. Called after each forward. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import InferenceError
+from shoal.open_inference.datatypes import NUMPY_DTYPES
+from shoal.open_inference.messages import TensorMetadata
+from shoal.serve.messages.decoded_request import Arrays
+
+_BF16_EXPONENT = 0x7F80  # all ones: infinite or NaN
+
+
+class NotFiniteOutput(InferenceError):
+    """An output contains NaN or an infinity."""
+
+    def __init__(self, output: str, num_bad: int, size: int) -> None:
+        self.output, self.num_bad, self.size = output, num_bad, size
+        super().__init__(500, f"output {output!r} is not finite: {num_bad} of its {size} values are NaN or infinite")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.output, self.num_bad, self.size))
+
+
+class OutputCheck:
+    """Checks the outputs of each batch: all of the signature, of its datatypes and shapes, a row for each of input.
+
+    In the model's own shapes. A mismatch raises an InferenceError (500) with the output's name, the expected and the
+    actual type: an endpoint never answers anything that its metadata does not announce.
+
+    batch_dims: the dimension of the rows in each output; None for an output without it
+    finite:     whether a NaN or infinite output is an error
+    """
+
+    def __init__(
+        self, outputs: Sequence[TensorMetadata], batch_dims: Mapping[str, int | None], *, finite: bool
+    ) -> None:
+        self._specs = [
+            (spec, NUMPY_DTYPES[spec.datatype], batch_dims[spec.name], _select_finite_test(spec, finite))
+            for spec in outputs
+        ]
+
+    def validate(self, found: Arrays, num_rows: int) -> dict[str, np.ndarray]:
+        """Return the signature's outputs in its order. Raises InferenceError (500)."""
+        outputs = {}
+        for spec, dtype, dimension, is_finite in self._specs:
+            name, expected = spec.name, _insert_rows(spec.shape, dimension, num_rows)
+            array = found.get(name)
+            if array is None:
+                given = ", ".join(map(repr, found)) or "none"
+                raise InferenceError(500, f"output {name!r} is missing: the model gave {given}")
+            if array.shape != expected or array.dtype != dtype or dtype.kind == "O":
+                array = _validate_output(array, spec, expected)
+            if is_finite is not None and (num_finite := np.count_nonzero(is_finite(array))) != array.size:
+                raise NotFiniteOutput(name, array.size - int(num_finite), array.size)
+            outputs[name] = array
+        return outputs
+
+    def make_empty_outputs(self) -> dict[str, np.ndarray]:
+        """Build the answer to a request without rows."""
+        return {
+            spec.name: np.empty([max(size, 0) for size in _insert_rows(spec.shape, dimension, 0)], dtype)
+            for spec, dtype, dimension, _ in self._specs
+        }
+
+
+def _insert_rows(shape: Sequence[int], dimension: int | None, num_rows: int) -> tuple[int, ...]:
+    """The shape of an output for so many rows."""
+    return tuple(shape) if dimension is None else (*shape[:dimension], num_rows, *shape[dimension + 1 :])
+
+
+def _validate_output(array: np.ndarray, spec: TensorMetadata, expected: Sequence[int]) -> np.ndarray:
+    """Check one array, whose open dimensions may have any size; strings become bytes. Raises InferenceError (500)."""
+    if spec.datatype == "BYTES":
+        array = _as_bytes(array, spec.name)
+    fits = len(array.shape) == len(expected) and array.dtype == NUMPY_DTYPES[spec.datatype]
+    if not fits or any(want not in (-1, have) for have, want in zip(array.shape, expected, strict=True)):
+        got = _format_array(array, spec)
+        raise InferenceError(500, f"output {spec.name!r}: expected {spec.datatype} {[*expected]}, got {got}")
+    return array
+
+
+def _select_finite_test(spec: TensorMetadata, finite: bool) -> Any:
+    """Select the test for finite elements; None for a type that is always finite."""
+    if not finite or spec.datatype not in ("BF16", "FP16", "FP32", "FP64"):
+        return None
+    return _is_finite_bf16 if spec.datatype == "BF16" else np.isfinite
+
+
+def _is_finite_bf16(bits: np.ndarray) -> np.ndarray:
+    finite: np.ndarray = (bits & _BF16_EXPONENT) != _BF16_EXPONENT
+    return finite
+
+
+def _as_bytes(array: np.ndarray, name: str) -> np.ndarray:
+    """Strings as an array of bytes objects."""
+    if array.dtype.kind == "U":
+        array = np.char.encode(array, "utf-8")
+    if array.dtype.kind == "S":
+        return array.astype(object)
+    if array.dtype.kind != "O":
+        return array
+    encoded = [each.encode() if isinstance(each, str) else each for each in array.ravel().tolist()]
+    wrong = next((each for each in encoded if not isinstance(each, bytes)), None)
+    if wrong is not None:
+        raise InferenceError(500, f"output {name!r}: expected BYTES, got an element of type {type(wrong).__name__}")
+    made = np.empty(len(encoded), object)
+    made[:] = encoded
+    return made.reshape(array.shape)
+
+
+def _format_array(array: np.ndarray, spec: TensorMetadata) -> str:
+    """Format an array's type as in the signature. BF16 looks like UINT16."""
+    for datatype, dtype in NUMPY_DTYPES.items():
+        if array.dtype == dtype and (datatype != "BF16" or spec.datatype == "BF16"):
+            return f"{datatype} {[*array.shape]}"
+    return f"{array.dtype} {[*array.shape]}"
