@@ -24,7 +24,7 @@ from shoal.cost.cost_table import format_quantity
 from shoal.errors import ConfigError
 from shoal.libs.optimise.choice import MaxDrop, find_front, is_within
 from shoal.libs.optimise.picture import plot_front
-from shoal.libs.optimise.request import Request
+from shoal.libs.optimise.request import OptimiseRequest
 from shoal.libs.optimise.search import Outcome
 from shoal.libs.optimise.search import optimise as search
 from shoal.libs.optimise.steps import STEPS
@@ -84,7 +84,7 @@ def optimise(
       shoal optimise ranker --data my_task.py:Ranking --student my_net.py:Small,hidden=64
       shoal optimise text --student none --try int8,onnx-int8 --metric loss --by batch
     """
-    request = Request(
+    request = OptimiseRequest(
         model=model,
         overrides=overrides,
         students=_parse_students(students),
@@ -127,7 +127,7 @@ def _parse_steps(text: str | None) -> Any:
     return tuple(names)
 
 
-def _show(found: Outcome, request: Request) -> None:
+def _show(found: Outcome, request: OptimiseRequest) -> None:
     numbers = (found.metric, "drop", "one sample", f"batch of {request.batch}", "size", "FLOPs")
     columns = (Column("model", overflow="fold"), *map(make_number_column, numbers), Column(no_wrap=True))
     front = find_front(found.measured, found.metric, found.is_higher_better, request.cost)

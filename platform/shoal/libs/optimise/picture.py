@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.libs.optimise.choice import find_front, is_within
-from shoal.libs.optimise.request import Request
+from shoal.libs.optimise.request import OptimiseRequest
 from shoal.libs.optimise.search import Outcome
 from shoal.runs.report.plots import INK, LINE, MARK, MUTED, RULE, make_figure, to_png
 
@@ -15,7 +15,7 @@ _COSTS = {
 }
 
 
-def plot_front(found: Outcome, request: Request) -> bytes:
+def plot_front(found: Outcome, request: OptimiseRequest) -> bytes:
     """A PNG: each model as a point, the front as a line, the limit of the drop as a dashed one."""
     label, scale = _COSTS[request.cost]
     front = find_front(found.measured, found.metric, found.is_higher_better, request.cost)

@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Request:
+class OptimiseRequest:
     """What is to be tried.
 
     model:     NAME, NAME@VERSION or NAME@ALIAS
@@ -87,7 +87,7 @@ class Subject:
     is_higher_better: bool
 
 
-def open_subject(request: Request) -> Subject:
+def open_subject(request: OptimiseRequest) -> Subject:
     """The teacher, its Task and its metric. Raises ConfigError and DataError by the option that is wrong,
     RegistryError and WeightsError."""
     _require_plain_options(request)
@@ -114,7 +114,7 @@ def open_subject(request: Request) -> Subject:
     return Subject(version, spec, task, data, model, network, outputs, inputs, metric, is_higher_better)
 
 
-def choose_students(request: Request, subject: Subject, say: Say) -> list[Student]:
+def choose_students(request: OptimiseRequest, subject: Subject, say: Say) -> list[Student]:
     """The students, each of which has been built and gives outputs as the teacher does. Raises ConfigError."""
     teacher = subject.model.factory
     if request.students is not None:
@@ -133,7 +133,7 @@ def choose_students(request: Request, subject: Subject, say: Say) -> list[Studen
     return students
 
 
-def choose_steps(request: Request, say: Say) -> list[Step]:
+def choose_steps(request: OptimiseRequest, say: Say) -> list[Step]:
     """The steps that are asked for, or those whose libraries are installed. Raises MissingExtra."""
     if request.steps is not None:
         for each in request.steps:
@@ -160,7 +160,7 @@ def run_network(network: nn.Module, inputs: Sequence[Any], option: str, value: s
         raise ConfigError(option, value, problem) from error
 
 
-def _require_plain_options(request: Request) -> None:
+def _require_plain_options(request: OptimiseRequest) -> None:
     if request.batch < 2:
         raise ConfigError("--batch", request.batch, "is no batch", "one sample is measured anyway: give 2 or more")
     if not (math.isfinite(request.temperature) and request.temperature > 0):
@@ -171,7 +171,7 @@ def _require_plain_options(request: Request) -> None:
     require_alias(request.alias, "--alias")
 
 
-def _find_spec(request: Request, version: ModelVersion) -> TrainSpec:
+def _find_spec(request: OptimiseRequest, version: ModelVersion) -> TrainSpec:
     """The recipe of the Task, with the overrides; of the model's own Task with the args that it was trained with."""
     factory = version.manifest.model
     is_own = not request.data
@@ -198,7 +198,7 @@ def _require_inputs_fit(inputs: Sequence[Any], version: ModelVersion, task: str)
         raise ConfigError("--data", task, problem, "give the Task that trained it, or one with its inputs")
 
 
-def _choose_metric(request: Request, spec: TrainSpec, task: Task, outputs: Any, batch: Any) -> tuple[str, bool]:
+def _choose_metric(request: OptimiseRequest, spec: TrainSpec, task: Task, outputs: Any, batch: Any) -> tuple[str, bool]:
     """The metric, and whether more of it is better."""
     try:
         names = [*compute_loss_and_metrics(task, outputs, batch), *task.stateful_metrics()]
@@ -219,9 +219,11 @@ def _choose_metric(request: Request, spec: TrainSpec, task: Task, outputs: Any, 
 def _require_student_fits(student: Student, subject: Subject) -> None:
     try:
         network = student.factory.build()
+        assert isinstance(network, nn.Module)
     except ConfigError as error:
         raise ConfigError("--student", student.title, error.problem, error.remedy) from error
-    assert isinstance(network, nn.Module)
+    except Exception as error:  # user code may raise anything
+        raise ConfigError("--student", student.title, f"cannot be built: {summarize_error(error)}") from error
     outputs = run_network(network, subject.inputs[1], "--student", student.title, "the student")
     own, expected = _describe_outputs(outputs), _describe_outputs(subject.example)
     if own != expected:

@@ -2,7 +2,7 @@
 
 Owns the order of events. Called by `shoal optimise` and in Python:
 
-    found = optimise(Request("fashion", max_drop=MaxDrop.parse("1%"), students=("narrow=2",)))
+    found = optimise(OptimiseRequest("fashion", max_drop=MaxDrop.parse("1%"), students=("narrow=2",)))
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.errors import ConfigError, InferenceError, WeightsError, summarize_er
 from shoal.libs.optimise import distil, measure
 from shoal.libs.optimise.choice import Measurement, choose
 from shoal.libs.optimise.entry import build_network
-from shoal.libs.optimise.request import Request, Say, Subject, choose_steps, choose_students, open_subject
+from shoal.libs.optimise.request import OptimiseRequest, Say, Subject, choose_steps, choose_students, open_subject
 from shoal.libs.optimise.steps import Model, Step, apply_step
 from shoal.libs.optimise.student import Student
 from shoal.registry import ModelVersion, Registry
@@ -50,7 +50,7 @@ class Outcome:
     registered: ModelVersion | None = None
 
 
-def optimise(request: Request, say: Say = lambda line: None) -> Outcome:
+def optimise(request: OptimiseRequest, say: Say = lambda line: None) -> Outcome:
     """Try, measure, choose, and register the choice. Raises ShoalError; for a bad request before anything is trained.
 
     say: receives lines about progress
@@ -89,7 +89,7 @@ def optimise(request: Request, say: Say = lambda line: None) -> Outcome:
     return replace(found, registered=_register(request, subject, found)) if found.chosen else found
 
 
-def _make_spec(request: Request, subject: Subject, student: Student) -> TrainSpec:
+def _make_spec(request: OptimiseRequest, subject: Subject, student: Student) -> TrainSpec:
     args: dict[str, Any] = {
         "task": subject.spec.task,
         "args": subject.spec.args,
@@ -143,7 +143,7 @@ def _measure(models: Sequence[Model], subject: Subject, batch: int) -> list[Meas
     return found
 
 
-def _register(request: Request, subject: Subject, found: Outcome) -> ModelVersion:
+def _register(request: OptimiseRequest, subject: Subject, found: Outcome) -> ModelVersion:
     model, data = found.models[found.chosen], subject.data
     lineage = {
         "parent": subject.version.ref,
