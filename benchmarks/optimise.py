@@ -88,12 +88,11 @@ def compare_sides(title: str, found: Outcome, times: dict[str, list[float]], bar
         metric = found.measured[index].metrics[found.metric]
         note = f"{found.metric} {metric:.4f}"
         rows.append(compare(f"{title}: {side}", "ms", "lower", times[side], times["teacher"], "teacher", note=note))
-    if chosen.flops and teacher.flops:
-        flops = [[each.flops / 1e6] for each in (chosen, teacher)]
-        needed = FLOPS_BAR if title == "LeNet" else None
-        rows.append(
-            compare(f"{title}: FLOPs", "MFLOP", "lower", *flops, "teacher", needed, "ratio" if needed else None)
-        )
+    needed = FLOPS_BAR if title == "LeNet" else None
+    mine, theirs = ([(each.flops or 0.0) / 1e6] for each in (chosen, teacher))
+    rows.append(
+        compare(f"{title}: FLOPs", "MFLOP", "lower", mine, theirs, "teacher", needed, "ratio" if needed else None)
+    )
     return rows
 
 

@@ -33,6 +33,8 @@ def test_the_fastest_within_the_drop_is_chosen() -> None:
     assert choose(models, "accuracy", True, MaxDrop.parse("0"), "latency") == 0
     assert choose(models, "loss", False, MaxDrop.parse("0.005"), "batch") == 1
     assert choose(models, "accuracy", True, one, "size") == 0  # none is smaller
+    equal = [measured(0.9, 9, flops=9.0), measured(0.9, 5, flops=3.0), measured(0.9, 2, flops=3.0)]
+    assert choose(equal, "accuracy", True, one, "flops") == 2
 
 
 def test_a_gain_within_the_noise_is_none() -> None:
@@ -49,7 +51,8 @@ def test_the_front_has_what_no_other_beats() -> None:
 
 def softmax(x: np.ndarray) -> np.ndarray:
     powers = np.exp(x - x.max(-1, keepdims=True))
-    return powers / powers.sum(-1, keepdims=True)
+    shares: np.ndarray = powers / powers.sum(-1, keepdims=True)
+    return shares
 
 
 def test_the_loss_is_the_divergence_of_softened_classes() -> None:
@@ -57,11 +60,11 @@ def test_the_loss_is_the_divergence_of_softened_classes() -> None:
     mine, theirs = random.standard_normal((2, 5, 7, 4))  # [B, T, C]
     p, q = softmax(theirs / 3.0), softmax(mine / 3.0)
     expected = 9.0 * (p * (np.log(p) - np.log(q))).sum(-1).mean()
-    tensors = torch.from_numpy(mine).float(), torch.from_numpy(theirs).float()
-    found = compute_distillation_loss(*tensors, torch.zeros(5, 7, dtype=torch.int64), 3.0)
+    outputs, answers = torch.from_numpy(mine).float(), torch.from_numpy(theirs).float()
+    found = compute_distillation_loss(outputs, answers, torch.zeros(5, 7, dtype=torch.int64), 3.0)
     assert found.item() == pytest.approx(expected, rel=1e-5)
-    images = [each.movedim(-1, 1).unsqueeze(-1) for each in tensors]  # [B, C, T, 1]
-    found = compute_distillation_loss(*images, torch.zeros(5, 7, 1, dtype=torch.int64), 3.0)
+    outputs, answers = (each.movedim(-1, 1).unsqueeze(-1) for each in (outputs, answers))  # [B, C, T, 1]
+    found = compute_distillation_loss(outputs, answers, torch.zeros(5, 7, 1, dtype=torch.int64), 3.0)
     assert found.item() == pytest.approx(expected, rel=1e-5)
 
 

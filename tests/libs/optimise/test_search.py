@@ -108,17 +108,23 @@ SIGNATURE = Signature(
 )
 
 
-def exact_network(width: int = 256) -> nn.Sequential:
-    """Copies the three numbers, shifted above zero, through both layers; the rest is noise that nothing reads."""
+def exact_network(width: int = 256, ruin: bool = False) -> nn.Sequential:
+    """Copies the three numbers, shifted above zero, through all layers; the rest is noise that nothing reads.
+
+    ruin: a unit that is always 0 has weights that take the full range of each row in int8
+    """
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
+    first, second, last = nn.Linear(16, width), nn.Linear(width, width), nn.Linear(width, 3)
     with torch.no_grad():
-        for layer in (network[0], network[2], network[4]):
+        for layer in (first, second, last):
             layer.weight[:3] = 0
             layer.weight[range(3), range(3)] = 1
             layer.bias[:3] = 0
-        network[0].bias[:3] = 5
-    return network
+        first.bias[:3] = 5
+        if ruin:
+            first.weight[9], first.bias[9] = 0, -1
+            second.weight[:, 9] = 1e6
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
 
 
 def register(network: nn.Module, factory: ModelFactory | None = None, name: str = "largest") -> ModelVersion:
@@ -190,12 +196,7 @@ def test_a_converted_model_answers_at_an_endpoint_as_its_parent(step: str, share
 
 
 def test_a_model_that_a_step_ruins_is_not_chosen() -> None:
-    """A weight that no input reaches takes the whole range of its row in int8, and the others become zeros."""
-    network = exact_network()
-    with torch.no_grad():
-        network[0].weight[9], network[0].bias[9] = 0, -1  # a unit that is always 0
-        network[2].weight[:, 9] = 1e6
-    register(network)
+    register(exact_network(ruin=True))
     found = optimise("largest", "--student", "none", "--try", "int8", "--by", "size")
     before, after = (each["metrics"]["accuracy"] for each in found["models"])
     assert (before, found["registered"]) == (1.0, None)

@@ -65,7 +65,7 @@ class Measurement:
 
 
 def choose(measured: Sequence[Measurement], metric: str, is_higher_better: bool, max_drop: MaxDrop, cost: Cost) -> int:
-    """The index of the cheapest within the limit; 0, which is the teacher, if none saves at least MIN_GAIN."""
+    """The index of the cheapest within the limit, of equal ones the fastest; 0, the teacher, if none saves MIN_GAIN."""
     teacher = measured[0]
     limit = max_drop.compute_limit(teacher.metrics[metric], is_higher_better)
     most = teacher.get_cost(cost) * (1 - MIN_GAIN)
@@ -74,7 +74,7 @@ def choose(measured: Sequence[Measurement], metric: str, is_higher_better: bool,
         for index, each in enumerate(measured)
         if index and is_within(each.metrics[metric], limit, is_higher_better) and each.get_cost(cost) <= most
     ]
-    return min(fitting, key=lambda index: measured[index].get_cost(cost), default=0)
+    return min(fitting, key=lambda index: (measured[index].get_cost(cost), measured[index].latency_s), default=0)
 
 
 def is_within(value: float, limit: float, is_higher_better: bool) -> bool:

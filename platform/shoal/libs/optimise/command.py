@@ -32,6 +32,7 @@ from shoal.runs.formatting import format_number, format_size
 
 COSTS = ("latency", "batch", "size", "flops")
 NONE = "none"
+FILE_WIDTH = 140
 
 
 @click.command()
@@ -128,13 +129,14 @@ def _parse_steps(text: str | None) -> Any:
 
 
 def _show(found: Outcome, request: OptimiseRequest) -> None:
-    numbers = (found.metric, "drop", "one sample", f"batch of {request.batch}", "size", "FLOPs")
-    columns = (Column("model", overflow="fold"), *map(make_number_column, numbers), Column(no_wrap=True))
+    numbers = (found.metric, "drop", "1 sample", f"{request.batch}", "size", "FLOPs")
+    columns = (Column("model", min_width=16, overflow="fold"), *map(make_number_column, numbers), Column(no_wrap=True))
     front = find_front(found.measured, found.metric, found.is_higher_better, request.cost)
     console = Console()
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
     console.print(
-        make_table(*columns, rows=(_make_cells(found, each, each in front) for each in range(len(found.models)))),
-        soft_wrap=not console.is_terminal,
+        make_table(*columns, rows=(_make_cells(found, each, each in front) for each in range(len(found.models))))
     )
     for title, problem in found.rejected:
         console.print(Text(f"not tried: {title}: {problem}", style="yellow"), soft_wrap=True)
@@ -162,7 +164,7 @@ def _make_cells(found: Outcome, index: int, is_on_front: bool) -> list[str]:
         f"{1e3 * measured.latency_s:.3g} ms",
         f"{1e3 * measured.batch_latency_s:.3g} ms",
         format_size(measured.size_bytes),
-        "" if measured.flops is None else format_quantity(measured.flops, "FLOP"),
+        "" if measured.flops is None else format_quantity(measured.flops, "operations"),
         note,
     ]
 

@@ -28,12 +28,17 @@ def plot_front(found: Outcome, request: OptimiseRequest) -> bytes:
         axes.margins(x=0.12, y=0.12)
         axes.plot([points[each][0] for each in front], [points[each][1] for each in front], color=RULE, linewidth=1.5)
         axes.axhline(found.limit, color=MUTED, linewidth=1, linestyle=(0, (3, 3)), zorder=0)
-        for index, (cost, quality) in enumerate(points):
+        for position, index in enumerate(sorted(range(len(points)), key=points.__getitem__)):
+            cost, quality = points[index]
             fits = is_within(quality, found.limit, found.is_higher_better)
             colour = MARK if index == found.chosen else LINE if fits else MUTED
             axes.plot(cost, quality, "o", color=colour, markersize=8 if index == found.chosen else 5)
-            axes.annotate(found.models[index].title, (cost, quality), (5, 4), textcoords="offset points",
-                          fontsize=7, color=colour)  # fmt: skip
+            offset = (5, 5 - 13 * (position % 2))  # alternately above and below, since the cheapest are close
+            text = {"textcoords": "offset points", "fontsize": 7, "color": colour}
+            axes.annotate(found.models[index].title, (cost, quality), offset, **text)
+        axes.set_xscale("log")
+        for formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+            formatter("{x:g}")
         axes.set_xlabel(label.format(batch=request.batch))
         axes.set_ylabel(found.metric)
     return to_png(figure)
