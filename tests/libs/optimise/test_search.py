@@ -17,6 +17,7 @@ import shoal.runs
 from shoal.cli import cli
 from shoal.errors import ConfigError, RegistryError
 from shoal.libs.optimise import measure, search
+from shoal.libs.optimise.entry import build_network
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
@@ -214,13 +215,20 @@ def test_a_student_of_another_class_is_registered_with_its_text(tmp_path: Path) 
     small = Registry().get("tiny@small")
     assert small.ref == found["registered"]
     (tmp_path / "largest.py").unlink()
-    assert answer(small, INPUTS).shape == (8, 3)
+    network = build_network(small.manifest.model, small.snapshot().payload)
+    np.testing.assert_allclose(answer(small, INPUTS), network(torch.from_numpy(INPUTS / 10)), rtol=1e-4)  # its hook
 
 
-def test_the_default_student_has_half_the_width() -> None:
+def test_the_default_student_has_half_the_width_and_its_run_can_be_resumed() -> None:
     register(exact_network())
-    found = optimise("largest", "--try", "none", "--max-drop", "90%", "stop.steps=2")
+    found = optimise("largest", "--try", "none", "--max-drop", "0%", "stop.steps=2")
     assert [each["steps"] for each in found["models"]] == [[], ["distil width=128"]]
+    run_id = found["models"][1]["run"]
+    found = optimise(
+        "largest", "--data", REFERENCE, "--student", "width=128", "--try", "none", f"resume={run_id}", "stop.steps=4"
+    )
+    assert found["models"][1]["run"] == run_id
+    assert shoal.runs.load(run_id).latest()["train/step"] == 4
 
 
 def test_nothing_is_registered_of_an_interrupted_distillation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +274,7 @@ def test_nothing_is_registered_of_an_interrupted_distillation(monkeypatch: pytes
         (["--data", "largest.py:Pair"], "--data", "takes input"),
         (["--data", "largest.py:OtherLabels"], "--data", "does not measure the outputs"),
         (["--data", "largest.py:Lossless"], "--data", "has no loss"),
+        (["--student", "width=8", "--student", "width=16", "resume=r"], "resume", "one student's run"),
         (["stop.steps=null"], "stop", "nothing says when to end"),
         (["optimizer.learning_rate=-1"], "optimizer.learning_rate", "greater than 0"),
         (["--out", "largest.py"], "--out", "takes no files"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shoal.libs.optimise.choice import find_front, is_within
 from shoal.libs.optimise.request import OptimiseRequest
 from shoal.libs.optimise.search import Outcome
@@ -34,7 +36,7 @@ def plot_front(found: Outcome, request: OptimiseRequest) -> bytes:
             colour = MARK if index == found.chosen else LINE if fits else MUTED
             axes.plot(cost, quality, "o", color=colour, markersize=8 if index == found.chosen else 5)
             offset = (5, 5 - 13 * (position % 2))  # alternately above and below, since the cheapest are close
-            text = {"textcoords": "offset points", "fontsize": 7, "color": colour}
+            text: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "color": colour}
             axes.annotate(found.models[index].title, (cost, quality), offset, **text)
         axes.set_xscale("log")
         for formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):

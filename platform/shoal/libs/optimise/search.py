@@ -61,6 +61,8 @@ def optimise(request: OptimiseRequest, say: Say = lambda line: None) -> Outcome:
     steps = choose_steps(request, say)
     trained = [(each, _make_spec(request, subject, each)) for each in choose_students(request, subject, say)]
     for _, spec in trained:
+        if spec.resume and len(trained) > 1:
+            raise ConfigError("resume", spec.resume, "is one student's run", "name that --student alone")
         validate_run(spec)
     origins = [subject.model, *(_distil(student, spec, subject, say) for student, spec in trained)]
     models, rejected = list(origins), []

@@ -46,8 +46,11 @@ def parse_student(text: str, teacher: ModelFactory) -> Student:
         found = read_source(first)
     except ValueError as error:
         raise ConfigError("--student", text, str(error), _REMEDY) from None
-    made = {"source": found.source, "reference": first, "kwargs": kwargs}
-    return Student(text, ModelFactory(factory=f"{entry.__name__}:build_student", kwargs=made))
+    own = ModelFactory(
+        factory=f"{entry.__name__}:build_student",
+        kwargs={"source": found.source, "reference": first, "kwargs": kwargs},
+    )
+    return Student(text, entry.make_factory(own, "fp32", teacher))
 
 
 def choose_default_student(teacher: ModelFactory, task: Task | None) -> Student | None:
