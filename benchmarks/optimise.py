@@ -2,10 +2,10 @@
 
     python -m benchmarks.optimise [--runs N] [--quick]
 
-The LeNet is the recipe jobs/lenet.py as it is; its student (benchmarks/ours/optimise_lenet.py) learns for twelve epochs,
-and is chosen by FLOPs, of equal ones the fastest. The decoder, chosen by latency, learns generated text for 120 steps
-(benchmarks/ours/optimise_text.py), and its student of half the width for 360. The peer of the decoder is the dynamic
-quantisation of onnxruntime, with its defaults, of the exported teacher. Metrics are of the validation data.
+The LeNet is the recipe jobs/lenet.py as it is. Its student (benchmarks/ours/optimise_lenet.py) learns for twelve
+epochs, and is chosen by FLOPs, of equal ones the fastest. The decoder (benchmarks/ours/optimise_text.py) learns
+generated text for 120 steps, its student of half the width for 360; the choice is by latency. The decoder's peer is
+the dynamic quantisation of onnxruntime, with its defaults, of the exported teacher. Metrics are of the validation data.
 Milliseconds are of one sample, on one thread: all sides are called in rounds, in one process.
 """
 
@@ -29,8 +29,8 @@ from shoal.libs.optimise.steps import apply_step
 from shoal.registry import ModelVersion
 
 DROP, FLOPS_BAR, LATENCY_BAR, DECODER_BAR, PEER_BAR = 0.01, 1 / 3, 0.5, 0.6, 1.0
-STRIDED = str(Path(__file__).parent / "ours" / "optimise_lenet.py") + ":Strided"
-TEXT = str(Path(__file__).parent / "ours" / "optimise_text.py") + ":Text"
+LENET, DECODER = "optimise, LeNet", "optimise, decoder of 30M"
+STRIDED, TEXT = "benchmarks/ours/optimise_lenet.py:Strided", "benchmarks/ours/optimise_text.py:Text"
 
 
 def shrink(
@@ -87,16 +87,14 @@ def compare_sides(title: str, found: Outcome, times: dict[str, list[float]], bar
         compare(f"{title}: drop of {found.metric}", "of it", "lower", [drop], bar=DROP, bar_kind="value", note=note),
         compare(f"{title}: size", "MB", "lower", [chosen.size_bytes / 1e6], [teacher.size_bytes / 1e6], "teacher"),
     ]  # fmt: skip
-    for side in times.keys() - {"teacher", "chosen", "peer"}:
-        index = [model.title for model in found.models].index(side)
-        metric = found.measured[index].metrics[found.metric]
-        note = f"{found.metric} {metric:.4f}"
-        rows.append(compare(f"{title}: {side}", "ms", "lower", times[side], times["teacher"], "teacher", note=note))
-    needed = FLOPS_BAR if title == "LeNet" else None
-    mine, theirs = ([(each.flops or 0.0) / 1e6] for each in (chosen, teacher))
-    rows.append(
-        compare(f"{title}: FLOPs", "MFLOP", "lower", mine, theirs, "teacher", needed, "ratio" if needed else None)
-    )
+    for model, measured in list(zip(found.models, found.measured, strict=True))[1:]:
+        note = f"{found.metric} {measured.metrics[found.metric]:.4f}"
+        values = times[model.title]
+        rows.append(compare(f"{title}: {model.title}", "ms", "lower", values, theirs, "teacher", note=note))
+    needed = FLOPS_BAR if title == LENET else None
+    flops = [[(each.flops or 0.0) / 1e6] for each in (chosen, teacher)]
+    kind = "ratio" if needed else None
+    rows.append(compare(f"{title}: FLOPs", "MFLOP", "lower", flops[0], flops[1], "teacher", needed, kind))
     return rows
 
 
@@ -125,18 +123,18 @@ def main() -> None:
         os.environ["SHOAL_HOME"] = folder
         stop, limit = ({"steps": 100}, "steps=100") if chosen.quick else ({}, "epochs=12")
         images = shrink("lenet", "lenet", STRIDED, (f"stop.{limit}",), stop, batch=32, cost="flops")
-        rows += compare_sides("LeNet", images, time_sides(images, chosen.runs), LATENCY_BAR)
+        rows += compare_sides(LENET, images, time_sides(images, chosen.runs), LATENCY_BAR)
         steps = 5 if chosen.quick else 120
         text = shrink(
             TEXT, "text", "width=256", (f"stop.steps={3 * steps}",), {"steps": steps}, batch=4, cost="latency"
         )
         times = time_sides(text, chosen.runs, open_peer(text.teacher, text))
-        rows += compare_sides("decoder, 30M", text, times, DECODER_BAR)
+        rows += compare_sides(DECODER, text, times, DECODER_BAR)
         note = "quantize_dynamic of the exported teacher"
         peer = "onnxruntime's int8"
         rows.append(
             compare(
-                "decoder, 30M: one sample", "ms", "lower", times["chosen"], times["peer"], peer, PEER_BAR, "ratio", note
+                f"{DECODER}: one sample", "ms", "lower", times["chosen"], times["peer"], peer, PEER_BAR, "ratio", note
             )
         )
         kinds = [index for index, model in enumerate(text.models) if model.steps and model.run_id is None]
@@ -144,7 +142,7 @@ def main() -> None:
             title = text.models[index].title
             rows.append(
                 compare(
-                    f"decoder, 30M: {title}",
+                    f"{DECODER}: {title}",
                     "ms",
                     "lower",
                     times[title],

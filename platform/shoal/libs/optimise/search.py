@@ -161,7 +161,7 @@ def _register(request: OptimiseRequest, subject: Subject, found: Outcome) -> Mod
         signature=subject.version.manifest.signature,
         run_id=model.run_id,
         metrics=found.measured[found.chosen].metrics,
-        data={name: f"{type(data).__name__} {fingerprint(each)}" for name, each in parts.items() if each is not None},
+        data={name: f"{type(each).__name__} {fingerprint(each)}" for name, each in parts.items() if each is not None},
         lineage=lineage,
         aliases=(request.alias,),
     )
