@@ -29,6 +29,7 @@ from shoal.libs.optimise.steps import apply_step
 from shoal.registry import ModelVersion
 
 DROP, FLOPS_BAR, LATENCY_BAR, DECODER_BAR, PEER_BAR = 0.01, 1 / 3, 0.5, 0.6, 1.0
+PEER, PEER_NOTE = "onnxruntime's int8", "quantize_dynamic of the exported teacher"
 LENET, DECODER = "optimise, LeNet", "optimise, decoder of 30M"
 STRIDED, TEXT = "benchmarks/ours/optimise_lenet.py:Strided", "benchmarks/ours/optimise_text.py:Text"
 
@@ -116,6 +117,17 @@ def open_peer(teacher: ModelVersion, found: Outcome) -> Any:
     return lambda arrays: session.run(None, dict(arrays))
 
 
+def compare_with_peer(found: Outcome, times: dict[str, list[float]]) -> list[Row]:
+    """The choice, and the teacher after each single step, beside onnxruntime's own quantisation of the teacher."""
+    peer = times["peer"]
+    rows = [compare(f"{DECODER}: one sample", "ms", "lower", times["chosen"], peer, PEER, PEER_BAR, "ratio", PEER_NOTE)]
+    for model in found.models:
+        if model.steps and model.run_id is None:
+            name = f"{DECODER}: {model.title}"
+            rows.append(compare(name, "ms", "lower", times[model.title], peer, PEER, note="the teacher quantised"))
+    return rows
+
+
 def main() -> None:
     chosen = options(__doc__, runs=5)
     rows: list[Row] = []
@@ -130,27 +142,7 @@ def main() -> None:
         )
         times = time_sides(text, chosen.runs, open_peer(text.teacher, text))
         rows += compare_sides(DECODER, text, times, DECODER_BAR)
-        note = "quantize_dynamic of the exported teacher"
-        peer = "onnxruntime's int8"
-        rows.append(
-            compare(
-                f"{DECODER}: one sample", "ms", "lower", times["chosen"], times["peer"], peer, PEER_BAR, "ratio", note
-            )
-        )
-        kinds = [index for index, model in enumerate(text.models) if model.steps and model.run_id is None]
-        for index in kinds:
-            title = text.models[index].title
-            rows.append(
-                compare(
-                    f"{DECODER}: {title}",
-                    "ms",
-                    "lower",
-                    times[title],
-                    times["peer"],
-                    peer,
-                    note="the teacher quantised",
-                )
-            )
+        rows += compare_with_peer(text, times)
     write("optimise", rows, chosen.results)
 
 

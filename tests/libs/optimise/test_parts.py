@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, MissingExtra
 from shoal.libs.optimise.choice import MaxDrop, Measurement, choose, find_front
 from shoal.libs.optimise.distil import compute_distillation_loss, find_class_axis
+from shoal.libs.optimise.request import OptimiseRequest, choose_steps
 from shoal.libs.optimise.student import choose_default_student, parse_student
 from shoal.registry import ModelFactory
 
@@ -105,3 +107,13 @@ def test_a_student_is_the_teacher_with_other_arguments() -> None:
 def test_what_is_no_student_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="--student"):
         parse_student(text, ModelFactory(factory="shoal.models.lenet:LeNet"))
+
+
+def test_steps_without_their_libraries_are_left_out_unless_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    lines: list[str] = []
+    assert choose_steps(OptimiseRequest("m"), lines.append) == ["int8", "bf16"]
+    assert [line.partition(":")[0] for line in lines] == ["no onnx", "no onnx-int8"]
+    assert choose_steps(OptimiseRequest("m", steps=("int8", "int8")), lines.append) == ["int8"]
+    with pytest.raises(MissingExtra, match=r"CHECKOUT\[export\]"):
+        choose_steps(OptimiseRequest("m", steps=("onnx",)), lines.append)
