@@ -75,7 +75,8 @@ def require_step(step: Step) -> None:
     """Raises MissingExtra when its libraries are not installed."""
     if step in ("onnx", "onnx-int8"):
         with needs_extra("export"):
-            import onnxruntime  # noqa: F401
+            import onnx  # noqa: F401 - torch's exporter needs it
+            import onnxruntime  # noqa: F401 - endpoints do
 
 
 def _convert_precision(model: Model, precision: Any, teacher: ModelFactory) -> tuple[ModelFactory, bytes]:
