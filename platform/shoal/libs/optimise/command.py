@@ -129,7 +129,7 @@ def _parse_steps(text: str | None) -> Any:
 
 
 def _show(found: Outcome, request: OptimiseRequest) -> None:
-    numbers = (found.metric, "drop", "1 sample", f"{request.batch}", "size", "FLOPs")
+    numbers = (found.metric, "drop", "1 sample", f"{request.batch} samples", "size", "FLOPs")
     columns = (Column("model", min_width=16, overflow="fold"), *map(make_number_column, numbers), Column(no_wrap=True))
     front = find_front(found.measured, found.metric, found.is_higher_better, request.cost)
     console = Console()

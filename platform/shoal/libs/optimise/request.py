@@ -96,7 +96,9 @@ def open_subject(request: OptimiseRequest) -> Subject:
     factory = version.manifest.model
     if factory.format != "module":
         problem = f"is a program of the format {factory.format}, which cannot be made smaller"
-        raise ConfigError("MODEL", version.ref, problem, "register the module that it was exported from")
+        parent = version.manifest.lineage.get("parent")
+        remedy = f"name its parent, {parent}" if parent else "register the module that it was exported from"
+        raise ConfigError("MODEL", version.ref, problem, remedy)
     spec = _find_spec(request, version)
     task = make_task(spec.task, spec.args)
     data = load_data(task, spec.task)
