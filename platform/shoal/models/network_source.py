@@ -26,10 +26,10 @@ class NetworkSource(Spec):
 def _parse_source(value: object) -> object:
     if isinstance(value, Mapping):
         return NetworkSource.parse(value)
-    return _read_source(value) if isinstance(value, str) else value
+    return read_source(value) if isinstance(value, str) else value
 
 
-def _read_source(reference: str) -> NetworkSource:
+def read_source(reference: str) -> NetworkSource:
     """Raises ValueError when it names no class, or a file that cannot be read."""
     location, _, name = reference.rpartition(":")
     if not location or not name.isidentifier():

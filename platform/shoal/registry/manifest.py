@@ -72,6 +72,7 @@ class ModelFactory(Spec):
 
     format:  of its payload (see `shoal.registry.model_format`): `module` builds `factory`, of the form module:Class,
              with `kwargs`, and loads weights into it; files of all other formats contain both, and need no factory
+    kwargs:  of the factory and of the hooks below
     preprocess, postprocess: an endpoint's steps before and after the model, unless its options override them: a
              `module:function` that returns the step (a function from a dict of arrays to another) for the model's
              `kwargs`
@@ -85,7 +86,8 @@ class ModelFactory(Spec):
 
     @model_validator(mode="after")
     def _modules_alone_have_a_factory(self) -> ModelFactory:
-        if self.format != "module" and (self.factory or self.kwargs):
+        has_hook = bool(self.preprocess or self.postprocess)
+        if self.format != "module" and (self.factory or (self.kwargs and not has_hook)):
             raise ValueError(f"a model of format {self.format} is all in its file: leave factory and kwargs out")
         return self
 

@@ -195,7 +195,7 @@ class Registry:
     @_convert_os_errors()
     def promote(self, ref: str, alias: str = "champion") -> ModelVersion:
         """Point `alias` at the version of `ref`; no move when it is there already. Raises RegistryError."""
-        _require_alias(alias)
+        require_alias(alias)
         found = self.get(ref)
         with lock_folder(found.folder.parent):
             before = _read_aliases(found.folder.parent)
@@ -314,19 +314,20 @@ def _is_twin(name: str, other: str) -> bool:
     return name.lower() == other.lower()
 
 
-def _require_alias(alias: str) -> None:
+def require_alias(alias: str, field: str = "alias") -> None:
+    """Check an alias early. Raises ConfigError for an invalid one."""
     if not _ALIAS.fullmatch(alias):
         remedy = "use a-z, 0-9, '.', '_' and '-', 128 at most, and begin with a-z or 0-9"
-        raise ConfigError("alias", alias, "is not a name", remedy)
+        raise ConfigError(field, alias, "is not a name", remedy)
     if alias.isdigit() or alias == "latest":
         raise ConfigError(
-            "alias", alias, "is already a reference to a version", "choose a name, such as champion or candidate"
+            field, alias, "is already a reference to a version", "choose a name, such as champion or candidate"
         )
 
 
 def _require_aliases(aliases: tuple[str, ...]) -> tuple[str, ...]:
     for alias in aliases:
-        _require_alias(alias)
+        require_alias(alias)
     return aliases
 
 

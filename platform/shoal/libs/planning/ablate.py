@@ -19,8 +19,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.cli.support.console import make_literal_console, make_number_column, make_table, strip_task_key
+from shoal.cli.support.output_files import prepare_output_folder, write_files
 from shoal.config import format_override
-from shoal.libs.planning.find import prepare_output_folder, write_files
 from shoal.libs.planning.tune.ablation import (
     COSTS,
     MEMORY,

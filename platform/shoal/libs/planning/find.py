@@ -6,13 +6,9 @@ Parse, call, print: `shoal.libs.planning.tune.finders` does the work, in this pr
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,9 +18,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from shoal.cli.support.console import CommandGroup, make_number_column, make_table, strip_task_key
+from shoal.cli.support.output_files import prepare_output_folder, to_json_value, write_files
 from shoal.config import format_override
 from shoal.errors import ConfigError
-from shoal.home import home
 from shoal.libs.planning.tune.finders import (
     BatchSizeResult,
     BatchTrial,
@@ -80,7 +76,7 @@ def rate(
         spec = _make_spec(task, overrides)
         found = find_learning_rate(spec, lowest, highest, steps)
     if as_json:
-        click.echo(json.dumps(_to_json_value(asdict(found))))
+        click.echo(json.dumps(to_json_value(asdict(found))))
     else:
         _show_rate(found, spec)
     paths = _write_results(
@@ -119,7 +115,7 @@ def batch(
     with redirect_stdout(sys.stderr):
         found = find_batch_size(_make_spec(task, overrides), limit_bytes, up_to, longest)
     if as_json:
-        click.echo(json.dumps(_to_json_value(_as_dict(found))))
+        click.echo(json.dumps(to_json_value(_as_dict(found))))
     else:
         _show_batch(found)
     picture = plot_batch_size(found, f"{task}: speed and memory by batch size")
@@ -136,43 +132,12 @@ def parse_bytes(text: str) -> int:
     return int(float(matched[1]) * _UNITS[matched[2]])
 
 
-def prepare_output_folder(out: Path | None) -> Path:
-    """`out` or $SHOAL_HOME/found, created before hours of work. Raises ConfigError when it is not writable."""
-    folder = out or home() / "found"
-    with _translate_write_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    return folder
-
-
-def write_files(folder: Path, stem: str, files: dict[str, bytes]) -> list[Path]:
-    """Write STEM-TIME.SUFFIX for each suffix into `folder`; the paths. Raises ConfigError."""
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    paths = []
-    with _translate_write_errors(folder):
-        for suffix, content in files.items():
-            path = folder / f"{stem}-{stamp}.{suffix}"
-            path.write_bytes(content)
-            paths.append(path)
-    return paths
-
-
-@contextmanager
-def _translate_write_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        problem = f"takes no files: {error.strerror}"
-        raise ConfigError("--out", str(folder), problem, "name a folder where you may write") from None
-
-
 def _make_spec(task: str, overrides: tuple[str, ...]) -> TrainSpec:
     return spec_from_overrides([format_override("task", task), *overrides])
 
 
 def _write_results(folder: Path, what: str, task: str, picture: bytes, found: dict[str, Any]) -> list[Path]:
-    text = json.dumps({"task": task, **_to_json_value(found)}, indent=2)
+    text = json.dumps({"task": task, **to_json_value(found)}, indent=2)
     return write_files(folder, f"{what}-{Path(task).name}", {"png": picture, "json": text.encode()})
 
 
@@ -186,15 +151,6 @@ def _as_dict(found: BatchSizeResult) -> dict[str, Any]:
     for each, row in zip(found.tried, values["tried"], strict=True):
         row["samples_per_s"] = each.samples_per_s
     return values
-
-
-def _to_json_value(value: Any) -> Any:
-    """Ready for JSON: NaN and infinities become null."""
-    if isinstance(value, dict):
-        return {name: _to_json_value(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_to_json_value(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _show_rate(found: LearningRateResult, spec: TrainSpec) -> None:

@@ -1,0 +1,1 @@
+"""Smaller versions of a registered model, by distillation, precision and export. Called by `shoal optimise`."""

@@ -1,0 +1,157 @@
+"""Distillation (arXiv:1503.02531) as a Task: a student learns the answers of a registered teacher, and the labels.
+
+Owns the Task, which is trained as any other, and its loss. Called by `search`; a run of it can be resumed.
+Legend: B samples, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.data import Data
+from shoal.errors import ConfigError
+from shoal.libs.optimise.entry import build_network
+from shoal.parallel.loss import Loss, Mean
+from shoal.registry import ModelFactory, Registry, Signature
+from shoal.train import Task
+from shoal.train.callback import Callback
+from shoal.train.stateful_metric import StatefulMetric
+from shoal.train.task import make_task
+
+
+class Distillation(Task):
+    """The Task of the teacher, with a student in its place.
+
+    task, args:  of the Task that has the data and the loss
+    teacher:     NAME@VERSION of the registry
+    student:     the fields of a ModelFactory
+    temperature: by which the logits of both are divided, where the answers are classes
+    weight:      of the teacher's answers; the rest is the weight of the Task's own loss
+    """
+
+    def __init__(
+        self,
+        *,
+        task: str,
+        args: Mapping[str, Any],
+        teacher: str,
+        student: Mapping[str, Any],
+        temperature: float = 2.0,
+        weight: float = 0.7,
+    ) -> None:
+        self._task = make_task(task, args)
+        self._teacher_ref, self._student = teacher, ModelFactory.parse(student)
+        self._temperature, self._weight = temperature, weight
+        self.preprocess, self.postprocess = self._task.preprocess, self._task.postprocess
+
+    @cached_property
+    def _teacher(self) -> nn.Module:
+        found = Registry().get(self._teacher_ref)
+        return build_network(found.manifest.model, found.snapshot().payload)
+
+    def train_step(self, model: nn.Module, batch: Any) -> dict[str, Loss]:
+        """The weighted sum of both losses; the teacher's is logged as train/distillation."""
+        inputs = self.inputs(batch)
+        outputs = model(*inputs)
+        if (device := next((each.device for each in inputs if isinstance(each, Tensor)), None)) is not None:
+            self._teacher.to(device)
+        with torch.no_grad():
+            answers = self._teacher(*inputs)
+        distilled = compute_distillation_loss(outputs, answers, get_targets(batch), self._temperature)
+        loss = self._task.loss(outputs, batch)
+        own = 1 - self._weight
+        if isinstance(loss, Mean):
+            total: Loss = Mean(own * loss.total + self._weight * distilled * loss.count, loss.count)
+        else:
+            total = own * loss + self._weight * distilled
+        return {"loss": total, "distillation": distilled}
+
+    def model(self) -> nn.Module:
+        network = self._student.build()
+        assert isinstance(network, nn.Module)
+        return network
+
+    def data(self) -> Data:
+        return self._task.data()
+
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        return self._task.loss(outputs, batch)
+
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        return self._task.inputs(batch)
+
+    def metrics(self, outputs: Any, batch: Any) -> dict[str, Loss]:
+        return self._task.metrics(outputs, batch)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
+        return self._task.optimizer(parameters)
+
+    def augmentations(self) -> Mapping[str, Callable[[Tensor, Tensor, Sequence[Generator]], Tensor]]:
+        return self._task.augmentations()
+
+    def stateful_metrics(self) -> Mapping[str, StatefulMetric]:
+        return self._task.stateful_metrics()
+
+    def update_metric(self, name: str, metric: StatefulMetric, outputs: Any, batch: Any) -> None:
+        self._task.update_metric(name, metric, outputs, batch)
+
+    def callbacks(self) -> Sequence[Callback]:
+        return self._task.callbacks()
+
+    def signature(self) -> Signature | None:
+        return self._task.signature()
+
+
+def get_targets(batch: Any) -> Tensor | None:
+    """A batch's labels: the last of a tuple, or `batch["targets"]`."""
+    found = batch.get("targets") if isinstance(batch, Mapping) else batch
+    found = found[-1] if isinstance(found, tuple | list) else found
+    return found if isinstance(found, Tensor) else None
+
+
+def compute_distillation_loss(outputs: Any, answers: Any, targets: Tensor | None, temperature: float) -> Tensor:
+    """Scalar: of classes the divergence of the softened distributions times the squared temperature, so that its
+    gradients keep their size (equation 1 ff.); of other numbers the mean squared difference. Several outputs add up.
+    """
+    pairs = list(zip(list_tensors(outputs), list_tensors(answers), strict=True))
+    total = torch.zeros((), device=pairs[0][0].device)
+    for mine, theirs in pairs:
+        axis = find_class_axis(mine, targets)
+        if axis is None:
+            total = total + nn.functional.mse_loss(mine.float(), theirs.float())
+            continue
+        mine_log, theirs_log = (
+            (each.float() / temperature).movedim(axis, -1).flatten(0, -2).log_softmax(-1)  # [B, C]
+            for each in (mine, theirs)
+        )
+        divergence = nn.functional.kl_div(mine_log, theirs_log, reduction="batchmean", log_target=True)
+        total = total + temperature**2 * divergence
+    return total
+
+
+def find_class_axis(outputs: Tensor, targets: Tensor | None) -> int | None:
+    """Along which dimension the outputs are logits of classes, by integer labels that lack it; None: they are none.
+
+    Labels of text may be longer by a token, since its inputs are in the same tensor.
+    """
+    if targets is None or targets.is_floating_point() or targets.ndim != outputs.ndim - 1:
+        return None
+    is_image = outputs.ndim > 3 and outputs.movedim(1, -1).shape[:-1] == targets.shape
+    return 1 if is_image else -1
+
+
+def list_tensors(outputs: Any) -> list[Tensor]:
+    """The floating-point tensors of a network's outputs. Raises ConfigError for outputs without any."""
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    found = [values] if isinstance(values, Tensor) else list(values)
+    tensors = [each for each in found if isinstance(each, Tensor) and each.is_floating_point()]
+    if not tensors:
+        remedy = "let it return a tensor of numbers, or a tuple or dict with some"
+        raise ConfigError("task", type(outputs).__name__, "of the network is nothing to learn from", remedy)
+    return tensors

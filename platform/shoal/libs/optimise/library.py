@@ -1,0 +1,13 @@
+"""The verb of this library."""
+
+from shoal.plugins.library import Library
+
+LIBRARY = Library(
+    "optimise",
+    verbs={
+        "optimise": (
+            "shoal.libs.optimise.command:optimise",
+            "Try smaller versions of a model, measure each, and register the fastest that is as good.",
+        ),
+    },
+)

@@ -1,0 +1,113 @@
+"""What a model gives and costs as an endpoint computes it: its metrics, latency, size and FLOPs. On the CPU.
+
+Called by `search`, after a model's last step: earlier measurements say nothing about what a later step ruins.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.cost.measure.op_counter import count_ops
+from shoal.data import Data, Loader
+from shoal.libs.optimise.entry import name_outputs
+from shoal.libs.optimise.steps import Model
+from shoal.parallel import ParallelSpec, World
+from shoal.parallel.spmd.base import SingleProcessModel
+from shoal.registry import Signature
+from shoal.serve.model.formats import Forward, TemplateConfig, open_template
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.train.loop.evaluation import evaluate
+from shoal.train.stateful_metric import MetricSet
+from shoal.train.task import Task
+from shoal.weights import WeightSnapshot
+
+Arrays = dict[str, np.ndarray]
+NUM_ROUNDS, MIN_ROUNDS = 25, 5
+SLICE_S = 0.01  # of one model, before the next one has its share of a round
+BUDGET_S = 4.0  # of one model and size
+
+
+def open_forward(model: Model, signature: Signature) -> Forward:
+    """The forward of an endpoint, with one thread. Raises ConfigError, WeightsError."""
+    has_hooks = (False, True)  # the outputs are the network's own, whatever a hook makes of them
+    template = open_template(TemplateConfig(model.factory, signature, ModelOptions(device="cpu"), "cpu", 1, *has_hooks))
+    return template.load(WeightSnapshot.from_payload(1, model.payload))
+
+
+class ServedNetwork(nn.Module):
+    """An endpoint's forward in the place of a network, for the evaluation of a Task.
+
+    example: outputs of the network, whose form these have
+    """
+
+    def __init__(self, forward: Forward, signature: Signature, example: Any) -> None:
+        super().__init__()
+        self._compute, self._signature, self._example = forward, signature, example
+
+    def forward(self, *inputs: Tensor) -> Any:
+        found = self._compute(name_inputs(inputs, self._signature))
+        tensors = {name: torch.from_numpy(np.asarray(found[name])) for name in name_outputs(self._example)}
+        if isinstance(self._example, Mapping):
+            return tensors
+        return tuple(tensors.values()) if isinstance(self._example, tuple | list) else tensors["output"]
+
+
+def name_inputs(inputs: Sequence[Tensor], signature: Signature) -> Arrays:
+    """A network's arguments as arrays, by the names of its signature."""
+    return {spec.name: each.numpy() for spec, each in zip(signature.inputs, inputs, strict=True)}
+
+
+def evaluate_network(network: nn.Module, task: Task, data: Data, batch_size: int) -> dict[str, float]:
+    """The Task's loss and metrics over its validation data."""
+    assert data.validation is not None
+    world, spec = World.single("cpu"), ParallelSpec()
+    stateful = MetricSet(task.stateful_metrics(), task.update_metric, world, counts=True)
+    with Loader(data.validation, batch_size=batch_size, collate=data.collate, shuffle=False, drop_last=False) as loader:
+        return evaluate(SingleProcessModel(network, task, spec, world, 0), loader, stateful)
+
+
+def measure_latencies(forwards: Sequence[Forward], inputs: Arrays) -> list[float]:
+    """The median seconds of each forward, on one thread: in rounds, so that all meet the same moments of a machine."""
+    with one_thread():
+        estimates = [max(_time_calls(forward, inputs, 1) for _ in range(2)) for forward in forwards]
+        calls = [max(1, round(SLICE_S / max(each, 1e-9))) for each in estimates]
+        slowest_s = max(number * each for number, each in zip(calls, estimates, strict=True))
+        rounds = max(MIN_ROUNDS, min(NUM_ROUNDS, round(BUDGET_S / slowest_s)))
+        times: list[list[float]] = [[] for _ in forwards]
+        for _ in range(rounds):
+            for index, forward in enumerate(forwards):
+                times[index].append(_time_calls(forward, inputs, calls[index]) / calls[index])
+    return [statistics.median(each) for each in times]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread within."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _time_calls(forward: Callable[[Arrays], Any], inputs: Arrays, calls: int) -> float:
+    began_s = time.perf_counter()
+    for _ in range(calls):
+        forward(inputs)
+    return time.perf_counter() - began_s
+
+
+def count_network_flops(network: nn.Module, inputs: Sequence[Tensor]) -> float | None:
+    """The FLOPs of a forward; None where some operator's are unknown."""
+    with torch.no_grad(), count_ops() as counts:
+        network(*inputs)
+    return None if counts.unknown else counts.flops_forward

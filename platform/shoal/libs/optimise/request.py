@@ -1,0 +1,239 @@
+"""What a search for a smaller model is to try, and the model with the Task that judges it: checked before any training.
+
+Owns the request and its checks. Called by `search`. Trains nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.config import format_override
+from shoal.data import Data
+from shoal.data.loader import load_first_batch
+from shoal.errors import ConfigError, MissingExtra, summarize_error
+from shoal.libs.optimise.choice import Cost, MaxDrop
+from shoal.libs.optimise.distil import list_tensors
+from shoal.libs.optimise.entry import build_network, name_outputs
+from shoal.libs.optimise.measure import count_network_flops
+from shoal.libs.optimise.steps import STEPS, Model, Step, require_step
+from shoal.libs.optimise.student import TASK_FACTORY, Student, choose_default_student, parse_student
+from shoal.parallel.model import compute_loss_and_metrics
+from shoal.registry import ModelVersion, Registry
+from shoal.registry.registry import require_alias
+from shoal.runs.run_reader import infer_direction
+from shoal.train.launch.overrides import spec_from_overrides
+from shoal.train.launch.validate import choose_metric
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Task, load_data, make_task
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class OptimiseRequest:
+    """What is to be tried.
+
+    model:     NAME, NAME@VERSION or NAME@ALIAS
+    data:      a Task as `shoal run` takes it, for the data, the loss and the metrics; "": the model's own
+    overrides: of the training of a student, `a.b=c`, over the Task's recipe
+    students:  `hidden=64` or `file.py:Student`; None: one at half the width, where that is known; (): no distillation
+    steps:     each is taken on the teacher and on each student; None: those that are possible here
+    metric:    that may drop; "": that of the recipe's `stop`, or the first but the loss
+    batch:     the samples of the second latency
+    cost:      that is to be small
+    temperature, weight: of the distillation
+    name, alias: of the registered version; "" as name: the model's own
+    """
+
+    model: str
+    data: str = ""
+    overrides: tuple[str, ...] = ()
+    students: tuple[str, ...] | None = None
+    steps: tuple[Step, ...] | None = None
+    max_drop: MaxDrop = field(default_factory=lambda: MaxDrop(0.01, is_relative=True))
+    metric: str = ""
+    batch: int = 32
+    cost: Cost = "latency"
+    temperature: float = 2.0
+    weight: float = 0.7
+    name: str = ""
+    alias: str = "small"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The teacher, with the Task that judges it.
+
+    spec:    of a training on that Task
+    example: the network's outputs of two samples
+    inputs:  the network's arguments of one sample, of two, and of a batch
+    """
+
+    version: ModelVersion
+    spec: TrainSpec
+    task: Task
+    data: Data
+    model: Model
+    network: nn.Module
+    example: Any
+    inputs: tuple[Sequence[Tensor], ...]
+    metric: str
+    is_higher_better: bool
+
+
+def open_subject(request: OptimiseRequest) -> Subject:
+    """The teacher, its Task and its metric. Raises ConfigError and DataError by the option that is wrong,
+    RegistryError and WeightsError."""
+    _require_plain_options(request)
+    version = Registry().get(request.model)
+    Registry().require_distinct_name("--name", request.name or version.name)
+    factory = version.manifest.model
+    if factory.format != "module":
+        problem = f"is a program of the format {factory.format}, which cannot be made smaller"
+        parent = version.manifest.lineage.get("parent")
+        remedy = f"name its parent, {parent}" if parent else "register the module that it was exported from"
+        raise ConfigError("MODEL", version.ref, problem, remedy)
+    spec = _find_spec(request, version)
+    task = make_task(spec.task, spec.args)
+    data = load_data(task, spec.task)
+    payload = version.snapshot().payload
+    network = build_network(factory, payload)
+    if callable(getattr(network, "predict", None)):
+        raise ConfigError("MODEL", version.ref, "answers by its method predict, which no Task measures")
+    batches = [_load_batch(data, spec.task, each) for each in (1, 2, request.batch)]
+    inputs = tuple(task.inputs(each) for each in batches)
+    _require_inputs_fit(inputs[0], version, spec.task)
+    outputs = run_network(network, inputs[1], "--data", spec.task, version.ref)
+    list_tensors(outputs)
+    metric, is_higher_better = _choose_metric(request, spec, task, outputs, batches[1])
+    model = Model((), factory, payload, flops=count_network_flops(network, inputs[0]))
+    return Subject(version, spec, task, data, model, network, outputs, inputs, metric, is_higher_better)
+
+
+def choose_students(request: OptimiseRequest, subject: Subject, say: Say) -> list[Student]:
+    """The students, each of which has been built and gives outputs as the teacher does. Raises ConfigError."""
+    teacher = subject.model.factory
+    if request.students is not None:
+        students = [parse_student(each, teacher) for each in dict.fromkeys(request.students)]
+    elif found := choose_default_student(teacher, subject.task):
+        students = [found]
+    else:
+        say("no distillation: no argument of the model is known as its width; name a --student")
+        students = []
+    if students and not subject.task.has_loss:
+        raise ConfigError(
+            "--data", subject.spec.task, "has no loss for a student", "write Task.loss, or --student none"
+        )
+    for each in students:
+        _require_student_fits(each, subject)
+    return students
+
+
+def choose_steps(request: OptimiseRequest, say: Say) -> list[Step]:
+    """The steps that are asked for, or those whose libraries are installed. Raises MissingExtra."""
+    if request.steps is not None:
+        for each in request.steps:
+            require_step(each)
+        return list(dict.fromkeys(request.steps))
+    found = []
+    for each in STEPS:
+        try:
+            require_step(each)
+            found.append(each)
+        except MissingExtra as error:
+            say(f"no {each}: {error}")
+    return found
+
+
+def run_network(network: nn.Module, inputs: Sequence[Any], option: str, value: str, title: str) -> Any:
+    """The outputs for the Task's inputs. Raises ConfigError for `option` where they do not fit."""
+    try:
+        with torch.no_grad():
+            return network.eval()(*inputs)
+    except Exception as error:  # user code may raise anything
+        shapes = ", ".join(str(list(each.shape)) for each in inputs)
+        problem = f"{title} does not take the Task's inputs {shapes}: {summarize_error(error)}"
+        raise ConfigError(option, value, problem) from error
+
+
+def _require_plain_options(request: OptimiseRequest) -> None:
+    if request.batch < 2:
+        raise ConfigError("--batch", request.batch, "is no batch", "one sample is measured anyway: give 2 or more")
+    if not (math.isfinite(request.temperature) and request.temperature > 0):
+        raise ConfigError("--temperature", request.temperature, "is not above 0", "leave it out, or give 4, say")
+    if not 0 < request.weight <= 1:
+        remedy = "with 1 a student learns from the teacher alone"
+        raise ConfigError("--weight", request.weight, "is not above 0 and at most 1", remedy)
+    require_alias(request.alias, "--alias")
+
+
+def _find_spec(request: OptimiseRequest, version: ModelVersion) -> TrainSpec:
+    """The recipe of the Task, with the overrides; of the model's own Task with the args that it was trained with."""
+    factory = version.manifest.model
+    is_own = not request.data
+    if is_own and factory.factory != TASK_FACTORY:
+        problem = f"is needed, since {version.ref} was not registered by a Task"
+        raise ConfigError("--data", "", problem, "give file.py:MyTask, as `shoal run` takes it")
+    spec = spec_from_overrides([format_override("task", factory.kwargs["task"] if is_own else request.data)])
+    if is_own:
+        spec = spec.model_copy(update={"args": {**spec.args, **factory.kwargs["args"]}})
+    return spec.override(request.overrides)
+
+
+def _load_batch(data: Data, task: str, num_samples: int) -> Any:
+    if data.validation is None:
+        raise ConfigError("--data", task, "has no validation data to measure on", "give Data(validation=...)")
+    return load_first_batch(Data(data.validation, collate=data.collate), num_samples, is_exact=True)
+
+
+def _require_inputs_fit(inputs: Sequence[Any], version: ModelVersion, task: str) -> None:
+    expected = version.manifest.signature.inputs
+    if len(inputs) != len(expected) or not all(isinstance(each, Tensor) for each in inputs):
+        given = ", ".join(type(each).__name__ for each in inputs)
+        problem = f"gives the network {given}; {version.ref} takes {', '.join(each.name for each in expected)}"
+        raise ConfigError("--data", task, problem, "give the Task that trained it, or one with its inputs")
+
+
+def _choose_metric(request: OptimiseRequest, spec: TrainSpec, task: Task, outputs: Any, batch: Any) -> tuple[str, bool]:
+    """The metric, and whether more of it is better."""
+    try:
+        names = [*compute_loss_and_metrics(task, outputs, batch), *task.stateful_metrics()]
+    except ConfigError:
+        raise
+    except Exception as error:  # user code may raise anything
+        problem = f"does not measure the outputs of {request.model}: {summarize_error(error)}"
+        raise ConfigError("--data", spec.task, problem, "give the Task that trained it") from error
+    metric = choose_metric(names, spec, request.metric or None)
+    direction = infer_direction(metric)
+    if direction is None:
+        known = ", ".join(each for each in names if infer_direction(each) is not None)
+        problem = "does not tell by its name whether more is better"
+        raise ConfigError("--metric", metric, problem, f"choose one that does: {known or 'rename it'}")
+    return metric, direction
+
+
+def _require_student_fits(student: Student, subject: Subject) -> None:
+    try:
+        network = student.factory.build()
+        assert isinstance(network, nn.Module)
+    except ConfigError as error:
+        raise ConfigError("--student", student.title, error.problem, error.remedy) from error
+    except Exception as error:  # user code may raise anything
+        raise ConfigError("--student", student.title, f"cannot be built: {summarize_error(error)}") from error
+    outputs = run_network(network, subject.inputs[1], "--student", student.title, "the student")
+    own, expected = _describe_outputs(outputs), _describe_outputs(subject.example)
+    if own != expected:
+        raise ConfigError(
+            "--student", student.title, f"gives {own}, the teacher {expected}", "give outputs of its form"
+        )
+
+
+def _describe_outputs(outputs: Any) -> str:
+    shapes: Mapping[str, Any] = {name: getattr(each, "shape", ()) for name, each in name_outputs(outputs).items()}
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())

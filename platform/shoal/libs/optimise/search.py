@@ -1,0 +1,177 @@
+"""The search for a smaller model: distil, convert, measure everything after its last step, choose, register.
+
+Owns the order of events. Called by `shoal optimise` and in Python:
+
+    found = optimise(OptimiseRequest("fashion", max_drop=MaxDrop.parse("1%"), students=("narrow=2",)))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.data.fingerprint import fingerprint
+from shoal.errors import ConfigError, InferenceError, WeightsError, summarize_error
+from shoal.libs.optimise import distil, measure
+from shoal.libs.optimise.choice import Measurement, choose
+from shoal.libs.optimise.entry import build_network
+from shoal.libs.optimise.request import OptimiseRequest, Say, Subject, choose_steps, choose_students, open_subject
+from shoal.libs.optimise.steps import Model, Step, apply_step
+from shoal.libs.optimise.student import Student
+from shoal.registry import ModelVersion, Registry
+from shoal.train.launch.local import fit_locally
+from shoal.train.launch.validate import validate_run
+from shoal.train.spec import TrainSpec
+from shoal.weights import WeightSnapshot
+
+JOB = "optimise"
+_TASK = f"{distil.__name__}:Distillation"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that were measured, the teacher first; and those that could not be, with the reason.
+
+    limit:      the worst value of the metric that was allowed
+    chosen:     the index of the best; 0: the teacher
+    registered: None when the teacher stays
+    """
+
+    teacher: ModelVersion
+    metric: str
+    is_higher_better: bool
+    limit: float
+    models: tuple[Model, ...]
+    measured: tuple[Measurement, ...]
+    rejected: tuple[tuple[str, str], ...]
+    chosen: int
+    registered: ModelVersion | None = None
+
+
+def optimise(request: OptimiseRequest, say: Say = lambda line: None) -> Outcome:
+    """Try, measure, choose, and register the choice. Raises ShoalError; for a bad request before anything is trained.
+
+    say: receives lines about progress
+
+    An interrupted distillation raises KeyboardInterrupt; nothing is registered.
+    """
+    subject = open_subject(request)
+    steps = choose_steps(request, say)
+    trained = [(each, _make_spec(request, subject, each)) for each in choose_students(request, subject, say)]
+    for _, spec in trained:
+        if spec.resume and len(trained) > 1:
+            raise ConfigError("resume", spec.resume, "is one student's run", "name that --student alone")
+        validate_run(spec)
+    origins = [subject.model, *(_distil(student, spec, subject, say) for student, spec in trained)]
+    models, rejected = list(origins), []
+    for origin in origins:
+        for step in steps:
+            try:
+                models.append(_take_step(origin, step, subject))
+            except (ConfigError, WeightsError, InferenceError) as error:
+                problem = error.problem if isinstance(error, ConfigError) else str(error)
+                rejected.append((", ".join((*origin.steps, step)), problem))
+    say(f"measuring {len(models)} models")
+    measured = _measure(models, subject, request.batch)
+    teacher = measured[0].metrics[subject.metric]
+    if math.isnan(teacher):
+        raise ConfigError("--metric", subject.metric, f"of {subject.version.ref} is not a number", "choose another")
+    found = Outcome(
+        teacher=subject.version,
+        metric=subject.metric,
+        is_higher_better=subject.is_higher_better,
+        limit=request.max_drop.compute_limit(teacher, subject.is_higher_better),
+        models=tuple(models),
+        measured=tuple(measured),
+        rejected=tuple(rejected),
+        chosen=choose(measured, subject.metric, subject.is_higher_better, request.max_drop, request.cost),
+    )
+    return replace(found, registered=_register(request, subject, found)) if found.chosen else found
+
+
+def _make_spec(request: OptimiseRequest, subject: Subject, student: Student) -> TrainSpec:
+    args: dict[str, Any] = {
+        "task": subject.spec.task,
+        "args": subject.spec.args,
+        "teacher": subject.version.ref,
+        "student": student.factory.model_dump(include={"factory", "kwargs"}),
+        "temperature": request.temperature,
+        "weight": request.weight,
+    }
+    stop = {"target": None}  # which the teacher may have met with less
+    spec = subject.spec.update({"workers": 1, "init": "", "name": subject.version.name, "stop": stop})
+    return spec.model_copy(update={"task": _TASK, "args": args})
+
+
+def _distil(student: Student, spec: TrainSpec, subject: Subject, say: Say) -> Model:
+    say(f"distilling {student.title}")
+    outcome = fit_locally(spec, JOB, registers=False, renews=False, say=say)
+    if outcome.weights is None:
+        raise KeyboardInterrupt
+    payload = outcome.weights.read_bytes()
+    flops = measure.count_network_flops(build_network(student.factory, payload), subject.inputs[0])
+    return Model((f"distil {student.title}",), student.factory, payload, outcome.run_id, flops)
+
+
+def _take_step(origin: Model, step: Step, subject: Subject) -> Model:
+    """The model after the step. Raises ConfigError also when it does not compute batches of every size."""
+    signature = subject.version.manifest.signature
+    model = apply_step(origin, step, subject.model.factory, signature, subject.inputs[1])
+    forward = measure.open_forward(model, signature)
+    for inputs in subject.inputs:
+        num_samples = len(inputs[0])
+        try:
+            found = forward(measure.name_inputs(inputs, signature))
+        except Exception as error:  # onnxruntime's errors have no common base
+            problem = f"cannot compute {num_samples} samples: {summarize_error(error)}"
+            raise ConfigError("--try", step, problem) from error
+        if any(len(each) != num_samples for each in found.values()):
+            raise ConfigError("--try", step, f"gives outputs of another number of samples for {num_samples}")
+    return model
+
+
+def _measure(models: Sequence[Model], subject: Subject, batch: int) -> list[Measurement]:
+    signature = subject.version.manifest.signature
+    forwards = [measure.open_forward(each, signature) for each in models]
+    one, _, many = (measure.name_inputs(each, signature) for each in subject.inputs)
+    latencies = [measure.measure_latencies(forwards, each) for each in (one, many)]
+    found = []
+    for model, forward, latency_s, batch_latency_s in zip(models, forwards, *latencies, strict=True):
+        network = measure.ServedNetwork(forward, signature, subject.example)
+        metrics = measure.evaluate_network(network, subject.task, subject.data, batch)
+        found.append(Measurement(metrics, latency_s, batch_latency_s, len(model.payload), model.flops))
+    return found
+
+
+def _register(request: OptimiseRequest, subject: Subject, found: Outcome) -> ModelVersion:
+    model, data = found.models[found.chosen], subject.data
+    lineage = {
+        "parent": subject.version.ref,
+        "steps": model.title,
+        "measured": _list_numbers(found.measured[found.chosen], found.metric),
+        "parent_measured": _list_numbers(found.measured[0], found.metric),
+    }
+    parts = {"train": data.train, "validation": data.validation}
+    return Registry().register(
+        request.name or subject.version.name,
+        WeightSnapshot.from_payload(1, model.payload),
+        model=model.factory,
+        signature=subject.version.manifest.signature,
+        run_id=model.run_id,
+        metrics=found.measured[found.chosen].metrics,
+        data={name: f"{type(each).__name__} {fingerprint(each)}" for name, each in parts.items() if each is not None},
+        lineage=lineage,
+        aliases=(request.alias,),
+    )
+
+
+def _list_numbers(measured: Measurement, metric: str) -> dict[str, float | None]:
+    return {
+        metric: measured.metrics[metric],
+        "latency_s": measured.latency_s,
+        "batch_latency_s": measured.batch_latency_s,
+        "size_bytes": measured.size_bytes,
+        "flops": measured.flops,
+    }

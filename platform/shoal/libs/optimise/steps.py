@@ -1,0 +1,134 @@
+"""The steps by which a network becomes smaller after its training: another precision, or an ONNX graph.
+
+Called by `search`. Each takes a model of the registry's form and gives one; none is registered, and none measured.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from shoal.errors import ConfigError, needs_extra
+from shoal.libs.optimise import entry
+from shoal.registry import ModelFactory, Signature
+from shoal.serve.model.precision import PrecisionConverter
+
+Step = Literal["int8", "bf16", "onnx", "onnx-int8"]
+STEPS: tuple[Step, ...] = ("int8", "bf16", "onnx", "onnx-int8")
+_OPSET = 17
+_QUANTISED = [
+    "MatMul",
+    "Gemm",
+    "Attention",
+    "LSTM",
+    "Gather",
+]  # onnxruntime's integer convolutions are slower than float
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that may be registered.
+
+    steps:   by which it came from the teacher; () is the teacher
+    payload: of the factory's format: its weights, or a graph
+    run_id:  of its distillation
+    flops:   of one sample in float32; None: not countable
+    """
+
+    steps: tuple[str, ...]
+    factory: ModelFactory
+    payload: bytes
+    run_id: str | None = None
+    flops: float | None = None
+
+    @property
+    def title(self) -> str:
+        return ", ".join(self.steps) or "as it is"
+
+
+def apply_step(model: Model, step: Step, teacher: ModelFactory, signature: Signature, inputs: Sequence[Any]) -> Model:
+    """The model after one more step. Raises ConfigError where it cannot be taken, MissingExtra.
+
+    teacher: whose hooks the result has
+    inputs:  tensors of two samples, for tracing
+    """
+    if step in ("int8", "bf16"):
+        factory, payload = _convert_precision(model, step, teacher)
+    else:
+        factory = ModelFactory(format="onnx", kwargs=entry.hook_kwargs(teacher), **entry.hook_references(teacher))
+        payload = _export_onnx(entry.build_network(model.factory, model.payload), signature, inputs)
+        if step == "onnx-int8":
+            payload = quantise_onnx(payload)
+    return replace(model, steps=(*model.steps, step), factory=factory, payload=payload)
+
+
+def require_step(step: Step) -> None:
+    """Raises MissingExtra when its libraries are not installed."""
+    if step in ("onnx", "onnx-int8"):
+        with needs_extra("export"):
+            import onnx  # noqa: F401 - torch's exporter needs it
+            import onnxruntime  # noqa: F401 - endpoints do
+
+
+def _convert_precision(model: Model, precision: Any, teacher: ModelFactory) -> tuple[ModelFactory, bytes]:
+    network = model.factory.build()
+    assert isinstance(network, nn.Module)
+    state = PrecisionConverter(precision, network).convert(safetensors.torch.load(model.payload))
+    if precision == "bf16":
+        state = {f"network.{name}": tensor for name, tensor in state.items()}
+    state = {name: tensor.contiguous() for name, tensor in state.items()}
+    return entry.make_factory(model.factory, precision, teacher), safetensors.torch.save(state)
+
+
+def _export_onnx(network: nn.Module, signature: Signature, inputs: Sequence[Any]) -> bytes:
+    with torch.no_grad():
+        outputs = network(*inputs)
+    input_names = [each.name for each in signature.inputs]
+    output_names = list(entry.name_outputs(outputs))
+    axes = {each.name: _find_open_axes(each.shape) for each in signature.inputs}
+    file = io.BytesIO()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the exporter's age
+            torch.onnx.export(
+                network,
+                tuple(inputs),
+                file,  # type: ignore[arg-type]
+                dynamo=False,  # the newer exporter needs two more packages
+                opset_version=_OPSET,
+                input_names=input_names,
+                output_names=output_names,
+                dynamic_axes={**axes, **{name: {0: "batch"} for name in output_names}},
+            )
+    except Exception as error:  # of the exporter, or of user code under its tracing
+        problem = f"torch.onnx cannot export it: {str(error).strip().splitlines()[0]}"
+        raise ConfigError("--try", "onnx", problem, "use operations that ONNX has, or leave it out") from error
+    return file.getvalue()
+
+
+def _find_open_axes(shape: Sequence[int]) -> dict[int, str]:
+    return {axis: f"size{axis}" if axis else "batch" for axis, size in enumerate(shape) if size == -1}
+
+
+def quantise_onnx(payload: bytes) -> bytes:
+    """The graph with int8 weights, quantised by row, and activations quantised as they come, by onnxruntime."""
+    with needs_extra("export"):
+        import onnx
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+        from onnxruntime.quantization.shape_inference import quant_pre_process
+    with tempfile.TemporaryDirectory() as folder:
+        prepared, quantised = Path(folder, "prepared.onnx"), Path(folder, "quantised.onnx")
+        quant_pre_process(onnx.load_from_string(payload), prepared, skip_symbolic_shape=True)
+        quantize_dynamic(
+            prepared, quantised, op_types_to_quantize=_QUANTISED, per_channel=True, weight_type=QuantType.QInt8
+        )
+        return quantised.read_bytes()
