@@ -84,7 +84,7 @@ def _to_flat_array(datatype: str, values: list[Any]) -> np.ndarray:
         return _to_nested_array(datatype, values)
     array = np.empty(len(values), NUMPY_DTYPES[datatype])
     try:
-        struct.pack_into(f"{_ORDER}{len(values)}{code}", array, 0, *values)
+        struct.pack_into(f"{_ORDER}{len(values)}{code}", array.data, 0, *values)
     except OverflowError:
         raise ValueError(f"a number is beyond {datatype}") from None
     return array
