@@ -201,6 +201,7 @@ def test_what_was_never_asked_is_not_gone_back_to() -> None:
 def test_what_a_version_says_that_no_file_could_hold_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject()
     subject.publish(1)
+    monkeypatch.setattr("shoal.serve.replica.live.versions.RETRY_AFTER_S", (0.0,))
     monkeypatch.setattr(subject.live, "_load", lambda snapshot: (_ for _ in ()).throw(ValueError("\udce9" * 10_000)))
     with pytest.raises(WeightsError):
         subject.publish(2)

@@ -131,7 +131,7 @@ class LiveVersionSelector:
                 problem = f"{type(error).__name__}: {error}"
                 if pause_s is None:
                     raise WeightsError(problem) from error
-                logger.warning("version %d could not be loaded, trying again: %s", snapshot.version, problem)
+                logger.warning("version %d failed to load, once more: %s", snapshot.version, truncate_reason(problem))
                 time.sleep(pause_s)
         raise AssertionError("the last try returns or raises")
 
