@@ -144,9 +144,9 @@ def test_a_job_that_fails_says_why(cluster: FakeCluster) -> None:
 
 def test_what_is_not_ready_in_time_is_ended(cluster: FakeCluster) -> None:
     cluster.begin = lambda job: None
-    error = shoal_program("deploy", "tumours", "--timeout-s", "0").exception
+    error = shoal_program("deploy", "tumours", "--timeout-s", "0.001").exception
     assert isinstance(error, ClusterError)
-    assert "was not ready within 0 s" in str(error)
+    assert "was not ready within 0.001 s" in str(error)
     assert [job.state for job in cluster.jobs.values()] == [JobStatus.STOPPED]
 
 

@@ -210,10 +210,8 @@ def test_a_model_that_a_step_ruins_is_not_chosen() -> None:
 
 def test_a_student_of_another_class_is_registered_with_its_text(tmp_path: Path) -> None:
     register(exact_network())
-    student = "largest.py:Student,hidden=48"
-    found = optimise(
-        "largest", "--data", REFERENCE, "--student", student, "--try", "none", "--max-drop", "90%", "--name", "tiny"
-    )
+    asked = ["largest", "--data", REFERENCE, "--student", "largest.py:Student,hidden=48", "--try", "none"]
+    found = optimise(*asked, "--max-drop", "90%", "--by", "size", "--name", "tiny")
     small = Registry().get("tiny@small")
     assert small.ref == found["registered"]
     (tmp_path / "largest.py").unlink()

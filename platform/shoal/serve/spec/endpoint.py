@@ -185,7 +185,7 @@ class EndpointSpec(Reach):
         return self
 
     @model_validator(mode="after")
-    def _budget_is_kept_on_the_head(self) -> EndpointSpec:
+    def _require_budget_on_the_head(self) -> EndpointSpec:
         if self.scale is not None and self.scale.budget is not None and self.may_sleep and self.ingress == EVERY_NODE:
             problem = "scale.budget keeps an endpoint with scale.min = 0 asleep on the head alone"
             raise ValueError(f"{problem}: give scale.min = 1, or ingress: head")

@@ -49,8 +49,8 @@ class LiveFollower:
 
     @property
     def has_polled(self) -> bool:
-        """Whether what the run had published, if anything, was taken or rejected."""
-        return self._thread.has_polled
+        """Whether what the run had published, if anything, was taken or rejected, and no version is to be fetched."""
+        return self._thread.has_polled and not self._versions.missing()
 
     @property
     def busy_s(self) -> float:
