@@ -196,9 +196,13 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
             self._compute_here(batch)
 
     def _compute_here(self, batch: PendingBatch[GroupT, RequestT, AnswerT]) -> None:
-        slots, self._is_sound = self._slots, False  # like a thread, it does not go on after an error of ours
-        forwards = batch.requests[0].queue.compute(batch, partial(self._began_s.__setitem__, -1), _call)
-        self._began_s[-1], self._is_sound = math.inf, True
+        slots = self._slots
+        try:
+            forwards = batch.requests[0].queue.compute(batch, partial(self._began_s.__setitem__, -1), _call)
+        except BaseException:
+            self._is_sound = False  # like a thread, it does not go on after an error of ours
+            raise
+        self._began_s[-1] = math.inf
         with slots.lock:
             slots.scheduler.finish_batch(batch, slots.clock(), forwards)
             slots.is_waking = slots.scheduler.has_work  # of what arrived before, beyond this batch

@@ -167,7 +167,7 @@ def test_a_forward_that_hangs_on_the_loop_is_seen_by_another_thread() -> None:
 
         def look(batch: Batch[Any]) -> Sequence[int]:
             forward.now_s += 7.0
-            looking = threading.Thread(target=lambda: seen.append(batcher.computing_s))
+            looking = threading.Thread(target=lambda: seen.append(batcher.computing_s * batcher.is_alive))
             looking.start()
             looking.join()
             return [0] * len(batch.requests)
