@@ -85,7 +85,6 @@ def test_users_of_an_endpoint_teach_its_policy(cluster: EmbeddedCluster, tmp_pat
             return gateway is not None and gateway["solved_s"] is not None and gateway
 
         with Client(endpoint.url, token=TOKEN) as client:
-            client.status()  # asked again while the ingress has not heard of the replica; an action is not
             with pytest.raises(InferenceError, match="learn_from_endpoint") as raised:
                 client.act("silent", [0.0] * 4)
             assert raised.value.status == 404
