@@ -111,7 +111,7 @@ class EndpointProcess:
         try:
             self._child.wait(END_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the endpoint has not ended within {END_S:g} s: {self._last_words()}") from None
+            raise AssertionError(f"the endpoint has not ended within {END_S:g} s: {self.read_logs()}") from None
         finally:
             shoal_program.end_marked(self._mark)
             self._child.wait()
@@ -128,10 +128,10 @@ class EndpointProcess:
                 if "error" in answer:
                     raise RuntimeError(answer["error"])
                 return answer
-        raise RuntimeError(f"the endpoint's process ended: {self._last_words()}")
+        raise RuntimeError(f"the endpoint's process ended: {self.read_logs()}")
 
-    def _last_words(self) -> str:
-        """What the driver has said at last, and then the parts of its Ray that have ended, or complained."""
+    def read_logs(self) -> str:
+        """The end of the driver's log, and of those of its Ray, its replicas and other workers."""
         self._log.seek(0)
         said = self._log.read()
         words = [said[-WORDS:]]
@@ -139,8 +139,15 @@ class EndpointProcess:
             folder = Path(found[1])
             logs = folder / "ray/session_latest/logs"
             files = [folder / "head.log", *logs.glob("gcs_server.*"), *logs.glob("raylet.*")]
-            words += [f"{file.name}: {file.read_text(errors='replace')[-WORDS:]}" for file in files if file.exists()]
+            files += [*logs.glob("serve/replica_*"), *logs.glob("worker-*.err")]
+            words += [
+                f"{each.name}: {each.read_text(errors='replace')[-WORDS:]}" for each in files if is_nonempty(each)
+            ]
         return "\n".join(words)
+
+
+def is_nonempty(file: Path) -> bool:
+    return file.exists() and file.stat().st_size > 0
 
 
 @dataclass
