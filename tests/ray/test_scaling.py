@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(900)
 def endpoint() -> Iterator[EndpointProcess]:
     # No forward is this short, so any request at all needs every replica, however fast the machine is.
     scale = {"min": 0, "max": 2, "objective_s": 1e-7, "idle_s": 10}
-    with EndpointProcess(scale=scale, num_cpus=0.1, drain_s=5) as process:
+    with EndpointProcess(scale=scale, num_cpus=0.1) as process:
         yield process
 
 
@@ -75,7 +75,7 @@ def test_an_idle_endpoint_sleeps_and_answers_all_that_wake_it(endpoint: Endpoint
     assert (status, answer["error"]) == (503, "the endpoint is asleep: send it a prediction, then the change")
     client.close()
     assert is_asleep()
-    assert "replica_lost " not in endpoint.command("events")
+    assert "replica_lost " not in endpoint.command("events"), endpoint.read_logs()
 
 
 def decide(policy: EndpointAutoscaler, now_s: float, running: int) -> int:
