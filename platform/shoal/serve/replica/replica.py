@@ -102,6 +102,9 @@ class EndpointReplica:
             if loop.time() > ends_s:
                 raise ShoalError(f"the models were not staged after {timeout_s:g} s")
             await asyncio.sleep(START_POLL_S)
+        if not manager.is_ready:
+            cause = "a run has published nothing yet" if manager.has_polled else "the store of a run cannot be reached"
+            logger.warning("503 until there are weights: %s", cause)
 
     def check_health(self) -> None:
         """Raise ShoalError when this replica must be replaced: a thread has died, a forward hangs, a model leaks
