@@ -281,6 +281,7 @@ def test_a_folder_beyond_the_limit_of_lambda_is_rejected(
     [
         (["--to", "nowhere"], "to = 'nowhere'"),
         (["--to", "lambda", "tolerance=-1"], "tolerance = -1"),
+        (["--to", "lambda", "tolerance=.inf"], "tolerance = inf"),
         (["--to", "lambda", "max_batch_size=many"], "max_batch_size = 'many'"),
         (["--to", "lambda", "batch_dim={nothing: 1}"], "batch_dim"),
         (["--to", "lambda", "no_field=1"], "no_field"),

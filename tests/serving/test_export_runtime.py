@@ -135,6 +135,8 @@ def test_a_server_answers_several_requests_of_one_connection(server: FolderServe
         ({"content-length": str(1 << 30)}, bytes(1 << 20), 413, "the limit is 16777216"),
         ({"content-length": "9"}, b"{", 400, "the body ends after 1 of 9 bytes"),
         ({"transfer-encoding": "chunked"}, b"0\r\n\r\n", 411, "send it with its Content-Length"),
+        ({"transfer-encoding": "chunked", "content-length": "5"}, b"0\r\n\r\n", 411, "send it with its Content-Length"),
+        ({"content-length": "2", "Content-Length": "3"}, b"{}", 400, "Content-Length is given as 2 and 3"),
         ({"a" * 9: "b" * 9000, "content-length": "0"}, b"", 431, "the limit is 8192"),
         ({f"x{number}": "" for number in range(200)}, b"", 431, "Too many headers"),
     ],

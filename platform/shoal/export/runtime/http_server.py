@@ -95,13 +95,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _read_body(self) -> bytes:
         """Read the request's body. Raises InferenceError (400, 408, 411, 413)."""
-        length_text = self.headers.get("Content-Length")
-        if length_text is None:
-            if "Transfer-Encoding" in self.headers:
-                self.close_connection = self.has_unread_input = True
-                raise InferenceError(411, "a body in chunks is not taken; send it with its Content-Length")
-            return b""
+        lengths = set(self.headers.get_all("Content-Length", []))
         try:
+            if "Transfer-Encoding" in self.headers:  # also beside a length, which a proxy may read in another way
+                raise InferenceError(411, "a body in chunks is not taken; send it with its Content-Length")
+            if len(lengths) > 1:
+                raise InferenceError(400, f"Content-Length is given as {' and '.join(sorted(lengths))}")
+            if not lengths:
+                return b""
+            length_text = lengths.pop()
             length = read_length({b"content-length": length_text.encode("latin-1")}, b"content-length") or 0
             limit = self.server.model.limits.max_body_bytes
             if length > limit:
