@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
@@ -234,6 +235,16 @@ def test_by_default_only_a_model_that_needs_a_gpu_reserves_one(monkeypatch: pyte
     assert resolve_gpus(0.25, ModelOptions(), None) == 0.25
     assert [resolve_gpus(None, cuda, workers) for workers in (None, 2, 3)] == [1.0, 1.0, 0.5]
     assert resolve_gpus(0.0, cuda, 3) == 0.0
+
+
+def test_a_worker_with_a_part_of_a_gpu_has_that_part_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.serve.on_ray import batch_predict as ray_batch_predict
+
+    shares: list[float] = []
+    monkeypatch.setattr(ray_batch_predict, "limit_device_memory", shares.append)
+    monkeypatch.setattr(ray_batch_predict, "TablePredictor", MagicMock())
+    ray_batch_predict.PredictWorker(MagicMock(), 0.25)
+    assert shares == [0.25]
 
 
 def test_where_no_place_becomes_free_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from shoal.batching.batcher import Batcher
+from shoal.device_memory import limit_device_memory
 from shoal.errors import ShoalError
 from shoal.serve.grpc.app import GrpcApp
 from shoal.serve.grpc.service import InferenceServicer
@@ -60,6 +61,7 @@ class EndpointReplica:
     ) -> None:
         """Run it on the event loop that will serve."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        limit_device_memory(spec.num_gpus or 0.0)
         torch.set_num_threads(spec.torch_threads)  # of this thread, for the forwards that the batcher runs here
         self._spec, self._is_closed = spec, threading.Event()
         self._access = AccessControl(
