@@ -10,9 +10,10 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import ConfigError, needs_extra, summarize_error
+from shoal.errors import ConfigError, WeightsError, needs_extra, summarize_error
 from shoal.export.examples import Example
 from shoal.registry import ModelVersion, TensorSignature
 from shoal.serve.spec.model_options import ModelOptions
@@ -28,7 +29,8 @@ def convert_to_onnx(found: ModelVersion, snapshot: WeightSnapshot, options: Mode
 
     from shoal.serve.model.formats.onnx import read_signature
 
-    signature = found.manifest.signature
+    signature, parent = found.manifest.signature, found.manifest.lineage.get("parent")
+    remedy = f"export {parent}, from which it was made" if parent else "use operations that ONNX has, or register ONNX"
     payload = trace_to_onnx(
         _open_module(found, snapshot),
         [torch.from_numpy(example.inputs[spec.name].copy()) for spec in signature.inputs],
@@ -36,8 +38,13 @@ def convert_to_onnx(found: ModelVersion, snapshot: WeightSnapshot, options: Mode
         [spec.name for spec in signature.outputs],
         name_dynamic_axes((*signature.inputs, *signature.outputs), options),
         found.ref,
+        remedy,
     )
-    converted = read_signature(payload, found.ref)
+    try:
+        converted = read_signature(payload, found.ref)
+    except WeightsError as error:  # of weights in bfloat16, for example
+        problem = f"onnxruntime cannot compute its graph: {summarize_error(error.__cause__ or error)}"
+        raise ConfigError("model", found.ref, problem, remedy) from error
     wanted, got = (
         [(each.name, each.datatype) for each in (*tensors.inputs, *tensors.outputs)]
         for tensors in (signature, converted)
@@ -55,6 +62,7 @@ def trace_to_onnx(
     output_names: Sequence[str],
     dynamic_axes: Mapping[str, Mapping[int, str]],
     ref: str,
+    remedy: str,
 ) -> bytes:
     """Trace a module with these tensors. Raises ConfigError for the model `ref`, MissingExtra."""
     with needs_extra("export"):
@@ -63,7 +71,7 @@ def trace_to_onnx(
 
     file = io.BytesIO()
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), redirect_stdout(io.StringIO()):  # torch prints a failed graph
             warnings.simplefilter("ignore")  # of the exporter's age, and of what the comparison finds
             torch.onnx.export(
                 module,
@@ -76,7 +84,7 @@ def trace_to_onnx(
             )
     except Exception as error:  # of the exporter, or of user code under its tracing
         problem = f"torch.onnx cannot convert it: {summarize_error(error)}"
-        raise ConfigError("model", ref, problem, "use operations that ONNX has, or register ONNX") from error
+        raise ConfigError("model", ref, problem, remedy) from error
     return file.getvalue()
 
 

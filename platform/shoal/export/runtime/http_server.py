@@ -161,7 +161,11 @@ def main() -> None:
         address = os.environ.get("HOST", "127.0.0.1"), read_number("PORT", 8000)
     except (ConfigError, WeightsError, OSError) as error:
         sys.exit(f"error: {error}")
-    with FolderServer(address, model) as server:
+    try:
+        server = FolderServer(address, model)
+    except (OSError, OverflowError) as error:
+        sys.exit(f"error: HOST = {address[0]!r}, PORT = {address[1]}: {error}")
+    with server:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: threading.Thread(target=server.shutdown).start())
         print(f"{model.description.name} is served at http://{address[0]}:{server.server_address[1]}", flush=True)  # noqa: T201

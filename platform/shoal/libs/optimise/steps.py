@@ -100,7 +100,7 @@ def _export_onnx(network: nn.Module, teacher: ModelFactory, signature: Signature
         output_names = [*own, *output_names[len(own) :]]
     axes = name_dynamic_axes(described, ModelOptions())
     dynamic = {name: axes.get(name, {0: "batch"}) for name in (*input_names, *output_names)}
-    payload = trace_to_onnx(network, inputs, input_names, output_names, dynamic, "the network")
+    payload = trace_to_onnx(network, inputs, input_names, output_names, dynamic, "the network", "leave it out")
     if (taken := [each.name for each in read_signature(payload, "the network").inputs]) != input_names:
         raise ConfigError("--try", "onnx", f"its graph takes {', '.join(taken)} alone", "use every input in forward")
     return payload
