@@ -285,3 +285,40 @@ def test_the_memory_of_a_released_version_returns(kind: str) -> None:
     del models[:]
     del subject
     assert measure_allocated() - before < MIB, (before, with_all)
+
+
+LOST = """
+import numpy as np
+from served_models import *
+from shoal.errors import InferenceError
+from shoal.serve.model.device import device_lost
+
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 2)
+
+    def forward(self, x):
+        return self.table(x)
+
+ids = TensorSignature(name="x", datatype="INT64", shape=[-1])
+signature = Signature(inputs=[ids], outputs=make_signature([1], [2]).outputs)
+options = ModelOptions.parse({"device": "cuda", "max_batch_size": 4})
+subject = Predictor(ModelFactory(factory="__main__:Embedded"), signature, options)
+model = subject.load(WeightSnapshot.of(1, {"table.weight": np.ones((4, 2), np.float32)}))
+print(answer(model, np.array([3])).tolist(), device_lost.is_set())
+try:
+    answer(model, np.array([1 << 40]))
+except InferenceError as error:
+    print(error.status, device_lost.is_set())
+"""
+
+
+@needs_cuda
+def test_a_failed_assertion_in_a_kernel_ends_the_use_of_a_device() -> None:
+    """In a process of its own, which it breaks."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", LOST], env=environment, capture_output=True, text=True, timeout=60.0, check=False
+    )
+    assert done.stdout == "[[1.0, 1.0]] False\n503 True\n", done.stdout + done.stderr[-4000:]

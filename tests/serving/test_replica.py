@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, ask, constant, infer, register, until
 from shoal.errors import ConfigError, ShoalError
 from shoal.flows.serving_spec import ServingSpec, check
-from shoal.serve.model import predictor
+from shoal.serve.model import device, predictor
 from shoal.serve.model.formats.template import Arrays, Forward, Template
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
 from shoal.weights import WeightSnapshot, WeightStore
@@ -185,3 +185,31 @@ def test_a_replica_with_a_part_of_a_device_has_that_part_of_its_memory(monkeypat
 
     asyncio.run(body())
     assert shares == [0.25, 0.0]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_replica_whose_gpu_fails_for_good_is_replaced(is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an assertion in a kernel every call of CUDA fails; after other errors of CUDA none does."""
+    register()
+
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail if is_lost else lambda: None)
+
+    async def body() -> None:
+        async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
+            [replica] = await endpoint.start()
+            monkeypatch.setattr(replica.manager.get_model("linear").router.loaded[1], "_forward", fail)
+            answers = await asyncio.gather(*[infer(replica) for _ in range(3)])
+            assert [each.status for each in answers] == [503 if is_lost else 500] * 3
+            if not is_lost:
+                replica.check_health()
+                return
+            with pytest.raises(ShoalError, match="the GPU fails"):
+                replica.check_health()
+
+    try:
+        asyncio.run(body())
+    finally:
+        device.device_lost.clear()

@@ -252,7 +252,7 @@ def test_nothing_is_registered_of_an_interrupted_distillation(monkeypatch: pytes
     assert len(Registry().list("largest")) == 1
 
 
-OWN = {"workers": "2", "init": "largest", "name": "tiny", "stop.target": "accuracy>=0.9"}
+OWN = {"workers": "2", "init": "largest", "name": "tiny", "task": "lenet", "stop.target": "accuracy>=0.9"}
 
 
 @pytest.mark.parametrize(

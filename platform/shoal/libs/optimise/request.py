@@ -37,6 +37,7 @@ _OWN_FIELDS = {
     "workers": "leave it out: a student is trained in this process",
     "init": "leave it out: a student begins with weights of its own",
     "name": "give --name",
+    "task": "give --data",
     "stop.target": "leave it out, and give stop.epochs or stop.steps",
 }
 

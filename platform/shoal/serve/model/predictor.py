@@ -21,7 +21,7 @@ from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.runs.formatting import format_size
 from shoal.serve.messages.decoded_request import Arrays
-from shoal.serve.model.device import devices, select_fastest, time_forwards
+from shoal.serve.model.device import devices, is_device_lost, select_fastest, time_forwards
 from shoal.serve.model.formats import Forward, Template, TemplateConfig, has_cuda, open_template
 from shoal.serve.model.formats.size_limits import NO_LIMITS, LimitedForward
 from shoal.serve.model.hooks import Hook, find_hook
@@ -240,6 +240,11 @@ class LoadedModel:
             problem = explain_out_of_memory(error, f"{num_rows} rows")
             logger.warning("version %d: %s", self.version, problem)
             raise InferenceError(500, problem) from None
+        except torch.AcceleratorError:
+            if not is_device_lost():
+                raise
+            logger.exception("version %d: the GPU fails from now on", self.version)
+            raise InferenceError(503, "this replica's GPU has failed; another replica takes over", 1.0) from None
         except SystemExit as error:  # it would end the computing thread and the awaiting task
             raise ModelError(500, f"the model raised {error!r}") from error
         found = self._check.validate(outputs, num_rows)

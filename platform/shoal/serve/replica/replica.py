@@ -26,6 +26,7 @@ from shoal.serve.grpc.service import InferenceServicer
 from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import Caller, InferCall, Outputs
 from shoal.serve.messages.replica_report import ReplicaReport
+from shoal.serve.model.device import device_lost
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.prometheus import render
 from shoal.serve.protocol.request_lifecycle import EndpointApp
@@ -106,11 +107,13 @@ class EndpointReplica:
             await asyncio.sleep(START_POLL_S)
 
     def check_health(self) -> None:
-        """Raise ShoalError when this replica must be replaced: a thread has died, a forward hangs, a model leaks
-        memory."""
+        """Raise ShoalError when this replica must be replaced: a thread has died, the GPU fails, a forward hangs, a
+        model leaks memory."""
         if not (self._batcher.is_alive and self._follower.is_alive):
             raise ShoalError("a thread of this replica has died")
         self.manager.check_health()
+        if device_lost.is_set():
+            raise ShoalError("the GPU fails since an error in a forward, which the log of this replica has")
         if (computing_s := self._batcher.computing_s) > self._spec.hang_s:
             raise ShoalError(f"a forward has taken {computing_s:.1f} s, and hang_s is {self._spec.hang_s:g}")
         most_gib = self._spec.max_memory_gib

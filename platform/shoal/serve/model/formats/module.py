@@ -98,7 +98,7 @@ class ModuleTemplate:
             return GraphedModule(module, get_callable).bind
         if bare is None or can_reach(bare, [module, *own]):
             return self._bind_rebuilt
-        # What is in no state is alike in all versions; weights of the template's own would only take memory.
+        # What is in no state is alike in all versions; weights of the template's own have no use there.
         bare._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self._setting.device))
         return partial(self._bind_copy, bare)
 
