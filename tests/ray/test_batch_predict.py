@@ -155,7 +155,7 @@ def test_a_model_that_ends_its_process_ends_the_prediction(
     from shoal.serve.on_ray import batch_predict as ray_batch_predict
 
     class Deadly:
-        def __init__(self, job: object) -> None:
+        def __init__(self, job: object, num_gpus: float) -> None:
             if when == "made":
                 raise ConfigError("model.factory", "mine:Model", "cannot be imported")
 
@@ -176,7 +176,7 @@ def test_a_prediction_that_fails_leaves_its_places_while_its_error_is_kept(
     from shoal.serve.on_ray import batch_predict as ray_batch_predict
 
     class Wrong:
-        def __init__(self, job: object) -> None: ...
+        def __init__(self, job: object, num_gpus: float) -> None: ...
 
         def __call__(self, table: pa.Table) -> pa.Table:
             raise DataError("column", "x", "is no picture")
@@ -264,7 +264,7 @@ def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
     from shoal.serve.on_ray import batch_predict as ray_batch_predict
 
     class Echo:
-        def __init__(self, job: object) -> None:
+        def __init__(self, job: object, num_gpus: float) -> None:
             pass
 
         def __call__(self, table: pa.Table) -> pa.Table:
