@@ -2,8 +2,8 @@
 
 Called by `torch_forward` and `cuda_graphs`, in the thread of the forward. The device writes to pinned memory by itself,
 so all outputs are under way before the one wait, and no driver copies them a second time; torch reuses that memory once
-an output is garbage. Small outputs are copied plainly: pinned memory would save nothing. Inputs are too, since copying
-them into pinned memory first costs what the device's part saves.
+an output is garbage. Small outputs are copied plainly, and so are inputs, which would have to be copied into pinned
+memory first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PINNED_BYTES = 1 << 20  # from which size on
+PINNED_BYTES = 1 << 20  # from which size on; benchmarks/gpu/predictor.py compares
 
 
 def copy_to_host(outputs: Iterable[Any]) -> list[Any]:
