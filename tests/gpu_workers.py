@@ -144,7 +144,7 @@ def report_predictions() -> None:
     from shoal.serve.on_ray import batch_predict
 
     class Worker:
-        def __init__(self, job: object) -> None:
+        def __init__(self, job: object, num_gpus: float) -> None:
             pass
 
         def __call__(self, rows: pa.Table) -> pa.Table:

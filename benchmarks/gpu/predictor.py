@@ -1,7 +1,8 @@
 """A perceptron's answers by the Predictor on the GPU, plain and as CUDA graphs: beside the CPU and beside bare torch.
 
-The latency of a batch from arrays to arrays; two models at once on one GPU; and an endpoint's replica, with its batcher
-and its HTTP server, in this process and without Ray, under 64 connections of a driver in a process of its own.
+The latency of a batch from arrays to arrays; two models at once on one GPU; large outputs on their way to the host; and
+an endpoint's replica, with its batcher and its HTTP server, in this process and without Ray, under 64 connections of a
+driver in a process of its own.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from shoal.rl.learner import model_arrays
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment
 from shoal.serve.http import fast_path
+from shoal.serve.model.formats.host_copy import PINNED_BYTES, copy_to_host
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.endpoint import EndpointSpec
@@ -131,6 +133,18 @@ def measure_two(served: Served, setting: Setting) -> Iterator[Row]:
         yield compare(f"two models at once, batches of 8, {side}", "batches/s", "higher", *rates, "one model")
 
 
+def measure_outputs(setting: Setting) -> Iterator[Row]:
+    """Outputs on their way to the host: as a forward copies them, beside a plain copy into new memory."""
+    if setting.is_tiny:
+        return
+    for size_bytes in (PINNED_BYTES, 16 * PINNED_BYTES):
+        output = torch.rand(size_bytes // 4, device=setting.device)
+        sides: dict[str, Turn] = {"ours": lambda y=output: copy_to_host([y]), "peer": lambda y=output: y.cpu()}
+        found = take_turns(sides, setting, 20)
+        name = f"an output of {size_bytes >> 20} MiB, pinned"
+        yield compare(name, "ms", "lower", found["ours"], found["peer"], "a plain copy")
+
+
 async def drive_replica(served: Served, options: dict[str, Any], seconds: float, folder: Path) -> tuple[Outcome, str]:
     """What became of the requests, and a note."""
     spec = EndpointSpec.parse({"name": "endpoint", "model": {"max_batch_size": 64, **options}})
@@ -182,4 +196,5 @@ def measure(setting: Setting) -> Iterator[Row]:
     torch.set_num_threads(served.num_threads)
     yield from measure_latency(served, setting.until(0.3))
     yield from measure_two(served, setting.until(0.3))
+    yield from measure_outputs(setting.until(0.1))
     yield from measure_endpoint(served, setting)

@@ -60,7 +60,7 @@ _ROOMS = frozenset(
         *("errors", "home", "config", "wire", "weights", "runs", "registry", "models", "checkpoint", "open_inference"),
         *("actor", "client", "cluster", "rl", "serve", "flows", "cli", "train", "parallel", "data", "cost", "api"),
         *("gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state", "recipes"),
-        *("ray_call", "frame", "differentiation", "yaml_text"),
+        *("ray_call", "frame", "differentiation", "yaml_text", "device_memory"),
         *("sync", "batching", "search", "sources", "plugins", "extend", "export", "libs"),
     }
 )

@@ -37,7 +37,7 @@ LEVELS = [
     {"frame", "plugins"},
     {
         *("errors", "gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state"),
-        *("recipes", "ray_call", "differentiation"),
+        *("recipes", "ray_call", "differentiation", "device_memory"),
     },
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from shoal.serve.model import predictor
-from shoal.serve.model.formats import cuda_graphs
+from shoal.serve.model.formats import cuda_graphs, host_copy
 
 
 def count_captures(monkeypatch: pytest.MonkeyPatch, device: str) -> list[int]:
@@ -31,4 +32,5 @@ def count_captures(monkeypatch: pytest.MonkeyPatch, device: str) -> list[int]:
     monkeypatch.setattr(cuda_graphs, "capture_graph", capture)
     if device == "cpu":
         monkeypatch.setattr(predictor, "devices", lambda *_: ["cpu"])
+        monkeypatch.setattr(host_copy, "PINNED_BYTES", math.inf)
     return sizes

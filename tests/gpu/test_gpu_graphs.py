@@ -191,4 +191,4 @@ def test_a_model_that_cannot_be_captured_is_refused_and_others_go_on() -> None:
     said = done.stdout + done.stderr[-4000:]
     assert done.returncode == 0, said
     assert "another model is captured\nrandom: 1\n" in done.stdout, said
-    assert done.stdout.count("refused: WeightsError version 1 cannot answer an example") == 2, said
+    assert done.stdout.count("refused: ConfigError cuda_graphs = True: the model cannot be captured: ") == 2, said

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from captures import count_captures
 from served_models import (
     MAX_ROWS,
+    PERCEPTRON,
     TOLERANCES,
     answer,
     compute_expected,
@@ -29,6 +34,8 @@ from served_models import (
 )
 from torch import Tensor, nn
 
+from shoal.errors import WeightsError
+from shoal.libs.optimise.steps import Model, apply_step
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
@@ -46,6 +53,7 @@ WAYS: list[Any] = [
     ("torchscript", {}),
     ("torch_export", {}),
     pytest.param(("module", {"compile": True}), marks=COMPILED),
+    pytest.param(("module", {"compile": True, "cuda_graphs": True}), marks=COMPILED),
     pytest.param(("torch_export", {"compile": True}), marks=COMPILED),
 ]
 MIB = 1 << 20
@@ -94,6 +102,35 @@ def test_bf16_is_near_fp32(options: dict[str, Any], device: str, monkeypatch: py
             assert found.dtype == np.float32
             np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.05, err_msg=f"{name}, {num_rows} rows")
             assert not np.array_equal(found, expected.astype(np.float32)), "it was computed in float32"
+
+
+def test_a_version_that_was_registered_in_bf16_computes_so(device: str) -> None:
+    """As `shoal optimise` registers it: its own module says where autocast applies."""
+    teacher = make_version("perceptron", 1)
+    model = apply_step(Model((), PERCEPTRON, teacher.payload), "bf16", PERCEPTRON, make_signature([6], [3]), ())
+    options = ModelOptions.parse({"device": device, "max_batch_size": 4})
+    subject = Predictor(model.factory, make_signature([6], [3]), options)
+    found = answer(subject.load(WeightSnapshot.from_payload(1, model.payload)), make_rows("perceptron", 3))
+    expected = compute_expected(make_module("perceptron"), make_rows("perceptron", 3))
+    np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.05)
+    assert not np.array_equal(found, expected.astype(np.float32)), "it was computed in float32"
+
+
+@needs_cuda
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_version_that_was_registered_in_int8_is_for_the_cpu(device: str) -> None:
+    wide = PERCEPTRON.model_copy(update={"kwargs": {**PERCEPTRON.kwargs, "hidden": [256, 256]}})
+    network = wide.build()
+    assert isinstance(network, nn.Module)
+    payload, signature = safetensors.torch.save(network.state_dict()), make_signature([6], [3])
+    model = apply_step(Model((), wide, payload), "int8", wide, signature, ())
+    subject = Predictor(model.factory, signature, ModelOptions.parse({"device": device, "max_batch_size": 4}))
+    snapshot = WeightSnapshot.from_payload(1, model.payload)
+    if device == "auto":
+        assert answer(subject.load(snapshot), make_rows("perceptron", 3)).shape == (3, 3)
+    else:
+        with pytest.raises(WeightsError, match="set device: cpu, or auto"):
+            subject.load(snapshot)
 
 
 def test_bf16_tensors_go_in_and_out_as_bits(device: str) -> None:
@@ -220,6 +257,16 @@ def test_auto_takes_the_fastest_that_answers(
     np.testing.assert_allclose(answer(model, rows), expectation, rtol=1e-3, atol=1e-4)
 
 
+def test_auto_is_the_cpu_where_a_worker_has_reserved_no_gpu() -> None:
+    """Ray hides the devices of such a worker."""
+    code = "from served_models import make_predictor; print(*make_predictor('perceptron')._templates)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60.0, check=False
+    )
+    assert done.stdout == "cpu\n", done.stderr
+
+
 def measure_allocated() -> int:
     gc.collect()
     torch.cuda.synchronize()
@@ -238,3 +285,40 @@ def test_the_memory_of_a_released_version_returns(kind: str) -> None:
     del models[:]
     del subject
     assert measure_allocated() - before < MIB, (before, with_all)
+
+
+LOST = """
+import numpy as np
+from served_models import *
+from shoal.errors import InferenceError
+from shoal.serve.model.device import device_lost
+
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 2)
+
+    def forward(self, x):
+        return self.table(x)
+
+ids = TensorSignature(name="x", datatype="INT64", shape=[-1])
+signature = Signature(inputs=[ids], outputs=make_signature([1], [2]).outputs)
+options = ModelOptions.parse({"device": "cuda", "max_batch_size": 4})
+subject = Predictor(ModelFactory(factory="__main__:Embedded"), signature, options)
+model = subject.load(WeightSnapshot.of(1, {"table.weight": np.ones((4, 2), np.float32)}))
+print(answer(model, np.array([3])).tolist(), device_lost.is_set())
+try:
+    answer(model, np.array([1 << 40]))
+except InferenceError as error:
+    print(error.status, device_lost.is_set())
+"""
+
+
+@needs_cuda
+def test_a_failed_assertion_in_a_kernel_ends_the_use_of_a_device() -> None:
+    """In a process of its own, which it breaks."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", LOST], env=environment, capture_output=True, text=True, timeout=60.0, check=False
+    )
+    assert done.stdout == "[[1.0, 1.0]] False\n503 True\n", done.stdout + done.stderr[-4000:]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
@@ -154,7 +155,7 @@ def test_a_model_that_ends_its_process_ends_the_prediction(
     from shoal.serve.on_ray import batch_predict as ray_batch_predict
 
     class Deadly:
-        def __init__(self, job: object) -> None:
+        def __init__(self, job: object, num_gpus: float) -> None:
             if when == "made":
                 raise ConfigError("model.factory", "mine:Model", "cannot be imported")
 
@@ -175,7 +176,7 @@ def test_a_prediction_that_fails_leaves_its_places_while_its_error_is_kept(
     from shoal.serve.on_ray import batch_predict as ray_batch_predict
 
     class Wrong:
-        def __init__(self, job: object) -> None: ...
+        def __init__(self, job: object, num_gpus: float) -> None: ...
 
         def __call__(self, table: pa.Table) -> pa.Table:
             raise DataError("column", "x", "is no picture")
@@ -236,6 +237,16 @@ def test_by_default_only_a_model_that_needs_a_gpu_reserves_one(monkeypatch: pyte
     assert resolve_gpus(0.0, cuda, 3) == 0.0
 
 
+def test_a_worker_with_a_part_of_a_gpu_has_that_part_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.serve.on_ray import batch_predict as ray_batch_predict
+
+    shares: list[float] = []
+    monkeypatch.setattr(ray_batch_predict, "limit_device_memory", shares.append)
+    monkeypatch.setattr(ray_batch_predict, "TablePredictor", MagicMock())
+    ray_batch_predict.PredictWorker(MagicMock(), 0.25)
+    assert shares == [0.25]
+
+
 def test_where_no_place_becomes_free_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.serve.on_ray import batch_predict as ray_batch_predict
 
@@ -253,7 +264,7 @@ def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
     from shoal.serve.on_ray import batch_predict as ray_batch_predict
 
     class Echo:
-        def __init__(self, job: object) -> None:
+        def __init__(self, job: object, num_gpus: float) -> None:
             pass
 
         def __call__(self, table: pa.Table) -> pa.Table:

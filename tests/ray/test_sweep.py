@@ -206,21 +206,3 @@ def test_the_rungs_of_a_resumed_sweep_have_its_earlier_trials(score: float, deci
         scheduler = make_scheduler(spec, checked, None, 2, earlier)
         scheduler.on_trial_add(None, new)
         assert scheduler.on_trial_result(None, new, result) == expected
-
-
-@pytest.mark.gpu
-def test_a_share_of_a_device_is_a_share_of_its_memory() -> None:
-    import torch
-
-    from shoal.flows.sweep.ray_trial import limit_device_memory
-
-    if not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
-    total = torch.cuda.get_device_properties(0).total_memory
-    limit_device_memory("cuda", 0.25)
-    try:
-        assert torch.empty(total // 8, dtype=torch.uint8, device="cuda").numel() == total // 8
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(total // 2, dtype=torch.uint8, device="cuda")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)

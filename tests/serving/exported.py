@@ -53,6 +53,15 @@ class ByName(Pair):
         return self.forward(left, right)
 
 
+class Narrow(Pair):
+    """Computes in bfloat16, as a version that was made smaller."""
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> dict[str, torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = super().forward(left, right)
+        return {name: each.float() if name == "y" else each for name, each in found.items()}
+
+
 class Bessel(Pair):
     def forward(self, left: torch.Tensor, right: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"y": torch.special.i1(self.linear(left)), "label": left.argmax(-1)}
@@ -95,10 +104,17 @@ IDS = Signature(
 )
 
 
-def register(module: nn.Module, name: str = "pair", signature: Signature = SIGNATURE, **model: Any) -> None:
+def register(
+    module: nn.Module,
+    name: str = "pair",
+    signature: Signature = SIGNATURE,
+    lineage: dict[str, object] | None = None,
+    **model: Any,
+) -> None:
     factory = {"factory": f"{__name__}:{type(module).__name__}", **model}
     state = {key: value.numpy() for key, value in module.state_dict().items()}
-    Registry().register(name, WeightSnapshot.of(1, state), model=ModelFactory(**factory), signature=signature)
+    made = ModelFactory(**factory)
+    Registry().register(name, WeightSnapshot.of(1, state), model=made, signature=signature, lineage=lineage)
 
 
 def register_file(payload: bytes, kind: str, name: str = "pair", signature: Signature = SIGNATURE) -> None:

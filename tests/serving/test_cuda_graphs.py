@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import ConfigError
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve.model import predictor
 from shoal.serve.model.formats import cuda_graphs
 from shoal.serve.model.formats.cuda_graphs import GraphedModule
+from shoal.serve.model.formats.template import Arrays
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
@@ -89,12 +91,16 @@ def test_outputs_without_rows_are_copied_in_full(captures: list[int]) -> None:
     assert captures == [4]
 
 
-def test_every_version_has_its_graphs_before_it_serves(captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def make_predictor(monkeypatch: pytest.MonkeyPatch, **options: object) -> predictor.Predictor:
     monkeypatch.setattr(predictor, "devices", lambda *_: ["cpu"])
     specs = [TensorSignature(name=name, datatype="FP32", shape=[-1, 2]) for name in ("x", "y")]
-    options = ModelOptions.parse({"cuda_graphs": True, "max_batch_size": 6})
+    parsed = ModelOptions.parse({"cuda_graphs": True, "max_batch_size": 6, **options})
     factory = ModelFactory(factory=f"{__name__}:Times")
-    subject = predictor.Predictor(factory, Signature(inputs=specs[:1], outputs=specs[1:]), options)
+    return predictor.Predictor(factory, Signature(inputs=specs[:1], outputs=specs[1:]), parsed)
+
+
+def test_every_version_has_its_graphs_before_it_serves(captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = make_predictor(monkeypatch)
     versions = [subject.load(WeightSnapshot.of(each, {"weight": np.full(2, each, np.float32)})) for each in (1, 2)]
     assert captures == [1, 2, 4, 8] * 2
     for rows in range(1, 7):
@@ -132,3 +138,44 @@ def test_one_capture_at_a_time_which_other_threads_do_not_break(monkeypatch: pyt
     for each in threads:
         each.join()
     assert set(seen) == {(1, "a", "thread_local"), (1, "b", "thread_local")}
+
+
+def test_a_compiled_forward_is_what_its_graphs_capture(captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def compile_eagerly(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            compiled.append("call")
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    subject = make_predictor(monkeypatch, compile=True)
+    models = [subject.load(WeightSnapshot.of(each, {"weight": np.full(2, each, np.float32)})) for each in (1, 2)]
+    assert captures == [1, 2, 4, 8] * 2
+    assert len(compiled) >= len(captures)
+    for model in models:
+        (answer,) = model.predict_batch([{"x": np.ones((3, 2), np.float32)}])
+        assert answer["y"].tolist() == [[model.version] * 2] * 3
+    assert captures == [1, 2, 4, 8] * 2
+
+
+def test_a_model_that_cannot_be_captured_is_rejected_by_the_options_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its examples are a guess, as with a hook: it would fail on every request."""
+
+    @contextmanager
+    def graph(_: object, **__: object) -> Iterator[None]:
+        yield
+        raise RuntimeError("operation not permitted when stream is capturing\nadvice")
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    for hook in ({}, {"preprocess": f"{__name__}:pass_on"}):
+        with pytest.raises(ConfigError, match="cuda_graphs = True: the model cannot be captured: operation not perm"):
+            make_predictor(monkeypatch, **hook).load(WeightSnapshot.of(1, {"weight": np.ones(2, np.float32)}))
+
+
+def pass_on(arrays: Arrays) -> Arrays:
+    return arrays

@@ -25,6 +25,7 @@ from serving.exported import (
     Bessel,
     BranchesOnSize,
     ByName,
+    Narrow,
     Pair,
     Scripted,
     SmallIds,
@@ -191,13 +192,26 @@ def reject(tmp_path: Path, field: str, **fields: Any) -> ConfigError:
     return caught.value
 
 
-def test_a_model_that_onnx_cannot_express_is_rejected_with_the_reason(tmp_path: Path) -> None:
+def test_a_model_that_onnx_cannot_express_is_rejected_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     register(Bessel())
     assert "special_i1" in str(reject(tmp_path, "model"))
+    assert capsys.readouterr().out == ""  # torch prints the graph
+
+
+def test_a_graph_that_onnxruntime_cannot_compute_is_rejected_with_its_parent(tmp_path: Path) -> None:
+    register(Narrow(), lineage={"parent": "pair@7"})
+    error = reject(tmp_path, "model")
+    assert "onnxruntime cannot compute its graph" in error.problem
+    assert error.remedy == "export pair@7, from which it was made"
 
 
 def test_a_model_whose_answers_differ_is_rejected(tmp_path: Path) -> None:
-    register(BranchesOnSize())
+    module = BranchesOnSize()
+    with torch.no_grad():
+        module.linear.weight[1] = module.linear.weight[0]  # the label is that of the larger bias, in both
+    register(module)
     assert "a generated example of 1 rows differs by" in str(reject(tmp_path, "tolerance"))
     assert write(tmp_path / "out", tolerance=100).difference > 0.01
 
@@ -281,6 +295,7 @@ def test_a_folder_beyond_the_limit_of_lambda_is_rejected(
     [
         (["--to", "nowhere"], "to = 'nowhere'"),
         (["--to", "lambda", "tolerance=-1"], "tolerance = -1"),
+        (["--to", "lambda", "tolerance=.inf"], "tolerance = inf"),
         (["--to", "lambda", "max_batch_size=many"], "max_batch_size = 'many'"),
         (["--to", "lambda", "batch_dim={nothing: 1}"], "batch_dim"),
         (["--to", "lambda", "no_field=1"], "no_field"),

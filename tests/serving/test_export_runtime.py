@@ -26,6 +26,7 @@ from serving.exported import (
 )
 from shoal.errors import ConfigError, InferenceError
 from shoal.export.export_model import LAMBDA_CLIENT
+from shoal.export.runtime import http_server
 from shoal.export.runtime.http_server import FolderServer
 from shoal.export.runtime.lambda_events import make_handler
 from shoal.export.runtime.model import FolderModel, measure_difference, read_number
@@ -135,6 +136,8 @@ def test_a_server_answers_several_requests_of_one_connection(server: FolderServe
         ({"content-length": str(1 << 30)}, bytes(1 << 20), 413, "the limit is 16777216"),
         ({"content-length": "9"}, b"{", 400, "the body ends after 1 of 9 bytes"),
         ({"transfer-encoding": "chunked"}, b"0\r\n\r\n", 411, "send it with its Content-Length"),
+        ({"transfer-encoding": "chunked", "content-length": "5"}, b"0\r\n\r\n", 411, "send it with its Content-Length"),
+        ({"content-length": "2", "Content-Length": "3"}, b"{}", 400, "Content-Length is given as 2 and 3"),
         ({"a" * 9: "b" * 9000, "content-length": "0"}, b"", 431, "the limit is 8192"),
         ({f"x{number}": "" for number in range(200)}, b"", 431, "Too many headers"),
     ],
@@ -152,6 +155,20 @@ def test_a_server_rejects_what_is_no_request(
         answer = connection.getresponse()
         assert (answer.status, answer.getheader("content-type")) == (status, "application/json")
         assert error in json.loads(answer.read())["error"]
+
+
+def test_a_server_without_its_address_says_which(
+    server: FolderServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "__file__", str(folder / "runtime" / "http_server.py"))
+    for host, port, error in (
+        ("127.0.0.1", str(server.server_address[1]), "already in use"),
+        *(("127.0.0.1", "70000", "must be 0-65535"), ("no host", "0", "")),
+    ):
+        monkeypatch.setenv("HOST", host)
+        monkeypatch.setenv("PORT", port)
+        with pytest.raises(SystemExit, match=f"error: HOST = '{host}', PORT = {port}: .*{error}"):
+            http_server.main()
 
 
 def test_a_server_that_ends_answers_what_is_in_progress(server: FolderServer, monkeypatch: pytest.MonkeyPatch) -> None:

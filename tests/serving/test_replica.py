@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import torch
 from pydantic import SecretStr
 
 from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, ask, constant, infer, register, until
 from shoal.errors import ConfigError, ShoalError
 from shoal.flows.serving_spec import ServingSpec, check
+from shoal.serve.model import device, predictor
+from shoal.serve.model.formats.template import Arrays, Forward, Template
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
-from shoal.weights import WeightStore
+from shoal.weights import WeightSnapshot, WeightStore
 
 
 def test_a_replica_follows_weights_while_it_answers() -> None:
@@ -109,3 +112,104 @@ def test_a_token_that_became_empty_opens_the_endpoint_to_nobody() -> None:
                 await endpoint.start()
 
     asyncio.run(body())
+
+
+class SmallDevice:
+    """A template whose device has room for weights of `max_bytes`, and for forwards of `max_rows`."""
+
+    max_bytes, max_rows = 1 << 20, 2
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+
+    def load(self, snapshot: WeightSnapshot) -> Forward:
+        forward = self._template.load(snapshot)
+        self._reserve(len(snapshot.payload), self.max_bytes)
+
+        def compute(inputs: Arrays) -> Arrays:
+            self._reserve(len(inputs["x"]), self.max_rows)
+            return forward(inputs)
+
+        return compute
+
+    def _reserve(self, size: int, limit: int) -> None:
+        if size > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")
+
+
+@pytest.fixture
+def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = predictor.open_template
+    monkeypatch.setattr(predictor, "open_template", lambda setting: SmallDevice(original(setting)))
+
+
+@pytest.mark.usefixtures("small_device")
+def test_a_batch_beyond_the_devices_memory_is_halved_and_a_request_beyond_it_has_an_error() -> None:
+    register()
+
+    async def body() -> None:
+        async with ReplicaSet(model_from_ref("linear@1"), model={"warm_up": False}) as endpoint:
+            [replica] = await endpoint.start()
+            answers = await asyncio.gather(*[infer(replica, rows=rows) for rows in (1, 2, 1, 3, 2, 1)])
+            assert [each.status for each in answers] == [200, 200, 200, 500, 200, 200]
+            assert "the GPU's memory is too small for 3 rows (20.00 MiB more). Reserve" in answers[3].body["error"]
+            replica.check_health()
+
+    asyncio.run(body())
+
+
+@pytest.mark.usefixtures("small_device")
+def test_a_version_beyond_the_devices_memory_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+
+    async def body() -> None:
+        async with ReplicaSet(model_from_ref("linear@1"), model={"warm_up": False}) as endpoint:
+            await endpoint.start()
+            monkeypatch.setattr(SmallDevice, "max_bytes", 8)
+            said = r"'linear' cannot be .* too small for version 1, whose weights are \d+ B"
+            with pytest.raises(ShoalError, match=said):
+                await endpoint.start()
+
+    asyncio.run(body())
+
+
+def test_a_replica_with_a_part_of_a_device_has_that_part_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    monkeypatch.setattr("shoal.serve.replica.replica.limit_device_memory", shares.append)
+
+    async def body() -> None:
+        async with ReplicaSet(num_gpus=0.25) as endpoint:
+            endpoint.add()
+        async with ReplicaSet() as endpoint:
+            endpoint.add()
+
+    asyncio.run(body())
+    assert shares == [0.25, 0.0]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_replica_whose_gpu_fails_for_good_is_replaced(is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an assertion in a kernel every call of CUDA fails; after other errors of CUDA none does."""
+    register()
+
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail if is_lost else lambda: None)
+
+    async def body() -> None:
+        async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
+            [replica] = await endpoint.start()
+            monkeypatch.setattr(replica.manager.get_model("linear").router.loaded[1], "_forward", fail)
+            answers = await asyncio.gather(*[infer(replica) for _ in range(3)])
+            assert [each.status for each in answers] == [503 if is_lost else 500] * 3
+            if not is_lost:
+                replica.check_health()
+                return
+            with pytest.raises(ShoalError, match="the GPU fails"):
+                replica.check_health()
+
+    try:
+        asyncio.run(body())
+    finally:
+        device.device_lost.clear()

@@ -1,52 +1,50 @@
-"""A registered model as ONNX: what is not ONNX yet is traced by torch, whose library is imported here alone.
+"""A model as ONNX: what is not ONNX yet is traced by torch, whose library is imported here alone.
 
-The tracing exporter needs `onnx` and no further package, as the newer one does. What it fixes by mistake, such as a
-branch on the batch's size, shows where the answers are compared.
+Called by `export_model`, and by `shoal optimise` for networks that are not registered. The tracing exporter needs
+`onnx` and no further package, as the newer one does. What it fixes by mistake, such as a branch on the batch's size,
+shows where the answers are compared.
 """
 
 from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import ConfigError, needs_extra, summarize_error
+from shoal.errors import ConfigError, WeightsError, needs_extra, summarize_error
 from shoal.export.examples import Example
-from shoal.registry import ModelVersion
+from shoal.registry import ModelVersion, TensorSignature
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 def convert_to_onnx(found: ModelVersion, snapshot: WeightSnapshot, options: ModelOptions, example: Example) -> bytes:
     """Convert the model, traced with this example. Raises ConfigError, with the reason."""
-    with needs_extra("export"):
-        import onnx  # noqa: F401 - torch's exporter needs it
     import torch
 
     from shoal.serve.model.formats.onnx import read_signature
 
-    signature, file = found.manifest.signature, io.BytesIO()
-    tensors = tuple(torch.from_numpy(example.inputs[spec.name].copy()) for spec in signature.inputs)
+    signature, parent = found.manifest.signature, found.manifest.lineage.get("parent")
+    remedy = f"export {parent}, from which it was made" if parent else "use operations that ONNX has, or register ONNX"
+    payload = trace_to_onnx(
+        _open_module(found, snapshot),
+        [torch.from_numpy(example.inputs[spec.name].copy()) for spec in signature.inputs],
+        [spec.name for spec in signature.inputs],
+        [spec.name for spec in signature.outputs],
+        name_dynamic_axes((*signature.inputs, *signature.outputs), options),
+        found.ref,
+        remedy,
+    )
     try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # of the exporter's age, and of what the comparison finds
-            torch.onnx.export(
-                _open_module(found, snapshot),
-                tensors,
-                file,  # type: ignore[arg-type]
-                dynamo=False,
-                input_names=[spec.name for spec in signature.inputs],
-                output_names=[spec.name for spec in signature.outputs],
-                dynamic_axes=_name_dynamic_axes(found, options),
-            )
-    except Exception as error:  # of the exporter, or of user code under its tracing
-        problem = f"torch.onnx cannot convert it: {summarize_error(error)}"
-        raise ConfigError("model", found.ref, problem, "use operations that ONNX has, or register ONNX") from error
-    payload = file.getvalue()
-    converted = read_signature(payload, found.ref)
+        converted = read_signature(payload, found.ref)
+    except WeightsError as error:  # of weights in bfloat16, for example
+        problem = f"onnxruntime cannot compute its graph: {summarize_error(error.__cause__ or error)}"
+        raise ConfigError("model", found.ref, problem, remedy) from error
     wanted, got = (
         [(each.name, each.datatype) for each in (*tensors.inputs, *tensors.outputs)]
         for tensors in (signature, converted)
@@ -57,15 +55,48 @@ def convert_to_onnx(found: ModelVersion, snapshot: WeightSnapshot, options: Mode
     return payload
 
 
-def _name_dynamic_axes(found: ModelVersion, options: ModelOptions) -> dict[str, dict[int, str]]:
-    signature = found.manifest.signature
+def trace_to_onnx(
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    dynamic_axes: Mapping[str, Mapping[int, str]],
+    ref: str,
+    remedy: str,
+) -> bytes:
+    """Trace a module with these tensors. Raises ConfigError for the model `ref`, MissingExtra."""
+    with needs_extra("export"):
+        import onnx  # noqa: F401 - torch's exporter needs it
+    import torch
+
+    file = io.BytesIO()
+    try:
+        with warnings.catch_warnings(), torch.no_grad(), redirect_stdout(io.StringIO()):  # torch prints a failed graph
+            warnings.simplefilter("ignore")  # of the exporter's age, and of what the comparison finds
+            torch.onnx.export(
+                module,
+                tuple(tensors),
+                file,  # type: ignore[arg-type]
+                dynamo=False,
+                input_names=input_names,
+                output_names=output_names,
+                dynamic_axes=dynamic_axes,
+            )
+    except Exception as error:  # of the exporter, or of user code under its tracing
+        problem = f"torch.onnx cannot convert it: {summarize_error(error)}"
+        raise ConfigError("model", ref, problem, remedy) from error
+    return file.getvalue()
+
+
+def name_dynamic_axes(tensors: Iterable[TensorSignature], options: ModelOptions) -> dict[str, dict[int, str]]:
+    """Name the open dimensions of tensors, the batch alike in all of them."""
     return {
         spec.name: {
             index: "batch" if index == options.get_batch_dim(spec.name) else f"{spec.name}_{index}"
             for index, size in enumerate(spec.shape)
             if size == -1
         }
-        for spec in (*signature.inputs, *signature.outputs)
+        for spec in tensors
     }
 
 

@@ -28,7 +28,7 @@ class ExportSpec(Spec):
     into: str = ""
     replace: bool = False
     examples: list[str] = Field(default_factory=list)
-    tolerance: float = Field(default=1e-4, ge=0)
+    tolerance: float = Field(default=1e-4, ge=0, allow_inf_nan=False)
     max_batch_size: int = Field(default=64, ge=0)
     batch_dim: dict[str, Annotated[int, Field(ge=0)] | None] = Field(default_factory=dict)
     finite: bool = True

@@ -20,6 +20,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.cluster.capacity import count_gpu_slots, gpus_by_host
+from shoal.device_memory import limit_device_memory
 from shoal.errors import (
     Closed,
     ClusterError,
@@ -174,6 +175,7 @@ class LearnerWorker:
             from shoal.rl.learner import Learner
             from shoal.rl.learner_group import LearnerHub
 
+        limit_device_memory(spec.learner.num_gpus)
         store = start_weight_store(setting.run_id)
         self._publisher = RayWeightPublisher(store)
         source = RayExperienceSource(ray.get_actor(_gateway_name(setting.run_id), NAMESPACE))
@@ -230,6 +232,7 @@ class LearnerReplicaWorker:
 
             from shoal.rl.learner_replica import LearnerReplica
 
+        limit_device_memory(spec.learner.num_gpus)
         self._setting = setting
         self._replica = LearnerReplica(spec, experience)
         threading.Thread(target=self._run, name="learner-replica", daemon=True).start()

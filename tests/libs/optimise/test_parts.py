@@ -24,6 +24,7 @@ def measured(accuracy: float, latency_s: float, size: int = 1, flops: float | No
 def test_a_drop_is_of_the_value_or_in_its_unit() -> None:
     assert MaxDrop.parse("1%").compute_limit(0.9, is_higher_better=True) == pytest.approx(0.891)
     assert MaxDrop.parse("0.01").compute_limit(0.9, is_higher_better=True) == pytest.approx(0.89)
+    assert MaxDrop.parse("1e-3").compute_limit(0.9, is_higher_better=True) == pytest.approx(0.899)
     assert MaxDrop.parse("10 %").compute_limit(2.0, is_higher_better=False) == pytest.approx(2.2)
     assert MaxDrop.parse("10%").compute_limit(-2.0, is_higher_better=True) == pytest.approx(-2.2)
 
@@ -81,7 +82,11 @@ def test_other_numbers_are_compared_by_their_squares_and_several_outputs_add_up(
 
 @pytest.mark.parametrize(
     ("outputs", "targets", "axis"),
-    [((8, 10), (8,), -1), ((8, 64, 256), (8, 65), -1), ((8, 3, 20, 20), (8, 20, 20), 1), ((8, 10), (8, 10), None)],
+    [
+        *(((8, 10), (8,), -1), ((8, 64, 256), (8, 65), -1), ((8, 3, 20, 20), (8, 20, 20), 1), ((8, 10), (8, 10), None)),
+        *(((8, 3, 64), (8, 64), 1), ((8, 3, 3), (8, 3), -1)),  # as nn.CrossEntropyLoss has them; as text has
+        *(((8, 1), (8,), None), ((8, 1, 20, 20), (8, 20, 20), None)),  # one logit has no distribution
+    ],
 )
 def test_the_axis_of_classes_follows_from_the_labels(
     outputs: tuple[int, ...], targets: tuple[int, ...], axis: int | None

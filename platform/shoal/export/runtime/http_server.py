@@ -95,13 +95,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _read_body(self) -> bytes:
         """Read the request's body. Raises InferenceError (400, 408, 411, 413)."""
-        length_text = self.headers.get("Content-Length")
-        if length_text is None:
-            if "Transfer-Encoding" in self.headers:
-                self.close_connection = self.has_unread_input = True
-                raise InferenceError(411, "a body in chunks is not taken; send it with its Content-Length")
-            return b""
+        lengths = set(self.headers.get_all("Content-Length", []))
         try:
+            if "Transfer-Encoding" in self.headers:  # also beside a length, which a proxy may read in another way
+                raise InferenceError(411, "a body in chunks is not taken; send it with its Content-Length")
+            if len(lengths) > 1:
+                raise InferenceError(400, f"Content-Length is given as {' and '.join(sorted(lengths))}")
+            if not lengths:
+                return b""
+            length_text = lengths.pop()
             length = read_length({b"content-length": length_text.encode("latin-1")}, b"content-length") or 0
             limit = self.server.model.limits.max_body_bytes
             if length > limit:
@@ -159,7 +161,11 @@ def main() -> None:
         address = os.environ.get("HOST", "127.0.0.1"), read_number("PORT", 8000)
     except (ConfigError, WeightsError, OSError) as error:
         sys.exit(f"error: {error}")
-    with FolderServer(address, model) as server:
+    try:
+        server = FolderServer(address, model)
+    except (OSError, OverflowError) as error:
+        sys.exit(f"error: HOST = {address[0]!r}, PORT = {address[1]}: {error}")
+    with server:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: threading.Thread(target=server.shutdown).start())
         print(f"{model.description.name} is served at http://{address[0]}:{server.server_address[1]}", flush=True)  # noqa: T201

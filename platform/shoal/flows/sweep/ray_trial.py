@@ -14,6 +14,7 @@ from typing import Any
 
 from ray.tune import Trainable
 
+from shoal.device_memory import limit_device_memory
 from shoal.flows.sweep.loop_spec import add_module_folders
 from shoal.flows.sweep.trial import Trial, TrialRun, TrialSetting, make_run_id
 from shoal.gc_freeze import freeze_loaded_objects
@@ -64,19 +65,18 @@ class TuneTrial(Trainable):
 
     def _open(self, config: Mapping[str, Any]) -> None:
         setting, number = self._setting, parse_trial_name(self.trial_name)
+        limit_device_memory(setting.spec.gpus_per_trial)
         run_id, parameters = make_run_id(setting.sweep_id, number), config["trial"]["parameters"]
         if setting.spec.loop is not None:
             from shoal.flows.sweep.loop_trial import LoopTrial  # what the loop needs, trainings do not wait for
 
             loop = setting.spec.make_loop_spec(parameters)
-            limit_device_memory(loop.learner.device, setting.spec.gpus_per_trial)
             self._run: Trial = LoopTrial(run_id, loop, should_stop=setting.stop_file.exists)
             return
         spec = prepare_trial_spec(setting, parameters)
         checked = setting.checked.run
         if checked is None or any(path.startswith("args.") for path in parameters):
             checked = validate_run(spec)
-        limit_device_memory(spec.device, setting.spec.gpus_per_trial)
         self._run = TrialRun(
             run_id,
             spec,
@@ -122,14 +122,6 @@ def prepare_trial_spec(setting: TrialSetting, parameters: Mapping[str, object]) 
         changes = {"every_steps": spec.evaluate.every_steps, "keep": max(NUM_CHECKPOINTS, spec.checkpoint.keep)}
         spec = spec.update({"checkpoint": changes})
     return spec
-
-
-def limit_device_memory(device: str, share: float) -> None:
-    """Limit this process to its share: Ray gives several trials one device, and divides no memory between them."""
-    import torch
-
-    if 0 < share < 1 and device != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(share)
 
 
 def _make_ray_backend(

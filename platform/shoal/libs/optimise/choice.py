@@ -27,7 +27,7 @@ class MaxDrop:
     @classmethod
     def parse(cls, text: str) -> MaxDrop:
         """Raises ConfigError."""
-        matched = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", text.strip())
+        matched = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,2})?)\s*(%?)", text.strip(), re.IGNORECASE)
         if matched is None:
             remedy = "write 1% of the model's own value, or 0.01 in the metric's unit"
             raise ConfigError("--max-drop", text, "is no drop", remedy)

@@ -21,7 +21,7 @@ from rich.text import Text
 from shoal.cli.support.console import make_number_column, make_table
 from shoal.cli.support.output_files import prepare_output_folder, to_json_value, write_files
 from shoal.cost.cost_table import format_quantity
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, needs_extra
 from shoal.libs.optimise.choice import MaxDrop, find_front, is_within
 from shoal.libs.optimise.picture import plot_front
 from shoal.libs.optimise.request import OptimiseRequest
@@ -93,6 +93,8 @@ def optimise(
         max_drop=MaxDrop.parse(max_drop),
         **options,
     )
+    with needs_extra("report"):
+        import matplotlib  # noqa: F401 - a picture is drawn at the end
     folder = prepare_output_folder(out, "optimised")
     try:
         with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result

@@ -138,12 +138,14 @@ def compute_distillation_loss(outputs: Any, answers: Any, targets: Tensor | None
 def find_class_axis(outputs: Tensor, targets: Tensor | None) -> int | None:
     """Along which dimension the outputs are logits of classes, by integer labels that lack it; None: they are none.
 
-    Labels of text may be longer by a token, since its inputs are in the same tensor.
+    A single logit is none either: its softmax is 1. Labels of text may be longer by a token, since its inputs are in
+    the same tensor.
     """
-    if targets is None or targets.is_floating_point() or targets.ndim != outputs.ndim - 1:
+    if targets is None or targets.is_floating_point() or not 1 <= targets.ndim == outputs.ndim - 1:
         return None
-    is_image = outputs.ndim > 3 and outputs.movedim(1, -1).shape[:-1] == targets.shape
-    return 1 if is_image else -1
+    is_first = outputs.movedim(1, -1).shape[:-1] == targets.shape  # as nn.CrossEntropyLoss has them
+    axis = 1 if is_first and (outputs.ndim > 3 or outputs.shape[:-1] != targets.shape) else -1
+    return axis if outputs.shape[axis] > 1 else None
 
 
 def list_tensors(outputs: Any) -> list[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.errors import ConfigError
 from shoal.registry import ModelFactory
@@ -30,7 +30,8 @@ class Bf16Network(nn.Module):
         self.network = network
 
     def forward(self, *inputs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        device = next((each.device.type for each in inputs if isinstance(each, Tensor)), "cpu")
+        with torch.autocast(device, torch.bfloat16, cache_enabled=False):
             return self.network(*inputs)
 
 

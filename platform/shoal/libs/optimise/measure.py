@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from shoal.cost.measure.op_counter import count_ops
 from shoal.data import Data, Loader
-from shoal.libs.optimise.entry import name_outputs
 from shoal.libs.optimise.steps import Model
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.spmd.base import SingleProcessModel
@@ -54,10 +53,10 @@ class ServedNetwork(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         found = self._compute(name_inputs(inputs, self._signature))
-        tensors = {name: torch.from_numpy(np.asarray(found[name])) for name in name_outputs(self._example)}
+        tensors = [torch.from_numpy(np.asarray(each)) for each in found.values()]  # in order: a graph may rename them
         if isinstance(self._example, Mapping):
-            return tensors
-        return tuple(tensors.values()) if isinstance(self._example, tuple | list) else tensors["output"]
+            return dict(zip(self._example, tensors, strict=True))
+        return tuple(tensors) if isinstance(self._example, tuple | list) else tensors[0]
 
 
 def name_inputs(inputs: Sequence[Tensor], signature: Signature) -> Arrays:

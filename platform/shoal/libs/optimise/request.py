@@ -33,6 +33,13 @@ from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, load_data, make_task
 
 Say = Callable[[str], None]
+_OWN_FIELDS = {
+    "workers": "leave it out: a student is trained in this process",
+    "init": "leave it out: a student begins with weights of its own",
+    "name": "give --name",
+    "task": "give --data",
+    "stop.target": "leave it out, and give stop.epochs or stop.steps",
+}
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,9 @@ def open_subject(request: OptimiseRequest) -> Subject:
     list_tensors(outputs)
     metric, is_higher_better = _choose_metric(request, spec, task, outputs, batches[1])
     model = Model((), factory, payload, flops=count_network_flops(network, inputs[0]))
+    if request.cost == "flops" and model.flops is None:
+        problem = f"cannot be counted: {version.ref} has operations whose arithmetic is unknown"
+        raise ConfigError("--by", request.cost, problem, "choose latency, batch or size")
     return Subject(version, spec, task, data, model, network, outputs, inputs, metric, is_higher_better)
 
 
@@ -179,7 +189,12 @@ def _find_spec(request: OptimiseRequest, version: ModelVersion) -> TrainSpec:
     is_own = not request.data
     if is_own and factory.factory != TASK_FACTORY:
         problem = f"is needed, since {version.ref} was not registered by a Task"
-        raise ConfigError("--data", "", problem, "give file.py:MyTask, as `shoal run` takes it")
+        parent = version.manifest.lineage.get("parent")
+        instead = f", or name the model's parent, {parent}" if parent else ""
+        raise ConfigError("--data", "", problem, f"give file.py:MyTask, as `shoal run` takes it{instead}")
+    for each in request.overrides:
+        if (name := each.partition("=")[0]) in _OWN_FIELDS:
+            raise ConfigError(name, each.partition("=")[2], "is not for a student's training", _OWN_FIELDS[name])
     spec = spec_from_overrides([format_override("task", factory.kwargs["task"] if is_own else request.data)])
     if is_own:
         spec = spec.model_copy(update={"args": {**spec.args, **factory.kwargs["args"]}})

@@ -5,10 +5,8 @@ Called by `search`. Each takes a model of the registry's form and gives one; non
 
 from __future__ import annotations
 
-import io
 import tempfile
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,13 +16,15 @@ import torch
 from torch import nn
 
 from shoal.errors import ConfigError, needs_extra
+from shoal.export.convert import name_dynamic_axes, trace_to_onnx
 from shoal.libs.optimise import entry
 from shoal.registry import ModelFactory, Signature
+from shoal.serve.model.formats.onnx import read_signature
 from shoal.serve.model.precision import PrecisionConverter
+from shoal.serve.spec.model_options import ModelOptions
 
 Step = Literal["int8", "bf16", "onnx", "onnx-int8"]
 STEPS: tuple[Step, ...] = ("int8", "bf16", "onnx", "onnx-int8")
-_OPSET = 17
 _QUANTISED = [
     "MatMul",
     "Gemm",
@@ -65,7 +65,7 @@ def apply_step(model: Model, step: Step, teacher: ModelFactory, signature: Signa
         factory, payload = _convert_precision(model, step, teacher)
     else:
         factory = ModelFactory(format="onnx", kwargs=entry.hook_kwargs(teacher), **entry.hook_references(teacher))
-        payload = _export_onnx(entry.build_network(model.factory, model.payload), signature, inputs)
+        payload = _export_onnx(entry.build_network(model.factory, model.payload), teacher, signature, inputs)
         if step == "onnx-int8":
             payload = quantise_onnx(payload)
     return replace(model, steps=(*model.steps, step), factory=factory, payload=payload)
@@ -89,34 +89,21 @@ def _convert_precision(model: Model, precision: Any, teacher: ModelFactory) -> t
     return entry.make_factory(model.factory, precision, teacher), safetensors.torch.save(state)
 
 
-def _export_onnx(network: nn.Module, signature: Signature, inputs: Sequence[Any]) -> bytes:
+def _export_onnx(network: nn.Module, teacher: ModelFactory, signature: Signature, inputs: Sequence[Any]) -> bytes:
+    """Outputs have the signature's names; the network's own where a hook follows, or where it names them."""
     with torch.no_grad():
         outputs = network(*inputs)
-    input_names = [each.name for each in signature.inputs]
-    output_names = list(entry.name_outputs(outputs))
-    axes = {each.name: _find_open_axes(each.shape) for each in signature.inputs}
-    file = io.BytesIO()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the exporter's age
-            torch.onnx.export(
-                network,
-                tuple(inputs),
-                file,  # type: ignore[arg-type]
-                dynamo=False,  # the newer exporter needs two more packages
-                opset_version=_OPSET,
-                input_names=input_names,
-                output_names=output_names,
-                dynamic_axes={**axes, **{name: {0: "batch"} for name in output_names}},
-            )
-    except Exception as error:  # of the exporter, or of user code under its tracing
-        problem = f"torch.onnx cannot export it: {str(error).strip().splitlines()[0]}"
-        raise ConfigError("--try", "onnx", problem, "use operations that ONNX has, or leave it out") from error
-    return file.getvalue()
-
-
-def _find_open_axes(shape: Sequence[int]) -> dict[int, str]:
-    return {axis: f"size{axis}" if axis else "batch" for axis, size in enumerate(shape) if size == -1}
+    described = [*signature.inputs, *(() if teacher.postprocess else signature.outputs)]
+    input_names, output_names = [each.name for each in signature.inputs], list(entry.name_outputs(outputs))
+    if not (teacher.postprocess or isinstance(outputs, Mapping)):
+        own = [each.name for each in signature.outputs]
+        output_names = [*own, *output_names[len(own) :]]
+    axes = name_dynamic_axes(described, ModelOptions())
+    dynamic = {name: axes.get(name, {0: "batch"}) for name in (*input_names, *output_names)}
+    payload = trace_to_onnx(network, inputs, input_names, output_names, dynamic, "the network", "leave it out")
+    if (taken := [each.name for each in read_signature(payload, "the network").inputs]) != input_names:
+        raise ConfigError("--try", "onnx", f"its graph takes {', '.join(taken)} alone", "use every input in forward")
+    return payload
 
 
 def quantise_onnx(payload: bytes) -> bytes:

@@ -5,14 +5,27 @@ Called by the predictor when it loads its first version. The choice is a pure fu
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+
+import torch
 
 from shoal.errors import ConfigError
 from shoal.serve.spec.model_options import ModelOptions
 
 NUM_TIMINGS = 5
+device_lost = threading.Event()  # CUDA fails in this process from now on, as after a failed assertion in a kernel
+
+
+def is_device_lost() -> bool:
+    """Whether an error of CUDA was not the last one; then `device_lost` is set, and this process is of no more use."""
+    try:
+        torch.cuda.synchronize()
+    except torch.AcceleratorError:
+        device_lost.set()
+    return device_lost.is_set()
 
 
 def devices(options: ModelOptions, has_cuda: bool) -> list[str]:

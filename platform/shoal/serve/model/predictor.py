@@ -15,11 +15,13 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import torch
 
-from shoal.errors import ModelError, WeightsError
+from shoal.device_memory import explain_out_of_memory
+from shoal.errors import ConfigError, InferenceError, ModelError, WeightsError
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import ModelFactory, Signature
+from shoal.runs.formatting import format_size
 from shoal.serve.messages.decoded_request import Arrays
-from shoal.serve.model.device import devices, select_fastest, time_forwards
+from shoal.serve.model.device import devices, is_device_lost, select_fastest, time_forwards
 from shoal.serve.model.formats import Forward, Template, TemplateConfig, has_cuda, open_template
 from shoal.serve.model.formats.size_limits import NO_LIMITS, LimitedForward
 from shoal.serve.model.hooks import Hook, find_hook
@@ -64,10 +66,13 @@ class Predictor:
         self._preprocess = find_hook("preprocess", factory, options)
         self._postprocess = find_hook("postprocess", factory, options)
         has_hooks = self._preprocess is not None, self._postprocess is not None
-        self._templates = {
-            device: open_template(TemplateConfig(factory, signature, options, device, torch_threads, *has_hooks))
-            for device in devices(options, has_cuda(factory.format))
-        }
+        self._templates: dict[str, Template] = {}
+        for device in devices(options, has_cuda(factory.format)):
+            config = TemplateConfig(factory, signature, options, device, torch_threads, *has_hooks)
+            try:
+                self._templates[device] = open_template(config)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError("device", device, explain_out_of_memory(error, "the model")) from None
         self._load_lock = threading.Lock()  # locked while the first version selects a device
         self._is_warm = False
         self._has_example = options.warm_up
@@ -108,7 +113,11 @@ class Predictor:
         return model
 
     def _load_version(self, template: Template, snapshot: WeightSnapshot) -> LoadedModel:
-        forward = template.load(snapshot)
+        try:
+            forward = template.load(snapshot)
+        except torch.OutOfMemoryError as error:
+            what = f"version {snapshot.version}, whose weights are {format_size(len(snapshot.payload))}"
+            raise WeightsError(explain_out_of_memory(error, what)) from None
         steps = self.layout, self._collator, self._padding_cost, self._check, self._preprocess, self._postprocess
         model = LoadedModel(snapshot.version, forward, *steps)
         if isinstance(forward, LimitedForward) and self._preprocess is None:  # a hook's arrays are no request's
@@ -131,6 +140,8 @@ class Predictor:
                 model.predict_batch(examples[size])
             if has_one_shape(signature) and not self._is_warm:
                 self.warm_up_times = time_warm_forwards(lambda size: model.predict_batch(examples[size]), sizes)
+        except ConfigError:  # of an option that this model does not admit
+            raise
         except Exception as error:  # any error on an example is the reason not to serve
             if not self._is_warm and not self._must_answer:
                 self._has_example = False
@@ -152,7 +163,7 @@ class Predictor:
                 model = self._load_version(template, snapshot)
                 times[device] = time_forwards(lambda size, model=model: model.predict_batch(inputs[size]), sizes)  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001 - on any error it cannot be measured here
-                rejection = error if isinstance(error, WeightsError) else rejection
+                rejection = error if rejection is None and isinstance(error, WeightsError) else rejection
                 logger.warning("%s cannot be measured: it does not answer an example (%s)", device, error)
         if rejection is not None and not times:
             raise rejection
@@ -225,6 +236,15 @@ class LoadedModel:
             outputs = self._forward(inputs)
             if self._postprocess is not None:
                 outputs = self._postprocess(outputs)
+        except torch.OutOfMemoryError as error:  # a batch of several requests is tried in halves
+            problem = explain_out_of_memory(error, f"{num_rows} rows")
+            logger.warning("version %d: %s", self.version, problem)
+            raise InferenceError(500, problem) from None
+        except torch.AcceleratorError:
+            if not is_device_lost():
+                raise
+            logger.exception("version %d: the GPU fails from now on", self.version)
+            raise InferenceError(503, "this replica's GPU has failed; another replica takes over", 1.0) from None
         except SystemExit as error:  # it would end the computing thread and the awaiting task
             raise ModelError(500, f"the model raised {error!r}") from error
         found = self._check.validate(outputs, num_rows)

@@ -22,6 +22,7 @@ import ray.data
 import ray.util.annotations
 
 from shoal.cluster.capacity import GPU_GRAINS, gpu_share, gpus_by_host, require_gpus, wait_for_resource
+from shoal.device_memory import limit_device_memory
 from shoal.errors import ClusterError, DataError, RunError, error_summary
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
@@ -52,7 +53,8 @@ class BatchJob:
 class PredictWorker:
     """Ray Data's object in each worker: forwards to a TablePredictor."""
 
-    def __init__(self, job: BatchJob) -> None:
+    def __init__(self, job: BatchJob, num_gpus: float) -> None:
+        limit_device_memory(num_gpus)
         self._predictor = TablePredictor(
             job.source.load_package(job.version),
             job.options,
@@ -143,7 +145,7 @@ def _map(rows: ray.data.Dataset, job: BatchJob, count: int, reserved: Mapping[st
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
         return rows.map_batches(
             PredictWorker,
-            fn_constructor_args=(job,),
+            fn_constructor_args=(job, reserved.get("num_gpus", 0.0)),
             batch_format="pyarrow",
             batch_size=BLOCK_ROWS,
             compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),

@@ -19,12 +19,14 @@ import psutil
 import torch
 
 from shoal.batching.batcher import Batcher
+from shoal.device_memory import limit_device_memory
 from shoal.errors import ShoalError
 from shoal.serve.grpc.app import GrpcApp
 from shoal.serve.grpc.service import InferenceServicer
 from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import Caller, InferCall, Outputs
 from shoal.serve.messages.replica_report import ReplicaReport
+from shoal.serve.model.device import device_lost
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.prometheus import render
 from shoal.serve.protocol.request_lifecycle import EndpointApp
@@ -60,6 +62,7 @@ class EndpointReplica:
     ) -> None:
         """Run it on the event loop that will serve."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        limit_device_memory(spec.num_gpus or 0.0)
         torch.set_num_threads(spec.torch_threads)  # of this thread, for the forwards that the batcher runs here
         self._spec, self._is_closed = spec, threading.Event()
         self._access = AccessControl(
@@ -107,11 +110,13 @@ class EndpointReplica:
             logger.warning("503 until there are weights: %s", cause)
 
     def check_health(self) -> None:
-        """Raise ShoalError when this replica must be replaced: a thread has died, a forward hangs, a model leaks
-        memory."""
+        """Raise ShoalError when this replica must be replaced: a thread has died, the GPU fails, a forward hangs, a
+        model leaks memory."""
         if not (self._batcher.is_alive and self._follower.is_alive):
             raise ShoalError("a thread of this replica has died")
         self.manager.check_health()
+        if device_lost.is_set():
+            raise ShoalError("the GPU fails since an error in a forward, which the log of this replica has")
         if (computing_s := self._batcher.computing_s) > self._spec.hang_s:
             raise ShoalError(f"a forward has taken {computing_s:.1f} s, and hang_s is {self._spec.hang_s:g}")
         most_gib = self._spec.max_memory_gib

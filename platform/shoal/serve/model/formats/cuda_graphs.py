@@ -13,11 +13,14 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shoal.errors import ConfigError, summarize_error
+from shoal.serve.model.formats.host_copy import copy_to_host
 
 NUM_CAPTURE_WARM_UPS = 3  # libraries allocate and choose their kernels in the first calls
 
@@ -99,29 +102,35 @@ class _Graph:
         self._replay()
         outputs = self._outputs
         if isinstance(outputs, Mapping):
-            return {name: _copy_to_host(output, num_rows) for name, output in outputs.items()}
+            return dict(zip(outputs, _copy_rows(outputs.values(), num_rows), strict=True))
         if isinstance(outputs, tuple | list):
-            return [_copy_to_host(output, num_rows) for output in outputs]
-        return _copy_to_host(outputs, num_rows)
+            return _copy_rows(outputs, num_rows)
+        return _copy_rows([outputs], num_rows)[0]
 
 
 def capture_graph(compute: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
     """Capture `compute` with memory of the pool; returns a function that replays it on the same memory, and its
-    outputs. Other threads may use the device meanwhile."""
+    outputs. Other threads may use the device meanwhile. Raises ConfigError for what cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     with _capturing, torch.cuda.stream(torch.cuda.current_stream()):  # also after a capture that fails
         for _ in range(NUM_CAPTURE_WARM_UPS):  # on the stream of the replays, whose libraries' workspaces they share
             compute()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            outputs = compute()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                outputs = compute()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the model, or of CUDA, on an operation that no graph can have
+            problem = f"the model cannot be captured: {summarize_error(error)}"
+            remedy = "leave it out, or let forward neither read values of the device nor wait for it"
+            raise ConfigError("cuda_graphs", True, problem, remedy) from error
     return graph.replay, outputs
 
 
-def _copy_to_host(output: Any, num_rows: int) -> Any:
+def _copy_rows(outputs: Iterable[Any], num_rows: int) -> list[Any]:
     """Copy the batch's rows out of the memory that the next batch overwrites; a value without rows is copied in full.
 
     The copy waits for the replay: both are on the calling thread's stream.
     """
-    if not isinstance(output, Tensor):
-        return output
-    return (output[:num_rows] if output.ndim else output).to("cpu", copy=True)
+    rows = (each[:num_rows] if isinstance(each, Tensor) and each.ndim else each for each in outputs)
+    return copy_to_host(rows)

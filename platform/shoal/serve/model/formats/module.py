@@ -9,6 +9,8 @@ disturbed, and a live version costs a fraction of a millisecond.
 | compiled | an argument of one compiled function | torch.compile ties a graph to the module object, not to tensors |
 | graphed  | see `cuda_graphs`                    | a CUDA graph is tied to addresses                               |
 
+With both options the compiled function is what a graph captures, with the tensors at its addresses.
+
 A module without an independent copy (see `module_copy`) is rebuilt for each version, and the weights are copied into
 it. The original module has no weights, except a compiled or graphed one.
 """
@@ -33,7 +35,7 @@ from shoal.serve.model.formats.cuda_graphs import GraphedModule
 from shoal.serve.model.formats.module_copy import can_reach, list_state_tensors
 from shoal.serve.model.formats.template import Forward, TemplateConfig
 from shoal.serve.model.formats.torch_forward import choose_kernels, make_torch_forward
-from shoal.serve.model.precision import PrecisionConverter
+from shoal.serve.model.precision import Int8Linear, PrecisionConverter
 from shoal.weights import WeightSnapshot
 
 State = Mapping[str, Tensor]
@@ -55,6 +57,7 @@ class ModuleTemplate:
         self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in module.state_dict().items()}
         # A mask may contain infinities on purpose, and then has them from the start.
         self._unbounded = {name for name, tensor in module.state_dict().items() if _count_not_finite(tensor)}
+        self._has_int8 = any(isinstance(layer, Int8Linear) for layer in module.modules())  # registered so
         self._by_name = callable(getattr(module, "predict", None))
         self._precision = self._prepare(module)
         self._bind = self._select_binding(module)
@@ -67,11 +70,10 @@ class ModuleTemplate:
         return module.eval().requires_grad_(False)
 
     def _prepare(self, module: nn.Module) -> PrecisionConverter:
-        """Prepare a module for the weights of a version: its precision, kernels and device."""
+        """Prepare a module for the weights of a version: its precision and kernels."""
         precision = PrecisionConverter(self._setting.options.precision, module)
         if self._setting.device == "cpu" and not self._setting.options.compile:  # a compiler chooses its own
             choose_kernels(module)
-        module.to(self._setting.device)
         return precision
 
     def _select_binding(self, module: nn.Module) -> Callable[[State], Callable[..., Any]]:
@@ -79,21 +81,32 @@ class ModuleTemplate:
         requested way."""
         options, own = self._setting.options, list_state_tensors(module)
         bare = _copy_without_weights(module)
+        get_callable: Callable[[nn.Module], Callable[..., Any]] = self._get_callable
+        if options.compile or options.cuda_graphs:
+            module.to(self._setting.device)
         if options.compile:
             if bare is not None and can_reach(bare, own, barred=[module]):
                 raise ConfigError("compile", True, "is not for a module that keeps its weights in a list", _REMEDY)
-            return CompiledModule(module, self._setting, by_name=self._by_name).bind
+            compiled = CompiledModule(module, self._setting, by_name=self._by_name)
+            if not options.cuda_graphs:
+                return compiled.bind
+            get_callable = lambda slot: compiled.bind(slot.state_dict())  # noqa: E731
         if options.cuda_graphs:
             _require_fixed(self._setting)
             if bare is None or can_reach(bare, [module]):
                 raise ConfigError("cuda_graphs", True, "is not for a module that functions within it hold", _REMEDY)
-            return GraphedModule(module, self._get_callable).bind
+            return GraphedModule(module, get_callable).bind
         if bare is None or can_reach(bare, [module, *own]):
             return self._bind_rebuilt
+        # What is in no state is alike in all versions; weights of the template's own have no use there.
+        bare._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self._setting.device))
         return partial(self._bind_copy, bare)
 
     def load(self, snapshot: WeightSnapshot) -> Forward:
         snapshot.verify()
+        if self._has_int8 and self._setting.device != "cpu":
+            problem = "has int8 layers, which compute on the CPU alone: set device: cpu, or auto"
+            raise WeightsError(f"version {snapshot.version} {problem}")
         try:
             tensors = safetensors.torch.load(snapshot.payload)  # in their own memory; NumPy has no bfloat16
         except (SafetensorError, ValueError, KeyError) as error:
@@ -110,6 +123,7 @@ class ModuleTemplate:
     def _bind_rebuilt(self, state: State) -> Callable[..., Any]:
         module = self._build_module()
         self._prepare(module)
+        module.to(self._setting.device)
         module.load_state_dict(state)
         return self._get_callable(module)
 

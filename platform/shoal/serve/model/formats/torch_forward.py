@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from shoal.errors import InferenceError
 from shoal.registry.manifest import TensorSignature
+from shoal.serve.model.formats.host_copy import copy_to_host
 from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
 
 # Floating-point outputs whose type a forward's precision may have changed, and the signature's type.
@@ -63,6 +64,9 @@ def make_torch_forward(call: Callable[..., Any], setting: TemplateConfig, *, by_
         tensors = tensors_of(inputs)
         with inference_mode():
             found = run(inputs, tensors)
+            if device.type != "cpu":
+                names = [name for name, each in found.items() if isinstance(each, Tensor) and each.is_cuda]
+                found.update(zip(names, copy_to_host(found[name] for name in names), strict=True))
         for name in found:
             found[name] = _array(found[name])
         return found
@@ -123,8 +127,6 @@ def _array(value: Any) -> np.ndarray:
     """The tensor as an array in unshared memory: a model may retain its output and write the next batch's to it."""
     if not isinstance(value, Tensor):
         return np.array(value)
-    if value.is_cuda:
-        value = value.cpu()
     if value.dtype == torch.bfloat16:
         value = value.view(torch.uint16)
     if _count_owners(value) > _SOLE_OWNER:
