@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,14 +64,19 @@ class FakeServe:
         assert not self.is_there, "it would join one that is ending"
         self._call("start")
 
-    def run(self, application: object, name: str, route_prefix: str) -> object:
-        deployments = {"ReplicaWorker": SimpleNamespace(message=self.message)}
-        self.applications[name] = SimpleNamespace(deployments=deployments, status="RUNNING")
+    def RunTarget(self, application: object, name: str, route_prefix: str) -> str:  # noqa: N802 - as Serve has it
+        return name
+
+    def run_many(self, targets: list[str], wait_for_applications_running: bool) -> list[object]:
+        deployments = {"ReplicaWorker": SimpleNamespace(message=self.message, replica_states={})}
+        self.applications[targets[0]] = SimpleNamespace(deployments=deployments, status="RUNNING")
+        self.is_there = True
         self._call("run")
-        return object()
+        return [object()]
 
     def delete(self, name: str) -> None:
         self._call("delete")
+        self.applications.pop(name, None)
 
     def shutdown(self) -> None:
         self._call("shutdown")
@@ -87,7 +92,7 @@ class FakeServe:
 @contextmanager
 def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
     """`shoal.serve.on_ray.deployment` on a cluster with these named actors, on which one driver lives."""
-    from shoal.serve.on_ray import deployment, ownership, removal, shared_cluster
+    from shoal.serve.on_ray import deployment, ownership, removal, shared_cluster, wanted_replicas
 
     class Controller:
         def __init__(self, setting: ControllerConfig) -> None:
@@ -100,18 +105,20 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
             serve.done.append("end")
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (deployment, removal):
+        for module in (deployment, removal, shared_cluster, wanted_replicas):
             patch.setattr(module, "serve", serve)
+        patch.setattr(shared_cluster, "lock_serve", nullcontext)
+        patch.setattr(deployment, "lock_serve", nullcontext)
         for module in (removal, shared_cluster):
             patch.setattr(module, "shut_down_serve", serve.shutdown)
-        patch.setattr(shared_cluster, "get_driver_id", lambda: LIVING)
         patch.setattr(shared_cluster, "is_serve_running", serve.has_serve)
         patch.setattr(deployment, "RayControllerClient", Controller)
         patch.setattr(deployment, "build_application", lambda *arguments: None)
-        patch.setattr(deployment, "find_growth", lambda: Growth({}))
+        patch.setattr(deployment, "find_growth", lambda: None)
         patch.setattr(deployment, "get_driver_id", lambda: LIVING)
         patch.setattr(ownership, "living_drivers", lambda: {LIVING})
         patch.setattr(ownership, "_controllers", lambda: list(actors))
+        patch.setattr(ownership, "read_owner", lambda actor: "ada@head")
         patch.setattr(removal, "is_serve_running", serve.has_serve)
         patch.setattr(removal, "stop_controller", lambda actor: serve.done.append(f"end {actor}"))
         yield
@@ -161,7 +168,7 @@ def test_closing_goes_on_whatever_fails_and_does_nothing_twice() -> None:
         with pytest.raises(KeyboardInterrupt):
             endpoint.close()
         endpoint.close()
-    assert serve.done == ["make", "start", "run", "delete", "end", "shutdown"]
+    assert serve.done == ["make", "start", "run", "delete", "shutdown", "end"]
 
 
 def test_an_endpoint_between_two_replicas_says_so_and_ends_nobody() -> None:
@@ -182,15 +189,6 @@ def test_an_endpoint_whose_driver_is_gone_makes_room() -> None:
     assert serve.done == ["shutdown", f"end endpoint-old-0a1b2c3d@{GONE}", "make", "start", "run"]
 
 
-@pytest.mark.parametrize("applications", [(), ("old",)], ids=["while it starts", "up"])
-def test_an_endpoint_whose_driver_lives_is_named_also_while_it_starts(applications: tuple[str, ...]) -> None:
-    serve = FakeServe(*applications)
-    serve.is_there = True
-    with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(old\): close that endpoint first"):
-        deploy(serve, f"endpoint-old-0a1b2c3d@{LIVING}")
-    assert serve.done == []
-
-
 def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.serve.on_ray import removal
 
@@ -208,28 +206,12 @@ def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkey
     assert stays.done == []
 
 
-def test_an_endpoint_that_another_driver_makes_meanwhile_stays() -> None:
-    """Its controller comes between two looks, and is there before its Serve is."""
-    from shoal.serve.on_ray import ownership, removal
-
-    serve, actors = FakeServe(), [f"endpoint-old-0a1b2c3d@{GONE}"]
-
-    def has_serve() -> bool:
-        actors.append(f"endpoint-new-0a1b2c3d@{LIVING}")
-        return True
-
-    with faked(serve), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ownership, "_controllers", lambda: list(actors))
-        patch.setattr(removal, "is_serve_running", has_serve)
-        with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(new\)"):
-            removal.remove_abandoned_endpoint()
-    assert serve.done == []
-
-
 def test_a_name_that_is_taken_is_refused_before_anything_starts() -> None:
     from shoal.serve.on_ray.ownership import require_free_name
 
-    refusal = pytest.raises(ClusterError, match="this cluster has an endpoint 'old', and each has a name of its own")
+    refusal = pytest.raises(
+        ConfigError, match=r"'old': is the name of an endpoint of ada@head.*`shoal serve delete old`"
+    )
     with faked(FakeServe(), (f"endpoint-old-0a1b2c3d@{LIVING}",)), refusal:
         require_free_name("old")
     with faked(FakeServe(), (f"endpoint-old-0a1b2c3d@{LIVING}",)):
@@ -254,8 +236,8 @@ def test_an_endpoint_whose_driver_was_killed_makes_room_on_a_cluster(cluster: Em
     before = ownership.living_drivers()
     with Program([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE) as driver:
         left = driver.wait_for_line("^http://.*")[0]
-        with pytest.raises(ClusterError, match="close that endpoint first"):
-            deployment.deploy(EndpointSpec(name="next", num_cpus=0.1), [model_from_ref("left@1")])
+        with pytest.raises(ConfigError, match=r"endpoint.name = 'left': is the name of an endpoint of \S+@\S+ on this"):
+            deployment.deploy(EndpointSpec(name="left", num_cpus=0.1), [model_from_ref("left@1")])
         drivers = ownership.living_drivers() - before
         driver.process.kill()
         driver.wait()
@@ -274,17 +256,15 @@ def test_an_endpoint_whose_driver_was_killed_makes_room_on_a_cluster(cluster: Em
 @pytest.mark.parametrize(
     ("applications", "actors"),
     [
-        (["old"], [f"endpoint-old-0a1b2c3d@{LIVING}"]),
         (["old"], ["endpoint-old-0a1b2c3d"]),  # Serve's own, of a file
         (["old", "other"], [f"endpoint-old-0a1b2c3d@{GONE}"]),
-        (["old"], [f"endpoint-old-0a1b2c3d@{GONE}", f"endpoint-new-0a1b2c3d@{LIVING}"]),
         (["other"], []),
     ],
 )
 def test_what_somebody_keeps_up_stays(applications: list[str], actors: list[str]) -> None:
     serve = FakeServe(*applications)
     with pytest.raises(
-        ClusterError, match=rf"\({', '.join(applications)}\): close that endpoint first.*serve shutdown"
+        ClusterError, match=rf"\({', '.join(applications)}\), and not for `shoal serve deploy`.*serve shutdown"
     ):
         deploy(serve, *actors)
     assert serve.done == []
@@ -461,7 +441,7 @@ ray.init(namespace="shoal", log_to_driver=False)
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.on_ray.deployment import deploy
 from shoal.serve.spec.model_source import model_from_ref
-endpoint = deploy(EndpointSpec(name=sys.argv[1], num_cpus=0.1), [model_from_ref("shared@1")], is_shared=True)
+endpoint = deploy(EndpointSpec(name=sys.argv[1], num_cpus=0.1), [model_from_ref("shared@1")])
 print(endpoint.url, flush=True)
 sys.stdin.read()
 endpoint.close()

@@ -307,13 +307,18 @@ def test_ctrl_c_while_it_is_submitted_stops_the_job_that_may_have_begun(cluster:
     assert [job.stopped for job in cluster.jobs.values()] == [1]
 
 
-def test_a_second_endpoint_is_refused_before_a_job_is_started(cluster: FakeCluster, recorders: list[Any]) -> None:
+def test_a_second_endpoint_of_a_name_is_refused_before_a_job_is_started(
+    cluster: FakeCluster, recorders: list[Any]
+) -> None:
     cluster.begin = becomes_ready(recorders)
     assert shoal_program("deploy", "fashion").exit_code == 0
-    error = shoal_program("deploy", "tabular").exception
-    assert isinstance(error, ClusterError)
-    assert "this cluster has an endpoint, fashion, and cannot have two: `shoal serve deploy MODEL --into" in str(error)
+    error = shoal_program("deploy", "tabular", "--name", "fashion").exception
+    assert isinstance(error, ConfigError)
+    assert "endpoint.name = 'fashion': is the name of an endpoint on this cluster" in str(error)
     assert len(cluster.jobs) == 1
+    cluster.begin = becomes_ready(recorders, "tabular")
+    assert shoal_program("deploy", "tabular").exit_code == 0
+    assert len(cluster.jobs) == 2
 
 
 def test_delete_stops_the_job_of_the_endpoint(cluster: FakeCluster, recorders: list[Any]) -> None:

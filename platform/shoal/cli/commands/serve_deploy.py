@@ -49,6 +49,7 @@ from shoal.registry import Registry, split_ref
 from shoal.runs import EndpointRecord
 from shoal.runs.record.provenance import format_masked_command, make_command_variable, split_secrets
 from shoal.runs.report.event_messages import describe_wait
+from shoal.serve.spec.endpoint import describe_taken_name
 from shoal.serve.spec.reach import EVERY_NODE
 from shoal.serve.spec.scale import MAX_REPLICAS
 
@@ -77,10 +78,11 @@ def deploy(
 ) -> None:
     """Serve registered models on a running cluster; returns when they answer.
 
-    The endpoint stays until `shoal serve delete`, or until the cluster goes down. It follows an alias: promote another
-    version, and the endpoint switches to it. NAME alone is the present newest version, and stays. Words A.B=C set
-    fields of the endpoint (docs/serving.md lists them); a YAML file can hold the full spec. A remote cluster takes
-    models from its own registry, and the current folder is uploaded.
+    A cluster has any number of endpoints, each with a name of its own: the first has the root of their address, each
+    later one the path /NAME. An endpoint stays until `shoal serve delete`, or until the cluster goes down. It follows
+    an alias: promote another version, and the endpoint switches to it. NAME alone is the present newest version, and
+    stays. Words A.B=C set fields of the endpoint (docs/serving.md lists them); a YAML file can hold the full spec. A
+    remote cluster takes models from its own registry, and the current folder is uploaded.
 
     \b
     Examples:
@@ -106,8 +108,11 @@ def deploy(
         return
     check(spec)  # here, where the user can still correct it
     cluster = _require_cluster(cluster)
-    _require_no_endpoint(cluster)
-    check_address(spec)
+    there = _list_job_endpoints(cluster)
+    if (name := _get_name(spec)) in there:
+        raise describe_taken_name(name, "")
+    if not there:  # else the address is theirs
+        check_address(spec)
     run_id = new_run_id()
     interrupt_on_termination()
     shown, secrets = split_secrets(fields)
@@ -207,13 +212,15 @@ def _parse_model_options(models: Sequence[str], arguments: Sequence[str]) -> dic
     return {model: merge(everybodys, own.get(name, {})) for model, name in zip(models, names, strict=True)}
 
 
-def _require_no_endpoint(cluster: ClusterHandle) -> None:
-    """A cluster has one endpoint. Raises ClusterError before a job would."""
+def _list_job_endpoints(cluster: ClusterHandle) -> list[str]:
+    """The names of the endpoints that jobs of this cluster keep up."""
     jobs = {info.submission_id for info in list_jobs(cluster) if not info.status.is_over}
-    for there in list_endpoints():
-        if there.run_id in jobs:
-            remedy = f"`shoal serve deploy MODEL --into {there.name}` adds to it, `shoal serve delete` ends it"
-            raise ClusterError(f"this cluster has an endpoint, {there.name}, and cannot have two: {remedy}")
+    return [each.name for each in list_endpoints() if each.run_id in jobs]
+
+
+def _get_name(spec: ServingSpec) -> str:
+    own = spec.endpoint.name
+    return split_ref(spec.models[0])[0] if own == NAMED_BY_MODEL else own
 
 
 def _parse_fields(arguments: Sequence[str]) -> list[str]:
@@ -286,7 +293,7 @@ def _list_run_endpoints(run_id: str) -> list[EndpointRecord]:
 
 
 JOB_POLL_S = 0.5
-_READY = re.compile(r"^serving \S+ \(now \S+\) at (https?://[^/\s]+)", re.MULTILINE)
+_READY = re.compile(r"^serving \S+ \(now \S+\) at (https?://\S+)/v2/models/", re.MULTILINE)
 _GRPC = re.compile(r"^serving gRPC at (\S+)", re.MULTILINE)
 
 
@@ -296,11 +303,8 @@ def deploy_remote(
     """Returns when the remote models answer. Raises ClusterError, ConfigError, ConnectionLost, RunError."""
     if not spec.models:
         raise ConfigError("models", [], "there is nothing to serve", "name a model of the cluster's registry")
-    if there := _list_remote_endpoints(cluster, module):
-        remedy = f"`shoal serve delete --address {cluster.dashboard_url}` ends it"
-        raise ClusterError(f"this cluster has an endpoint, {', '.join(there)}, and cannot have two: {remedy}")
-    own = spec.endpoint.name
-    name = split_ref(spec.models[0])[0] if own == NAMED_BY_MODEL else own
+    if (name := _get_name(spec)) in _list_remote_endpoints(cluster, module):
+        raise describe_taken_name(name, "")
     shown, secrets = split_secrets([*map(_make_file_relative, fields), format_override("endpoint.name", name)])
     run_id = new_run_id()
     env = {"SHOAL_RUN_ID": run_id, **make_command_variable(format_masked_command(["shoal", *sys.argv[1:]])), **secrets}

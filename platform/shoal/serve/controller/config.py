@@ -17,12 +17,13 @@ from shoal.cluster.ingress.time_limits import ANSWER_S
 from shoal.errors import ConfigError
 from shoal.home import home
 from shoal.registry import Registry
+from shoal.runs.record.provenance import find_owner
 from shoal.serve.controller.state import Deployment
-from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.endpoint import DETACHED, EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel, RegistryCatalogue
 
 LOAD_TIMEOUT_S = 300.0  # of a model's versions on every replica
-_ACTOR_NAME = re.compile(r"endpoint-(.+)-[0-9a-f]+@([0-9a-f]+)")
+_ACTOR_NAME = re.compile(rf"endpoint-(.+)-[0-9a-f]+@([0-9a-f]+|{DETACHED})")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ class ControllerConfig:
     registry:   source of models that are loaded later
     options:    options of those models, by name; "" for all others
     idle_s:     without a call from a replica for so long, the controller ends
-    driver:     Ray's id of the job that keeps the endpoint up; "" when Serve does (`serve_app`)
+    driver:     Ray's id of the job that keeps the endpoint up; DETACHED for one that stays without; "" when Serve does
+                (`serve_app`)
+    owner:      who has deployed it, USER@HOST
     grpc:       the endpoint's host:port for gRPC; "" for none
     num_replicas: the endpoint's least number of replicas
     may_sleep: whether it has no replica while it is idle
@@ -50,6 +53,7 @@ class ControllerConfig:
     options: Mapping[str, dict[str, Any]]
     idle_s: float = 120.0
     driver: str = ""
+    owner: str = ""
     grpc: str = ""
     num_replicas: int = 0
     may_sleep: bool = False
@@ -100,6 +104,7 @@ def build_controller_config(
         home() / "endpoints",
         str(Registry().root),
         known,
+        owner=find_owner(),
         grpc=spec.grpc_address,
         tls=None if spec.tls is None else spec.tls.files,
         num_replicas=spec.least_replicas,

@@ -35,6 +35,10 @@ def _require_countable_gpus(num_gpus: float) -> float:
 
 GpuCount = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_require_countable_gpus)]
 
+DETACHED = "detached"  # the lifetime of an endpoint that needs no driver
+# Paths of the endpoint that has the root: another one below them would take its requests.
+ROOT_PATHS = ("v2", "shoal", "metrics", "openapi.json")
+
 # One full batch is computed while the next one gathers.
 BATCHES_PER_REPLICA = 2
 DEFAULT_OBJECTIVE_S = 0.5
@@ -55,6 +59,13 @@ def _mark_explicit(spec: SpecT, explicit: dict[str, Any]) -> SpecT:
         name: _mark_explicit(values[name], each) for name, each in explicit.items() if isinstance(values[name], Spec)
     }
     return spec.model_construct(_fields_set=set(explicit), **{**values, **nested})
+
+
+def describe_taken_name(name: str, owner: str) -> ConfigError:
+    """The error for a second endpoint of one name on a cluster. owner: that of the first; "" where it is not known"""
+    problem = f"is the name of an endpoint{f' of {owner}' if owner else ''} on this cluster"
+    remedy = f"give another name, or end that one first: `shoal serve delete {name}`"
+    return ConfigError("endpoint.name", name, problem, remedy)
 
 
 def with_default_values(**values: object) -> BeforeValidator:
