@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
+import grpc
 import numpy as np
 import pytest
 
 from shoal.client import Client
+from shoal.client.discovery import FoundEndpoint, list_endpoints
 from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.cluster.growth import Growth, NodeType
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, InferenceError, RunError
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.controller.config import ControllerConfig, parse_actor_name
@@ -36,6 +41,7 @@ from shoal.serve.spec.model_source import model_from_ref
 print(deploy(EndpointSpec(name="left", num_cpus=0.1), [model_from_ref("left@1")]).url, flush=True)
 sys.stdin.read()
 """
+SERVER_METADATA = "/inference.GRPCInferenceService/ServerMetadata"
 LIVING, GONE = "01000000", "02000000"
 TENSOR = TensorSignature(name="x", datatype="FP32", shape=[-1, 1])
 SIGNATURE = Signature(inputs=[TENSOR], outputs=[TENSOR])
@@ -436,39 +442,125 @@ def test_grpc_is_refused_where_uvicorn_has_no_way_for_it(is_installed: bool, mon
 
 
 SHARED_DRIVER = """
-import sys, ray
+import json, sys, ray
 ray.init(namespace="shoal", log_to_driver=False)
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.on_ray.deployment import deploy
 from shoal.serve.spec.model_source import model_from_ref
-endpoint = deploy(EndpointSpec(name=sys.argv[1], num_cpus=0.1), [model_from_ref("shared@1")])
-print(endpoint.url, flush=True)
-sys.stdin.read()
-endpoint.close()
+spec = EndpointSpec.parse({"num_cpus": 0.1, "grpc_port": 0, **json.loads(sys.argv[1])})
+endpoint = deploy(spec, [model_from_ref("shared@1")])
+print(endpoint.url, endpoint.grpc, flush=True)
+if not endpoint.is_detached:
+    sys.stdin.read()
+    endpoint.close()
 print("closed", flush=True)
 """
 
 
+class Load:
+    """Calls an endpoint without a pause, and retries nothing; `errors` of all calls."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.errors, self.num_answers, self._is_ending = list[Exception](), 0, False
+        self._url, self._key = url, key
+        self._thread = Thread(target=self._call)
+
+    def _call(self) -> None:
+        with Client(self._url, token=self._key, num_retries=0) as client:
+            while not self._is_ending:
+                try:
+                    client.infer("shared", np.array([[3.0]], np.float32))
+                    self.num_answers += 1
+                except (ConnectionLost, InferenceError) as error:
+                    self.errors.append(error)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_ending = True
+        self._thread.join()
+
+
+def start_driver(name: str, **fields: object) -> Program:
+    spec = {"name": name, "token": f"token-of-{name}-0123456789", **fields}
+    return Program([sys.executable, "-c", SHARED_DRIVER, json.dumps(spec)], stdin=subprocess.PIPE)
+
+
+def call_grpc(address: str, key: str, *metadata: tuple[str, str]) -> grpc.StatusCode:
+    """The code of a call that needs the key, to what the metadata names."""
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary(SERVER_METADATA, request_serializer=None, response_deserializer=None)
+        try:
+            call(b"", metadata=[("authorization", f"Bearer {key}"), *metadata], timeout=STATE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return error.code()  # type: ignore[no-any-return,attr-defined]
+    return grpc.StatusCode.OK
+
+
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Serve's own specs
-def test_endpoints_of_several_drivers_share_a_cluster_until_the_last_one_ends(cluster: EmbeddedCluster) -> None:
-    from shoal.serve.on_ray.ownership import is_serve_running
+def test_endpoints_share_a_cluster_and_none_disturbs_another(cluster: EmbeddedCluster) -> None:
+    from shoal.serve.on_ray import deployment, ownership
+    from shoal.serve.on_ray.shared_cluster import end_endpoint
 
     weights = WeightSnapshot.of(1, {"weight": np.ones((1, 1), np.float32), "bias": np.zeros(1, np.float32)})
     linear = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})
     Registry().register("shared", weights, model=linear, signature=SIGNATURE)
-    programs = [Program([sys.executable, "-c", SHARED_DRIVER, name], stdin=subprocess.PIPE) for name in ("one", "two")]
-    with programs[0] as one, programs[1] as two:  # both at once
-        urls = [each.wait_for_line("^http://.*")[0] for each in (one, two)]
-        assert sum(url.count("/") == 2 for url in urls) == 1  # one has the root, whichever was first
-        for url in urls:
-            with Client(url) as client:
-                assert client.infer("shared", np.array([[3.0]], np.float32))["x"].tolist() == [[3.0]]
-                assert client.status().models[0].name == "shared"
-        for leaving, staying, url in ((one, two, urls[1]), (two, None, "")):
-            assert leaving.process.stdin is not None
-            leaving.process.stdin.close()
-            leaving.wait_for_line("closed")
-            assert is_serve_running() == (staying is not None)
-            if staying is not None:
-                with Client(url) as client:
-                    assert client.infer("shared", np.array([[4.0]], np.float32))["x"].tolist() == [[4.0]]
+    drivers = {name: start_driver(name) for name in ("one", "two")}
+    with drivers["one"] as one, drivers["two"] as two:  # both at once
+        found = {name: each.wait_for_line("^http://.*")[0].split() for name, each in drivers.items()}
+        root, other = sorted(found, key=lambda name: len(found[name][0]))  # one has the root, whichever was first
+        assert found[other] == [f"{found[root][0]}/{other}", found[root][1]]
+        keys = {name: f"token-of-{name}-0123456789" for name in (root, other, "three", "four")}
+        for name, (url, address) in found.items():
+            with Client(url, token=keys[name]) as client:
+                status = client.status()
+                assert (status.endpoint, status.models[0].name, status.lifetime) == (name, "shared", "driver")
+                assert re.fullmatch(r"\S+@\S+", status.owner)
+            with Client(url, token=keys[root if name == other else other]) as client:
+                with pytest.raises(InferenceError, match="a known key is required") as refused:
+                    client.infer("shared", np.array([[3.0]], np.float32))
+                assert refused.value.status == 401
+            assert call_grpc(address, keys[name], ("application", name)) == grpc.StatusCode.OK
+        assert call_grpc(address, keys[root]) == grpc.StatusCode.OK  # as before the other one came
+        assert call_grpc(address, keys[other]) == grpc.StatusCode.UNAUTHENTICATED
+        assert call_grpc(address, keys[other], ("application", "none")) == grpc.StatusCode.UNAVAILABLE
+        for fields, problem in (
+            (
+                {"port": 1},
+                "endpoint.port = 1: is not that of the cluster's endpoints, which share one address: theirs is",
+            ),
+            ({"grpc_port": 1}, "endpoint.grpc_port = 1: is not that of the cluster's endpoints"),
+            ({"host": "::1"}, "endpoint.host = '::1': is not that of the endpoint whose address it shares"),
+            ({"name": "v2"}, "endpoint.name = 'v2': is a path of the endpoint that has the root"),
+            ({"name": root}, f"'{root}': is the name of an endpoint of .*, or end that one first: .* delete {root}"),
+        ):
+            with pytest.raises(ConfigError, match=problem):
+                deployment.deploy(EndpointSpec.parse({"name": "refused", **fields}), [model_from_ref("shared@1")])
+        with Load(found[root][0], keys[root]) as load:
+            killed = two if other == "two" else one
+            killed.process.kill()
+            killed.wait()
+            wait_for(lambda: other in ownership.list_driver_endpoints().abandoned, STATE_TIMEOUT_S, "the driver's end")
+            with start_driver("three", lifetime="detached") as three:
+                url = three.wait_for_line("^http://.*")[0].split()[0]
+                three.wait()
+            wait_for(lambda: len(ownership.living_drivers()) == 2, STATE_TIMEOUT_S, "the driver's end")
+            assert other not in ownership.list_driver_endpoints().abandoned  # the next one has removed it
+            assert [each for each in list_endpoints() if each.is_detached] == [FoundEndpoint("three", url, "", True)]
+            with Client(url, token=keys["three"]) as client:
+                assert client.infer("shared", np.array([[4.0]], np.float32))["x"].tolist() == [[4.0]]
+                assert client.status().lifetime == "detached"
+            end_endpoint("three")
+            with Client(url, token=keys["three"], num_retries=0) as client, pytest.raises(InferenceError):
+                client.status()
+            assert list_endpoints() == []
+            seen = load.num_answers
+            wait_for(lambda: load.num_answers > seen or load.errors, STATE_TIMEOUT_S, "an answer")
+        assert not load.errors
+        staying = one if other == "two" else two
+        assert staying.process.stdin is not None
+        staying.process.stdin.close()
+        staying.wait_for_line("closed")
+    assert not ownership.is_serve_running()

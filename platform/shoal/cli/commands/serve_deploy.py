@@ -32,9 +32,9 @@ from shoal.client import Client
 from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND, FoundEndpoint, find_endpoint, list_endpoints, token_for
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.jobs import JobHandle, list_jobs, submit
+from shoal.cluster.jobs import JobHandle, JobStatus, list_jobs, new_submission_id, submit
 from shoal.config import format_override, last_override, merge, parse_overrides
-from shoal.errors import ClusterError, ConfigError, RunError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, InferenceError, RunError
 from shoal.flows.serving_spec import (
     NAMED_BY_MODEL,
     ServingSpec,
@@ -47,14 +47,20 @@ from shoal.network_address import is_loopback
 from shoal.recipes import find_recipe
 from shoal.registry import Registry, split_ref
 from shoal.runs import EndpointRecord
-from shoal.runs.record.provenance import format_masked_command, make_command_variable, split_secrets
+from shoal.runs.record.provenance import (
+    find_owner,
+    format_masked_command,
+    make_command_variable,
+    split_secrets,
+)
 from shoal.runs.report.event_messages import describe_wait
-from shoal.serve.spec.endpoint import describe_taken_name
+from shoal.serve.spec.endpoint import DETACHED, describe_taken_name
 from shoal.serve.spec.reach import EVERY_NODE
 from shoal.serve.spec.scale import MAX_REPLICAS
 
 POLL_S = 0.1
-MODULE = "shoal.flows.serving"
+STATUS_TIMEOUT_S = 5.0
+MODULE, END_MODULE = "shoal.flows.serving", "shoal.flows.serving_end"
 
 
 @click.command()
@@ -165,6 +171,12 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
             client.rollout("delete", model, timeout_s=timeout_s)
         click.echo(f"{model} is served no longer")
         return
+    if endpoint is None:
+        _require_own(found)
+    if found.is_detached:
+        env = job_environment(new_run_id(), format_masked_command(["shoal", *sys.argv[1:]]))
+        _end_detached(_require_cluster(cluster), [sys.executable, "-m", END_MODULE], found.name, env, timeout_s)
+        return
     if not found.run_id:
         remedy = "give its name, on the machine where it was deployed"
         raise ConfigError("endpoint", found.url, "is an address, and endpoints are ended by name", remedy)
@@ -178,6 +190,28 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
             f"endpoint {found.name} was not deployed by `shoal serve deploy` but by {run.job!r}: {remedy}"
         ) from None
     click.echo(f"endpoint {found.name} is gone")
+
+
+def _require_own(found: FoundEndpoint) -> None:
+    """Raises ConfigError for the endpoint of another, which is ended by its name alone."""
+    try:
+        with Client(found.url, token=token_for(found.url), timeout_s=STATUS_TIMEOUT_S, num_retries=0) as client:
+            owner = client.status().owner
+    except (ConnectionLost, InferenceError):
+        return  # it does not answer: nothing of another's is lost
+    if owner and owner != find_owner():
+        remedy = f"to end it, name it: `shoal serve delete {found.name}`"
+        raise ConfigError("endpoint", found.name, f"is of {owner}", remedy)
+
+
+def _end_detached(
+    cluster: ClusterHandle, program: Sequence[str], name: str, env: Mapping[str, str], timeout_s: float
+) -> None:
+    """End a detached endpoint by a job. Raises RunError with the job's error, ClusterError when it takes too long."""
+    job = submit(cluster, [*program, f"name={name}"], env=env, submission_id=new_submission_id())
+    if job.wait(timeout_s) is JobStatus.STOPPED:
+        raise RunError(f"the job that ends endpoint {name} was stopped by another")
+    click.echo(f"endpoint {name} is gone")
 
 
 def _deploy_into(endpoint: str, arguments: Sequence[str], options: Mapping[str, object], timeout_s: float) -> None:
@@ -247,7 +281,7 @@ def _wait_until_ready(job: JobHandle, run_id: str, timeout_s: float) -> FoundEnd
     deadline = _Deadline(timeout_s)
     while True:
         for point in _list_run_endpoints(run_id):
-            if point.kind == INFERENCE_KIND and point.state == "ready":
+            if point.kind == INFERENCE_KIND and point.state in ("ready", DETACHED):
                 return FoundEndpoint(point.name, point.address, run_id)
         if (outcome := job.poll_outcome()) is not None:
             raise RunError(describe_failure(job, "the job of the endpoint", outcome))
@@ -303,7 +337,7 @@ def deploy_remote(
     """Returns when the remote models answer. Raises ClusterError, ConfigError, ConnectionLost, RunError."""
     if not spec.models:
         raise ConfigError("models", [], "there is nothing to serve", "name a model of the cluster's registry")
-    if (name := _get_name(spec)) in _list_remote_endpoints(cluster, module):
+    if _list_remote_endpoints(cluster, module).get(name := _get_name(spec)):
         raise describe_taken_name(name, "")
     shown, secrets = split_secrets([*map(_make_file_relative, fields), format_override("endpoint.name", name)])
     run_id = new_run_id()
@@ -335,6 +369,9 @@ def delete_remote(cluster: ClusterHandle, module: str, endpoint: str | None, tim
     if endpoint not in there:
         known = f"there is {', '.join(there)}" if there else "`shoal serve deploy` has none there"
         raise RunError(f"there is no endpoint {endpoint or ''} on {cluster.dashboard_url}: {known}")
+    if not there[endpoint]:
+        _end_detached(cluster, ["python", "-m", END_MODULE], endpoint, {}, timeout_s)
+        return
     JobHandle(cluster, there[endpoint]).stop(timeout_s)
     click.echo(f"endpoint {endpoint} is gone")
 
@@ -350,16 +387,18 @@ def _make_file_relative(field: str) -> str:
 
 
 def _list_remote_endpoints(cluster: ClusterHandle, module: str) -> dict[str, str]:
-    """Name -> job, of the endpoints that jobs of `deploy` keep up."""
+    """Name -> job, of the endpoints that jobs of `deploy` keep up; "" for one that its job has detached."""
     found = {}
     for info in list_jobs(cluster):
         try:
             words = shlex.split(info.entrypoint)
         except ValueError:
             continue  # another program's job, which needs a shell to parse
-        if not info.status.is_over and module in words:
+        is_detached = info.status is JobStatus.SUCCEEDED and last_override(words, "endpoint.lifetime") == DETACHED
+        if module in words and (is_detached or not info.status.is_over):
             first = (last_override(words, "models") or info.submission_id).partition(",")[0]
-            found[last_override(words, "endpoint.name") or split_ref(first)[0]] = info.submission_id
+            name = last_override(words, "endpoint.name") or split_ref(first)[0]
+            found[name] = found.get(name) or ("" if is_detached else info.submission_id)
     return found
 
 

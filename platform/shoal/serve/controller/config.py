@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.client.discovery import CARD_SUFFIX
 from shoal.cluster.ingress.front import CertificateFiles
 from shoal.cluster.ingress.time_limits import ANSWER_S
 from shoal.errors import ConfigError
@@ -38,6 +39,7 @@ class ControllerConfig:
     driver:     Ray's id of the job that keeps the endpoint up; DETACHED for one that stays without; "" when Serve does
                 (`serve_app`)
     owner:      who has deployed it, USER@HOST
+    url:        the root of the endpoint's protocol
     grpc:       the endpoint's host:port for gRPC; "" for none
     num_replicas: the endpoint's least number of replicas
     may_sleep: whether it has no replica while it is idle
@@ -54,6 +56,7 @@ class ControllerConfig:
     idle_s: float = 120.0
     driver: str = ""
     owner: str = ""
+    url: str = ""
     grpc: str = ""
     num_replicas: int = 0
     may_sleep: bool = False
@@ -64,6 +67,16 @@ class ControllerConfig:
     def actor_name(self) -> str:
         """The actor's name, which `parse_actor_name` reads."""
         return f"endpoint-{self.name}-{self.deployment}" + (f"@{self.driver}" if self.driver else "")
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether it stays without its driver."""
+        return self.driver == DETACHED
+
+    @property
+    def card_file(self) -> Path:
+        """Where a detached endpoint's `EndpointCard` is."""
+        return self.state_file.with_suffix(CARD_SUFFIX)
 
     @property
     def state_file(self) -> Path:
@@ -105,6 +118,7 @@ def build_controller_config(
         str(Registry().root),
         known,
         owner=find_owner(),
+        url=spec.url,
         grpc=spec.grpc_address,
         tls=None if spec.tls is None else spec.tls.files,
         num_replicas=spec.least_replicas,

@@ -40,7 +40,7 @@ from shoal.serve.on_ray.wanted_replicas import (
     submit_application,
     wait_until_up,
 )
-from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.endpoint import DETACHED, EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
 from shoal.serve.spec.reach import EVERY_NODE
 
@@ -49,12 +49,16 @@ GRACE_S = 1.0  # beyond a time limit enforced by Serve
 
 
 class DeployedEndpoint:
-    """A deployed endpoint. `url` is the root of the protocol: `{url}/v2/models/{name}/infer`; `grpc` is host:port."""
+    """A deployed endpoint. `url` is the root of the protocol: `{url}/v2/models/{name}/infer`; `grpc` is host:port.
+
+    is_detached: the process that has deployed it may end, and leave it open
+    """
 
     def __init__(
         self, spec: EndpointSpec, handle: DeploymentHandle, controller: RayControllerClient, is_growing: bool
     ) -> None:
         self.name, self.url, self.grpc = spec.name, spec.url, spec.grpc_address
+        self.is_detached = spec.lifetime == DETACHED
         self._handle, self._controller, self._closed, self._is_growing = handle, controller, False, is_growing
         self._seen_event, self._spec, self._wanted = -1, spec, ""
 
@@ -149,7 +153,11 @@ def deploy(
             config, live = build_controller_config(spec, models)
             # Its name says whose the endpoint is, so it stays while that sleeps.
             idle_s = math.inf if config.may_sleep else config.idle_s
-            controller = RayControllerClient(replace(config, driver=get_driver_id(), idle_s=idle_s))
+            if live and spec.lifetime == DETACHED:
+                problem = "is not for an endpoint that follows the weights of a run, which ends"
+                raise ConfigError("endpoint.lifetime", DETACHED, problem, "leave it out")
+            driver = DETACHED if spec.lifetime == DETACHED else get_driver_id()
+            controller = RayControllerClient(replace(config, driver=driver, idle_s=idle_s))
             begun.callback(controller.stop)  # once no replica is left to start another
             begun.callback(end_application, spec.name)
             controller.start()  # first: its name identifies the owner

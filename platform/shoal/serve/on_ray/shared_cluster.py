@@ -19,6 +19,7 @@ from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError
 from shoal.network_address import is_loopback
 from shoal.ray_call import NAMESPACE
+from shoal.serve.on_ray.controller_actor import stop_controller
 from shoal.serve.on_ray.ingress_front import adopt_front, prepare_front
 from shoal.serve.on_ray.ownership import is_serve_running, list_driver_endpoints, require_free_name
 from shoal.serve.on_ray.removal import (
@@ -87,7 +88,8 @@ def join_serve(spec: EndpointSpec) -> tuple[EndpointSpec, bool]:
     client = _get_global_client()
     assert client is not None
     grpc = client.get_serve_details()["grpc_options"]
-    ports = {"port": client.http_config.port, "grpc_port": grpc["port"] if grpc["grpc_servicer_functions"] else None}
+    has_grpc = bool(grpc.get("grpc_servicer_functions"))
+    ports = {"port": client.http_config.port, "grpc_port": grpc["port"] if has_grpc else None}
     for field, there in ports.items():
         wanted = getattr(spec, field)
         if wanted not in (None, 0, there) or (wanted is not None and there is None):
@@ -98,6 +100,17 @@ def join_serve(spec: EndpointSpec) -> tuple[EndpointSpec, bool]:
     grpc_port = None if spec.grpc_port is None else ports["grpc_port"]
     there = {"port": ports["port"], "grpc_port": grpc_port, "route_prefix": f"/{spec.name}"}
     return adopt_front(spec).model_copy(update=there), False
+
+
+def end_endpoint(name: str) -> None:
+    """End an endpoint of any driver, as that driver would. Raises ClusterError when there is none of this name."""
+    found = list_driver_endpoints()
+    actor = (found.active | found.abandoned).get(name)
+    if actor is None:
+        there = ", ".join(found.active) or "there is none"
+        raise ClusterError(f"there is no endpoint {name!r} on this cluster ({there})")
+    end_application(name)
+    stop_controller(actor)
 
 
 def end_application(name: str) -> None:

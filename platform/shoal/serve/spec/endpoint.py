@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -86,10 +86,11 @@ TOKEN_FROM_ENVIRONMENT = AfterValidator(_reject_token)
 class EndpointSpec(Reach):
     """Models behind one address.
 
-    name:           the endpoint's name: letters, digits, `-`, `_` and `.`
+    name:           the endpoint's name, which no other on its cluster has: letters, digits, `-`, `_` and `.`
+    lifetime:       "driver": it ends with the process that has deployed it; "detached": `shoal serve delete` ends it
     host, tls, ...: see `Reach`
     port:           where the ingress listens; 0 is a free port
-    route_prefix:   before the protocol's paths: "/NAME" where another endpoint has the cluster's root
+    route_prefix:   before the protocol's paths: "/NAME" where another endpoint has the root; `deploy` sets it
     grpc_port:      where gRPC listens; None for no gRPC, 0 for a free port
     num_replicas:   processes, each with every model: a fixed number, without `scale`
     scale:          the number of replicas follows the load: `scale.max=4`; None for a fixed number
@@ -114,6 +115,7 @@ class EndpointSpec(Reach):
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)
+    lifetime: Literal["driver", "detached"] = "driver"
     port: int = Field(default=0, ge=0, le=65535)
     route_prefix: str = Field(default="", pattern=r"^(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
