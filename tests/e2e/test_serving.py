@@ -166,9 +166,9 @@ def _kinds(run_id: str) -> list[str]:
     return [str(kind) for kind in shoal.runs.load(run_id).events()["kind"]]
 
 
-def test_a_cluster_has_one_endpoint(run_id: str) -> None:
+def test_a_name_is_taken_once(run_id: str) -> None:
     error = CliRunner().invoke(cli, ["serve", "deploy", MODEL]).exception
-    assert f"this cluster has an endpoint, {MODEL}, and cannot have two" in str(error)
+    assert f"endpoint.name = {MODEL!r}: is the name of an endpoint on this cluster" in str(error)
 
 
 def test_a_folder_is_predicted_beside_the_endpoint(run_id: str, tmp_path: Path) -> None:

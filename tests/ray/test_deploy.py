@@ -32,15 +32,6 @@ from shoal_program import Program
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 400.0
-DRIVER = """
-import sys, ray
-ray.init(namespace="shoal", log_to_driver=False)
-from shoal.serve.spec.endpoint import EndpointSpec
-from shoal.serve.on_ray.deployment import deploy
-from shoal.serve.spec.model_source import model_from_ref
-print(deploy(EndpointSpec(name="left", num_cpus=0.1), [model_from_ref("left@1")]).url, flush=True)
-sys.stdin.read()
-"""
 SERVER_METADATA = "/inference.GRPCInferenceService/ServerMetadata"
 LIVING, GONE = "01000000", "02000000"
 TENSOR = TensorSignature(name="x", datatype="FP32", shape=[-1, 1])
@@ -230,33 +221,6 @@ def test_a_controller_whose_endpoint_never_came_to_be_is_ended() -> None:
     serve = FakeServe()
     deploy(serve, f"endpoint-old-0a1b2c3d@{GONE}")
     assert serve.done == [f"end endpoint-old-0a1b2c3d@{GONE}", "make", "start", "run"]
-
-
-@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Serve's own specs
-def test_an_endpoint_whose_driver_was_killed_makes_room_on_a_cluster(cluster: EmbeddedCluster) -> None:
-    from shoal.serve.on_ray import deployment, ownership
-
-    weights = WeightSnapshot.of(1, {"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)})
-    linear = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})
-    Registry().register("left", weights, model=linear, signature=SIGNATURE)
-    before = ownership.living_drivers()
-    with Program([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE) as driver:
-        left = driver.wait_for_line("^http://.*")[0]
-        with pytest.raises(ConfigError, match=r"endpoint.name = 'left': is the name of an endpoint of \S+@\S+ on this"):
-            deployment.deploy(EndpointSpec(name="left", num_cpus=0.1), [model_from_ref("left@1")])
-        drivers = ownership.living_drivers() - before
-        driver.process.kill()
-        driver.wait()
-    assert drivers
-    wait_for(lambda: not drivers & ownership.living_drivers(), STATE_TIMEOUT_S, "Ray to notice the driver's end")
-    endpoint = deployment.deploy(EndpointSpec(name="next", num_cpus=0.1), [model_from_ref("left@1")])
-    with closing(endpoint):
-        assert [each.name.partition("-")[0] for each in (home() / "endpoints").glob("*.json")] == ["next"]
-        with Client(endpoint.url) as client:
-            assert client.metadata("left").name == "left"
-        with Client(left, timeout_s=5.0) as client, pytest.raises(ConnectionLost):
-            client.metadata("left")
-    assert not [*(home() / "endpoints").glob("*.json")]
 
 
 @pytest.mark.parametrize(
@@ -560,7 +524,15 @@ def test_endpoints_share_a_cluster_and_none_disturbs_another(cluster: EmbeddedCl
             wait_for(lambda: load.num_answers > seen or load.errors, STATE_TIMEOUT_S, "an answer")
         assert not load.errors
         staying = one if other == "two" else two
-        assert staying.process.stdin is not None
-        staying.process.stdin.close()
-        staying.wait_for_line("closed")
+        staying.process.kill()
+        staying.wait()
+        wait_for(lambda: len(ownership.living_drivers()) == 1, STATE_TIMEOUT_S, "the driver's end")
+    last = deployment.deploy(EndpointSpec(name="last", num_cpus=0.1), [model_from_ref("shared@1")])
+    with closing(last):
+        assert [each.name.partition("-")[0] for each in (home() / "endpoints").glob("*.json")] == ["last"]
+        with Client(last.url) as client:
+            assert client.metadata("shared").name == "shared"
+        with Client(found[root][0], timeout_s=5.0) as client, pytest.raises(ConnectionLost):
+            client.metadata("shared")
     assert not ownership.is_serve_running()
+    assert not [*(home() / "endpoints").glob("*.json")]

@@ -114,10 +114,9 @@ def deploy(
         return
     check(spec)  # here, where the user can still correct it
     cluster = _require_cluster(cluster)
-    there = _list_job_endpoints(cluster)
-    if (name := _get_name(spec)) in there:
-        raise describe_taken_name(name, "")
-    if not there:  # else the address is theirs
+    there = list_endpoints()
+    _require_free_name(cluster, _get_name(spec), there)
+    if not there:  # else it may share their address; the job checks it too
         check_address(spec)
     run_id = new_run_id()
     interrupt_on_termination()
@@ -126,7 +125,9 @@ def deploy(
     with end_on_interrupt(lambda: JobHandle(cluster, run_id).stop_quietly()):
         job = submit(cluster, [sys.executable, "-m", MODULE, *shown], env=env, submission_id=run_id)
         found = _wait_until_ready(job, run_id, timeout_s)
-    grpc = [f", gRPC at {each.address}" for each in _list_run_endpoints(run_id) if each.kind == GRPC_KIND]
+    path = urlsplit(found.url).path
+    metadata = f" (metadata application={found.name})" if path else ""
+    grpc = [f", gRPC at {each.address}{metadata}" for each in _list_run_endpoints(run_id) if each.kind == GRPC_KIND]
     click.echo(f"endpoint {found.name} is ready at {found.url}{''.join(grpc)}")
     meant = read_serve_port(Path(spec.file)) if spec.file and not spec.endpoint.port else None
     if meant is not None:
@@ -135,7 +136,8 @@ def deploy(
         )
     ca = _get_ca_option(found.url)
     click.echo("what next:")
-    click.echo(f"  {suggest_predict_command(Registry().get(spec.models[0]))}{ca}")
+    which = f" --endpoint {found.name}" if there else ""
+    click.echo(f"  {suggest_predict_command(Registry().get(spec.models[0]))}{which}{ca}")
     click.echo(f"  shoal serve status {found.name}{ca}")
     click.echo(f"  shoal serve delete {found.name}")
 
@@ -246,10 +248,11 @@ def _parse_model_options(models: Sequence[str], arguments: Sequence[str]) -> dic
     return {model: merge(everybodys, own.get(name, {})) for model, name in zip(models, names, strict=True)}
 
 
-def _list_job_endpoints(cluster: ClusterHandle) -> list[str]:
-    """The names of the endpoints that jobs of this cluster keep up."""
+def _require_free_name(cluster: ClusterHandle, name: str, there: Sequence[FoundEndpoint]) -> None:
+    """Raises ConfigError, before a job would, for the name of an endpoint that a job of this cluster keeps up."""
     jobs = {info.submission_id for info in list_jobs(cluster) if not info.status.is_over}
-    return [each.name for each in list_endpoints() if each.run_id in jobs]
+    if any(each.name == name and each.run_id in jobs for each in there):
+        raise describe_taken_name(name, "")
 
 
 def _get_name(spec: ServingSpec) -> str:
