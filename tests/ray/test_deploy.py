@@ -48,6 +48,11 @@ class FakeServe:
         self.is_there = bool(applications)
         self.looks_until_gone: int | None = None
 
+    http_config = SimpleNamespace(port=8000)
+
+    def get_serve_details(self) -> dict[str, Any]:
+        return {"grpc_options": {"port": 9000}}
+
     def has_serve(self) -> bool:
         if self.looks_until_gone is not None:
             self.looks_until_gone -= 1
@@ -91,15 +96,21 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
     """`shoal.serve.on_ray.deployment` on a cluster with these named actors, on which one driver lives."""
     from shoal.serve.on_ray import deployment, ownership, removal, shared_cluster, wanted_replicas
 
+    known = list(actors)
+
     class Controller:
         def __init__(self, setting: ControllerConfig) -> None:
             assert parse_actor_name(setting.actor_name) == (setting.name, LIVING)
 
+            self._name = setting.actor_name
+
         def start(self) -> None:
             serve.done.append("make")
+            known.append(self._name)
 
         def stop(self) -> None:
             serve.done.append("end")
+            known.remove(self._name)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (deployment, removal, shared_cluster, wanted_replicas):
@@ -114,7 +125,8 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
         patch.setattr(deployment, "find_growth", lambda: None)
         patch.setattr(deployment, "get_driver_id", lambda: LIVING)
         patch.setattr(ownership, "living_drivers", lambda: {LIVING})
-        patch.setattr(ownership, "_controllers", lambda: list(actors))
+        patch.setattr(ownership, "_controllers", lambda: known)
+        patch.setattr(shared_cluster, "_get_global_client", lambda: serve)
         patch.setattr(ownership, "read_owner", lambda actor: "ada@head")
         patch.setattr(removal, "is_serve_running", serve.has_serve)
         patch.setattr(removal, "stop_controller", lambda actor: serve.done.append(f"end {actor}"))
@@ -166,6 +178,22 @@ def test_closing_goes_on_whatever_fails_and_does_nothing_twice() -> None:
             endpoint.close()
         endpoint.close()
     assert serve.done == ["make", "start", "run", "delete", "shutdown", "end"]
+
+
+def test_endpoints_of_one_process_end_serve_with_the_last_one() -> None:
+    from shoal.serve.on_ray import deployment
+
+    serve = FakeServe()
+    with faked(serve):
+        first, second = (deployment.deploy(EndpointSpec(name=name, num_cpus=0.1), [MODEL]) for name in ("shop", "b"))
+        assert (first.url.count("/"), second.url) == (2, "http://127.0.0.1:8000/b")
+        with pytest.raises(ConfigError, match=r"grpc_port = 0: is not that .* the first of them has no gRPC"):
+            deployment.deploy(EndpointSpec(name="c", grpc_port=0), [MODEL])
+        first.close()
+        with pytest.raises(ConfigError, match="lifetime = 'detached': is not for an endpoint that follows the weights"):
+            deployment.deploy(EndpointSpec(name="c", lifetime="detached"), [MODEL])
+        second.close()
+    assert serve.done == ["make", "start", "run", "make", "run", "delete", "end", "delete", "shutdown", "end"]
 
 
 def test_an_endpoint_between_two_replicas_says_so_and_ends_nobody() -> None:

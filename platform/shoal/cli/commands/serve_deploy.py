@@ -173,8 +173,9 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
             client.rollout("delete", model, timeout_s=timeout_s)
         click.echo(f"{model} is served no longer")
         return
-    if endpoint is None:
-        _require_own(found)
+    if endpoint is None and (owner := _read_owner(found)) not in ("", find_owner()):
+        remedy = f"to end it, name it: `shoal serve delete {found.name}`"
+        raise ConfigError("endpoint", found.name, f"is of {owner}", remedy)
     if found.is_detached:
         env = job_environment(new_run_id(), format_masked_command(["shoal", *sys.argv[1:]]))
         _end_detached(_require_cluster(cluster), [sys.executable, "-m", END_MODULE], found.name, env, timeout_s)
@@ -194,16 +195,13 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
     click.echo(f"endpoint {found.name} is gone")
 
 
-def _require_own(found: FoundEndpoint) -> None:
-    """Raises ConfigError for the endpoint of another, which is ended by its name alone."""
+def _read_owner(found: FoundEndpoint) -> str:
+    """Who has deployed an endpoint; "" where it does not answer."""
     try:
         with Client(found.url, token=token_for(found.url), timeout_s=STATUS_TIMEOUT_S, num_retries=0) as client:
-            owner = client.status().owner
+            return client.status().owner
     except (ConnectionLost, InferenceError):
-        return  # it does not answer: nothing of another's is lost
-    if owner and owner != find_owner():
-        remedy = f"to end it, name it: `shoal serve delete {found.name}`"
-        raise ConfigError("endpoint", found.name, f"is of {owner}", remedy)
+        return ""
 
 
 def _end_detached(
@@ -251,8 +249,9 @@ def _parse_model_options(models: Sequence[str], arguments: Sequence[str]) -> dic
 def _require_free_name(cluster: ClusterHandle, name: str, there: Sequence[FoundEndpoint]) -> None:
     """Raises ConfigError, before a job would, for the name of an endpoint that a job of this cluster keeps up."""
     jobs = {info.submission_id for info in list_jobs(cluster) if not info.status.is_over}
-    if any(each.name == name and each.run_id in jobs for each in there):
-        raise describe_taken_name(name, "")
+    for each in there:
+        if each.name == name and each.run_id in jobs:
+            raise describe_taken_name(name, _read_owner(each))
 
 
 def _get_name(spec: ServingSpec) -> str:
@@ -391,7 +390,7 @@ def _make_file_relative(field: str) -> str:
 
 def _list_remote_endpoints(cluster: ClusterHandle, module: str) -> dict[str, str]:
     """Name -> job, of the endpoints that jobs of `deploy` keep up; "" for one that its job has detached."""
-    found = {}
+    found: dict[str, str] = {}
     for info in list_jobs(cluster):
         try:
             words = shlex.split(info.entrypoint)

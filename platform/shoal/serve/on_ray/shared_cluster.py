@@ -90,16 +90,15 @@ def join_serve(spec: EndpointSpec) -> tuple[EndpointSpec, bool]:
     grpc = client.get_serve_details()["grpc_options"]
     has_grpc = bool(grpc.get("grpc_servicer_functions"))
     ports = {"port": client.http_config.port, "grpc_port": grpc["port"] if has_grpc else None}
-    for field, there in ports.items():
+    for field, port in ports.items():
         wanted = getattr(spec, field)
-        if wanted not in (None, 0, there) or (wanted is not None and there is None):
-            problem = "is not that of the cluster's endpoints, which share one address: " + (
-                f"theirs is {there}" if there else "theirs has no gRPC"
-            )
+        if wanted not in (None, 0, port) or (wanted is not None and port is None):
+            theirs = f"theirs is {port}" if port else "the first of them has no gRPC"
+            problem = f"is not that of the cluster's endpoints, which share one address: {theirs}"
             raise ConfigError(f"endpoint.{field}", wanted, problem, "leave it out, or use another cluster")
-    grpc_port = None if spec.grpc_port is None else ports["grpc_port"]
-    there = {"port": ports["port"], "grpc_port": grpc_port, "route_prefix": f"/{spec.name}"}
-    return adopt_front(spec).model_copy(update=there), False
+    if spec.grpc_port is None:
+        ports["grpc_port"] = None
+    return adopt_front(spec).model_copy(update={**ports, "route_prefix": f"/{spec.name}"}), False
 
 
 def end_endpoint(name: str) -> None:
