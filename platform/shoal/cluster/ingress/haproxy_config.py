@@ -368,7 +368,8 @@ def _select_root(lines_of: Mapping[str, list[str]], grpc_front: list[str]) -> No
     for root in roots:
         if f"backend grpc-{root}" in lines_of:
             last = next(number for number, line in enumerate(grpc_front) if _is(line, "default_backend"))
-            grpc_front.insert(last, f"    use_backend grpc-{root} if !{{ req.hdr(application) -m found }}")
+            if grpc_front[last].endswith(" default_grpc_backend"):
+                grpc_front.insert(last, f"    use_backend grpc-{root} if !{{ req.hdr(application) -m found }}")
 
 
 def _http1_first(lines: list[str]) -> list[str]:
