@@ -30,6 +30,7 @@ from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.state import Event
 from shoal.serve.on_ray.bind_address import grpc_options, is_head
 from shoal.serve.on_ray.controller_actor import RayControllerClient
+from shoal.serve.on_ray.ingress_front import wait_until_routed
 from shoal.serve.on_ray.options import deployment_options
 from shoal.serve.on_ray.ownership import get_driver_id
 from shoal.serve.on_ray.replica_worker import ReplicaWorker
@@ -168,6 +169,7 @@ def deploy(
                 handle = submit_application(build_application(spec, live, controller), spec)
         with _explain_failure(spec):
             wait_until_up(spec, record if is_growing else None)
+        wait_until_routed(spec.name)
         begun.pop_all()
     return DeployedEndpoint(spec, handle, controller, is_growing)
 
