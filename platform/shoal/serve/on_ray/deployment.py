@@ -30,7 +30,7 @@ from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.state import Event
 from shoal.serve.on_ray.bind_address import grpc_options, is_head
 from shoal.serve.on_ray.controller_actor import RayControllerClient
-from shoal.serve.on_ray.ingress_front import wait_until_routed
+from shoal.serve.on_ray.ingress_front import list_sleeping, wait_until_routed
 from shoal.serve.on_ray.options import deployment_options
 from shoal.serve.on_ray.ownership import get_driver_id
 from shoal.serve.on_ray.replica_worker import ReplicaWorker
@@ -150,7 +150,8 @@ def deploy(
     with ExitStack() as begun:  # it would outlive this process, also on a signal
         with lock_serve():
             spec, is_first = join_serve(spec)
-            _reject_sleep_of_joining(spec, is_first)
+            if spec.ingress == EVERY_NODE and not is_first:
+                _reject_sleep_of_shared(spec, list_sleeping())
             config, live = build_controller_config(spec, models)
             # Its name says whose the endpoint is, so it stays while that sleeps.
             idle_s = math.inf if config.may_sleep else config.idle_s
@@ -174,11 +175,17 @@ def deploy(
     return DeployedEndpoint(spec, handle, controller, is_growing)
 
 
-def _reject_sleep_of_joining(spec: EndpointSpec, is_first: bool) -> None:
-    """Raises ConfigError: a node that never had a replica of this endpoint does not know that it sleeps."""
-    if spec.may_sleep and spec.ingress == EVERY_NODE and not is_first:
+def _reject_sleep_of_shared(spec: EndpointSpec, sleeping: Sequence[str]) -> None:
+    """Raises ConfigError: a node that never had a replica of an endpoint does not know that it sleeps.
+
+    sleeping: the other endpoints that may sleep
+    """
+    if spec.may_sleep:
         problem = "is not for endpoints that share an ingress on every node"
         raise ConfigError("endpoint.scale.min", 0, problem, "give scale.min=1, or endpoint.ingress=head")
+    if sleeping:
+        problem = f"is shared with {', '.join(sleeping)}, which may sleep, and would not be woken on each node"
+        raise ConfigError("endpoint.ingress", EVERY_NODE, problem, "give that one scale.min=1, or use another cluster")
 
 
 @contextmanager

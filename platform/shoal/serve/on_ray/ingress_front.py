@@ -57,6 +57,15 @@ def prepare_front(spec: EndpointSpec, ports: Mapping[str, int | None]) -> Endpoi
     return spec.model_copy(update=dict(reach))
 
 
+def list_sleeping() -> list[str]:
+    """The applications that may sleep, on the head."""
+    return _call_on_head(_list_sleeping_here)
+
+
+def _list_sleeping_here() -> list[str]:
+    return sorted(mark.name for mark in (find_ingress_folder() / "asleep").glob("*"))
+
+
 def wait_until_routed(application: str) -> None:
     """Return once HAProxy sends requests to a replica of the application, which Serve's own status does not wait for.
 
