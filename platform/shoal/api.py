@@ -141,7 +141,7 @@ def _train_spec(task: type[Task] | str | TrainSpec, fields: Mapping[str, Any]) -
 
 
 class ServedEndpoint:
-    """An endpoint that lives as long as this process. Use it as a context manager, or call `close`.
+    """An endpoint that lives as long as this process, a detached one longer; a context manager, with `close`.
 
     url:   the root of the protocol: `{url}/v2/models/{name}/infer`
     token: required from callers
@@ -158,7 +158,7 @@ class ServedEndpoint:
         return Client(self.url, token=self.token, **options)
 
     def close(self) -> None:
-        """Remove the endpoint, and the cluster that was started for it, if any. Idempotent."""
+        """Remove the endpoint, unless it is detached, and the cluster that was started for it, if any. Idempotent."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -184,7 +184,7 @@ def serve(*models: str, **fields: Any) -> ServedEndpoint:
 
     spec = ServingSpec.parse({"models": list(models), "endpoint": fields} if fields else {"models": list(models)})
     with ExitStack() as closing:
-        _attachment.acquire()
+        _attachment.acquire(is_lasting=spec.endpoint.lifetime == "detached")
         closing.callback(_attachment.release)
         from shoal.flows.serving import record_endpoint  # imports ray, which reads its settings from the environment
 
@@ -256,8 +256,8 @@ class _Attachment:
         self._num_users = 0
         self._closing = ExitStack()
 
-    def acquire(self) -> None:
-        """Raises ClusterError."""
+    def acquire(self, is_lasting: bool = False) -> None:
+        """Raises ClusterError. is_lasting: only on a cluster that outlives this process"""
         from shoal.cluster.attach import find_cluster
         from shoal.cluster.embedded_cluster import start_cluster
         from shoal.cluster.job_main import disconnect, is_connected, join_cluster
@@ -266,7 +266,10 @@ class _Attachment:
             if is_connected():
                 raise ClusterError("this process is connected to a Ray of its own: call ray.shutdown() first")
             with ExitStack() as closing:
-                cluster = find_cluster() or closing.enter_context(start_cluster())
+                cluster = find_cluster()
+                if cluster is None and is_lasting:
+                    raise ClusterError("no cluster is up, as a detached endpoint needs: `shoal up` starts one")
+                cluster = cluster or closing.enter_context(start_cluster())
                 join_cluster(cluster)
                 closing.callback(disconnect)
                 self._closing = closing.pop_all()

@@ -28,6 +28,7 @@ from shoal.flows.batch_predict import BatchPredictSpec, batch_predict
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import Status
+from shoal.runs.record.provenance import find_owner
 from shoal.weights import WeightSnapshot
 from shoal_program import shoal_program
 from waiting import wait_for
@@ -166,9 +167,9 @@ def _kinds(run_id: str) -> list[str]:
     return [str(kind) for kind in shoal.runs.load(run_id).events()["kind"]]
 
 
-def test_a_cluster_has_one_endpoint(run_id: str) -> None:
+def test_a_name_is_taken_once(run_id: str) -> None:
     error = CliRunner().invoke(cli, ["serve", "deploy", MODEL]).exception
-    assert f"this cluster has an endpoint, {MODEL}, and cannot have two" in str(error)
+    assert f"endpoint.name = {MODEL!r}: is the name of an endpoint of {find_owner()} on this cluster" in str(error)
 
 
 def test_a_folder_is_predicted_beside_the_endpoint(run_id: str, tmp_path: Path) -> None:

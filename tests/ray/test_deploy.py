@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
+import grpc
 import numpy as np
 import pytest
 
 from shoal.client import Client
+from shoal.client.discovery import FoundEndpoint, list_endpoints
 from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.cluster.growth import Growth, NodeType
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, InferenceError, RunError
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.controller.config import ControllerConfig, parse_actor_name
@@ -27,15 +32,7 @@ from shoal_program import Program
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 400.0
-DRIVER = """
-import sys, ray
-ray.init(namespace="shoal", log_to_driver=False)
-from shoal.serve.spec.endpoint import EndpointSpec
-from shoal.serve.on_ray.deployment import deploy
-from shoal.serve.spec.model_source import model_from_ref
-print(deploy(EndpointSpec(name="left", num_cpus=0.1), [model_from_ref("left@1")]).url, flush=True)
-sys.stdin.read()
-"""
+SERVER_METADATA = "/inference.GRPCInferenceService/ServerMetadata"
 LIVING, GONE = "01000000", "02000000"
 TENSOR = TensorSignature(name="x", datatype="FP32", shape=[-1, 1])
 SIGNATURE = Signature(inputs=[TENSOR], outputs=[TENSOR])
@@ -51,6 +48,11 @@ class FakeServe:
         self.is_there = bool(applications)
         self.looks_until_gone: int | None = None
 
+    http_config = SimpleNamespace(port=8000)
+
+    def get_serve_details(self) -> dict[str, Any]:
+        return {"grpc_options": {"port": 9000}}
+
     def has_serve(self) -> bool:
         if self.looks_until_gone is not None:
             self.looks_until_gone -= 1
@@ -64,14 +66,19 @@ class FakeServe:
         assert not self.is_there, "it would join one that is ending"
         self._call("start")
 
-    def run(self, application: object, name: str, route_prefix: str) -> object:
-        deployments = {"ReplicaWorker": SimpleNamespace(message=self.message)}
-        self.applications[name] = SimpleNamespace(deployments=deployments, status="RUNNING")
+    def RunTarget(self, application: object, name: str, route_prefix: str) -> str:  # noqa: N802 - as Serve has it
+        return name
+
+    def run_many(self, targets: list[str], wait_for_applications_running: bool) -> list[object]:
+        deployments = {"ReplicaWorker": SimpleNamespace(message=self.message, replica_states={})}
+        self.applications[targets[0]] = SimpleNamespace(deployments=deployments, status="RUNNING")
+        self.is_there = True
         self._call("run")
-        return object()
+        return [object()]
 
     def delete(self, name: str) -> None:
         self._call("delete")
+        self.applications.pop(name, None)
 
     def shutdown(self) -> None:
         self._call("shutdown")
@@ -87,31 +94,41 @@ class FakeServe:
 @contextmanager
 def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
     """`shoal.serve.on_ray.deployment` on a cluster with these named actors, on which one driver lives."""
-    from shoal.serve.on_ray import deployment, ownership, removal, shared_cluster
+    from shoal.serve.on_ray import deployment, ownership, removal, shared_cluster, wanted_replicas
+
+    known = list(actors)
 
     class Controller:
         def __init__(self, setting: ControllerConfig) -> None:
             assert parse_actor_name(setting.actor_name) == (setting.name, LIVING)
 
+            self._name = setting.actor_name
+
         def start(self) -> None:
             serve.done.append("make")
+            known.append(self._name)
 
         def stop(self) -> None:
             serve.done.append("end")
+            known.remove(self._name)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (deployment, removal):
+        for module in (deployment, removal, shared_cluster, wanted_replicas):
             patch.setattr(module, "serve", serve)
+        patch.setattr(shared_cluster, "lock_serve", nullcontext)
+        patch.setattr(deployment, "lock_serve", nullcontext)
         for module in (removal, shared_cluster):
             patch.setattr(module, "shut_down_serve", serve.shutdown)
-        patch.setattr(shared_cluster, "get_driver_id", lambda: LIVING)
         patch.setattr(shared_cluster, "is_serve_running", serve.has_serve)
         patch.setattr(deployment, "RayControllerClient", Controller)
         patch.setattr(deployment, "build_application", lambda *arguments: None)
-        patch.setattr(deployment, "find_growth", lambda: Growth({}))
+        patch.setattr(deployment, "find_growth", lambda: None)
+        patch.setattr(deployment, "wait_until_routed", lambda name: None)
         patch.setattr(deployment, "get_driver_id", lambda: LIVING)
         patch.setattr(ownership, "living_drivers", lambda: {LIVING})
-        patch.setattr(ownership, "_controllers", lambda: list(actors))
+        patch.setattr(ownership, "_controllers", lambda: known)
+        patch.setattr(shared_cluster, "_get_global_client", lambda: serve)
+        patch.setattr(ownership, "read_owner", lambda actor: "ada@head")
         patch.setattr(removal, "is_serve_running", serve.has_serve)
         patch.setattr(removal, "stop_controller", lambda actor: serve.done.append(f"end {actor}"))
         yield
@@ -161,7 +178,23 @@ def test_closing_goes_on_whatever_fails_and_does_nothing_twice() -> None:
         with pytest.raises(KeyboardInterrupt):
             endpoint.close()
         endpoint.close()
-    assert serve.done == ["make", "start", "run", "delete", "end", "shutdown"]
+    assert serve.done == ["make", "start", "run", "delete", "shutdown", "end"]
+
+
+def test_endpoints_of_one_process_end_serve_with_the_last_one() -> None:
+    from shoal.serve.on_ray import deployment
+
+    serve = FakeServe()
+    with faked(serve):
+        first, second = (deployment.deploy(EndpointSpec(name=name, num_cpus=0.1), [MODEL]) for name in ("shop", "b"))
+        assert (first.url.count("/"), second.url) == (2, "http://127.0.0.1:8000/b")
+        with pytest.raises(ConfigError, match=r"grpc_port = 0: is not that .* the first of them has no gRPC"):
+            deployment.deploy(EndpointSpec(name="c", grpc_port=0), [MODEL])
+        first.close()
+        with pytest.raises(ConfigError, match="lifetime = 'detached': is not for an endpoint that follows the weights"):
+            deployment.deploy(EndpointSpec(name="c", lifetime="detached"), [MODEL])
+        second.close()
+    assert serve.done == ["make", "start", "run", "make", "run", "delete", "end", "delete", "shutdown", "end"]
 
 
 def test_an_endpoint_between_two_replicas_says_so_and_ends_nobody() -> None:
@@ -182,15 +215,6 @@ def test_an_endpoint_whose_driver_is_gone_makes_room() -> None:
     assert serve.done == ["shutdown", f"end endpoint-old-0a1b2c3d@{GONE}", "make", "start", "run"]
 
 
-@pytest.mark.parametrize("applications", [(), ("old",)], ids=["while it starts", "up"])
-def test_an_endpoint_whose_driver_lives_is_named_also_while_it_starts(applications: tuple[str, ...]) -> None:
-    serve = FakeServe(*applications)
-    serve.is_there = True
-    with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(old\): close that endpoint first"):
-        deploy(serve, f"endpoint-old-0a1b2c3d@{LIVING}")
-    assert serve.done == []
-
-
 def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.serve.on_ray import removal
 
@@ -208,28 +232,12 @@ def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkey
     assert stays.done == []
 
 
-def test_an_endpoint_that_another_driver_makes_meanwhile_stays() -> None:
-    """Its controller comes between two looks, and is there before its Serve is."""
-    from shoal.serve.on_ray import ownership, removal
-
-    serve, actors = FakeServe(), [f"endpoint-old-0a1b2c3d@{GONE}"]
-
-    def has_serve() -> bool:
-        actors.append(f"endpoint-new-0a1b2c3d@{LIVING}")
-        return True
-
-    with faked(serve), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ownership, "_controllers", lambda: list(actors))
-        patch.setattr(removal, "is_serve_running", has_serve)
-        with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(new\)"):
-            removal.remove_abandoned_endpoint()
-    assert serve.done == []
-
-
 def test_a_name_that_is_taken_is_refused_before_anything_starts() -> None:
     from shoal.serve.on_ray.ownership import require_free_name
 
-    refusal = pytest.raises(ClusterError, match="this cluster has an endpoint 'old', and each has a name of its own")
+    refusal = pytest.raises(
+        ConfigError, match=r"'old': is the name of an endpoint of ada@head.*`shoal serve delete old`"
+    )
     with faked(FakeServe(), (f"endpoint-old-0a1b2c3d@{LIVING}",)), refusal:
         require_free_name("old")
     with faked(FakeServe(), (f"endpoint-old-0a1b2c3d@{LIVING}",)):
@@ -244,47 +252,18 @@ def test_a_controller_whose_endpoint_never_came_to_be_is_ended() -> None:
     assert serve.done == [f"end endpoint-old-0a1b2c3d@{GONE}", "make", "start", "run"]
 
 
-@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Serve's own specs
-def test_an_endpoint_whose_driver_was_killed_makes_room_on_a_cluster(cluster: EmbeddedCluster) -> None:
-    from shoal.serve.on_ray import deployment, ownership
-
-    weights = WeightSnapshot.of(1, {"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)})
-    linear = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})
-    Registry().register("left", weights, model=linear, signature=SIGNATURE)
-    before = ownership.living_drivers()
-    with Program([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE) as driver:
-        left = driver.wait_for_line("^http://.*")[0]
-        with pytest.raises(ClusterError, match="close that endpoint first"):
-            deployment.deploy(EndpointSpec(name="next", num_cpus=0.1), [model_from_ref("left@1")])
-        drivers = ownership.living_drivers() - before
-        driver.process.kill()
-        driver.wait()
-    assert drivers
-    wait_for(lambda: not drivers & ownership.living_drivers(), STATE_TIMEOUT_S, "Ray to notice the driver's end")
-    endpoint = deployment.deploy(EndpointSpec(name="next", num_cpus=0.1), [model_from_ref("left@1")])
-    with closing(endpoint):
-        assert [each.name.partition("-")[0] for each in (home() / "endpoints").glob("*.json")] == ["next"]
-        with Client(endpoint.url) as client:
-            assert client.metadata("left").name == "left"
-        with Client(left, timeout_s=5.0) as client, pytest.raises(ConnectionLost):
-            client.metadata("left")
-    assert not [*(home() / "endpoints").glob("*.json")]
-
-
 @pytest.mark.parametrize(
     ("applications", "actors"),
     [
-        (["old"], [f"endpoint-old-0a1b2c3d@{LIVING}"]),
         (["old"], ["endpoint-old-0a1b2c3d"]),  # Serve's own, of a file
         (["old", "other"], [f"endpoint-old-0a1b2c3d@{GONE}"]),
-        (["old"], [f"endpoint-old-0a1b2c3d@{GONE}", f"endpoint-new-0a1b2c3d@{LIVING}"]),
         (["other"], []),
     ],
 )
 def test_what_somebody_keeps_up_stays(applications: list[str], actors: list[str]) -> None:
     serve = FakeServe(*applications)
     with pytest.raises(
-        ClusterError, match=rf"\({', '.join(applications)}\): close that endpoint first.*serve shutdown"
+        ClusterError, match=rf"\({', '.join(applications)}\), and not for `shoal serve deploy`.*serve shutdown"
     ):
         deploy(serve, *actors)
     assert serve.done == []
@@ -456,39 +435,133 @@ def test_grpc_is_refused_where_uvicorn_has_no_way_for_it(is_installed: bool, mon
 
 
 SHARED_DRIVER = """
-import sys, ray
+import json, sys, ray
 ray.init(namespace="shoal", log_to_driver=False)
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.on_ray.deployment import deploy
 from shoal.serve.spec.model_source import model_from_ref
-endpoint = deploy(EndpointSpec(name=sys.argv[1], num_cpus=0.1), [model_from_ref("shared@1")], is_shared=True)
-print(endpoint.url, flush=True)
-sys.stdin.read()
-endpoint.close()
+spec = EndpointSpec.parse({"num_cpus": 0.1, "grpc_port": 0, **json.loads(sys.argv[1])})
+endpoint = deploy(spec, [model_from_ref("shared@1")])
+print(endpoint.url, endpoint.grpc, flush=True)
+if not endpoint.is_detached:
+    sys.stdin.read()
+    endpoint.close()
 print("closed", flush=True)
 """
 
 
+class Load:
+    """Calls an endpoint without a pause, and retries nothing; `errors` of all calls."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.errors, self.num_answers, self._is_ending = list[Exception](), 0, False
+        self._url, self._key = url, key
+        self._thread = Thread(target=self._call)
+
+    def _call(self) -> None:
+        with Client(self._url, token=self._key, num_retries=0) as client:
+            while not self._is_ending:
+                try:
+                    client.infer("shared", np.array([[3.0]], np.float32))
+                    self.num_answers += 1
+                except (ConnectionLost, InferenceError) as error:
+                    self.errors.append(error)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_ending = True
+        self._thread.join()
+
+
+def start_driver(name: str, **fields: object) -> Program:
+    spec = {"name": name, "token": f"token-of-{name}-0123456789", **fields}
+    return Program([sys.executable, "-c", SHARED_DRIVER, json.dumps(spec)], stdin=subprocess.PIPE)
+
+
+def call_grpc(address: str, key: str, *metadata: tuple[str, str]) -> grpc.StatusCode:
+    """The code of a call that needs the key, to what the metadata names."""
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary(SERVER_METADATA, request_serializer=None, response_deserializer=None)
+        try:
+            call(b"", metadata=[("authorization", f"Bearer {key}"), *metadata], timeout=STATE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return error.code()  # type: ignore[no-any-return,attr-defined]
+    return grpc.StatusCode.OK
+
+
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Serve's own specs
-def test_endpoints_of_several_drivers_share_a_cluster_until_the_last_one_ends(cluster: EmbeddedCluster) -> None:
-    from shoal.serve.on_ray.ownership import is_serve_running
+def test_endpoints_share_a_cluster_and_none_disturbs_another(cluster: EmbeddedCluster) -> None:
+    from shoal.serve.on_ray import deployment, ownership
+    from shoal.serve.on_ray.shared_cluster import end_endpoint
 
     weights = WeightSnapshot.of(1, {"weight": np.ones((1, 1), np.float32), "bias": np.zeros(1, np.float32)})
     linear = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})
     Registry().register("shared", weights, model=linear, signature=SIGNATURE)
-    programs = [Program([sys.executable, "-c", SHARED_DRIVER, name], stdin=subprocess.PIPE) for name in ("one", "two")]
-    with programs[0] as one, programs[1] as two:  # both at once
-        urls = [each.wait_for_line("^http://.*")[0] for each in (one, two)]
-        assert sum(url.count("/") == 2 for url in urls) == 1  # one has the root, whichever was first
-        for url in urls:
-            with Client(url) as client:
-                assert client.infer("shared", np.array([[3.0]], np.float32))["x"].tolist() == [[3.0]]
-                assert client.status().models[0].name == "shared"
-        for leaving, staying, url in ((one, two, urls[1]), (two, None, "")):
-            assert leaving.process.stdin is not None
-            leaving.process.stdin.close()
-            leaving.wait_for_line("closed")
-            assert is_serve_running() == (staying is not None)
-            if staying is not None:
-                with Client(url) as client:
-                    assert client.infer("shared", np.array([[4.0]], np.float32))["x"].tolist() == [[4.0]]
+    drivers = {name: start_driver(name) for name in ("one", "two")}
+    with drivers["one"] as one, drivers["two"] as two:  # both at once
+        found = {name: each.wait_for_line("^http://.*")[0].split() for name, each in drivers.items()}
+        root, other = sorted(found, key=lambda name: len(found[name][0]))  # one has the root, whichever was first
+        assert found[other] == [f"{found[root][0]}/{other}", found[root][1]]
+        keys = {name: f"token-of-{name}-0123456789" for name in (root, other, "three", "four")}
+        for name, (url, address) in found.items():
+            with Client(url, token=keys[name]) as client:
+                status = client.status()
+                assert (status.endpoint, status.models[0].name, status.lifetime) == (name, "shared", "driver")
+                assert re.fullmatch(r"\S+@\S+", status.owner)
+            with Client(url, token=keys[root if name == other else other]) as client:
+                with pytest.raises(InferenceError, match="a known key is required") as refused:
+                    client.infer("shared", np.array([[3.0]], np.float32))
+                assert refused.value.status == 401
+            assert call_grpc(address, keys[name], ("application", name)) == grpc.StatusCode.OK
+        assert call_grpc(address, keys[root]) == grpc.StatusCode.OK  # as before the other one came
+        assert call_grpc(address, keys[other]) == grpc.StatusCode.UNAUTHENTICATED
+        assert call_grpc(address, keys[other], ("application", "none")) == grpc.StatusCode.UNAVAILABLE
+        for fields, problem in (
+            (
+                {"port": 1},
+                "endpoint.port = 1: is not that of the cluster's endpoints, which share one address: theirs is",
+            ),
+            ({"grpc_port": 1}, "endpoint.grpc_port = 1: is not that of the cluster's endpoints"),
+            ({"host": "::1"}, "endpoint.host = '::1': is not that of the endpoint whose address it shares"),
+            ({"name": "v2"}, "endpoint.name = 'v2': is a path of the endpoint that has the root"),
+            ({"name": root}, f"'{root}': is the name of an endpoint of .*, or end that one first: .* delete {root}"),
+        ):
+            with pytest.raises(ConfigError, match=problem):
+                deployment.deploy(EndpointSpec.parse({"name": "refused", **fields}), [model_from_ref("shared@1")])
+        with Load(found[root][0], keys[root]) as load:
+            killed = two if other == "two" else one
+            killed.process.kill()
+            killed.wait()
+            wait_for(lambda: other in ownership.list_driver_endpoints().abandoned, STATE_TIMEOUT_S, "the driver's end")
+            with start_driver("three", lifetime="detached") as three:
+                url = three.wait_for_line("^http://.*")[0].split()[0]
+                three.wait()
+            wait_for(lambda: len(ownership.living_drivers()) == 2, STATE_TIMEOUT_S, "the driver's end")
+            assert other not in ownership.list_driver_endpoints().abandoned  # the next one has removed it
+            assert [each for each in list_endpoints() if each.is_detached] == [FoundEndpoint("three", url, "", True)]
+            with Client(url, token=keys["three"]) as client:
+                assert client.infer("shared", np.array([[4.0]], np.float32))["x"].tolist() == [[4.0]]
+                assert client.status().lifetime == "detached"
+            end_endpoint("three")
+            with Client(url, token=keys["three"], num_retries=0) as client, pytest.raises(InferenceError):
+                client.status()
+            assert list_endpoints() == []
+            seen = load.num_answers
+            wait_for(lambda: load.num_answers > seen or load.errors, STATE_TIMEOUT_S, "an answer")
+        assert not load.errors
+        staying = one if other == "two" else two
+        staying.process.kill()
+        staying.wait()
+        wait_for(lambda: len(ownership.living_drivers()) == 1, STATE_TIMEOUT_S, "the driver's end")
+    last = deployment.deploy(EndpointSpec(name="last", num_cpus=0.1), [model_from_ref("shared@1")])
+    with closing(last):
+        assert [each.name.partition("-")[0] for each in (home() / "endpoints").glob("*.json")] == ["last"]
+        with Client(last.url) as client:
+            assert client.metadata("shared").name == "shared"
+        with Client(found[root][0], timeout_s=5.0) as client, pytest.raises(ConnectionLost):
+            client.metadata("shared")
+    assert not ownership.is_serve_running()
+    assert not [*(home() / "endpoints").glob("*.json")]

@@ -114,10 +114,10 @@ def test_no_endpoint_sleeps_where_several_share_an_ingress_on_every_node(fields:
     from shoal.serve.spec.endpoint import EndpointSpec
 
     spec = EndpointSpec.parse({"name": "m", **fields})
-    _reject_sleep_of_shared(spec)
-    everywhere = spec.model_copy(update={"ingress": "every_node"})
     if not spec.may_sleep:
-        _reject_sleep_of_shared(everywhere)
+        _reject_sleep_of_shared(spec, [])
+        with pytest.raises(ConfigError, match=r"endpoint\.ingress = 'every_node': is shared with a, which may sleep"):
+            _reject_sleep_of_shared(spec, ["a"])
         return
     with pytest.raises(ConfigError, match=r"give scale\.min=1, or endpoint\.ingress=head"):
-        _reject_sleep_of_shared(everywhere)
+        _reject_sleep_of_shared(spec, [])

@@ -50,8 +50,9 @@ def run(monkeypatch: pytest.MonkeyPatch, *looks: Look, wait: str = "10m") -> lis
     monkeypatch.setattr(wanted_replicas, "describe_wait", lambda: "waiting for nodes")
     monkeypatch.setattr(wanted_replicas, "POLL_S", 0.0)
     spec = EndpointSpec.parse({"name": "shop", "num_replicas": 3, "num_cpus": 2, "wait": wait})
-    handle: Any = wanted_replicas.run_growing(None, spec, lambda kind, **details: recorded.append(details["reason"]))  # type: ignore[arg-type]
+    handle: Any = wanted_replicas.submit_application(None, spec)  # type: ignore[arg-type]
     assert handle == "handle"
+    wanted_replicas.wait_until_up(spec, lambda kind, **details: recorded.append(details["reason"]))
     assert fake.ran == [(None, "shop", "/")]
     assert next(looks_left := fake._looks, None) is None, list(looks_left)
     return recorded

@@ -160,12 +160,14 @@ def test_ctrl_c_before_it_is_ready_leaves_no_job(cluster: FakeCluster) -> None:
     assert "stopped: nothing is served" in result.output
 
 
-def test_a_second_endpoint_is_refused_before_anything_is_uploaded(cluster: FakeCluster) -> None:
+def test_a_second_endpoint_of_a_name_is_refused_before_anything_is_uploaded(cluster: FakeCluster) -> None:
     assert shoal_program("deploy", "tumours").exit_code == 0
-    error = shoal_program("deploy", "fashion").exception
-    assert isinstance(error, ClusterError)
-    assert "this cluster has an endpoint, tumours, and cannot have two" in str(error)
+    error = shoal_program("deploy", "fashion", "--name", "tumours").exception
+    assert isinstance(error, ConfigError)
+    assert "endpoint.name = 'tumours': is the name of an endpoint on this cluster" in str(error)
     assert len(cluster.jobs) == 1
+    cluster.begin = lambda job: setattr(job, "said", SERVING.replace(":8000/", ":8000/fashion/"))
+    assert "endpoint fashion is ready at http://127.0.0.1:8000/fashion," in shoal_program("deploy", "fashion").output
 
 
 def test_a_file_goes_with_the_folder_that_it_lies_in(cluster: FakeCluster, tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -18,12 +21,16 @@ import shoal.runs
 from shoal.cli import cli
 from shoal.cli.commands import serve_deploy
 from shoal.cli.support import job_output
+from shoal.client import Client
+from shoal.client.discovery import CARD_SUFFIX, EndpointCard, FoundEndpoint, list_endpoints
+from shoal.client.endpoint_status import EndpointStatus
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.flows.serving_spec import ServingSpec, require_importable, spec_from_overrides
+from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.runs.record.provenance import restore_secrets, split_secrets
+from shoal.runs.record.provenance import find_owner, restore_secrets, split_secrets
 from shoal.weights import WeightSnapshot
 
 CLUSTER = ClusterHandle("127.0.0.1:6379", "http://127.0.0.1:8265", "token", {}, temp_dir=Path("/tmp/none"))
@@ -51,6 +58,10 @@ class FakeJob:
 
     def read_logs(self) -> str:
         return self.said
+
+    def wait(self, timeout_s: float) -> JobStatus:
+        self.state = JobStatus.SUCCEEDED
+        return self.state
 
     def stop_quietly(self, timeout_s: float = 30.0) -> None:
         if self.is_known:
@@ -307,13 +318,18 @@ def test_ctrl_c_while_it_is_submitted_stops_the_job_that_may_have_begun(cluster:
     assert [job.stopped for job in cluster.jobs.values()] == [1]
 
 
-def test_a_second_endpoint_is_refused_before_a_job_is_started(cluster: FakeCluster, recorders: list[Any]) -> None:
+def test_a_second_endpoint_of_a_name_is_refused_before_a_job_is_started(
+    cluster: FakeCluster, recorders: list[Any]
+) -> None:
     cluster.begin = becomes_ready(recorders)
     assert shoal_program("deploy", "fashion").exit_code == 0
-    error = shoal_program("deploy", "tabular").exception
-    assert isinstance(error, ClusterError)
-    assert "this cluster has an endpoint, fashion, and cannot have two: `shoal serve deploy MODEL --into" in str(error)
+    error = shoal_program("deploy", "tabular", "--name", "fashion").exception
+    assert isinstance(error, ConfigError)
+    assert "endpoint.name = 'fashion': is the name of an endpoint on this cluster" in str(error)
     assert len(cluster.jobs) == 1
+    cluster.begin = becomes_ready(recorders, "tabular")
+    assert shoal_program("deploy", "tabular").exit_code == 0
+    assert len(cluster.jobs) == 2
 
 
 def test_delete_stops_the_job_of_the_endpoint(cluster: FakeCluster, recorders: list[Any]) -> None:
@@ -322,6 +338,51 @@ def test_delete_stops_the_job_of_the_endpoint(cluster: FakeCluster, recorders: l
     result = shoal_program("delete", "fashion")
     assert "endpoint fashion is gone" in result.output
     assert [job.stopped for job in cluster.jobs.values()] == [1]
+
+
+def test_another_persons_endpoint_is_deleted_by_its_name_alone(
+    cluster: FakeCluster, recorders: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.begin = becomes_ready(recorders)
+    assert shoal_program("deploy", "fashion").exit_code == 0
+    monkeypatch.setattr(Client, "status", lambda client: EndpointStatus("fashion", owner="bob@elsewhere"))
+    error = shoal_program("delete").exception
+    assert isinstance(error, ConfigError)
+    assert str(error) == "endpoint = 'fashion': is of bob@elsewhere. to end it, name it: `shoal serve delete fashion`"
+    assert "endpoint fashion is gone" in shoal_program("delete", "fashion").output
+    monkeypatch.setattr(Client, "status", lambda client: EndpointStatus("fashion", owner=find_owner()))
+    assert "endpoint fashion is gone" in shoal_program("delete").output
+
+
+def test_a_detached_endpoint_is_found_while_its_controller_lives_and_ended_by_a_job(
+    cluster: FakeCluster, recorders: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = socket.gethostname()
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    (home() / "endpoints").mkdir(parents=True)
+    for card in (
+        EndpointCard("shop", "http://127.0.0.1:8000/shop", os.getpid(), here),
+        EndpointCard("old", "http://127.0.0.1:8000", gone.pid, here),  # of a cluster that was killed
+    ):
+        path = home() / "endpoints" / f"{card.name}-1{CARD_SUFFIX}"
+        path.write_bytes(msgspec.json.encode(card))
+    assert list_endpoints() == [FoundEndpoint("shop", "http://127.0.0.1:8000/shop", is_detached=True)]
+    cluster.begin = becomes_ready(recorders)
+    deployed = shoal_program("deploy", "fashion").output
+    assert "  shoal predict fashion --input 0 --endpoint fashion\n" in deployed  # there are two
+    monkeypatch.setattr(Client, "status", lambda client: EndpointStatus("x", owner="ada@head", lifetime="detached"))
+    found = shoal_program("status").output.splitlines()
+    assert [line.partition(":")[0] for line in found] == ["x", "x"]
+    assert (
+        found[1] == "x: ready at http://127.0.0.1:8000/shop, models none, replicas 0 of 0 ready, of ada@head, detached"
+    )
+    assert [each["url"] for each in json.loads(shoal_program("status", "--json").output)] == [
+        "http://127.0.0.1:8000",
+        "http://127.0.0.1:8000/shop",
+    ]
+    assert "endpoint shop is gone" in shoal_program("delete", "shop").output
+    assert cluster.entrypoints[-1][1:] == ["-m", "shoal.flows.serving_end", "name=shop"]
 
 
 def test_an_endpoint_of_another_run_is_not_deleted(cluster: FakeCluster, recorders: list[Any]) -> None:

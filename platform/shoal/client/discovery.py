@@ -1,40 +1,71 @@
-"""Finds the endpoints of this machine in the run record, and their token.
+"""Finds the endpoints of this machine, and their token: in the run record, and the cards of those without a run.
 
 Called by the command line and by programs that name an endpoint instead of its address. Only reads; calls no endpoint.
 """
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import msgspec
+
 from shoal.client.address import normalize_address, parse_host
 from shoal.errors import RunError
-from shoal.home import read_existing_token
+from shoal.home import home, read_existing_token
 from shoal.network_address import is_loopback
 from shoal.runs import list_running
+from shoal.runs.run_status import is_alive
 
 INFERENCE_KIND = "inference"  # the kind of an endpoint in the record; gateways have another
 GRPC_KIND = "grpc"  # the kind of its second address, host:port
 
 
+CARD_SUFFIX = ".address"
+
+
+class EndpointCard(msgspec.Struct, frozen=True):
+    """A detached endpoint, as its controller writes it into a file: the process `pid` of `host`, while it is up."""
+
+    name: str
+    url: str
+    pid: int
+    host: str
+
+
 @dataclass(frozen=True)
 class FoundEndpoint:
-    """A ready endpoint. `run_id` is the run that serves it; "" for one given by its address."""
+    """A ready endpoint. `run_id` is the run that serves it; "" for one given by its address, or detached."""
 
     name: str
     url: str
     run_id: str = ""
+    is_detached: bool = False
 
 
 def list_endpoints() -> list[FoundEndpoint]:
-    """Every endpoint that a run of this machine keeps up, the newest first."""
-    return [
+    """Every endpoint that a run of this machine keeps up, the newest first, and every detached one."""
+    of_runs = [
         FoundEndpoint(point.name, point.address, run.id)
         for run in list_running()
         for point in run.endpoints()
         if point.kind == INFERENCE_KIND and point.state == "ready"
     ]
+    detached = [FoundEndpoint(card.name, card.url, is_detached=True) for card in _read_cards()]
+    urls = {each.url for each in detached}
+    return [*(each for each in of_runs if each.url not in urls), *detached]
+
+
+def _read_cards() -> list[EndpointCard]:
+    here, found = socket.gethostname(), []
+    for path in sorted((home() / "endpoints").glob(f"*{CARD_SUFFIX}")):
+        with suppress(FileNotFoundError):  # it has just ended
+            card = msgspec.json.decode(path.read_bytes(), type=EndpointCard)
+            if card.host != here or is_alive(card.pid):  # one of a killed cluster stays
+                found.append(card)
+    return found
 
 
 def find_endpoint(wanted: str | None = None) -> FoundEndpoint:

@@ -106,6 +106,9 @@ class CertificateStatus(msgspec.Struct, frozen=True):
 class EndpointStatus(msgspec.Struct, frozen=True):
     """The full endpoint. Times are seconds since the epoch; `events` are the newest, oldest first.
 
+    owner: who has deployed it, USER@HOST
+    lifetime: "driver": it ends with the process that deployed it; "detached": `shoal serve delete` ends it; "serve":
+        Serve's own commands do
     grpc: host:port of gRPC; "" without gRPC
     certificate: that of the ingress; None for plain HTTP
     num_replicas: the planned number; the least for an endpoint that scales with its load
@@ -118,6 +121,8 @@ class EndpointStatus(msgspec.Struct, frozen=True):
     started_at: float = 0.0
     window_s: float = 0.0
     generation: int = 0
+    owner: str = ""
+    lifetime: str = ""
     grpc: str = ""
     ready: bool = True
     num_replicas: int = 0

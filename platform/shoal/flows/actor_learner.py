@@ -143,7 +143,7 @@ class LoopRun:
         with needs_extra("serve"):  # Serve takes a second to load: not for `--check`
             from shoal.serve.on_ray.deployment import deploy
 
-        self._endpoint = deploy(endpoint_spec, served, is_shared=True, record=self._note)
+        self._endpoint = deploy(endpoint_spec, served, record=self._note)
         closing.callback(self._endpoint.close)
         for name, (kind, address) in list_addresses(self._endpoint).items():
             self._record_endpoint(name, kind, address)

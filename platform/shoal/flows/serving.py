@@ -36,10 +36,14 @@ WATCH_S = 1.0
 
 
 def serve_models(spec: ServingSpec, job: str) -> None:
-    """Serve until interrupted. Raises ClusterError, ConfigError, RegistryError, RunError."""
+    """Serve until interrupted; leave a detached endpoint once it is up.
+
+    Raises ClusterError, ConfigError, RegistryError, RunError.
+    """
     with open_endpoint(spec, job) as (endpoint, recorder):
         print("\n".join(_format_serving_lines(endpoint, spec)), flush=True)  # at once: a remote deploy reads it
-        _record_until(threading.Event(), endpoint, recorder)
+        if not endpoint.is_detached:
+            _record_until(threading.Event(), endpoint, recorder)
 
 
 @contextmanager
@@ -72,15 +76,18 @@ def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoin
     require_cpus(num_replicas * endpoint_spec.num_cpus, "endpoint.num_cpus or endpoint.num_replicas", bundles)
     with shoal.runs.create(job, spec.to_record(), expected_run_id(), kind=shoal.runs.RunKind.SERVING) as recorder:
         endpoint = deploy(endpoint_spec, served, record=partial(_record_wait, recorder))
+        stays = False
         try:
             _require_all_served(endpoint)
             _record_endpoints(endpoint, recorder, "ready")
+            stays = endpoint.is_detached
             yield endpoint, recorder
         finally:
             try:
-                _record_endpoints(endpoint, recorder, "closed")
+                _record_endpoints(endpoint, recorder, "detached" if stays else "closed")
             finally:
-                endpoint.close()
+                if not stays:
+                    endpoint.close()
 
 
 def _format_serving_lines(endpoint: DeployedEndpoint, spec: ServingSpec) -> list[str]:

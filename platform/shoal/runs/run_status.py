@@ -55,12 +55,13 @@ def resolve_status(stored: Status, heartbeat_at: float, host: str, pid: int, her
     """
     if stored is not Status.RUNNING:
         return stored
-    if now - heartbeat_at > HEARTBEAT_TIMEOUT_S or (host == here and not _is_alive(pid)):
+    if now - heartbeat_at > HEARTBEAT_TIMEOUT_S or (host == here and not is_alive(pid)):
         return Status.LOST
     return Status.RUNNING
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether this host has a process of this number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

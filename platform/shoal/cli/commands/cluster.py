@@ -18,6 +18,7 @@ from rich.text import Text
 from shoal.cli.support.console import make_literal_console, print_json
 from shoal.cli.support.job_output import interrupt_on_termination
 from shoal.cli.support.number_types import SECONDS, FiniteRange
+from shoal.client.discovery import INFERENCE_KIND, list_endpoints
 from shoal.cluster.attach import find_cluster, find_running_cluster, load_saved_cluster, lock_cluster_state, state_path
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.dashboard_api import ClusterResources, get_resources
@@ -160,6 +161,7 @@ def _as_dict(
     return {
         "cluster": described,
         "jobs": [asdict(info) | {"entrypoint": mask_command_line(info.entrypoint)} for info in jobs],
+        "detached": [{"name": each.name, "url": each.url} for each in list_endpoints() if each.is_detached],
         "runs": [
             {
                 "id": run.id,
@@ -235,6 +237,9 @@ def _show_jobs(console: Console, jobs: list[JobInfo]) -> None:
 
 def _show_runs(console: Console, running: list[Run]) -> None:
     console.print(Text("\nruns", style="bold") if running else Text("runs     none is on: `shoal runs` lists them all"))
+    for each in list_endpoints():
+        if each.is_detached:
+            console.print(f"  without a run: {INFERENCE_KIND} {each.name}  {each.url}  detached")
     for run in running:
         console.print(f"  {run.id}  {run.title}, on for {format_duration(run.duration_s)}")
         if waiting := describe_wait(run.last_events()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import click
@@ -23,7 +23,7 @@ from shoal.cli.support.ca_option import ca_option
 from shoal.cli.support.console import CommandGroup, make_literal_console, print_json
 from shoal.cli.support.number_types import PERCENT, SECONDS, FiniteRange
 from shoal.client import Client
-from shoal.client.discovery import FoundEndpoint, find_endpoint, token_for
+from shoal.client.discovery import FoundEndpoint, find_endpoint, list_endpoints, token_for
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
 from shoal.config import parse_overrides
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
@@ -86,7 +86,8 @@ def connect_client(endpoint: str | None, timeout_s: float = STATUS_TIMEOUT_S) ->
 def status(endpoint: str | None, follow: bool, once: bool, as_json: bool, interval_s: float | None) -> None:
     """Show an endpoint: its versions, their share of the requests, rates, latencies, errors.
 
-    A table on a terminal, and a line for each version elsewhere. --follow updates it until Ctrl-C.
+    A table on a terminal, and a line for each version elsewhere. --follow updates it until Ctrl-C. Without a name, of
+    several endpoints it shows a line each: address, state, models, replicas, owner, lifetime.
 
     \b
     Examples:
@@ -97,6 +98,10 @@ def status(endpoint: str | None, follow: bool, once: bool, as_json: bool, interv
     if follow and (once or as_json):
         raise ConfigError("follow", True, "contradicts --once and --json, which print once", "leave one of them out")
     console = make_literal_console(soft_wrap=not sys.stdout.isatty())
+    several = list_endpoints() if endpoint is None and not (follow or interval_s is not None) else []
+    if len(several) > 1:
+        _print_all(console, several, as_json)
+        return
     with connect_client(endpoint) as (found, client):
         now = client.status()
         if as_json:
@@ -105,6 +110,20 @@ def status(endpoint: str | None, follow: bool, once: bool, as_json: bool, interv
             _watch(console, found.url, now, client.status, interval_s or INTERVAL_S)
         else:
             _print_status(console, now, found.url)
+
+
+def _print_all(console: Console, endpoints: Sequence[FoundEndpoint], as_json: bool) -> None:
+    """Print each endpoint's document, or a line for it; one that does not answer has its error there."""
+    documents: list[dict[str, object]] = []
+    for found in endpoints:
+        with Client(found.url, token=token_for(found.url), timeout_s=STATUS_TIMEOUT_S, num_retries=0) as client:
+            now, trouble = _poll_status(client.status, EndpointStatus(found.name))
+        documents.append({"url": found.url, **(msgspec.to_builtins(now) if not trouble else {"error": trouble})})
+        if not as_json:
+            line = serve_display.format_summary(now, found.url)
+            console.print(f"{found.name}: {trouble}, at {found.url}" if trouble else line)
+    if as_json:
+        print_json(documents)
 
 
 def _print_status(console: Console, now: EndpointStatus, url: str) -> None:

@@ -32,9 +32,9 @@ from shoal.client import Client
 from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND, FoundEndpoint, find_endpoint, list_endpoints, token_for
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.jobs import JobHandle, list_jobs, submit
+from shoal.cluster.jobs import JobHandle, JobStatus, list_jobs, new_submission_id, submit
 from shoal.config import format_override, last_override, merge, parse_overrides
-from shoal.errors import ClusterError, ConfigError, RunError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, InferenceError, RunError
 from shoal.flows.serving_spec import (
     NAMED_BY_MODEL,
     ServingSpec,
@@ -47,13 +47,20 @@ from shoal.network_address import is_loopback
 from shoal.recipes import find_recipe
 from shoal.registry import Registry, split_ref
 from shoal.runs import EndpointRecord
-from shoal.runs.record.provenance import format_masked_command, make_command_variable, split_secrets
+from shoal.runs.record.provenance import (
+    find_owner,
+    format_masked_command,
+    make_command_variable,
+    split_secrets,
+)
 from shoal.runs.report.event_messages import describe_wait
+from shoal.serve.spec.endpoint import DETACHED, describe_taken_name
 from shoal.serve.spec.reach import EVERY_NODE
 from shoal.serve.spec.scale import MAX_REPLICAS
 
 POLL_S = 0.1
-MODULE = "shoal.flows.serving"
+STATUS_TIMEOUT_S = 5.0
+MODULE, END_MODULE = "shoal.flows.serving", "shoal.flows.serving_end"
 
 
 @click.command()
@@ -77,10 +84,11 @@ def deploy(
 ) -> None:
     """Serve registered models on a running cluster; returns when they answer.
 
-    The endpoint stays until `shoal serve delete`, or until the cluster goes down. It follows an alias: promote another
-    version, and the endpoint switches to it. NAME alone is the present newest version, and stays. Words A.B=C set
-    fields of the endpoint (docs/serving.md lists them); a YAML file can hold the full spec. A remote cluster takes
-    models from its own registry, and the current folder is uploaded.
+    A cluster has any number of endpoints, each with a name of its own: the first has the root of their address, each
+    later one the path /NAME. An endpoint stays until `shoal serve delete`, or until the cluster goes down. It follows
+    an alias: promote another version, and the endpoint switches to it. NAME alone is the present newest version, and
+    stays. Words A.B=C set fields of the endpoint (docs/serving.md lists them); a YAML file can hold the full spec. A
+    remote cluster takes models from its own registry, and the current folder is uploaded.
 
     \b
     Examples:
@@ -106,8 +114,10 @@ def deploy(
         return
     check(spec)  # here, where the user can still correct it
     cluster = _require_cluster(cluster)
-    _require_no_endpoint(cluster)
-    check_address(spec)
+    there = list_endpoints()
+    _require_free_name(cluster, _get_name(spec), there)
+    if not there:  # else it may share their address; the job checks it too
+        check_address(spec)
     run_id = new_run_id()
     interrupt_on_termination()
     shown, secrets = split_secrets(fields)
@@ -115,7 +125,9 @@ def deploy(
     with end_on_interrupt(lambda: JobHandle(cluster, run_id).stop_quietly()):
         job = submit(cluster, [sys.executable, "-m", MODULE, *shown], env=env, submission_id=run_id)
         found = _wait_until_ready(job, run_id, timeout_s)
-    grpc = [f", gRPC at {each.address}" for each in _list_run_endpoints(run_id) if each.kind == GRPC_KIND]
+    path = urlsplit(found.url).path
+    metadata = f" (metadata application={found.name})" if path else ""
+    grpc = [f", gRPC at {each.address}{metadata}" for each in _list_run_endpoints(run_id) if each.kind == GRPC_KIND]
     click.echo(f"endpoint {found.name} is ready at {found.url}{''.join(grpc)}")
     meant = read_serve_port(Path(spec.file)) if spec.file and not spec.endpoint.port else None
     if meant is not None:
@@ -124,7 +136,8 @@ def deploy(
         )
     ca = _get_ca_option(found.url)
     click.echo("what next:")
-    click.echo(f"  {suggest_predict_command(Registry().get(spec.models[0]))}{ca}")
+    which = f" --endpoint {found.name}" if there else ""
+    click.echo(f"  {suggest_predict_command(Registry().get(spec.models[0]))}{which}{ca}")
     click.echo(f"  shoal serve status {found.name}{ca}")
     click.echo(f"  shoal serve delete {found.name}")
 
@@ -160,6 +173,13 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
             client.rollout("delete", model, timeout_s=timeout_s)
         click.echo(f"{model} is served no longer")
         return
+    if endpoint is None and (owner := _read_owner(found)) not in ("", find_owner()):
+        remedy = f"to end it, name it: `shoal serve delete {found.name}`"
+        raise ConfigError("endpoint", found.name, f"is of {owner}", remedy)
+    if found.is_detached:
+        env = job_environment(new_run_id(), format_masked_command(["shoal", *sys.argv[1:]]))
+        _end_detached(_require_cluster(cluster), [sys.executable, "-m", END_MODULE], found.name, env, timeout_s)
+        return
     if not found.run_id:
         remedy = "give its name, on the machine where it was deployed"
         raise ConfigError("endpoint", found.url, "is an address, and endpoints are ended by name", remedy)
@@ -173,6 +193,25 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
             f"endpoint {found.name} was not deployed by `shoal serve deploy` but by {run.job!r}: {remedy}"
         ) from None
     click.echo(f"endpoint {found.name} is gone")
+
+
+def _read_owner(found: FoundEndpoint) -> str:
+    """Who has deployed an endpoint; "" where it does not answer."""
+    try:
+        with Client(found.url, token=token_for(found.url), timeout_s=STATUS_TIMEOUT_S, num_retries=0) as client:
+            return client.status().owner
+    except (ConnectionLost, InferenceError):
+        return ""
+
+
+def _end_detached(
+    cluster: ClusterHandle, program: Sequence[str], name: str, env: Mapping[str, str], timeout_s: float
+) -> None:
+    """End a detached endpoint by a job. Raises RunError with the job's error, ClusterError when it takes too long."""
+    job = submit(cluster, [*program, f"name={name}"], env=env, submission_id=new_submission_id())
+    if job.wait(timeout_s) is JobStatus.STOPPED:
+        raise RunError(f"the job that ends endpoint {name} was stopped by another")
+    click.echo(f"endpoint {name} is gone")
 
 
 def _deploy_into(endpoint: str, arguments: Sequence[str], options: Mapping[str, object], timeout_s: float) -> None:
@@ -207,13 +246,17 @@ def _parse_model_options(models: Sequence[str], arguments: Sequence[str]) -> dic
     return {model: merge(everybodys, own.get(name, {})) for model, name in zip(models, names, strict=True)}
 
 
-def _require_no_endpoint(cluster: ClusterHandle) -> None:
-    """A cluster has one endpoint. Raises ClusterError before a job would."""
+def _require_free_name(cluster: ClusterHandle, name: str, there: Sequence[FoundEndpoint]) -> None:
+    """Raises ConfigError, before a job would, for the name of an endpoint that a job of this cluster keeps up."""
     jobs = {info.submission_id for info in list_jobs(cluster) if not info.status.is_over}
-    for there in list_endpoints():
-        if there.run_id in jobs:
-            remedy = f"`shoal serve deploy MODEL --into {there.name}` adds to it, `shoal serve delete` ends it"
-            raise ClusterError(f"this cluster has an endpoint, {there.name}, and cannot have two: {remedy}")
+    for each in there:
+        if each.name == name and each.run_id in jobs:
+            raise describe_taken_name(name, _read_owner(each))
+
+
+def _get_name(spec: ServingSpec) -> str:
+    own = spec.endpoint.name
+    return split_ref(spec.models[0])[0] if own == NAMED_BY_MODEL else own
 
 
 def _parse_fields(arguments: Sequence[str]) -> list[str]:
@@ -240,7 +283,7 @@ def _wait_until_ready(job: JobHandle, run_id: str, timeout_s: float) -> FoundEnd
     deadline = _Deadline(timeout_s)
     while True:
         for point in _list_run_endpoints(run_id):
-            if point.kind == INFERENCE_KIND and point.state == "ready":
+            if point.kind == INFERENCE_KIND and point.state in ("ready", DETACHED):
                 return FoundEndpoint(point.name, point.address, run_id)
         if (outcome := job.poll_outcome()) is not None:
             raise RunError(describe_failure(job, "the job of the endpoint", outcome))
@@ -286,7 +329,7 @@ def _list_run_endpoints(run_id: str) -> list[EndpointRecord]:
 
 
 JOB_POLL_S = 0.5
-_READY = re.compile(r"^serving \S+ \(now \S+\) at (https?://[^/\s]+)", re.MULTILINE)
+_READY = re.compile(r"^serving \S+ \(now \S+\) at (https?://\S+)/v2/models/", re.MULTILINE)
 _GRPC = re.compile(r"^serving gRPC at (\S+)", re.MULTILINE)
 
 
@@ -296,11 +339,8 @@ def deploy_remote(
     """Returns when the remote models answer. Raises ClusterError, ConfigError, ConnectionLost, RunError."""
     if not spec.models:
         raise ConfigError("models", [], "there is nothing to serve", "name a model of the cluster's registry")
-    if there := _list_remote_endpoints(cluster, module):
-        remedy = f"`shoal serve delete --address {cluster.dashboard_url}` ends it"
-        raise ClusterError(f"this cluster has an endpoint, {', '.join(there)}, and cannot have two: {remedy}")
-    own = spec.endpoint.name
-    name = split_ref(spec.models[0])[0] if own == NAMED_BY_MODEL else own
+    if _list_remote_endpoints(cluster, module).get(name := _get_name(spec)):
+        raise describe_taken_name(name, "")
     shown, secrets = split_secrets([*map(_make_file_relative, fields), format_override("endpoint.name", name)])
     run_id = new_run_id()
     env = {"SHOAL_RUN_ID": run_id, **make_command_variable(format_masked_command(["shoal", *sys.argv[1:]])), **secrets}
@@ -331,6 +371,9 @@ def delete_remote(cluster: ClusterHandle, module: str, endpoint: str | None, tim
     if endpoint not in there:
         known = f"there is {', '.join(there)}" if there else "`shoal serve deploy` has none there"
         raise RunError(f"there is no endpoint {endpoint or ''} on {cluster.dashboard_url}: {known}")
+    if not there[endpoint]:
+        _end_detached(cluster, ["python", "-m", END_MODULE], endpoint, {}, timeout_s)
+        return
     JobHandle(cluster, there[endpoint]).stop(timeout_s)
     click.echo(f"endpoint {endpoint} is gone")
 
@@ -346,16 +389,18 @@ def _make_file_relative(field: str) -> str:
 
 
 def _list_remote_endpoints(cluster: ClusterHandle, module: str) -> dict[str, str]:
-    """Name -> job, of the endpoints that jobs of `deploy` keep up."""
-    found = {}
+    """Name -> job, of the endpoints that jobs of `deploy` keep up; "" for one that its job has detached."""
+    found: dict[str, str] = {}
     for info in list_jobs(cluster):
         try:
             words = shlex.split(info.entrypoint)
         except ValueError:
             continue  # another program's job, which needs a shell to parse
-        if not info.status.is_over and module in words:
+        is_detached = info.status is JobStatus.SUCCEEDED and last_override(words, "endpoint.lifetime") == DETACHED
+        if module in words and (is_detached or not info.status.is_over):
             first = (last_override(words, "models") or info.submission_id).partition(",")[0]
-            found[last_override(words, "endpoint.name") or split_ref(first)[0]] = info.submission_id
+            name = last_override(words, "endpoint.name") or split_ref(first)[0]
+            found[name] = found.get(name) or ("" if is_detached else info.submission_id)
     return found
 
 

@@ -46,8 +46,8 @@ def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
 
 def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
     """For a log file: a line for the endpoint, for each version of each model, and for each unusual state."""
-    state = "asleep" if status.asleep else "ready" if status.ready else "not ready"
-    lines = [f"{status.endpoint}: {state} at {_format_address(status, url)}, replicas {_format_ready_count(status)}"]
+    at = f"{_format_state(status)} at {_format_address(status, url)}"
+    lines = [f"{status.endpoint}: {at}, replicas {_format_ready_count(status)}"]
     for model in status.models:
         for version in model.versions:
             numbers = {
@@ -72,6 +72,22 @@ def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
         f"replica {each.id}: {_format_replica_state(each, status.generation)}" for each in _find_unhealthy(status)
     ]
     return lines
+
+
+def format_summary(status: EndpointStatus, url: str) -> str:
+    """One line, for a list of several endpoints."""
+    models = ", ".join(
+        f"{each.name}@{each.stable}" if each.stable else each.name for each in status.models if each.name
+    )
+    parts = [f"{status.endpoint}: {_format_state(status)} at {_format_address(status, url)}"]
+    parts += [f"models {models or 'none'}", f"replicas {_format_ready_count(status)}"]
+    parts += [f"up {format_duration(status.time - status.started_at)}"] if status.started_at else []
+    parts += [f"of {status.owner}"] if status.owner else []
+    return ", ".join([*parts, *([status.lifetime] if status.lifetime == "detached" else [])])
+
+
+def _format_state(status: EndpointStatus) -> str:
+    return "asleep" if status.asleep else "ready" if status.ready else "not ready"
 
 
 def _describe_certificate(status: EndpointStatus) -> list[str]:

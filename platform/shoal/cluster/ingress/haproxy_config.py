@@ -16,6 +16,7 @@ Serve has no settings for these changes:
   and has its own timeout.
 - Heads with many headers are passed on if they fit into a buffer: the endpoint answers 431 when they are too large.
   HAProxy 2.8 answers 400 to one that does not fit, as to any that it cannot read (3.1 knows 414 and 431).
+- A call of gRPC names its application in the metadata `application`; without it, it is for the one that has the root.
 - Serve's own paths (`/-/healthz`, `/-/routes`, each service of gRPC but the protocol's) and its control headers are
   closed to clients. Serve does not watch for disconnected clients: the endpoint does.
 - Normal requests are not logged: Serve would send one datagram each to an unused port.
@@ -151,6 +152,7 @@ FRONTS = ("frontend http_frontend", "frontend grpc_frontend")
 REQUIRED_SECTIONS = ("global", "defaults", FRONTS[0], "backend default_backend")
 SERVES_BACKENDS = ("default_backend", "default_grpc_backend", "grpc_fallback_backend")
 _TO_GRPC = re.compile(r" *(?:use|default)_backend grpc-(\S+)( if .*)?")
+_HAS_ROOT = re.compile(r" *acl is_http-(\S+) path_beg /")
 _BIND = re.compile(r" *bind (\S+):(\d+)( proto h2)?")
 _SELECTS = re.compile(r" *(?:use_backend (\S+) if .*|default_backend (\S+))")
 _SERVER = re.compile(r" *server \S+ \S+:\d+ check( observe [^#]*on-error mark-down| backup)?")
@@ -193,6 +195,8 @@ def rewrite(config: str, errors: str, front: Mapping[str, Any] | None = None) ->
     _require(folder is not None, "close the admin socket", "there is no admin socket")
     assert folder is not None
     http_front = dict(sections)[FRONTS[0]]
+    if FRONTS[1] in dict(sections):
+        _select_root(dict(sections), dict(sections)[FRONTS[1]])
     sections += _http1_backends(sections, errors)
     backup_listener.add_undisturbing(sections, errors, folder, FRONTS[0], IS_CHANGE)
     for number, (head, lines) in enumerate(sections):
@@ -353,6 +357,19 @@ def _http1_backends(sections: Sections, errors: str) -> Sections:
             for way, (_, own) in WAYS.items():
                 found.append((f"backend {way}-{application}", [*limits, *own.splitlines(), *replicas]))
     return found
+
+
+def _select_root(lines_of: Mapping[str, list[str]], grpc_front: list[str]) -> None:
+    """Select, for calls without the metadata `application`, what has the root over HTTP.
+
+    Serve does so for an only application: a second one would take such calls from the first.
+    """
+    roots = [match[1] for line in lines_of[FRONTS[0]] if (match := _HAS_ROOT.fullmatch(line)) is not None]
+    for root in roots:
+        if f"backend grpc-{root}" in lines_of:
+            last = next(number for number, line in enumerate(grpc_front) if _is(line, "default_backend"))
+            if grpc_front[last].endswith(" default_grpc_backend"):
+                grpc_front.insert(last, f"    use_backend grpc-{root} if !{{ req.hdr(application) -m found }}")
 
 
 def _http1_first(lines: list[str]) -> list[str]:

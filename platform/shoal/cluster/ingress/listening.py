@@ -1,13 +1,19 @@
-"""Whether this host can listen at an endpoint's address. Called before anything starts: HAProxy would end, with a
-page of reasons. Imports no Ray."""
+"""Whether this host can listen at an endpoint's address, and whether it does.
+
+The former is asked before anything starts: HAProxy would end, with a page of reasons. Imports no Ray.
+"""
 
 from __future__ import annotations
 
+import csv
 import errno
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 from shoal.errors import ConfigError
+
+ADMIN_TIMEOUT_S = 5.0
 
 
 def require_listenable(host: str, ports: Mapping[str, int | None]) -> None:
@@ -28,3 +34,18 @@ def require_listenable(host: str, ports: Mapping[str, int | None]) -> None:
             problem = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
             remedy = "give another, or 0 for a free one"
             raise ConfigError(f"endpoint.{field}", port, f"{problem} at {host}", remedy) from None
+
+
+def is_routed(application: str, admin_socket: Path) -> bool:
+    """Whether HAProxy, asked at its socket, sends requests to a replica of this application of Serve's."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ADMIN_TIMEOUT_S)
+        try:
+            connection.connect(str(admin_socket))
+            connection.sendall(b"show stat\n")
+            with connection.makefile() as answer:
+                rows = list(csv.DictReader(answer))
+        except OSError:  # it is starting
+            return False
+    servers = [row for row in rows if row["# pxname"] == f"http-{application}" and row["act"] == "1"]
+    return any(row["status"].startswith("UP") for row in servers if row["svname"] != "BACKEND")

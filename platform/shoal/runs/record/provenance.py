@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from pathlib import Path
 
 GIT_TIMEOUT_S = 5.0
 COMMAND_VARIABLE = "SHOAL_COMMAND"  # set for the job by the command that submits it
+OWNER_VARIABLE = "SHOAL_OWNER"  # likewise
 SECRETS_VARIABLE = "SHOAL_SECRET_WORDS"  # set by the same command: the words to mask on its command line
 
 _DOLLAR = r"\u0024"  # in the environment of a job, since Ray expands variables in values
@@ -54,8 +57,19 @@ def command_line() -> str:
 
 
 def make_command_variable(command: str) -> dict[str, str]:
-    """The variable that makes `command_line` return this command in a job."""
-    return {COMMAND_VARIABLE: command.replace("$", _DOLLAR)}
+    """The variables that make `command_line` return this command in a job, and `find_owner` this process's user."""
+    return {COMMAND_VARIABLE: command.replace("$", _DOLLAR), OWNER_VARIABLE: find_owner().replace("$", _DOLLAR)}
+
+
+def find_owner() -> str:
+    """USER@HOST of who has started this process, or submitted its job."""
+    if submitted := os.environ.get(OWNER_VARIABLE):
+        return submitted.replace(_DOLLAR, "$")
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # in a container that has no name for it
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def format_masked_command(arguments: Sequence[str]) -> str:

@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.client.discovery import CARD_SUFFIX
 from shoal.cluster.ingress.front import CertificateFiles
 from shoal.cluster.ingress.time_limits import ANSWER_S
 from shoal.errors import ConfigError
 from shoal.home import home
 from shoal.registry import Registry
+from shoal.runs.record.provenance import find_owner
 from shoal.serve.controller.state import Deployment
-from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.endpoint import DETACHED, EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel, RegistryCatalogue
 
 LOAD_TIMEOUT_S = 300.0  # of a model's versions on every replica
-_ACTOR_NAME = re.compile(r"endpoint-(.+)-[0-9a-f]+@([0-9a-f]+)")
+_ACTOR_NAME = re.compile(rf"endpoint-(.+)-[0-9a-f]+@([0-9a-f]+|{DETACHED})")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,10 @@ class ControllerConfig:
     registry:   source of models that are loaded later
     options:    options of those models, by name; "" for all others
     idle_s:     without a call from a replica for so long, the controller ends
-    driver:     Ray's id of the job that keeps the endpoint up; "" when Serve does (`serve_app`)
+    driver:     Ray's id of the job that keeps the endpoint up; DETACHED for one that stays without; "" when Serve does
+                (`serve_app`)
+    owner:      who has deployed it, USER@HOST
+    url:        the root of the endpoint's protocol
     grpc:       the endpoint's host:port for gRPC; "" for none
     num_replicas: the endpoint's least number of replicas
     may_sleep: whether it has no replica while it is idle
@@ -50,6 +55,8 @@ class ControllerConfig:
     options: Mapping[str, dict[str, Any]]
     idle_s: float = 120.0
     driver: str = ""
+    owner: str = ""
+    url: str = ""
     grpc: str = ""
     num_replicas: int = 0
     may_sleep: bool = False
@@ -60,6 +67,16 @@ class ControllerConfig:
     def actor_name(self) -> str:
         """The actor's name, which `parse_actor_name` reads."""
         return f"endpoint-{self.name}-{self.deployment}" + (f"@{self.driver}" if self.driver else "")
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether it stays without its driver."""
+        return self.driver == DETACHED
+
+    @property
+    def card_file(self) -> Path:
+        """Where a detached endpoint's `EndpointCard` is."""
+        return self.state_file.with_suffix(CARD_SUFFIX)
 
     @property
     def state_file(self) -> Path:
@@ -100,6 +117,8 @@ def build_controller_config(
         home() / "endpoints",
         str(Registry().root),
         known,
+        owner=find_owner(),
+        url=spec.url,
         grpc=spec.grpc_address,
         tls=None if spec.tls is None else spec.tls.files,
         num_replicas=spec.least_replicas,

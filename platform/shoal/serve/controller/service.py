@@ -9,10 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
+from shoal.atomic_file import replace_synced
+from shoal.client.discovery import EndpointCard
 from shoal.client.endpoint_status import CertificateStatus
 from shoal.cluster.ingress.serve_environment import find_ingress_folder, hold_while_asleep, limit_answers
 from shoal.cluster.ingress.tls import POLL_S, CertificateWatch
@@ -66,7 +71,13 @@ class ControllerService:
             setting.num_replicas,
             self._describe_certificate,
             may_sleep=setting.may_sleep,
+            owner=setting.owner,
+            lifetime="detached" if setting.is_detached else "driver" if setting.driver else "serve",
         )
+        self._card = setting.card_file
+        if setting.is_detached:
+            card = EndpointCard(setting.name, setting.url, os.getpid(), socket.gethostname())
+            replace_synced(self._card, msgspec.json.encode(card))
         self._task: asyncio.Task[None] | None = None
         self._last_follow_s, self._idle_s = time.monotonic(), setting.idle_s
 
@@ -123,6 +134,7 @@ class ControllerService:
         """Remove the state of an endpoint that is gone."""
         hold_while_asleep(os.environ, self._name, is_on=False)
         limit_answers(os.environ, self._name, None)
+        self._card.unlink(missing_ok=True)
         self._controller.close(forget=True)
 
     async def _run(self) -> None:

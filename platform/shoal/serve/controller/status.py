@@ -56,9 +56,12 @@ class StatusReporter:
         certificate: Callable[[], CertificateStatus | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         may_sleep: bool = False,
+        owner: str = "",
+        lifetime: str = "",
     ) -> None:
         self._controller, self._grpc, self._num_replicas, self._clock = controller, grpc, num_replicas, clock
         self._certificate, self._may_sleep = certificate, may_sleep
+        self._owner, self._lifetime = owner, lifetime
         self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))
         self._sampled_s = -SAMPLE_S
         self.wanted = ""
@@ -93,6 +96,8 @@ class StatusReporter:
             started_at=state.started_at,
             window_s=WINDOW_S,
             generation=state.generation,
+            owner=self._owner,
+            lifetime=self._lifetime,
             grpc=self._grpc,
             num_replicas=self._num_replicas,
             wanted=self.wanted,

@@ -11,9 +11,9 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,21 +25,23 @@ from ray.serve.handle import DeploymentHandle
 from shoal.cluster.capacity import get_head_address, gpu_share, gpus_by_possible_host, require_gpus
 from shoal.cluster.growth import find_growth
 from shoal.cluster.ingress.serve_environment import prepare_ingress
-from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, error_summary, summarize_error
-from shoal.network_address import is_loopback
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.state import Event
 from shoal.serve.on_ray.bind_address import grpc_options, is_head
 from shoal.serve.on_ray.controller_actor import RayControllerClient
-from shoal.serve.on_ray.ingress_front import prepare_front
+from shoal.serve.on_ray.ingress_front import list_sleeping, wait_until_routed
 from shoal.serve.on_ray.options import deployment_options
 from shoal.serve.on_ray.ownership import get_driver_id
-from shoal.serve.on_ray.removal import remove_abandoned_endpoint
 from shoal.serve.on_ray.replica_worker import ReplicaWorker
-from shoal.serve.on_ray.shared_cluster import end_serve, join_serve, lock_serve
-from shoal.serve.on_ray.wanted_replicas import count_wanted, describe_wanted, run_growing
-from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.on_ray.shared_cluster import end_application, join_serve, lock_serve
+from shoal.serve.on_ray.wanted_replicas import (
+    count_wanted,
+    describe_wanted,
+    submit_application,
+    wait_until_up,
+)
+from shoal.serve.spec.endpoint import DETACHED, EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
 from shoal.serve.spec.reach import EVERY_NODE
 
@@ -48,12 +50,16 @@ GRACE_S = 1.0  # beyond a time limit enforced by Serve
 
 
 class DeployedEndpoint:
-    """A deployed endpoint. `url` is the root of the protocol: `{url}/v2/models/{name}/infer`; `grpc` is host:port."""
+    """A deployed endpoint. `url` is the root of the protocol: `{url}/v2/models/{name}/infer`; `grpc` is host:port.
+
+    is_detached: the process that has deployed it may end, and leave it open
+    """
 
     def __init__(
         self, spec: EndpointSpec, handle: DeploymentHandle, controller: RayControllerClient, is_growing: bool
     ) -> None:
         self.name, self.url, self.grpc = spec.name, spec.url, spec.grpc_address
+        self.is_detached = spec.lifetime == DETACHED
         self._handle, self._controller, self._closed, self._is_growing = handle, controller, False, is_growing
         self._seen_event, self._spec, self._wanted = -1, spec, ""
 
@@ -111,9 +117,8 @@ class DeployedEndpoint:
         if not self._closed:
             self._closed = True
             with ExitStack() as closing:  # the rest runs after any failure or interrupt
-                closing.callback(end_serve)
                 closing.callback(self._controller.stop)
-                serve.delete(self.name)
+                end_application(self.name)
 
     def _call_controller(self, method: str) -> Any:
         try:
@@ -126,65 +131,81 @@ Record = Callable[..., None]
 
 
 def deploy(
-    spec: EndpointSpec, models: Sequence[EndpointModel], is_shared: bool = False, record: Record = lambda *_, **__: None
+    spec: EndpointSpec, models: Sequence[EndpointModel], record: Record = lambda *_, **__: None
 ) -> DeployedEndpoint:
     """Serve models, and return when all of them are staged; a live one answers 503 until its run has published.
 
     Where an autoscaler may add nodes the first replica is enough; `record` then records the wait for it as an event.
 
-    An endpoint has a cluster for itself, unless it `is_shared`: then it joins those of other drivers, below its own
-    path. One whose deploying process has died is removed first. Raises ConfigError or RegistryError for models or a
-    certificate that cannot be served, ClusterError without HAProxy, when the cluster already has an endpoint (of this
-    name, if shared), or when the replicas do not start. A failed or interrupted call leaves nothing behind.
+    The cluster's first endpoint has the root of its address, and each later one is below its own name. Those whose
+    deploying process has died are removed first. Raises ConfigError or RegistryError for models, a certificate, a name
+    or an address that cannot be served, ClusterError without HAProxy, where Serve runs for anything else, or when the
+    replicas do not start. A failed or interrupted call leaves nothing behind.
     """
     prepare_ingress_on_head()
     spec = resolve_gpus(spec)
     if spec.drain_warning:
         logger.warning("%s", spec.drain_warning)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # of this process: the status and the record have the rest
-    if not is_shared:
-        return _deploy_alone(spec, models, record)
-    with lock_serve():
-        joining = join_serve(spec)
-        _reject_sleep_of_shared(joining or spec)
-        return _deploy_alone(spec, models, record) if joining is None else _start_endpoint(joining, models, record)
-
-
-def _deploy_alone(spec: EndpointSpec, models: Sequence[EndpointModel], record: Record) -> DeployedEndpoint:
-    host = "127.0.0.1" if is_loopback(spec.host) else "0.0.0.0"
-    spec = spec.model_copy(
-        update={
-            "port": spec.port or find_free_port(host),
-            "grpc_port": find_free_port(host) if spec.grpc_port == 0 else spec.grpc_port,
-        }
-    )
-    remove_abandoned_endpoint()  # raises before anything of an endpoint that runs is touched
-    spec = prepare_front(spec, {"port": spec.port, "grpc_port": spec.grpc_port})
-    return _start_endpoint(spec, models, record)
-
-
-def _reject_sleep_of_shared(spec: EndpointSpec) -> None:
-    """Raises ConfigError: a node that never had a replica of this endpoint does not know that it sleeps."""
-    if spec.may_sleep and spec.ingress == EVERY_NODE:
-        problem = "is not for endpoints that share an ingress on every node"
-        raise ConfigError("endpoint.scale.min", 0, problem, "give scale.min=1, or endpoint.ingress=head")
-
-
-def _start_endpoint(spec: EndpointSpec, models: Sequence[EndpointModel], record: Record) -> DeployedEndpoint:
-    setting, live = build_controller_config(spec, models)
-    # Its name says whose the endpoint is, so it stays while that sleeps.
-    idle_s = math.inf if setting.may_sleep else setting.idle_s
-    controller = RayControllerClient(replace(setting, driver=get_driver_id(), idle_s=idle_s))
     with ExitStack() as begun:  # it would outlive this process, also on a signal
-        begun.callback(controller.stop)  # once no replica is left to start another
-        begun.callback(end_serve)
-        if spec.route_prefix:
-            begun.callback(serve.delete, spec.name)
-        controller.start()  # first: its name identifies the owner
-        is_growing = bool(find_growth())
-        handle = _start_serve(spec, live, controller, record if is_growing else None)
+        with lock_serve():
+            spec, is_first = join_serve(spec)
+            if spec.ingress == EVERY_NODE and not is_first:
+                _reject_sleep_of_shared(spec, list_sleeping())
+            config, live = build_controller_config(spec, models)
+            # Its name says whose the endpoint is, so it stays while that sleeps.
+            idle_s = math.inf if config.may_sleep else config.idle_s
+            if live and spec.lifetime == DETACHED:
+                problem = "is not for an endpoint that follows the weights of a run, which ends"
+                raise ConfigError("endpoint.lifetime", DETACHED, problem, "leave it out")
+            driver = DETACHED if spec.lifetime == DETACHED else get_driver_id()
+            controller = RayControllerClient(replace(config, driver=driver, idle_s=idle_s))
+            begun.callback(controller.stop)  # once no replica is left to start another
+            begun.callback(end_application, spec.name)
+            controller.start()  # first: its name identifies the owner
+            is_growing = bool(find_growth())
+            with _explain_failure(spec):
+                if is_first:
+                    _start_serve(spec)
+                handle = submit_application(build_application(spec, live, controller), spec)
+        with _explain_failure(spec):
+            wait_until_up(spec, record if is_growing else None)
+        wait_until_routed(spec.name)
         begun.pop_all()
     return DeployedEndpoint(spec, handle, controller, is_growing)
+
+
+def _reject_sleep_of_shared(spec: EndpointSpec, sleeping: Sequence[str]) -> None:
+    """Raises ConfigError: a node that never had a replica of an endpoint does not know that it sleeps.
+
+    sleeping: the other endpoints that may sleep
+    """
+    if spec.may_sleep:
+        problem = "is not for endpoints that share an ingress on every node"
+        raise ConfigError("endpoint.scale.min", 0, problem, "give scale.min=1, or endpoint.ingress=head")
+    if sleeping:
+        problem = f"is shared with {', '.join(sleeping)}, which may sleep, and would not be woken on each node"
+        raise ConfigError("endpoint.ingress", EVERY_NODE, problem, "give that one scale.min=1, or use another cluster")
+
+
+@contextmanager
+def _explain_failure(spec: EndpointSpec) -> Iterator[None]:
+    """Raise Serve's failure as ClusterError: it reports the failure, and the deployment has the reason."""
+    try:
+        yield
+    except (RuntimeError, TimeoutError) as error:
+        status = serve.status().applications.get(spec.name)
+        reasons = " ".join(each.message for each in status.deployments.values()) if status else ""
+        why = error_summary(reasons) or reasons or error
+        raise ClusterError(f"the endpoint {spec.name!r} did not start: {why}") from error
+
+
+def _start_serve(spec: EndpointSpec) -> None:
+    grpc = {"grpc_options": grpc_options(spec.grpc_port)} if spec.grpc_port is not None else {}
+    is_everywhere = spec.ingress == EVERY_NODE
+    host = get_head_address() if is_everywhere else "127.0.0.1"
+    location = "EveryNode" if is_everywhere else "HeadOnly"
+    serve.start(proxy_location=location, http_options={"host": host, "port": spec.port}, **grpc)
 
 
 def prepare_ingress_on_head() -> None:
@@ -209,28 +230,6 @@ def resolve_gpus(spec: EndpointSpec) -> EndpointSpec:
         bundle = {"CPU": spec.num_cpus, "GPU": num_gpus}
         require_gpus(num_gpus, max(1, spec.least_replicas), fields, bundle)
     return spec.model_copy(update={"num_gpus": num_gpus})
-
-
-def _start_serve(
-    spec: EndpointSpec, live: Mapping[str, LiveModel], controller: RayControllerClient, record: Record | None
-) -> DeploymentHandle:
-    """record: records the wait for nodes; None where none may be added."""
-    grpc = {"grpc_options": grpc_options(spec.grpc_port)} if spec.grpc_port is not None else {}
-    try:
-        if not spec.route_prefix:
-            is_everywhere = spec.ingress == EVERY_NODE
-            host = get_head_address() if is_everywhere else "127.0.0.1"
-            location = "EveryNode" if is_everywhere else "HeadOnly"
-            serve.start(proxy_location=location, http_options={"host": host, "port": spec.port}, **grpc)
-        application = build_application(spec, live, controller)
-        if record is not None:
-            return run_growing(application, spec, record)
-        return serve.run(application, name=spec.name, route_prefix=spec.route_prefix or "/")
-    except (RuntimeError, TimeoutError) as error:  # it reports the failure; the deployment has the reason
-        status = serve.status().applications.get(spec.name)
-        reasons = " ".join(each.message for each in status.deployments.values()) if status else ""
-        why = error_summary(reasons) or reasons or error
-        raise ClusterError(f"the endpoint {spec.name!r} did not start: {why}") from error
 
 
 def build_application(

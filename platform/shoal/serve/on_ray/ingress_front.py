@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.cluster.capacity import get_head_address, get_head_id, list_other_nodes, make_head_affinity
 from shoal.cluster.ingress.front import Front, install_front, read_front_node, read_front_spec
-from shoal.cluster.ingress.listening import require_listenable
+from shoal.cluster.ingress.listening import is_routed, require_listenable
 from shoal.cluster.ingress.serve_environment import (
     BINARY_VARIABLE,
     find_ingress_folder,
@@ -33,6 +33,8 @@ from shoal.serve.on_ray.bind_address import is_head
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.reach import EVERY_NODE, Reach
 
+ADMIN_SOCKET = "a.sock"  # as `serve_environment` names it; Serve puts it into a folder of the node's id
+ROUTED_TIMEOUT_S, POLL_S = 60.0, 0.05
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -53,6 +55,32 @@ def prepare_front(spec: EndpointSpec, ports: Mapping[str, int | None]) -> Endpoi
     if reach.ingress == EVERY_NODE:
         _install_elsewhere(reach, ports)
     return spec.model_copy(update=dict(reach))
+
+
+def list_sleeping() -> list[str]:
+    """The applications that may sleep, on the head."""
+    return _call_on_head(_list_sleeping_here)
+
+
+def _list_sleeping_here() -> list[str]:
+    return sorted(mark.name for mark in (find_ingress_folder() / "asleep").glob("*"))
+
+
+def wait_until_routed(application: str) -> None:
+    """Return once HAProxy sends requests to a replica of the application, which Serve's own status does not wait for.
+
+    Raises ClusterError when that takes too long.
+    """
+    if BINARY_VARIABLE in os.environ:
+        _call_on_head(_wait_here, application, get_head_id())
+
+
+def _wait_here(application: str, node: str) -> None:
+    deadline_s = time.monotonic() + ROUTED_TIMEOUT_S
+    while not is_routed(application, find_ingress_folder() / node / ADMIN_SOCKET):
+        if time.monotonic() > deadline_s:
+            raise ClusterError(f"HAProxy sends no requests to {application!r}: see Serve's logs of its proxies")
+        time.sleep(POLL_S)
 
 
 def join_ingress(spec: EndpointSpec) -> None:

@@ -1,33 +1,37 @@
-"""Finds the endpoints that drivers keep up on a cluster. Called before starting anything that needs their capacity.
+"""Finds the endpoints of a cluster. Called before starting anything that needs their capacity.
 
 Serve's applications outlive the driver that started them. The name of an endpoint's controller contains that driver,
-and Ray knows which drivers live. Knows nothing of Serve, which takes a second to load.
+and Ray knows which drivers live; a detached endpoint needs none. Knows nothing of Serve, which takes a second to load.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import ray
 from ray._private import state
+from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from shoal.errors import ClusterError
-from shoal.ray_call import NAMESPACE
+from shoal.ray_call import NAMESPACE, call_or_none
 from shoal.serve.controller.config import parse_actor_name
+from shoal.serve.spec.endpoint import DETACHED, describe_taken_name
 
 SERVE_CONTROLLER_NAME, SERVE_NAMESPACE = "SERVE_CONTROLLER_ACTOR", "serve"  # Serve's own; it takes long to load
-REMEDY = (
-    "the end of its run, or `shoal serve delete` (what Serve's own commands started, with `serve shutdown`),"
-    " or use another cluster (`--address local`)"
-)
+REMEDY = "end it with `serve shutdown`, or use another cluster (`--address local`)"
 
 
 @dataclass
 class EndpointOwnership:
-    """kept: the endpoints of living drivers; abandoned: the controllers' names of those whose driver is gone."""
+    """The names of the controllers, by endpoint.
 
-    active: list[str] = field(default_factory=list)
+    active:    of living drivers, and detached
+    abandoned: of drivers that are gone
+    """
+
+    active: dict[str, str] = field(default_factory=dict)
     abandoned: dict[str, str] = field(default_factory=dict)
 
 
@@ -36,31 +40,37 @@ def get_driver_id() -> str:
     return str(ray.get_runtime_context().get_job_id())
 
 
-def list_driver_endpoints(without: str = "") -> EndpointOwnership:
-    """List the endpoints that `deploy` has started on this cluster, but for those of the driver `without`."""
+def list_driver_endpoints() -> EndpointOwnership:
+    """List the endpoints that `deploy` has started on this cluster."""
     living, found = living_drivers(), EndpointOwnership()
     for actor in _controllers():
         endpoint, driver = parse_actor_name(actor)
-        if driver == without:
-            continue
-        if driver in living:
-            found.active.append(endpoint)
+        if driver in living or driver == DETACHED:
+            found.active[endpoint] = actor
         elif driver:
             found.abandoned[endpoint] = actor
     return found
 
 
 def require_free_name(name: str) -> None:
-    """Raise ClusterError when a driver keeps an endpoint of this name up, as `deploy` would on a shared cluster."""
-    if name in list_driver_endpoints().active:
-        problem = f"this cluster has an endpoint {name!r}, and each has a name of its own"
-        raise ClusterError(f"{problem}: give endpoint.name=, or use another cluster (`--address local`)")
+    """Raise ConfigError when this cluster has an endpoint of this name that is not abandoned."""
+    actor = list_driver_endpoints().active.get(name)
+    if actor is not None:
+        raise describe_taken_name(name, read_owner(actor))
 
 
-def cluster_occupied_error(endpoints: list[str]) -> ClusterError:
-    """The error for a cluster that already has its one endpoint."""
-    there = ", ".join(endpoints) or "without an application"
-    return ClusterError(f"Serve runs on this cluster ({there}): close that endpoint first, with {REMEDY}")
+def read_owner(actor: str) -> str:
+    """Who deployed the endpoint of the controller of this name; "" while that does not answer."""
+    with suppress(ValueError):  # it has just ended
+        status = call_or_none(ray.get_actor(actor, NAMESPACE).call, "status", away=(RayError,))
+        return str((status or {}).get("owner", ""))
+    return ""
+
+
+def cluster_occupied_error(applications: list[str]) -> ClusterError:
+    """The error for a cluster whose Serve was not started by `deploy`, so that its address is not known."""
+    there = ", ".join(applications) or "without an application"
+    return ClusterError(f"Serve runs on this cluster ({there}), and not for `shoal serve deploy`: {REMEDY}")
 
 
 def is_serve_running() -> bool:

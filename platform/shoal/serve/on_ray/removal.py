@@ -1,4 +1,4 @@
-"""Removes an endpoint whose driver died without closing it.
+"""Removes endpoints whose driver died without closing them.
 
 Called by `deploy`. Removes only what `deploy` started.
 """
@@ -24,8 +24,8 @@ SHUTDOWN_TIMEOUT_S = 60.0  # for a Serve that is ending
 POLL_S = 0.1
 
 
-def remove_abandoned_endpoint() -> None:
-    """Remove an abandoned endpoint. Raises ClusterError when Serve runs for a living driver or for anything else.
+def remove_abandoned_endpoints() -> None:
+    """Remove the abandoned endpoints, and Serve. Raises ClusterError when Serve runs for anything else.
 
     Waits for a Serve that is ending: one without an application, or whose applications are being deleted.
     """
@@ -36,7 +36,7 @@ def remove_abandoned_endpoint() -> None:
         found = list_driver_endpoints()  # checked last: a driver's controller exists before its Serve
         is_abandoned = bool(found.abandoned) and applications <= found.abandoned.keys()
         if found.active or not (is_abandoned or is_ending) or time.monotonic() > deadline_s:
-            raise cluster_occupied_error(sorted(applications) or found.active)
+            raise cluster_occupied_error(sorted(applications) or list(found.active))
         if is_abandoned and not is_shut:
             shut_down_serve()
             is_shut, deadline_s = True, time.monotonic() + SHUTDOWN_TIMEOUT_S

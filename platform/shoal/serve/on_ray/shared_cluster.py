@@ -1,6 +1,7 @@
-"""Several endpoints of one cluster, each of a driver of its own: the first one starts Serve, the last one ends it.
+"""The endpoints of one cluster: the first one starts Serve, the last one ends it.
 
 Called by `deploy`. All share Serve's one address: the first has its root, and each other has its name before its paths.
+That stays so while they are up: no endpoint's address depends on which others come and go.
 """
 
 from __future__ import annotations
@@ -11,22 +12,27 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray import serve
 from ray.serve.context import _get_global_client
 
+from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError
+from shoal.network_address import is_loopback
 from shoal.ray_call import NAMESPACE
-from shoal.serve.on_ray.ingress_front import adopt_front
-from shoal.serve.on_ray.ownership import get_driver_id, is_serve_running, list_driver_endpoints, require_free_name
+from shoal.serve.on_ray.controller_actor import stop_controller
+from shoal.serve.on_ray.ingress_front import adopt_front, prepare_front
+from shoal.serve.on_ray.ownership import is_serve_running, list_driver_endpoints, require_free_name
 from shoal.serve.on_ray.removal import (
     POLL_S,
     delete_abandoned_applications,
     list_applications,
+    remove_abandoned_endpoints,
     shut_down_serve,
 )
-from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.endpoint import ROOT_PATHS, EndpointSpec
 
 LOCK_NAME = "serve-start"
-LOCK_TIMEOUT_S = 180.0  # for the starts of the endpoints before this one
+LOCK_TIMEOUT_S = 180.0  # for those who start or end Serve; what then takes long, the models, is outside
 
 
 @ray.remote(num_cpus=0)
@@ -39,7 +45,7 @@ class _Lock:
 
 @contextmanager
 def lock_serve() -> Iterator[None]:
-    """No two drivers start an endpoint at once. Raises ClusterError when the others take too long."""
+    """No two drivers start or end Serve at once. Raises ClusterError when the others take too long."""
     deadline_s = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
@@ -47,7 +53,9 @@ def lock_serve() -> Iterator[None]:
             break
         except ValueError:  # the name is taken
             if time.monotonic() > deadline_s:
-                raise ClusterError("another endpoint of this cluster has been starting for minutes") from None
+                raise ClusterError(
+                    "another endpoint of this cluster has been starting or ending Serve for minutes"
+                ) from None
             time.sleep(POLL_S)
     try:
         ray.get(lock.ready.remote())
@@ -56,31 +64,62 @@ def lock_serve() -> Iterator[None]:
         ray.kill(lock)
 
 
-def join_serve(spec: EndpointSpec) -> EndpointSpec | None:
-    """The spec of an endpoint that joins those of other living drivers; None if there is none: then it starts Serve.
+def join_serve(spec: EndpointSpec) -> tuple[EndpointSpec, bool]:
+    """The spec with its address, and whether the endpoint is the cluster's first, which starts Serve and has the root.
 
-    Raises ConfigError for a port of its own, which it cannot have then, and ClusterError for a name that is taken.
+    Each other one is below its name. Abandoned endpoints are removed. Call it within `lock_serve`.
+
+    Raises ConfigError for a name that is taken, and for an address or a port that cannot be had; ClusterError where
+    Serve runs for anything but endpoints of `deploy`.
     """
     require_free_name(spec.name)
-    others = list_driver_endpoints(without=get_driver_id()).active
-    if not is_serve_running():
-        return None
-    if not others:
-        if not list_applications():  # its last endpoint ended just now, and left Serve to this one
-            shut_down_serve()
-        return None
+    if not (is_serve_running() and list_driver_endpoints().active):
+        remove_abandoned_endpoints()
+        host = "127.0.0.1" if is_loopback(spec.host) else "0.0.0.0"
+        ports = {
+            "port": spec.port or find_free_port(host),
+            "grpc_port": find_free_port(host) if spec.grpc_port == 0 else spec.grpc_port,
+        }
+        return prepare_front(spec.model_copy(update=ports), ports), True
     delete_abandoned_applications()
+    if spec.name in ROOT_PATHS:
+        problem = "is a path of the endpoint that has the root of this cluster's address"
+        raise ConfigError("endpoint.name", spec.name, problem, "give another name")
     client = _get_global_client()
     assert client is not None
-    options = client.http_config
-    if spec.grpc_port is not None or spec.port not in (0, options.port):
-        field, value = ("port", spec.port) if spec.grpc_port is None else ("grpc_port", spec.grpc_port)
-        problem = f"cannot be had beside {', '.join(others)}, whose port is {options.port}"
-        raise ConfigError(f"endpoint.{field}", value, problem, "leave it out, or use another cluster")
-    return adopt_front(spec).model_copy(update={"port": options.port, "route_prefix": f"/{spec.name}"})
+    grpc = client.get_serve_details()["grpc_options"]
+    has_grpc = bool(grpc.get("grpc_servicer_functions"))
+    ports = {"port": client.http_config.port, "grpc_port": grpc["port"] if has_grpc else None}
+    for field, port in ports.items():
+        wanted = getattr(spec, field)
+        if wanted not in (None, 0, port) or (wanted is not None and port is None):
+            theirs = f"theirs is {port}" if port else "the first of them has no gRPC"
+            problem = f"is not that of the cluster's endpoints, which share one address: {theirs}"
+            raise ConfigError(f"endpoint.{field}", wanted, problem, "leave it out, or use another cluster")
+    if spec.grpc_port is None:
+        ports["grpc_port"] = None
+    return adopt_front(spec).model_copy(update={**ports, "route_prefix": f"/{spec.name}"}), False
 
 
-def end_serve() -> None:
-    """End Serve, unless other drivers have endpoints there."""
-    if not list_driver_endpoints(without=get_driver_id()).active:
-        shut_down_serve()
+def end_endpoint(name: str) -> None:
+    """End an endpoint of any driver, as that driver would. Raises ClusterError when there is none of this name."""
+    found = list_driver_endpoints()
+    actor = (found.active | found.abandoned).get(name)
+    if actor is None:
+        there = ", ".join(found.active) or "there is none"
+        raise ClusterError(f"there is no endpoint {name!r} on this cluster ({there})")
+    end_application(name)
+    stop_controller(actor)
+
+
+def end_application(name: str) -> None:
+    """Remove an endpoint from Serve once it has answered its requests, and Serve with the last one."""
+    try:
+        if is_serve_running():
+            serve.delete(name)
+    finally:  # also after an interrupt
+        with lock_serve():
+            found = list_driver_endpoints()
+            others = found.active.keys() | (list_applications() - found.abandoned.keys())
+            if not others - {name}:
+                shut_down_serve()

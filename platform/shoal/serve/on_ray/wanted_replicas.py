@@ -1,7 +1,7 @@
-"""Replicas that have no place yet, on a cluster whose autoscaler may add nodes for them.
+"""The start of an endpoint's replicas, some of which may have no place yet.
 
-Serve's own `run` waits for all replicas and without limit. Here the first one is enough: it answers while the others
-wait for nodes. Called by `deployment`.
+Serve's own `run` waits for all replicas and without limit. Where an autoscaler may add nodes the first one is enough:
+it answers while the others wait for nodes. Called by `deployment`.
 """
 
 from __future__ import annotations
@@ -23,30 +23,34 @@ from shoal.serve.spec.endpoint import EndpointSpec
 POLL_S = 0.25
 
 
-def run_growing(application: serve.Application, spec: EndpointSpec, record: Callable[..., None]) -> DeploymentHandle:
-    """Start the application, and return when every replica that has a place answers, and at least one does.
+def submit_application(application: serve.Application, spec: EndpointSpec) -> DeploymentHandle:
+    """Give the application to Serve, which starts its replicas."""
+    target = serve.RunTarget(application, spec.name, spec.route_prefix or "/")
+    return serve.run_many([target], wait_for_applications_running=False)[0]
+
+
+def wait_until_up(spec: EndpointSpec, record: Callable[..., None] | None) -> None:
+    """Return when every replica answers; where nodes may be added, every one that has a place, and at least one.
 
     Raises RuntimeError as `serve.run`, ClusterError when the first replica has no place within the spec's `wait`.
 
-    record: records an event
+    record: records an event; None where no nodes may be added
     """
-    target = serve.RunTarget(application, spec.name, spec.route_prefix or "/")
-    handle = serve.run_many([target], wait_for_applications_running=False)[0]
     wait_s = NODES_WAIT_S if spec.wait is None else spec.wait
-    log, deadline = WaitLog(record, wait_s), time.monotonic() + wait_s
+    log, deadline = WaitLog(record or (lambda *_, **__: None), wait_s), time.monotonic() + wait_s
     while True:
-        app = serve.status().applications[spec.name]
-        if app.status is ApplicationStatus.DEPLOY_FAILED:
-            raise RuntimeError(app.message)
+        app = serve.status().applications.get(spec.name)
+        if app is None or app.status == ApplicationStatus.DEPLOY_FAILED:
+            raise RuntimeError("it was removed meanwhile" if app is None else app.message)
         replicas: Counter[str] = Counter()
         for deployment in app.deployments.values():
             replicas.update(deployment.replica_states)
         waiting = replicas["STARTING"] + replicas["PENDING_ALLOCATION"]
-        num_wanted = min(count_wanted(spec) or 0, waiting)  # others may wait for the same, too
-        is_first_up = replicas["RUNNING"] > 0 and replicas["STARTING"] <= num_wanted
-        if app.status is ApplicationStatus.RUNNING or is_first_up:
+        num_wanted = min(count_wanted(spec) or 0, waiting) if record else 0  # others may wait for the same, too
+        is_first_up = record is not None and replicas["RUNNING"] > 0 and replicas["STARTING"] <= num_wanted
+        if app.status == ApplicationStatus.RUNNING or is_first_up:
             log.report("")
-            return handle
+            return
         log.report(describe_wanted(num_wanted))
         if num_wanted and time.monotonic() > deadline and not replicas["RUNNING"]:
             problem = f"{spec.name!r} has no place, no nodes came within {wait_s:g} s"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -35,6 +35,10 @@ def _require_countable_gpus(num_gpus: float) -> float:
 
 GpuCount = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_require_countable_gpus)]
 
+DETACHED = "detached"  # the lifetime of an endpoint that needs no driver
+# Paths of the endpoint that has the root: another one below them would take its requests.
+ROOT_PATHS = ("v2", "shoal", "metrics", "openapi.json")
+
 # One full batch is computed while the next one gathers.
 BATCHES_PER_REPLICA = 2
 DEFAULT_OBJECTIVE_S = 0.5
@@ -57,6 +61,13 @@ def _mark_explicit(spec: SpecT, explicit: dict[str, Any]) -> SpecT:
     return spec.model_construct(_fields_set=set(explicit), **{**values, **nested})
 
 
+def describe_taken_name(name: str, owner: str) -> ConfigError:
+    """The error for a second endpoint of one name on a cluster. owner: that of the first; "" where it is not known"""
+    problem = f"is the name of an endpoint{f' of {owner}' if owner else ''} on this cluster"
+    remedy = f"give another name, or end that one first: `shoal serve delete {name}`"
+    return ConfigError("endpoint.name", name, problem, remedy)
+
+
 def with_default_values(**values: object) -> BeforeValidator:
     """For a field with an endpoint: fields that a mapping leaves out take these defaults, not EndpointSpec's."""
     return BeforeValidator(lambda given: {**values, **given} if isinstance(given, dict) else given)
@@ -75,10 +86,11 @@ TOKEN_FROM_ENVIRONMENT = AfterValidator(_reject_token)
 class EndpointSpec(Reach):
     """Models behind one address.
 
-    name:           the endpoint's name: letters, digits, `-`, `_` and `.`
+    name:           the endpoint's name, which no other on its cluster has: letters, digits, `-`, `_` and `.`
+    lifetime:       "driver": it ends with the process that has deployed it; "detached": `shoal serve delete` ends it
     host, tls, ...: see `Reach`
     port:           where the ingress listens; 0 is a free port
-    route_prefix:   before the protocol's paths: "/NAME" where another endpoint has the cluster's root
+    route_prefix:   before the protocol's paths: "/NAME" where another endpoint has the root; `deploy` sets it
     grpc_port:      where gRPC listens; None for no gRPC, 0 for a free port
     num_replicas:   processes, each with every model: a fixed number, without `scale`
     scale:          the number of replicas follows the load: `scale.max=4`; None for a fixed number
@@ -103,6 +115,7 @@ class EndpointSpec(Reach):
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)
+    lifetime: Literal["driver", "detached"] = "driver"
     port: int = Field(default=0, ge=0, le=65535)
     route_prefix: str = Field(default="", pattern=r"^(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
