@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -20,6 +21,8 @@ import torch
 
 from shoal.batching.batcher import Batcher
 from shoal.errors import ShoalError
+from shoal.serve.gang.gang import Gang
+from shoal.serve.gang.template import GangTemplate
 from shoal.serve.grpc.app import GrpcApp
 from shoal.serve.grpc.service import InferenceServicer
 from shoal.serve.http.app import RestApp
@@ -53,15 +56,21 @@ class EndpointReplica:
     replica:    a name that no other replica has had
     live:       the models that follow the weights of a run, by name
     controller: the source of plans and the receiver of reports
+    gang:       its workers, if models are split between several; started, and closed with the replica
     """
 
     def __init__(
-        self, replica: str, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: ControllerClient
+        self,
+        replica: str,
+        spec: EndpointSpec,
+        live: Mapping[str, LiveModel],
+        controller: ControllerClient,
+        gang: Gang | None = None,
     ) -> None:
         """Run it on the event loop that will serve."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         torch.set_num_threads(spec.torch_threads)  # of this thread, for the forwards that the batcher runs here
-        self._spec, self._is_closed = spec, threading.Event()
+        self._spec, self._gang, self._is_closed = spec, gang, threading.Event()
         self._access = AccessControl(
             spec.token.get_secret_value() if spec.token is not None else None,
             spec.keys,
@@ -72,7 +81,8 @@ class EndpointReplica:
             on_thread_start=lambda: torch.set_num_threads(spec.torch_threads)
         )
         self._tracer = Tracer(spec.trace, spec.name, replica) if spec.trace else None
-        self.manager = ModelManager(replica, spec, live, self._batcher, controller, self._tracer)
+        share = None if gang is None else partial(GangTemplate, gang=gang)
+        self.manager = ModelManager(replica, spec, live, self._batcher, controller, self._tracer, share)
         self._rest = RestApp(
             self.manager,
             self._access,
@@ -109,6 +119,8 @@ class EndpointReplica:
         if not (self._batcher.is_alive and self._follower.is_alive):
             raise ShoalError("a thread of this replica has died")
         self.manager.check_health()
+        if self._gang is not None:
+            self._gang.check_health()
         if (computing_s := self._batcher.computing_s) > self._spec.hang_s:
             raise ShoalError(f"a forward has taken {computing_s:.1f} s, and hang_s is {self._spec.hang_s:g}")
         most_gib = self._spec.max_memory_gib
@@ -149,6 +161,8 @@ class EndpointReplica:
         self._is_closed.set()
         await self._follower.close()
         self.manager.close()
+        if self._gang is not None:
+            await asyncio.to_thread(self._gang.close)
         self._batcher.close(timeout_s=2.0)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

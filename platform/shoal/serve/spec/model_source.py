@@ -34,10 +34,11 @@ class RegisteredModel:
     name: str
     registry: str
 
-    def load_package(self, version: int) -> ModelPackage:
-        """Load a version. Raises RegistryError, WeightsError."""
+    def load_package(self, version: int, reads_weights: bool = True) -> ModelPackage:
+        """Load a version; of its weights only the file, unless it reads them. Raises RegistryError, WeightsError."""
         found = Registry(Path(self.registry)).get(f"{self.name}@{version}")
-        return ModelPackage(found.manifest.model, found.manifest.signature, found.snapshot())
+        snapshot = found.snapshot() if reads_weights else found.weight_file()
+        return ModelPackage(found.manifest.model, found.manifest.signature, snapshot)
 
 
 @dataclass(frozen=True)
