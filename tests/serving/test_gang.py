@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -114,8 +116,7 @@ def test_a_dead_worker_fails_what_is_computed_and_all_are_replaced() -> None:
         loaded = predictor_of(version, gang).load(version.weight_file())
         os.kill(launcher.processes[1].pid, signal.SIGKILL)
         with pytest.raises(GangLost) as lost:
-            while True:
-                loaded.predict_batch(make_requests("ConvNet"))
+            collections.deque(map(loaded.predict_batch, itertools.repeat(make_requests("ConvNet"))), maxlen=0)
         assert (lost.value.status, lost.value.retry_after_s) == (503, 1.0)
 
         def answers() -> bool:

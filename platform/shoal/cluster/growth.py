@@ -181,6 +181,24 @@ def count_waiting(bundle: Bundle) -> int | None:
     return sum(each.count for demand in demands for each in demand.bundles_by_count if each.bundle == wanted)
 
 
+def count_waiting_groups(bundles: Sequence[Bundle]) -> int | None:
+    """How many placement groups of exactly these bundles wait for a place; None while the head does not say."""
+    status = _get_status()
+    if status is None:
+        return None
+    wanted = Counter(tuple(sorted(bundle.items())) for bundle in bundles)
+    demands = status.resource_demands.placement_group_demand
+    return sum(_count_bundles(demand.bundles_by_count) == wanted for demand in demands)
+
+
+def _count_bundles(counted: Sequence[Any]) -> Counter[tuple[tuple[str, float], ...]]:
+    found: Counter[tuple[tuple[str, float], ...]] = Counter()
+    for each in counted:
+        amounts = {name: amount for name, amount in each.bundle.items() if not name.startswith("bundle_group")}
+        found[tuple(sorted(amounts.items()))] += each.count
+    return found
+
+
 def describe_launches() -> str:
     """What the autoscaler does now: `1 small is being started`; "" for nothing, for one of version 1, and while
     the head does not say."""

@@ -91,6 +91,11 @@ def build_controller_config(
         if isinstance(model.source, RegisteredModel):
             registry = model.source.registry
             RegistryCatalogue(registry).resolve(model.name, model.version)
+        elif spec.num_workers > 1:
+            problem = (
+                f"splits models between workers, and {model.name!r} follows a run, whose weights each replica takes"
+            )
+            raise ConfigError("endpoint.num_workers", spec.num_workers, problem, "leave it out, or register the model")
         deployments[model.name] = Deployment(model.name, registry, model.version, options)
     known = {name: options.model_dump(mode="json") for name, options in {"": spec.model, **spec.models}.items()}
     setting = ControllerConfig(

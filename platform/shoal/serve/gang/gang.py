@@ -22,7 +22,7 @@ from secrets import token_bytes
 from typing import Any, Protocol
 
 from shoal.errors import ClusterError, InferenceError, ShoalError
-from shoal.serve.gang.messages import Address, Answer, Drop, Join, Load, Run, close, watch
+from shoal.serve.gang.messages import Address, DropVersion, JoinGang, LoadVersion, RunBatch, WorkerAnswer, close, watch
 from shoal.serve.model.formats.template import Arrays
 from shoal.serve.spec.endpoint import GangSplit
 
@@ -108,7 +108,7 @@ class Team:
     def _read(self, rank: int) -> None:
         try:
             while True:
-                answer: Answer = self._connections[rank].recv()
+                answer: WorkerAnswer = self._connections[rank].recv()
                 waiting = self._pending[rank].popleft()
                 if answer.error is not None:
                     waiting.set_exception(answer.error)
@@ -129,7 +129,7 @@ class Gang:
         self.num_workers, self.split, self._launcher = num_workers, split, launcher
         self._keys = itertools.count(1)
         self._lock = threading.Lock()  # locked while workers start and versions load
-        self._loaded: dict[int, Load] = {}
+        self._loaded: dict[int, LoadVersion] = {}
         self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()  # a collector of garbage may hold any lock
         self._team: Team | None = None
         self._is_closed, self._lost_s, self._problem = False, 0.0, ""
@@ -143,8 +143,8 @@ class Gang:
                 raise ClusterError(f"a worker was lost while it started: {error.reason}") from error
         threading.Thread(target=self._send_drops, name="shoal-gang-drops", daemon=True).start()
 
-    def load(self, make: Callable[[int], Load]) -> int:
-        """Load a version on all workers, or on none; returns its key. Raises WeightsError, GangLost."""
+    def load(self, make: Callable[[int], LoadVersion]) -> int:
+        """LoadVersion a version on all workers, or on none; returns its key. Raises WeightsError, GangLost."""
         with self._lock:
             team, load = self._require_team(), make(next(self._keys))
             try:
@@ -163,7 +163,7 @@ class Gang:
         """Compute micro-batches, one after the other in each stage. Raises GangLost, and the model's error."""
         team = self._require_team()
         answering = [0 if self.split == "tensor" else self.num_workers - 1]
-        answers = [team.broadcast(Run(key, inputs), answering)[0] for inputs in batches]
+        answers = [team.broadcast(RunBatch(key, inputs), answering)[0] for inputs in batches]
         return [answer.result() for answer in answers]
 
     def check_health(self) -> None:
@@ -191,7 +191,7 @@ class Gang:
             key = self._dropped.get()
             self._loaded.pop(key, None)
             with suppress(GangLost):
-                self._require_team().broadcast(Drop(key), ())
+                self._require_team().broadcast(DropVersion(key), ())
 
     def _start_team(self) -> None:
         secret = token_bytes(SECRET_BYTES)
@@ -235,20 +235,20 @@ def _join(team: Team, addresses: Sequence[Address], split: GangSplit) -> None:
     size = len(addresses)
     if split == "pipeline":
         following = [*addresses[1:], None]
-        answers = _send_joins(team, [Join(rank, size, False, following[rank]) for rank in team.ranks])
+        answers = _send_joins(team, [JoinGang(rank, size, False, following[rank]) for rank in team.ranks])
     else:
-        (port,) = [answer.result() for answer in _send_joins(team, [Join(0, size, True)])]
+        (port,) = [answer.result() for answer in _send_joins(team, [JoinGang(0, size, True)])]
         store = addresses[0][0], port
-        answers = _send_joins(team, [Join(rank, size, True, store=store) for rank in team.ranks[1:]])
+        answers = _send_joins(team, [JoinGang(rank, size, True, store=store) for rank in team.ranks[1:]])
     for answer in answers:
         answer.result()
 
 
-def _send_joins(team: Team, joins: Sequence[Join]) -> list[Future[Any]]:
+def _send_joins(team: Team, joins: Sequence[JoinGang]) -> list[Future[Any]]:
     return team.send({join.rank: ForkingPickler.dumps(join) for join in joins})
 
 
-def _load(team: Team, load: Load) -> None:
+def _load(team: Team, load: LoadVersion) -> None:
     """Raises the first error, once all workers have answered."""
     for error in [answer.exception() for answer in team.broadcast(load)]:
         if error is not None:

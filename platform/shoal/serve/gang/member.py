@@ -32,11 +32,11 @@ from shoal.errors import ModelError, ShoalError, WeightsError
 from shoal.parallel.comm.world import TIMEOUT_S, set_network_interface
 from shoal.serve.gang.messages import (
     Address,
-    Answer,
-    Drop,
-    Join,
-    Load,
-    Run,
+    DropVersion,
+    JoinGang,
+    LoadVersion,
+    RunBatch,
+    WorkerAnswer,
     close,
     receive_tensor,
     send_tensor,
@@ -67,7 +67,7 @@ class GangMember:
         self._store: Any = None
 
     def serve(self, torch_threads: int = 1) -> None:
-        """Join the other workers, and compute until the replica is gone."""
+        """JoinGang the other workers, and compute until the replica is gone."""
         torch.set_num_threads(torch_threads)
         replica = self._accept()
         try:
@@ -98,7 +98,7 @@ class GangMember:
             self._connections.append(connection)
             return connection
 
-    def _join(self, replica: Connection, join: Join) -> None:
+    def _join(self, replica: Connection, join: JoinGang) -> None:
         self._rank, self._is_last, self._next, self._mesh = join.rank, join.rank == join.size - 1, None, None
         if join.splits_layers:
             self._open_store(replica, join)
@@ -111,15 +111,15 @@ class GangMember:
         if join.rank:
             previous = self._accept()
             threading.Thread(target=self._read_activations, args=(previous,), daemon=True).start()
-        replica.send(Answer())
+        replica.send(WorkerAnswer())
 
-    def _open_store(self, replica: Connection, join: Join) -> None:
+    def _open_store(self, replica: Connection, join: JoinGang) -> None:
         """Form the process group. The first worker has its store, of which the replica informs the others."""
         set_network_interface(self._host)
         host, port = join.store or (self._host, 0)
         is_first, limit = join.store is None, timedelta(seconds=TIMEOUT_S)
         self._store = dist.TCPStore(host, port, join.size, is_first, limit, wait_for_workers=False)
-        replica.send(Answer(self._store.port))
+        replica.send(WorkerAnswer(self._store.port))
         dist.init_process_group("gloo", store=self._store, rank=join.rank, world_size=join.size, timeout=limit)
 
     def _read_messages(self, replica: Connection) -> None:
@@ -135,26 +135,26 @@ class GangMember:
                 self._received.put(receive_tensor(previous))
         self._received.put(None)
 
-    def _take(self, message: Load | Drop | Run) -> Answer | None:
-        """Do what the message says, and return what is to be answered."""
-        if isinstance(message, Drop):
+    def _take(self, message: LoadVersion | DropVersion | RunBatch) -> WorkerAnswer | None:
+        """Handle a message; returns the answer, if it has one."""
+        if isinstance(message, DropVersion):
             self._versions.pop(message.key, None)
             return None
-        if isinstance(message, Load):
+        if isinstance(message, LoadVersion):
             return self._load(message)
         return self._run(message)
 
-    def _load(self, load: Load) -> Answer:
+    def _load(self, load: LoadVersion) -> WorkerAnswer:
         try:
             shard = load_shard(load.config, load.plan, load.file, self._rank, self._mesh)
         except ShoalError as error:
-            return Answer(error=error)
+            return WorkerAnswer(error=error)
         except Exception as error:  # noqa: BLE001 - of the user's module: the version's rejection has it
-            return Answer(error=WeightsError(f"{type(error).__name__}: {error}"))
+            return WorkerAnswer(error=WeightsError(f"{type(error).__name__}: {error}"))
         self._versions[load.key] = load.config, shard
-        return Answer()
+        return WorkerAnswer()
 
-    def _run(self, run: Run) -> Answer | None:
+    def _run(self, run: RunBatch) -> WorkerAnswer | None:
         """Compute a micro-batch; only the worker that has the result answers."""
         try:
             result: Any = self._compute(run)
@@ -167,9 +167,9 @@ class GangMember:
             return None
         if self._mesh is not None and self._rank:
             return None
-        return Answer(error=result) if isinstance(result, Exception) else Answer(result)
+        return WorkerAnswer(error=result) if isinstance(result, Exception) else WorkerAnswer(result)
 
-    def _compute(self, run: Run) -> Any:
+    def _compute(self, run: RunBatch) -> Any:
         """The activation for the next stage, or the outputs by name. Raises the model's error, and one of a stage
         before."""
         received: Tensor | Exception | None = None

@@ -1,11 +1,11 @@
 """What a replica and its workers send each other, over connections that prove a secret, and how tensors travel.
 
-| from     | to                | message                                             | answer                   |
-|----------|-------------------|-----------------------------------------------------|--------------------------|
-| replica  | every worker      | Join: its rank and peers                            | Answer: a store's port   |
-| replica  | every worker      | Load: a version; Drop: it answers no more           | Answer to Load           |
-| replica  | every worker      | Run: the inputs of a micro-batch                    | Answer: of the last one  |
-| worker   | the next stage's  | the micro-batch's activation, or the error          | none                     |
+| from     | to                | message                                          | answer                        |
+|----------|-------------------|--------------------------------------------------|-------------------------------|
+| replica  | every worker      | JoinGang: its rank and peers                     | WorkerAnswer: a store's port  |
+| replica  | every worker      | LoadVersion, DropVersion                         | WorkerAnswer to LoadVersion   |
+| replica  | every worker      | RunBatch: the inputs of a micro-batch            | WorkerAnswer of the last one  |
+| worker   | the next stage's  | the micro-batch's activation, or the error       | none                          |
 
 Each connection carries its messages in order, and all workers get the same order, so that nothing needs a number.
 """
@@ -32,7 +32,7 @@ LOST_S = 4  # after which a host that acknowledges nothing is lost
 
 
 @dataclass(frozen=True)
-class Join:
+class JoinGang:
     """The first message to a worker.
 
     next: the worker of the next stage, to which activations go; None without one
@@ -47,8 +47,8 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Load:
-    """Load a version, to be named by `key`."""
+class LoadVersion:
+    """LoadVersion a version, to be named by `key`."""
 
     key: int
     config: TemplateConfig
@@ -57,14 +57,14 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Drop:
+class DropVersion:
     """Free a version."""
 
     key: int
 
 
 @dataclass(frozen=True)
-class Run:
+class RunBatch:
     """Compute a micro-batch."""
 
     key: int
@@ -72,7 +72,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerAnswer:
     """What became of a message: a value, or an error."""
 
     value: Any = None

@@ -12,7 +12,7 @@ import numpy as np
 
 from shoal.errors import ConfigError
 from shoal.serve.gang.gang import Gang
-from shoal.serve.gang.messages import Load
+from shoal.serve.gang.messages import LoadVersion
 from shoal.serve.gang.plan import find_plan
 from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
 from shoal.serve.model.hooks import find_hook
@@ -41,13 +41,13 @@ class GangTemplate:
         inputs: Arrays = example if hook is None else hook(example)
         self._plan = find_plan(factory, inputs, gang.split, gang.num_workers)
         has_rows = options.max_batch_size > 0 and None not in layout.dimensions.values()
-        self._can_cut = has_rows and not (config.has_preprocess or config.has_postprocess)
+        self._can_split = has_rows and not (config.has_preprocess or config.has_postprocess)
         self._dimensions = {name: dimension or 0 for name, dimension in layout.dimensions.items()}
 
     def load(self, snapshot: WeightSnapshot) -> Forward:
         assert isinstance(snapshot, WeightFile), "the loader of a gang hands on files"
-        key = self._gang.load(lambda key: Load(key, self._config, self._plan, snapshot))
-        forward = _GangForward(self._gang, key, self._dimensions if self._can_cut else None)
+        key = self._gang.load(lambda key: LoadVersion(key, self._config, self._plan, snapshot))
+        forward = _GangForward(self._gang, key, self._dimensions if self._can_split else None)
         weakref.finalize(forward, self._gang.drop, key)
         return forward
 

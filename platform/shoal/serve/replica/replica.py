@@ -14,15 +14,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
 from shoal.batching.batcher import Batcher
 from shoal.errors import ShoalError
-from shoal.serve.gang.gang import Gang
-from shoal.serve.gang.template import GangTemplate
 from shoal.serve.grpc.app import GrpcApp
 from shoal.serve.grpc.service import InferenceServicer
 from shoal.serve.http.app import RestApp
@@ -39,6 +37,9 @@ from shoal.serve.replica.watchers import ControllerClient, PlanFollower
 from shoal.serve.scaling.replica_counts import LoadMeter, encode
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
+
+if TYPE_CHECKING:
+    from shoal.serve.gang.gang import Gang
 
 logger = logging.getLogger(__name__)
 # A thread that runs Python (a forward's own code, staging of weights) makes the event loop wait this long. The default
@@ -81,7 +82,11 @@ class EndpointReplica:
             on_thread_start=lambda: torch.set_num_threads(spec.torch_threads)
         )
         self._tracer = Tracer(spec.trace, spec.name, replica) if spec.trace else None
-        share = None if gang is None else partial(GangTemplate, gang=gang)
+        share = None
+        if gang is not None:
+            from shoal.serve.gang.template import GangTemplate  # here: other replicas need no plans
+
+            share = partial(GangTemplate, gang=gang)
         self.manager = ModelManager(replica, spec, live, self._batcher, controller, self._tracer, share)
         self._rest = RestApp(
             self.manager,
