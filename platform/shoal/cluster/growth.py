@@ -186,17 +186,12 @@ def count_waiting_groups(bundles: Sequence[Bundle]) -> int | None:
     status = _get_status()
     if status is None:
         return None
-    wanted = Counter(tuple(sorted(bundle.items())) for bundle in bundles)
-    demands = status.resource_demands.placement_group_demand
-    return sum(_count_bundles(demand.bundles_by_count) == wanted for demand in demands)
-
-
-def _count_bundles(counted: Sequence[Any]) -> Counter[tuple[tuple[str, float], ...]]:
-    found: Counter[tuple[tuple[str, float], ...]] = Counter()
-    for each in counted:
-        amounts = {name: amount for name, amount in each.bundle.items() if not name.startswith("bundle_group")}
-        found[tuple(sorted(amounts.items()))] += each.count
-    return found
+    wanted = sorted(sorted(bundle.items()) for bundle in bundles)
+    waiting = [
+        sorted(sorted(each.bundle.items()) for each in demand.bundles_by_count for _ in range(each.count))
+        for demand in status.resource_demands.placement_group_demand
+    ]
+    return waiting.count(wanted)
 
 
 def describe_launches() -> str:

@@ -72,7 +72,7 @@ class VersionLoader:
         """
 
         def load() -> StagedVersion:
-            package = source.load_package(version, reads_weights=self._share is None)
+            package = source.load_package(version) if self._share is None else source.open_package(version)
             if signature is not None and package.signature != signature:
                 raise WeightsError("it takes or gives other tensors than what is served: deploy it by another name")
             return self._load(package, options, last)

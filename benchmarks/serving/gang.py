@@ -1,0 +1,253 @@
+"""A replica that is two workers beside one that is one: throughput, memory, and what a killed worker costs.
+
+    python -m benchmarks.serving.gang [--runs N] [--quick]
+
+Throughput: a decoder in full batches, two stages on two workers beside one process, each worker with one thread; both
+take turns, batch by batch. Memory: the peak resident memory of a worker that has loaded its part of a model of 500 MB,
+beside a process that has loaded all of it. A killed worker: an endpoint on Ray Serve behind HAProxy, asked ten times a
+second over one connection that stays; counts what is answered with a code, and what without.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import psutil
+import torch
+from safetensors.torch import save
+
+from benchmarks.children import scratch
+from benchmarks.result import Row, compare, options, write
+from shoal.models.decoder import Decoder
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.serve.gang.gang import Gang
+from shoal.serve.gang.member import GangMember
+from shoal.serve.gang.messages import Address
+from shoal.serve.gang.template import GangTemplate
+from shoal.serve.model.predictor import Predictor
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.weights import WeightSnapshot
+
+NUM_WORKERS, CONTEXT, NUM_TOKENS, BATCH = 2, 32, 256, 64
+COMPUTING = {"num_tokens": NUM_TOKENS, "context": CONTEXT, "width": 256, "depth": 8}
+LARGE = {"num_tokens": NUM_TOKENS, "context": CONTEXT, "width": 1024, "depth": 10}  # 505 MB
+SMALL = {"num_tokens": NUM_TOKENS, "context": CONTEXT, "width": 64, "depth": 2}
+RATE_HZ, CALM_S, WATCHED_S = 10.0, 3.0, 25.0
+Sizes = dict[str, int]
+
+
+class ProcessLauncher:
+    """Workers as processes of this host."""
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+
+    def start(self, count: int, secret: bytes) -> list[Address]:
+        context, pipes = multiprocessing.get_context("spawn"), []
+        for _ in range(count):
+            ours, theirs = context.Pipe(duplex=False)
+            self.processes.append(context.Process(target=work, args=(theirs, secret), daemon=True))
+            self.processes[-1].start()
+            pipes.append(ours)
+        return [pipe.recv() for pipe in pipes]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def work(pipe: Connection, secret: bytes) -> None:
+    """The process of a worker."""
+    member = GangMember("127.0.0.1", secret, lambda: os._exit(0))
+    pipe.send(member.address)
+    member.serve()
+
+
+def register(name: str, sizes: Sizes) -> ModelVersion:
+    """A decoder with random weights."""
+    torch.manual_seed(0)
+    state = Decoder(**sizes).state_dict()
+    snapshot = WeightSnapshot.from_payload(1, save({key: each.contiguous() for key, each in state.items()}))
+    shape = [-1, CONTEXT]
+    signature = Signature(
+        inputs=[TensorSignature(name="tokens", datatype="INT64", shape=shape)],
+        outputs=[TensorSignature(name="logits", datatype="FP32", shape=[*shape, NUM_TOKENS])],
+    )
+    factory = ModelFactory(factory="shoal.models.decoder:Decoder", kwargs=sizes)
+    return Registry().register(name, snapshot, model=factory, signature=signature)
+
+
+@contextmanager
+def started() -> Iterator[tuple[Gang, ProcessLauncher]]:
+    launcher = ProcessLauncher()
+    with closing(Gang(launcher, NUM_WORKERS, "pipeline")) as gang:
+        gang.start()
+        yield gang, launcher
+
+
+def make_predictor(version: ModelVersion, gang: Gang | None) -> Predictor:
+    share = None if gang is None else partial(GangTemplate, gang=gang)
+    chosen = ModelOptions(max_batch_size=BATCH, warm_up=False)
+    return Predictor(version.manifest.model, version.manifest.signature, chosen, share=share)
+
+
+def measure_throughput(runs: int, num_batches: int) -> Row:
+    """Rows a second."""
+    version = register("computing", COMPUTING)
+    torch.set_num_threads(1)
+    batch = [{"tokens": np.random.default_rng(0).integers(0, NUM_TOKENS, (BATCH, CONTEXT))}]
+    found: dict[str, list[float]] = {"ours": [], "one": []}
+    with started() as (gang, _):
+        sides = {
+            "ours": make_predictor(version, gang).load(version.weight_file()),
+            "one": make_predictor(version, None).load(version.snapshot()),
+        }
+        for run in range(runs + 1):
+            taken_s: dict[str, list[float]] = {"ours": [], "one": []}
+            for _ in range(num_batches):
+                for side, model in sides.items():
+                    began_s = time.perf_counter()
+                    model.predict_batch(batch)
+                    taken_s[side].append(time.perf_counter() - began_s)
+            if run:  # the first warms up
+                for side in sides:
+                    found[side].append(BATCH / statistics.median(taken_s[side]))
+    note = f"a decoder of {sum(each.numel() for each in Decoder(**COMPUTING).parameters()):,} parameters, {BATCH} rows"
+    note += f"; load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors"
+    name = "throughput of two stages"
+    return compare(name, "rows/s", "higher", found["ours"], found["one"], "one worker", 1.6, "ratio", note)
+
+
+def load_full(pipe: Connection, version: ModelVersion) -> None:
+    """The process of the one worker."""
+    model = make_predictor(version, None).load(version.snapshot())
+    pipe.send(read_peak_mb(os.getpid()))
+    assert model.version
+
+
+def read_peak_mb(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1e3
+
+
+def measure_memory(runs: int) -> Row:
+    """Of the larger worker, and of one that loads all."""
+    version = register("large", LARGE)
+    context = multiprocessing.get_context("spawn")
+    found: dict[str, list[float]] = {"ours": [], "one": []}
+    for _ in range(runs):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=load_full, args=(theirs, version), daemon=True)
+        process.start()
+        found["one"].append(ours.recv())
+        process.join()
+        with started() as (gang, launcher):
+            model = make_predictor(version, gang).load(version.weight_file())
+            model.predict_batch([{"tokens": np.zeros((4, CONTEXT), np.int64)}])
+            found["ours"].append(max(read_peak_mb(each.pid) for each in launcher.processes))
+    note = f"weights of {version.manifest.size_bytes / 1e6:.0f} MB"
+    return compare("peak memory", "MB", "lower", found["ours"], found["one"], "one worker", 0.6, "ratio", note)
+
+
+def ask(connection: http.client.HTTPConnection, body: bytes) -> str:
+    try:
+        connection.request("POST", "/v2/models/small/infer", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+    except (OSError, http.client.HTTPException) as error:
+        connection.close()
+        return type(error).__name__
+    return str(response.status)
+
+
+def serve_and_kill(pipe: Connection) -> None:
+    """The process of the endpoint's driver: sends when the worker was killed, and each answer with its time."""
+    from shoal.cluster.embedded_cluster import start_cluster
+    from shoal.serve.on_ray.deployment import deploy
+    from shoal.serve.spec.endpoint import EndpointSpec
+    from shoal.serve.spec.model_source import model_from_ref
+
+    register("small", SMALL)
+    tokens = {"name": "tokens", "shape": [1, CONTEXT], "datatype": "INT64", "data": [1] * CONTEXT}
+    body = json.dumps({"inputs": [tokens]}).encode()
+    spec = EndpointSpec(name="gang", num_workers=NUM_WORKERS, num_cpus=0.5)
+    with start_cluster(num_cpus=4) as cluster, ExitStack() as closing_all:
+        os.environ.update(cluster.environment)
+        import ray
+
+        ray.init(log_to_driver=False)
+        closing_all.callback(ray.shutdown)
+        endpoint = closing_all.enter_context(closing(deploy(spec, [model_from_ref("small@champion")])))
+        netloc = urlsplit(endpoint.url).netloc
+        connection = closing_all.enter_context(closing(http.client.HTTPConnection(netloc, timeout=30.0)))
+        pipe.send(ask_and_kill(connection, body, find_worker(cluster.pids())))
+
+
+def ask_and_kill(
+    connection: http.client.HTTPConnection, body: bytes, victim: int
+) -> tuple[float, list[tuple[float, str]]]:
+    answers, began_s, killed_s = list[tuple[float, str]](), time.monotonic(), 0.0
+    for number in range(int(RATE_HZ * WATCHED_S)):
+        time.sleep(max(0.0, began_s + number / RATE_HZ - time.monotonic()))
+        if not killed_s and number / RATE_HZ > CALM_S:
+            os.kill(victim, signal.SIGKILL)
+            killed_s = time.monotonic()
+        answers.append((time.monotonic(), ask(connection, body)))
+    return killed_s, answers
+
+
+def measure_kill() -> list[Row]:
+    """One worker of two is killed while the endpoint is asked."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read when ray is imported: 127.0.0.1 stays 127.0.0.1
+    ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(target=serve_and_kill, args=(theirs,))
+    process.start()
+    theirs.close()
+    killed_s, answers = ours.recv()
+    process.join()
+    failed = [at_s for at_s, status in answers if status != "200"]
+    counts = Counter(status for _, status in answers)
+    note = f"{len(answers)} requests at {RATE_HZ:g}/s: {dict(counts)}; 503 with Retry-After until all are replaced"
+    broken = sum(count for status, count in counts.items() if not status.isdigit())
+    until_s = max(failed, default=killed_s) - killed_s
+    return [
+        compare("a killed worker: codes until", "s", "lower", [until_s], (), None, 1.0, "value", note),
+        compare("a killed worker: broken connections", "", "lower", [broken], (), None, 0.0, "value"),
+    ]
+
+
+def find_worker(pids: set[int]) -> int:
+    """The second worker's process."""
+    return max(pid for pid in pids if psutil.pid_exists(pid) and "GangWorker" in psutil.Process(pid).name())
+
+
+def main() -> None:
+    chosen = options(__doc__, runs=5)
+    with scratch() as folder:
+        os.environ["SHOAL_HOME"] = str(folder)
+        rows = [
+            measure_throughput(chosen.runs, 3 if chosen.quick else 10),
+            measure_memory(1 if chosen.quick else 3),
+            *measure_kill(),
+        ]
+    write("gang", rows, chosen.results)
+
+
+if __name__ == "__main__":
+    main()
