@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -140,6 +141,18 @@ def test_the_replicas_end_is_the_workers() -> None:
     for process in processes:
         process.join(60.0)
         assert process.exitcode == 0
+
+
+def test_a_worker_that_hangs_ends_with_its_replica() -> None:
+    version, launcher = gang_models.register("ConvNet"), ProcessLauncher()
+    with started(launcher) as gang, ThreadPoolExecutor(1) as pool:
+        loaded, processes = predictor_of(version, gang).load(version.weight_file()), list(launcher.processes)
+        os.kill(processes[0].pid, signal.SIGSTOP)
+        hanging = pool.submit(loaded.predict_batch, make_requests("ConvNet"))
+        gang.close()
+        with pytest.raises(GangLost):
+            hanging.result(60.0)
+    assert processes[0].exitcode == -signal.SIGKILL
 
 
 class Failing(nn.Module):
