@@ -87,6 +87,17 @@ def test_a_version_is_loaded_flipped_and_dropped_on_all_workers() -> None:
         assert_same(two, predictor_of(first, None).load(second.snapshot()), "ConvNet")
 
 
+def test_two_batches_are_computed_at_once() -> None:
+    version, requests = gang_models.register("ConvNet"), make_requests("ConvNet", 64)
+    expected = predictor_of(version, None).load(version.snapshot())
+    with started(ThreadLauncher()) as gang, ThreadPoolExecutor(gang.batches_in_flight) as pool:
+        loaded = predictor_of(version, gang).load(version.weight_file())
+        batches = [requests[begin : begin + 4] for begin in range(0, 64, 4)]
+        for found, batch in zip(pool.map(loaded.predict_batch, batches), batches, strict=True):
+            for one, other in zip(found, expected.predict_batch(batch), strict=True):
+                np.testing.assert_allclose(one["y"], other["y"], rtol=1e-4, atol=1e-5)
+
+
 def test_a_damaged_version_is_loaded_by_none() -> None:
     version, launcher = gang_models.register("ConvNet"), ThreadLauncher()
     with started(launcher) as gang:

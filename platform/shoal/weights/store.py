@@ -125,7 +125,7 @@ class WeightFile(WeightSnapshot):
     path: Path
 
     @property
-    def payload(self) -> bytes:  # type: ignore[override]
+    def payload(self) -> bytes:
         """All of it, in memory."""
         return self.path.read_bytes()
 

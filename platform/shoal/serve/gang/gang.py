@@ -134,6 +134,11 @@ class Gang:
         self._team: Team | None = None
         self._is_closed, self._lost_s, self._problem = False, 0.0, ""
 
+    @property
+    def batches_in_flight(self) -> int:
+        """How many batches are computed at once: while one leaves the stages of a pipeline, another enters them."""
+        return 2 if self.split == "pipeline" else 1
+
     def start(self) -> None:
         """Start the workers. Raises ClusterError."""
         with self._lock:
@@ -160,7 +165,8 @@ class Gang:
         self._dropped.put(key)
 
     def run(self, key: int, batches: Sequence[Arrays]) -> list[Arrays]:
-        """Compute micro-batches, one after the other in each stage. Raises GangLost, and the model's error."""
+        """Compute micro-batches, one after the other in each stage. Callable from several threads. Raises GangLost, and
+        the model's error."""
         team = self._require_team()
         answering = [0 if self.split == "tensor" else self.num_workers - 1]
         answers = [team.broadcast(RunBatch(key, inputs), answering)[0] for inputs in batches]

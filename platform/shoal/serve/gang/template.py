@@ -20,7 +20,7 @@ from shoal.serve.model.warm_up import make_example
 from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.weights import WeightFile, WeightSnapshot
 
-MICRO_BATCHES_PER_STAGE = 4  # with S stages and M micro-batches, a stage works M of M + S - 1 steps
+MICRO_BATCHES_PER_STAGE = 2  # as in training; smaller ones cost more than the bubble, since batches follow each other
 NUM_EXAMPLES = 2
 
 

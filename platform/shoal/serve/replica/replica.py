@@ -79,7 +79,8 @@ class EndpointReplica:
         )
         limits = RequestLimits(max_body_bytes=spec.max_body_bytes)
         self._batcher: Batcher[BatchGroup, InferCall, Outputs] = Batcher(
-            on_thread_start=lambda: torch.set_num_threads(spec.torch_threads)
+            slots=1 if gang is None else gang.batches_in_flight,
+            on_thread_start=lambda: torch.set_num_threads(spec.torch_threads),
         )
         self._tracer = Tracer(spec.trace, spec.name, replica) if spec.trace else None
         share = None
