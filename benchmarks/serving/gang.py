@@ -4,8 +4,8 @@
 
 Throughput: a decoder in full batches, two stages on two workers beside one process, each worker with one thread; both
 take turns, ten batches each. Memory: the peak resident memory of a worker that has loaded its part of a model of 500
-MB, beside a process that has loaded all of it. A killed worker: an endpoint on Ray Serve behind HAProxy, asked ten times a
-second over one connection that stays; counts what is answered with a code, and what without.
+MB, beside a process that has loaded all of it. A killed worker: an endpoint on Ray Serve behind HAProxy, asked ten
+times a second over one connection that stays; counts what is answered with a code, and what without.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def _drop_memory(module: nn.Module, name: str, parameter: Any) -> nn.Parameter |
     return found
 
 
-register_module_parameter_registration_hook(_drop_memory)  # once: other threads may be going through torch's table
+# Once, since other threads may be going through torch's table; its type leaves out what a hook may return.
+register_module_parameter_registration_hook(_drop_memory)  # type: ignore[arg-type]
 
 
 def build_skeleton(build: Callable[[], nn.Module]) -> nn.Module:

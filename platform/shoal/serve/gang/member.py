@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.errors import ModelError, ShoalError, WeightsError
@@ -58,7 +59,7 @@ class GangMember:
 
     def __init__(self, host: str, secret: bytes, on_lost: Callable[[], None] = lambda: None) -> None:
         self._listener = Listener((host, 0), backlog=8, authkey=secret)
-        self.address: Address = self._listener.address  # type: ignore[assignment]
+        self.address: Address = self._listener.address
         self._host, self._secret, self._on_lost = host, secret, on_lost
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._received: queue.Queue[Tensor | Exception | None] = queue.Queue(ACTIVATIONS)
@@ -118,7 +119,7 @@ class GangMember:
         set_network_interface(self._host)
         host, port = join.store or (self._host, 0)
         is_first, limit = join.store is None, timedelta(seconds=TIMEOUT_S)
-        self._store = dist.TCPStore(host, port, join.size, is_first, limit, wait_for_workers=False)
+        self._store = TCPStore(host, port, join.size, is_first, limit, wait_for_workers=False)
         replica.send(WorkerAnswer(self._store.port))
         dist.init_process_group("gloo", store=self._store, rank=join.rank, world_size=join.size, timeout=limit)
 
@@ -172,13 +173,14 @@ class GangMember:
     def _compute(self, run: RunBatch) -> Any:
         """The activation for the next stage, or the outputs by name. Raises the model's error, and one of a stage
         before."""
-        received: Tensor | Exception | None = None
+        received: Tensor | None = None
         if self._mesh is None and self._rank:
-            received = self._received.get()
-            if received is None:
+            given = self._received.get()
+            if given is None:
                 raise EOFError
-            if isinstance(received, Exception):
-                raise received
+            if isinstance(given, Exception):
+                raise given
+            received = given
         config, shard = self._versions[run.key]
         inputs = [to_tensor(array, copies=False) for array in run.inputs.values()]
         pairs = zip(run.inputs, inputs, strict=True)

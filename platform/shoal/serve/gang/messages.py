@@ -120,4 +120,4 @@ def receive_tensor(connection: Connection) -> Tensor | Exception:
 
 
 def _view_bytes(tensor: Tensor) -> Any:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

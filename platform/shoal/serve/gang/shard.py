@@ -98,14 +98,14 @@ class _TensorReader:
     def __init__(self, file: WeightFile, is_finite: bool) -> None:
         self._file, self._is_finite = file, is_finite
         try:
-            with safe_open(file.path, "pt") as opened:  # type: ignore[no-untyped-call]
+            with safe_open(file.path, "pt") as opened:
                 self.names = frozenset(opened.keys())
         except SafetensorError as error:
             raise WeightsError(f"weights version {file.version} are not safetensors: {error}") from None
 
     def read(self, name: str, expected: tuple[Any, Any], *, part: Any = None, may_be_infinite: bool = False) -> Tensor:
         """The tensor, or the slices of it that `part` has. Raises WeightsError."""
-        with safe_open(self._file.path, "pt") as opened:  # type: ignore[no-untyped-call]
+        with safe_open(self._file.path, "pt") as opened:
             found: Tensor
             if part is None:
                 found = opened.get_tensor(name).clone()
