@@ -58,7 +58,7 @@ def run_ranks(program: Callable[..., Any], size: int, *args: Any, timeout_s: flo
     Raises RanksFailed, with every rank's traceback.
     """
     context = multiprocessing.get_context("forkserver")
-    _start_server()
+    start_server()
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         for rank in range(size):
@@ -78,7 +78,7 @@ def run_ranks(program: Callable[..., Any], size: int, *args: Any, timeout_s: flo
 
 
 @cache
-def _start_server() -> None:
+def start_server() -> None:
     """The server's environment is that of its start: threads are counted when torch is imported.
 
     Its folder is ours to remove: multiprocessing would leave it to `atexit`.

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from shoal.cluster import growth
 from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.cluster.growth import UNLIMITED, Growth, NodeType, find_growth, find_on_head, parse_growth
+from waiting import wait_for
 
 SMALL, GPUS = NodeType("small", {"CPU": 4.0}, 3), NodeType("gpus", {"CPU": 8.0, "GPU": 2.0}, 1)
 GROWTH = Growth({"CPU": 1.0}, (SMALL, GPUS))
@@ -156,3 +158,12 @@ def test_a_driver_on_another_host_asks_the_head(cluster: EmbeddedCluster, monkey
     monkeypatch.setattr(growth, "_find_config_file", None)  # in this process: the head has its own
     monkeypatch.setattr("ray.get_runtime_context", lambda: here)
     assert not find_growth()
+
+
+def test_a_replica_of_several_workers_that_has_no_place_is_counted(cluster: EmbeddedCluster) -> None:
+    group = placement_group([{"CPU": 100.0}] * 2)
+    try:
+        wait_for(lambda: growth.count_waiting_groups([{"CPU": 100.0}] * 2) == 1)
+        assert growth.count_waiting_groups([{"CPU": 100.0}]) == 0
+    finally:
+        remove_placement_group(group)

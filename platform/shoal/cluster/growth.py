@@ -181,6 +181,19 @@ def count_waiting(bundle: Bundle) -> int | None:
     return sum(each.count for demand in demands for each in demand.bundles_by_count if each.bundle == wanted)
 
 
+def count_waiting_groups(bundles: Sequence[Bundle]) -> int | None:
+    """How many placement groups of exactly these bundles wait for a place; None while the head does not say."""
+    status = _get_status()
+    if status is None:
+        return None
+    wanted = sorted(sorted(bundle.items()) for bundle in bundles)
+    waiting = [
+        sorted(sorted(each.bundle.items()) for each in demand.bundles_by_count for _ in range(each.count))
+        for demand in status.resource_demands.placement_group_demand
+    ]
+    return waiting.count(wanted)
+
+
 def describe_launches() -> str:
     """What the autoscaler does now: `1 small is being started`; "" for nothing, for one of version 1, and while
     the head does not say."""

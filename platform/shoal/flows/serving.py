@@ -72,8 +72,9 @@ def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoin
     name = served[0].name if spec.endpoint.name == NAMED_BY_MODEL else spec.endpoint.name
     endpoint_spec = spec.endpoint.model_copy(update={"name": name, "token": SecretStr(load_access_token())})
     num_replicas = max(1, endpoint_spec.least_replicas)
-    bundles = [{"CPU": endpoint_spec.num_cpus}] * num_replicas
-    require_cpus(num_replicas * endpoint_spec.num_cpus, "endpoint.num_cpus or endpoint.num_replicas", bundles)
+    bundles = [{"CPU": endpoint_spec.num_cpus}] * num_replicas * endpoint_spec.num_workers
+    fields = f"endpoint.num_cpus{', endpoint.num_workers' * (endpoint_spec.num_workers > 1)} or endpoint.num_replicas"
+    require_cpus(len(bundles) * endpoint_spec.num_cpus, fields, bundles)
     with shoal.runs.create(job, spec.to_record(), expected_run_id(), kind=shoal.runs.RunKind.SERVING) as recorder:
         endpoint = deploy(endpoint_spec, served, record=partial(_record_wait, recorder))
         stays = False

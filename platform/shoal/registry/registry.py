@@ -40,7 +40,7 @@ from shoal.registry.aliases import Aliases, AliasMove
 from shoal.registry.manifest import FORMAT as MANIFEST_FORMAT
 from shoal.registry.manifest import Manifest, ModelFactory, Signature
 from shoal.registry.model_format import find_format, get_payload_file
-from shoal.weights import WeightSnapshot
+from shoal.weights import WeightFile, WeightSnapshot
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ALIAS = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
@@ -63,6 +63,11 @@ class ModelVersion:
     def ref(self) -> str:
         """The exact reference: name@version."""
         return f"{self.name}@{self.version}"
+
+    def weight_file(self) -> WeightFile:
+        """The payload, unread and unchecked."""
+        path, manifest = self.folder / get_payload_file(self.manifest.model.format), self.manifest
+        return WeightFile(self.version, path, manifest.sha256, manifest.created_at)
 
     def snapshot(self) -> WeightSnapshot:
         """The payload, as version `self.version`: the weights, or the model's file.

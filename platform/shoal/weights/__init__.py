@@ -2,6 +2,7 @@
 
 from shoal.weights.store import (
     PublishedVersion,
+    WeightFile,
     WeightSnapshot,
     WeightSource,
     WeightStore,
@@ -9,4 +10,12 @@ from shoal.weights.store import (
     encode_tensors,
 )
 
-__all__ = ["PublishedVersion", "WeightSnapshot", "WeightSource", "WeightStore", "decode_tensors", "encode_tensors"]
+__all__ = [
+    "PublishedVersion",
+    "WeightFile",
+    "WeightSnapshot",
+    "WeightSource",
+    "WeightStore",
+    "decode_tensors",
+    "encode_tensors",
+]

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -111,6 +112,22 @@ class WeightSnapshot:
         """Raises WeightsError when the checksum does not fit."""
         if hashlib.sha256(self.payload).hexdigest() != self.sha256:
             raise WeightsError(f"weights version {self.version}: the checksum does not match the payload")
+
+
+class WeightFile(WeightSnapshot):
+    """A version whose payload is in a file, from which others read parts."""
+
+    def __init__(self, version: int, path: Path, sha256: str, published_at: float) -> None:
+        values = {"version": version, "path": path, "sha256": sha256, "published_at": published_at}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    path: Path
+
+    @property
+    def payload(self) -> bytes:
+        """All of it, in memory."""
+        return self.path.read_bytes()
 
 
 class PublishedVersion(NamedTuple):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,12 +65,22 @@ def partition_model(
     batch:   a micro-batch
     context: of a forward pass (autocast)
     """
-    return world.decide(lambda: _find_partition(model, learnable, batch, num_stages, world, context))
+    return world.decide(lambda: find_partition(model, learnable, batch, num_stages, world.device, context))
 
 
-def _find_partition(
-    model: nn.Module, learnable: TaskProtocol, batch: Any, num_stages: int, world: World, context: Callable[[], Any]
+def find_partition(
+    model: nn.Module,
+    learnable: TaskProtocol,
+    batch: Any,
+    num_stages: int,
+    device: torch.device,
+    context: Callable[[], Any] = nullcontext,
+    has_weights: bool = True,
 ) -> StagePartition:
+    """The partition as this process finds it. Raises PlanError when the model has none.
+
+    has_weights: whether the parameters have values and memory for gradients (see `profile_splits`)
+    """
     kinds: set[type] = set()
 
     def run() -> Tensor:
@@ -78,7 +89,7 @@ def _find_partition(
             kinds.add(type(loss))
             return get_value(loss)
 
-    found = profile_splits(model, run, world.device)
+    found = profile_splits(model, run, device, has_weights)
     found.changed = find_changed_buffers(model, run, found.split_points)
     wanted = learnable.pipeline_cuts()
     rejection: PlanError | None = None

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.errors import PlanError
 from shoal.parallel.comm.world import read_clock_s
@@ -73,17 +74,23 @@ class SplitProfile:
     changed: dict[str, list[int]] = field(default_factory=dict)
 
 
-def profile_splits(model: nn.Module, run: Callable[[], Tensor], device: torch.device) -> SplitProfile:
+def profile_splits(
+    model: nn.Module, run: Callable[[], Tensor], device: torch.device, has_weights: bool = True
+) -> SplitProfile:
     """Find every possible split point, and the cost of each part between two of them.
 
-    run: one pass over a micro-batch, returning the loss
+    run:         one pass over a micro-batch, returning the loss
+    has_weights: if not, no gradient is computed, and costs are shares of operations and parameters
     """
     with preserve_module(model), preserve_rng(), torch.enable_grad():
         found = _find_split_points(model, run)
-        passes = [_time_pass(model, run, found, device) for _ in range(NUM_TIMED_PASSES + 1)]
+        if has_weights:
+            passes = [_time_pass(model, run, found, device) for _ in range(NUM_TIMED_PASSES + 1)]
+            found.cost_s = [(min(f for f, _ in part), min(b for _, b in part)) for part in zip(*passes, strict=True)]
+        else:
+            found.cost_s = _count_costs(model, run, found)
         model.zero_grad(set_to_none=True)
         found.unfit |= _find_eval_differences(model, run, found.calls)
-    found.cost_s = [(min(f for f, _ in part), min(b for _, b in part)) for part in zip(*passes, strict=True)]
     return found
 
 
@@ -340,6 +347,29 @@ def _time_pass(
     forward_s = [after - before for before, after in pairwise(began_s)]
     moments_s = [ended_s, *(reached_s.get(place, ended_s) for place in range(len(split_points))), began_s[-1]]
     return list(zip(forward_s, (before - after for before, after in pairwise(moments_s)), strict=True))
+
+
+def _count_costs(model: nn.Module, run: Callable[[], Tensor], found: SplitProfile) -> list[tuple[float, float]]:
+    """Each part's share of the operations, and of the parameters: a stage is to be quick and small."""
+    split_calls = {split_point.call for split_point in found.split_points}
+    num_calls, began = 0, [0]
+    counter = FlopCounterMode(display=False)
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal num_calls
+        if num_calls in split_calls:
+            began.append(counter.get_total_flops())
+        num_calls += 1
+
+    with hook_modules(model, enter), counter:
+        run()
+    operations = [after - before for before, after in pairwise([*began, counter.get_total_flops()])]
+    sizes = [0] * len(operations)
+    for name, parameter in model.named_parameters():
+        for part in found.parameters[name]:
+            sizes[part] += parameter.numel()
+    totals = max(1, sum(operations)), max(1, sum(sizes))
+    return [(each / totals[0], size / totals[1]) for each, size in zip(operations, sizes, strict=True)]
 
 
 def _find_eval_differences(model: nn.Module, run: Callable[[], Tensor], calls: Sequence[ModuleCall]) -> set[str]:

@@ -90,6 +90,12 @@ def parse_actor_name(actor: str) -> tuple[str, str]:
     return (found[1], found[2]) if found else ("", "")
 
 
+def _require_one_worker(spec: EndpointSpec, reason: str, remedy: str) -> None:
+    if spec.num_workers > 1:
+        problem = f"splits modules of the registry between workers, and {reason}"
+        raise ConfigError("endpoint.num_workers", spec.num_workers, problem, f"leave it out, or {remedy}")
+
+
 def build_controller_config(
     spec: EndpointSpec, models: Sequence[EndpointModel]
 ) -> tuple[ControllerConfig, dict[str, LiveModel]]:
@@ -107,7 +113,12 @@ def build_controller_config(
         registry = ""
         if isinstance(model.source, RegisteredModel):
             registry = model.source.registry
-            RegistryCatalogue(registry).resolve(model.name, model.version)
+            version = RegistryCatalogue(registry).resolve(model.name, model.version)
+            found = Registry(Path(registry)).get(f"{model.name}@{version}").manifest.model.format
+            if found != "module":
+                _require_one_worker(spec, f"{model.name!r} is of format {found}", "register the module itself")
+        else:
+            _require_one_worker(spec, f"{model.name!r} follows a run", "register the model")
         deployments[model.name] = Deployment(model.name, registry, model.version, options)
     known = {name: options.model_dump(mode="json") for name, options in {"": spec.model, **spec.models}.items()}
     setting = ControllerConfig(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 logger = logging.getLogger(__name__)
+OpenTemplate = Callable[[TemplateConfig], Template]
 
 
 class Predictor:
@@ -44,6 +45,7 @@ class Predictor:
 
     after: the previous predictor, when the model is now built in another way: if that one answered an example, this one
            must too
+    share: opens the template of a model that several workers share; None for one of this process
 
     Raises ConfigError when the model cannot be built, or not with these options.
     """
@@ -55,6 +57,7 @@ class Predictor:
         options: ModelOptions,
         torch_threads: int = 1,
         after: Predictor | None = None,
+        share: OpenTemplate | None = None,
     ) -> None:
         self.signature, self.options, self.torch_threads = signature, options, torch_threads
         self.layout = layout = BatchLayout(signature, options)
@@ -66,11 +69,12 @@ class Predictor:
         self._preprocess = find_hook("preprocess", factory, options)
         self._postprocess = find_hook("postprocess", factory, options)
         has_hooks = self._preprocess is not None, self._postprocess is not None
+        self._is_shared, open_one = share is not None, share or open_template
         self._templates: dict[str, Template] = {}
-        for device in devices(options, has_cuda(factory.format)):
+        for device in devices(options, share is None and has_cuda(factory.format)):
             config = TemplateConfig(factory, signature, options, device, torch_threads, *has_hooks)
             try:
-                self._templates[device] = open_template(config)
+                self._templates[device] = open_one(config)
             except torch.OutOfMemoryError as error:
                 raise ConfigError("device", device, explain_out_of_memory(error, "the model")) from None
         self._load_lock = threading.Lock()  # locked while the first version selects a device
@@ -86,9 +90,9 @@ class Predictor:
 
     @property
     def has_even_forwards(self) -> bool:
-        """Whether the rows alone decide how long a forward takes: on the CPU, without hooks, and all rows have one
-        shape."""
-        has_hooks = self._preprocess is not None or self._postprocess is not None
+        """Whether the rows alone decide how long a forward takes: on this process's CPU, without hooks, and all rows
+        have one shape."""
+        has_hooks = self._is_shared or self._preprocess is not None or self._postprocess is not None
         return set(self._templates) == {"cpu"} and not has_hooks and has_one_shape(self.layout.signature)
 
     def compute_bucket(self, inputs: Arrays) -> Hashable:

@@ -15,6 +15,11 @@ METRICS_INTERVAL_S = 0.5  # Serve's 10 s would notice a burst after its end
 LOOK_BACK_S = 2.5  # of which a replica's figures are taken five times
 
 
+def worker_bundles(spec: EndpointSpec) -> list[dict[str, float]]:
+    """What each worker of a replica needs, or the replica that is one."""
+    return [{"CPU": spec.num_cpus, **({"GPU": spec.num_gpus} if spec.num_gpus else {})}] * spec.num_workers
+
+
 def deployment_options(spec: EndpointSpec) -> dict[str, Any]:
     """The arguments of `Deployment.options`. GPUs are those of the spec, whose default is already resolved."""
     scaling: dict[str, Any] = {"num_replicas": spec.num_replicas}
@@ -38,10 +43,14 @@ def deployment_options(spec: EndpointSpec) -> dict[str, Any]:
                 },
             }
         }
+    resources = {"num_cpus": spec.num_cpus, **({"num_gpus": spec.num_gpus} if spec.num_gpus else {})}
+    if spec.num_workers > 1:  # the replica itself, which computes nothing, lies with the first of its workers
+        resources = {"num_cpus": 0.0}
+        scaling["placement_group_bundles"] = worker_bundles(spec)
     return dict(
         name="replica",
         max_ongoing_requests=spec.max_ongoing_requests,
-        ray_actor_options={"num_cpus": spec.num_cpus, **({"num_gpus": spec.num_gpus} if spec.num_gpus else {})},
+        ray_actor_options=resources,
         graceful_shutdown_timeout_s=spec.drain_s,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=2.0,

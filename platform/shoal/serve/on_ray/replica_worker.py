@@ -5,6 +5,7 @@ The replica's process imports this module and no more of the deployment, so that
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +39,12 @@ class ReplicaWorker:
 
             join_ingress(spec)
         name = serve.get_replica_context().replica_id.unique_id
-        self._replica = EndpointReplica(name, spec, live, controller)
+        gang = None
+        if spec.num_workers > 1:
+            from shoal.serve.on_ray.gang_workers import start_gang
+
+            gang = await asyncio.to_thread(start_gang, spec)
+        self._replica = EndpointReplica(name, spec, live, controller, gang)
         await self._replica.start()
         self._replica.watch_hangs(lambda: os._exit(1))  # Serve starts another one
         self._metrics: RayMetrics | None = None

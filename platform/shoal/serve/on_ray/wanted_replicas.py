@@ -15,9 +15,9 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from shoal.cluster.capacity import NODES_WAIT_S, WaitLog, describe_wait
-from shoal.cluster.growth import count_waiting
+from shoal.cluster.growth import count_waiting, count_waiting_groups
 from shoal.errors import ClusterError
-from shoal.serve.on_ray.options import deployment_options
+from shoal.serve.on_ray.options import deployment_options, worker_bundles
 from shoal.serve.spec.endpoint import EndpointSpec
 
 POLL_S = 0.25
@@ -60,6 +60,8 @@ def wait_until_up(spec: EndpointSpec, record: Callable[..., None] | None) -> Non
 
 def count_wanted(spec: EndpointSpec) -> int | None:
     """How many replicas have no place; None while that is not known."""
+    if spec.num_workers > 1:
+        return count_waiting_groups(worker_bundles(spec))
     options = deployment_options(spec)["ray_actor_options"]
     return count_waiting({"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0.0)})
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 from shoal.errors import WeightsError
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.serve.messages.replica_report import truncate_reason
-from shoal.serve.model.predictor import LoadedModel, Predictor
+from shoal.serve.model.predictor import LoadedModel, OpenTemplate, Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
 
@@ -46,10 +46,13 @@ class StagedVersion:
 
 
 class VersionLoader:
-    """Loads versions of registered models."""
+    """Loads versions of registered models.
 
-    def __init__(self, torch_threads: int) -> None:
-        self._torch_threads = torch_threads
+    share: opens the templates of models that several workers share; None for those of this process
+    """
+
+    def __init__(self, torch_threads: int, share: OpenTemplate | None = None) -> None:
+        self._torch_threads, self._share = torch_threads, share
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-stage")
         self._since_s: float | None = None  # when the current load began
 
@@ -69,7 +72,7 @@ class VersionLoader:
         """
 
         def load() -> StagedVersion:
-            package = source.load_package(version)
+            package = source.load_package(version) if self._share is None else source.open_package(version)
             if signature is not None and package.signature != signature:
                 raise WeightsError("it takes or gives other tensors than what is served: deploy it by another name")
             return self._load(package, options, last)
@@ -110,6 +113,6 @@ class VersionLoader:
             predictor = last.predictor
         else:
             before = None if last is None else last.predictor
-            predictor = Predictor(package.factory, package.signature, options, self._torch_threads, before)
+            predictor = Predictor(package.factory, package.signature, options, self._torch_threads, before, self._share)
         predictor.set_torch_threads()
         return StagedVersion(BuiltModel(predictor, package.factory), predictor.load(package.snapshot))

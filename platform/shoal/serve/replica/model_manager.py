@@ -21,7 +21,7 @@ from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry
 from shoal.serve.messages.model_errors import unknown_model
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
-from shoal.serve.model.predictor import Predictor
+from shoal.serve.model.predictor import OpenTemplate, Predictor
 from shoal.serve.replica.live.follower import LiveFollower
 from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
 from shoal.serve.replica.model_statistics import ModelStatistics
@@ -48,6 +48,7 @@ class ModelManager:
 
     live:    the models that follow the weights of a run, by name
     tracer:  traces the batches of traced requests; None without tracing
+    share:   opens the templates of models that several workers share; None for those of this process
     changed: called when there is something to report
     """
 
@@ -59,6 +60,7 @@ class ModelManager:
         batcher: Batcher[BatchGroup, InferCall, Outputs],
         controller: ControllerClient,
         tracer: Tracer | None = None,
+        share: OpenTemplate | None = None,
     ) -> None:
         self._replica, self._spec, self._live, self._tracer = replica, spec, live, tracer
         self._batcher, self._controller = batcher, controller
@@ -70,7 +72,7 @@ class ModelManager:
         self._next: dict[str, ServedModel] = {}  # under other options; answers nothing before it replaces its model
         self._num_replaced = 0
         self._rejected: dict[str, RejectedVersion] = {}
-        self._loader = VersionLoader(spec.torch_threads)
+        self._loader = VersionLoader(spec.torch_threads, share)
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self.followers: dict[str, LiveFollower] = {}
 

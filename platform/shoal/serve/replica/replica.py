@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -39,6 +40,9 @@ from shoal.serve.scaling.replica_counts import LoadMeter, encode
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
 
+if TYPE_CHECKING:
+    from shoal.serve.gang.gang import Gang
+
 logger = logging.getLogger(__name__)
 # A thread that runs Python (a forward's own code, staging of weights) makes the event loop wait this long. The default
 # of 5 ms is too long here; below 1 ms there is no further gain.
@@ -55,16 +59,22 @@ class EndpointReplica:
     replica:    a name that no other replica has had
     live:       the models that follow the weights of a run, by name
     controller: the source of plans and the receiver of reports
+    gang:       its workers, if models are split between several; started, and closed with the replica
     """
 
     def __init__(
-        self, replica: str, spec: EndpointSpec, live: Mapping[str, LiveModel], controller: ControllerClient
+        self,
+        replica: str,
+        spec: EndpointSpec,
+        live: Mapping[str, LiveModel],
+        controller: ControllerClient,
+        gang: Gang | None = None,
     ) -> None:
         """Run it on the event loop that will serve."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         limit_device_memory(spec.num_gpus or 0.0)
         torch.set_num_threads(spec.torch_threads)  # of this thread, for the forwards that the batcher runs here
-        self._spec, self._is_closed = spec, threading.Event()
+        self._spec, self._gang, self._is_closed = spec, gang, threading.Event()
         self._access = AccessControl(
             spec.token.get_secret_value() if spec.token is not None else None,
             spec.keys,
@@ -72,10 +82,16 @@ class EndpointReplica:
         )
         limits = RequestLimits(max_body_bytes=spec.max_body_bytes)
         self._batcher: Batcher[BatchGroup, InferCall, Outputs] = Batcher(
-            on_thread_start=lambda: torch.set_num_threads(spec.torch_threads)
+            slots=1 if gang is None else gang.batches_in_flight,
+            on_thread_start=lambda: torch.set_num_threads(spec.torch_threads),
         )
         self._tracer = Tracer(spec.trace, spec.name, replica) if spec.trace else None
-        self.manager = ModelManager(replica, spec, live, self._batcher, controller, self._tracer)
+        share = None
+        if gang is not None:
+            from shoal.serve.gang.template import GangTemplate  # here: other replicas need no plans
+
+            share = partial(GangTemplate, gang=gang)
+        self.manager = ModelManager(replica, spec, live, self._batcher, controller, self._tracer, share)
         self._rest = RestApp(
             self.manager,
             self._access,
@@ -117,6 +133,8 @@ class EndpointReplica:
         self.manager.check_health()
         if device_lost.is_set():
             raise ShoalError("the GPU fails since an error in a forward, which the log of this replica has")
+        if self._gang is not None:
+            self._gang.check_health()
         if (computing_s := self._batcher.computing_s) > self._spec.hang_s:
             raise ShoalError(f"a forward has taken {computing_s:.1f} s, and hang_s is {self._spec.hang_s:g}")
         most_gib = self._spec.max_memory_gib
@@ -157,6 +175,8 @@ class EndpointReplica:
         self._is_closed.set()
         await self._follower.close()
         self.manager.close()
+        if self._gang is not None:
+            await asyncio.to_thread(self._gang.close)
         self._batcher.close(timeout_s=2.0)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

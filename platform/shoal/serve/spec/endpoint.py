@@ -33,6 +33,7 @@ def _require_countable_gpus(num_gpus: float) -> float:
     return num_gpus
 
 
+GangSplit = Literal["pipeline", "tensor"]
 GpuCount = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_require_countable_gpus)]
 
 DETACHED = "detached"  # the lifetime of an endpoint that needs no driver
@@ -41,6 +42,7 @@ ROOT_PATHS = ("v2", "shoal", "metrics", "openapi.json")
 
 # One full batch is computed while the next one gathers.
 BATCHES_PER_REPLICA = 2
+MAX_WORKERS = 64
 DEFAULT_OBJECTIVE_S = 0.5
 SpecT = TypeVar("SpecT", bound=Spec)
 
@@ -101,7 +103,10 @@ class EndpointSpec(Reach):
     token:          when set, all calls except the server's health need `Authorization: Bearer TOKEN`
     keys:           further callers, their models and rates
     torch_threads:  threads of one forward; 1 is best for small models under load
-    num_cpus:       CPUs of the cluster that each replica reserves
+    num_workers:    of each replica: above 1, its models are split between so many processes, which no single one
+                    could hold
+    parallel:       how: by layers one after the other (`pipeline`, the default) or parts of each (`tensor`)
+    num_cpus:       CPUs of the cluster that each replica reserves, or each of its workers
     num_gpus:       GPUs, or a fraction of one, that each replica reserves and sees; None: an equal share of the
                     cluster's, of one at most, where a model has `device: cuda`, and else 0
     wait:           how long the first replica (in the loop: all workers) may wait for nodes that an autoscaler adds, as
@@ -128,6 +133,8 @@ class EndpointSpec(Reach):
     token: SecretStr | None = None
     keys: list[ApiKey] = Field(default_factory=list)
     torch_threads: int = Field(default=1, ge=1, le=1024)
+    num_workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
+    parallel: GangSplit | None = None
     num_cpus: float = Field(default=1.0, ge=0)
     num_gpus: GpuCount | None = None
     wait: Duration | None = None
@@ -204,6 +211,22 @@ class EndpointSpec(Reach):
             raise ValueError(f"{problem}: give scale.min = 1, or ingress: head")
         return self
 
+    @model_validator(mode="after")
+    def _workers_share_what_can_be_split(self) -> EndpointSpec:
+        if self.num_workers == 1:
+            if self.parallel is not None:
+                raise ValueError(f"parallel = {self.parallel!r} splits models between workers: give num_workers = 2")
+            return self
+        problem = f"num_workers = {self.num_workers} splits models between processes on CPUs"
+        if self.num_gpus or self.needs_cuda:
+            raise ValueError(f"{problem}: leave out num_gpus, device: cuda and cuda_graphs")
+        if not self.num_cpus:
+            raise ValueError(f"{problem}, which reserve them: num_cpus is above 0")
+        for name, options in [("model", self.model), *((f"models.{each}", self.models[each]) for each in self.models)]:
+            if options.precision != "fp32" or options.compile:
+                raise ValueError(f"{problem}: leave out {name}.precision and {name}.compile")
+        return self
+
     def adopt_reach(self, there: Reach) -> EndpointSpec:
         """The spec with the address of an endpoint that it joins. Raises ConfigError for a field that differs."""
         for field in Reach.model_fields:
@@ -222,6 +245,11 @@ class EndpointSpec(Reach):
     def options(self, model: str) -> ModelOptions:
         """The options of the model of this name."""
         return self.models.get(model, self.model)
+
+    @property
+    def split(self) -> GangSplit | None:
+        """How models are split between workers; None for a replica that is one process."""
+        return (self.parallel or "pipeline") if self.num_workers > 1 else None
 
     @property
     def needs_cuda(self) -> bool:

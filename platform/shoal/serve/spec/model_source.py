@@ -13,7 +13,7 @@ from typing import Protocol
 
 from shoal.errors import RegistryError
 from shoal.open_inference.episodes import EpisodeService
-from shoal.registry import ModelFactory, Registry, Signature, split_ref
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, split_ref
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot, WeightSource
 
@@ -36,8 +36,16 @@ class RegisteredModel:
 
     def load_package(self, version: int) -> ModelPackage:
         """Load a version. Raises RegistryError, WeightsError."""
-        found = Registry(Path(self.registry)).get(f"{self.name}@{version}")
+        found = self._find(version)
         return ModelPackage(found.manifest.model, found.manifest.signature, found.snapshot())
+
+    def open_package(self, version: int) -> ModelPackage:
+        """The same with the file of its weights, unread. Raises RegistryError."""
+        found = self._find(version)
+        return ModelPackage(found.manifest.model, found.manifest.signature, found.weight_file())
+
+    def _find(self, version: int) -> ModelVersion:
+        return Registry(Path(self.registry)).get(f"{self.name}@{version}")
 
 
 @dataclass(frozen=True)

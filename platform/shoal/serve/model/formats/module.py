@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -131,23 +131,37 @@ class ModuleTemplate:
         return module.predict if self._by_name else module  # type: ignore[return-value]
 
     def _check(self, version: int, state: State) -> None:
-        for name in self._expected.keys() - state.keys():
-            raise WeightsError(f"weights version {version}: {name!r} is missing")
+        check_names(version, self._expected, state)
         for name, tensor in state.items():
-            if name not in self._expected:
-                raise WeightsError(f"weights version {version}: the model has no {name!r}")
-            shape, dtype = self._expected[name]
-            if tensor.shape != shape or tensor.dtype != dtype:
-                raise WeightsError(
-                    f"weights version {version}: {name!r} is {tensor.dtype} {list(tensor.shape)}, "
-                    f"the model has {dtype} {list(shape)}"
-                )
-            bad = _count_not_finite(tensor) if self._setting.options.finite and name not in self._unbounded else 0
-            if bad:
-                raise WeightsError(
-                    f"weights version {version}: {name!r} is not finite: {bad} of its {tensor.numel()} values are"
-                    " NaN or infinite. `finite: false` serves it all the same"
-                )
+            check_shape(version, name, (tensor.shape, tensor.dtype), self._expected[name])
+            if self._setting.options.finite and name not in self._unbounded:
+                check_finite(version, name, tensor)
+
+
+def check_names(version: int, expected: Collection[str], found: Collection[str]) -> None:
+    """Raises WeightsError, naming a tensor that a version lacks, or that the model does."""
+    for name in expected:
+        if name not in found:
+            raise WeightsError(f"weights version {version}: {name!r} is missing")
+    for name in found:
+        if name not in expected:
+            raise WeightsError(f"weights version {version}: the model has no {name!r}")
+
+
+def check_shape(
+    version: int, name: str, found: tuple[torch.Size, torch.dtype], expected: tuple[torch.Size, torch.dtype]
+) -> None:
+    """Raises WeightsError for a tensor of another shape or type."""
+    if found != expected:
+        there, own = (f"{dtype} {list(shape)}" for shape, dtype in (found, expected))
+        raise WeightsError(f"weights version {version}: {name!r} is {there}, the model has {own}")
+
+
+def check_finite(version: int, name: str, tensor: Tensor) -> None:
+    """Raises WeightsError for a tensor with NaN or infinity."""
+    if bad := _count_not_finite(tensor):
+        problem = f"{name!r} is not finite: {bad} of its {tensor.numel()} values are NaN or infinite"
+        raise WeightsError(f"weights version {version}: {problem}. `finite: false` serves it all the same")
 
 
 def _copy_with_state(state: State, module: nn.Module) -> nn.Module:

@@ -45,7 +45,7 @@ def make_torch_forward(call: Callable[..., Any], setting: TemplateConfig, *, by_
 
     def tensors_of(inputs: Arrays) -> list[Any]:
         # Not in inference mode, in which a tensor does not count its writes.
-        tensors = [_tensor(array, writes) for array in inputs.values()]
+        tensors = [to_tensor(array, writes) for array in inputs.values()]
         if as_they_are:
             return tensors
         pairs = zip(inputs, tensors, strict=True)
@@ -58,7 +58,7 @@ def make_torch_forward(call: Callable[..., Any], setting: TemplateConfig, *, by_
         if not writes:
             for each in tensors:
                 writes = writes or (isinstance(each, Tensor) and each._version > 0)
-        return _name_all_outputs(result) if outputs is None else select_outputs(result, outputs)
+        return name_all_outputs(result) if outputs is None else select_outputs(result, outputs)
 
     def forward(inputs: Arrays) -> Arrays:
         tensors = tensors_of(inputs)
@@ -68,7 +68,7 @@ def make_torch_forward(call: Callable[..., Any], setting: TemplateConfig, *, by_
                 names = [name for name, each in found.items() if isinstance(each, Tensor) and each.is_cuda]
                 found.update(zip(names, copy_to_host(found[name] for name in names), strict=True))
         for name in found:
-            found[name] = _array(found[name])
+            found[name] = to_array(found[name])
         return found
 
     def forward_bf16(inputs: Arrays) -> Arrays:
@@ -79,7 +79,7 @@ def make_torch_forward(call: Callable[..., Any], setting: TemplateConfig, *, by_
     return forward_bf16 if setting.options.precision == "bf16" else forward
 
 
-def _tensor(array: np.ndarray, copies: bool) -> Any:
+def to_tensor(array: np.ndarray, copies: bool) -> Any:
     """The array as a tensor, in the same memory unless it is read-only or has negative strides, as no tensor has.
 
     BYTES, which torch does not have, stay arrays.
@@ -105,7 +105,7 @@ def select_outputs(result: Any, specs: Sequence[TensorSignature]) -> dict[str, A
     return promised
 
 
-def _name_all_outputs(result: Any) -> dict[str, Any]:
+def name_all_outputs(result: Any) -> dict[str, Any]:
     """Name all outputs of a model, with a registered network's default names where it has none."""
     if isinstance(result, tuple | list):
         result = {f"output_{index}": value for index, value in enumerate(result)}
@@ -123,7 +123,7 @@ def _detach_output(value: Any, spec: TensorSignature | None) -> Any:
     return value.detach()
 
 
-def _array(value: Any) -> np.ndarray:
+def to_array(value: Any) -> np.ndarray:
     """The tensor as an array in unshared memory: a model may retain its output and write the next batch's to it."""
     if not isinstance(value, Tensor):
         return np.array(value)

@@ -1,0 +1,123 @@
+"""What a replica and its workers send each other, over connections that prove a secret, and how tensors travel.
+
+| from     | to                | message                                          | answer                        |
+|----------|-------------------|--------------------------------------------------|-------------------------------|
+| replica  | every worker      | JoinGang: its rank and peers                     | WorkerAnswer: a store's port  |
+| replica  | every worker      | LoadVersion, DropVersion                         | WorkerAnswer to LoadVersion   |
+| replica  | every worker      | RunBatch: the inputs of a micro-batch            | WorkerAnswer of the last one  |
+| worker   | the next stage's  | the micro-batch's activation, or the error       | none                          |
+
+Each connection carries its messages in order, and all workers get the same order, so that nothing needs a number.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.serve.gang.plan import GangPlan
+from shoal.serve.model.formats.template import TemplateConfig
+from shoal.weights import WeightFile
+
+Address = tuple[str, int]
+LOST_S = 4  # after which a host that acknowledges nothing is lost
+
+
+@dataclass(frozen=True)
+class JoinGang:
+    """The first message to a worker.
+
+    next: the worker of the next stage, to which activations go; None without one
+    store: where workers that split layers find each other; None without, and for the one that opens it
+    """
+
+    rank: int
+    size: int
+    splits_layers: bool
+    next: Address | None = None
+    store: Address | None = None
+
+
+@dataclass(frozen=True)
+class LoadVersion:
+    """LoadVersion a version, to be named by `key`."""
+
+    key: int
+    config: TemplateConfig
+    plan: GangPlan
+    file: WeightFile
+
+
+@dataclass(frozen=True)
+class DropVersion:
+    """Free a version."""
+
+    key: int
+
+
+@dataclass(frozen=True)
+class RunBatch:
+    """Compute a micro-batch."""
+
+    key: int
+    inputs: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class WorkerAnswer:
+    """What became of a message: a value, or an error."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+def watch(connection: Connection) -> None:
+    """Send at once, and notice a peer whose host is gone; a dead process closes its connections by itself."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as opened:
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_S - 1)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
+
+
+def close(connection: Connection) -> None:
+    """Close a connection that another thread may be reading, whose reading then ends."""
+    try:
+        with socket.socket(fileno=os.dup(connection.fileno())) as opened:
+            opened.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it is closed, or the peer is gone
+        return
+
+
+def send_tensor(connection: Connection, tensor: Tensor) -> None:
+    """Send an activation without a further copy."""
+    tensor = tensor.detach().contiguous()
+    connection.send((tensor.dtype, tensor.shape))
+    if tensor.numel():
+        connection.send_bytes(_view_bytes(tensor))
+
+
+def receive_tensor(connection: Connection) -> Tensor | Exception:
+    """An activation, or the error that was sent in place of one. Raises EOFError, OSError."""
+    described = connection.recv()
+    if isinstance(described, Exception):
+        return described
+    dtype, shape = described
+    tensor = torch.empty(shape, dtype=dtype)
+    if tensor.numel():
+        connection.recv_bytes_into(_view_bytes(tensor))
+    return tensor
+
+
+def _view_bytes(tensor: Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,131 @@
+"""A worker's part of one version: the module with its share of the weights, read from the registry tensor by tensor.
+
+Called by `member`. No process reads more of a tensor than it has. Persistent buffers are read by every worker: a
+model's own code may use them in any stage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shoal.errors import WeightsError
+from shoal.parallel.pipeline.stage_forward import StageForward, build_stage_slices
+from shoal.parallel.state.skeleton import make_constant, set_parameters
+from shoal.parallel.tensor.apply import split_layers
+from shoal.serve.gang.plan import GangPlan, build_model
+from shoal.serve.model.formats.module import check_finite, check_names, check_shape
+from shoal.serve.model.formats.template import TemplateConfig
+from shoal.serve.model.formats.torch_forward import choose_kernels
+from shoal.weights import WeightFile
+
+
+class Shard:
+    """A module with this worker's weights; all others are zeros without memory."""
+
+    def __init__(self, module: nn.Module, plan: GangPlan, rank: int) -> None:
+        self.module, self._rank, self._stages = module, rank, None
+        if plan.stages is not None:
+            slices = build_stage_slices(plan.stages.calls, plan.stages.split_points)
+            self._stages = StageForward(module, slices)
+
+    def __call__(self, inputs: tuple[Any, ...], received: Tensor | None) -> Any:
+        """received: what the stage before gave; None in the first, and where layers are split"""
+        return self.module(*inputs) if self._stages is None else self._stages.run(self._rank, inputs, received)
+
+
+def load_shard(config: TemplateConfig, plan: GangPlan, file: WeightFile, rank: int, mesh: DeviceMesh | None) -> Shard:
+    """This worker's part of a version. Raises WeightsError when the file is missing, damaged or of another model.
+
+    mesh: of the workers that split layers
+    """
+    _verify(file)
+    model = build_model(config.factory)
+    state = model.state_dict(keep_vars=True)
+    expected = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
+    reader = _TensorReader(file, config.options.finite)
+    check_names(file.version, expected, reader.names)
+    if plan.layers is not None:
+        assert mesh is not None
+        split_layers(model, plan.layers, mesh)
+    aliases = _group_names(model)
+    values: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if plan.stages is not None and rank not in plan.stages.parameters[name]:
+            values[name] = make_constant(parameter, 0.0)
+            continue
+        stored = next((each for each in aliases[name] if each in reader.names), name)
+        values[name] = reader.read_parameter(stored, parameter, expected[name])
+    set_parameters(model, {name: each.requires_grad_(False) for name, each in values.items()})
+    for name, buffer in model.named_buffers():
+        if name in expected:
+            buffer.copy_(reader.read(name, expected[name], may_be_infinite=not bool(torch.isfinite(buffer).all())))
+    if plan.layers is None:
+        choose_kernels(model)
+    return Shard(model.requires_grad_(False), plan, rank)
+
+
+def _group_names(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter, by its first."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[str, list[str]] = {name: [] for name in first.values()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[first[parameter]].append(name)
+    return names
+
+
+def _verify(file: WeightFile) -> None:
+    try:
+        with file.path.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        remedy = "a worker's host needs the registry at the same path"
+        raise WeightsError(f"weights version {file.version} cannot be read ({error}): {remedy}") from error
+    if digest != file.sha256:
+        raise WeightsError(f"weights version {file.version}: the checksum of {file.path} does not match")
+
+
+class _TensorReader:
+    """Reads tensors one by one. The file is mapped for each anew, so that no more than one is in memory twice."""
+
+    def __init__(self, file: WeightFile, is_finite: bool) -> None:
+        self._file, self._is_finite = file, is_finite
+        try:
+            with safe_open(file.path, "pt") as opened:
+                self.names = frozenset(opened.keys())
+        except SafetensorError as error:
+            raise WeightsError(f"weights version {file.version} are not safetensors: {error}") from None
+
+    def read(self, name: str, expected: tuple[Any, Any], *, part: Any = None, may_be_infinite: bool = False) -> Tensor:
+        """The tensor, or the slices of it that `part` has. Raises WeightsError."""
+        with safe_open(self._file.path, "pt") as opened:
+            found: Tensor
+            if part is None:
+                found = opened.get_tensor(name).clone()
+                shape = found.shape
+            else:
+                stored = opened.get_slice(name)
+                shape = torch.Size(stored.get_shape())
+                found = stored[part].clone() if shape == expected[0] else torch.empty(0, dtype=expected[1])
+        check_shape(self._file.version, name, (shape, found.dtype), expected)
+        if self._is_finite and not may_be_infinite:
+            check_finite(self._file.version, name, found)
+        return found
+
+    def read_parameter(self, name: str, parameter: Tensor, expected: tuple[Any, Any]) -> Tensor:
+        """The parameter, or of a split one this worker's part."""
+        if not isinstance(parameter, DTensor):
+            return self.read(name, expected)
+        mesh, layout = parameter.device_mesh, parameter.placements
+        sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, layout)
+        part = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
+        own = self.read(name, expected, part=part)
+        shape, stride = parameter.shape, parameter.stride()
+        return DTensor.from_local(own, mesh, layout, run_check=False, shape=shape, stride=stride)
