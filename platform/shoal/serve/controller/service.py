@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.client.endpoint_status import CertificateStatus
@@ -56,6 +56,7 @@ class ControllerService:
             deployment_id=setting.deployment,
             state_file=StateFile(setting.state_file),
             audit=self._audit.record_change,
+            memory_bytes=setting.memory_bytes,
         )
         self._admin_api = AdminApi(self._controller, setting.registry, setting.options)
         self._watch = CertificateWatch(setting.tls, find_ingress_folder()) if setting.tls is not None else None
@@ -80,6 +81,11 @@ class ControllerService:
         others = self._controller.report(report)
         self._audit.record_auth_failures([report, *others])
         return others
+
+    async def request_load(
+        self, name: str, replica: str, idle_s: Mapping[str, float], lost: Sequence[str], timeout_s: float
+    ) -> int | None:
+        return await self._controller.assignments.request_load(name, replica, idle_s, lost, timeout_s)
 
     async def leave(self, replica: str) -> None:
         self._controller.leave(replica)

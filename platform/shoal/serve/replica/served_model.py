@@ -186,20 +186,7 @@ class ServedModel:
 
     def statistics(self) -> list[VersionStatistics]:
         """The statistics of each loaded version on this replica."""
-        versions = self.counts.snapshot()["versions"]
-        nothing = {
-            "last_inference": 0,
-            "inference_count": 0,
-            "execution_count": 0,
-            "inference_stats": {},
-            "batch_stats": [],
-        }
-        return [
-            msgspec.convert(
-                {**versions.get(str(version), nothing), "name": self.name, "version": str(version)}, VersionStatistics
-            )
-            for version in self.versions
-        ]
+        return self.counts.list_statistics(self.versions)
 
     def batcher_counts(self) -> BatcherCounts:
         """The counts of the queue."""
