@@ -60,7 +60,7 @@ def _to_bytes(value: object) -> object:
     return value if found is None else round(float(found[1]) * _BYTES[found[2]])
 
 
-Size = Annotated[int, BeforeValidator(_to_bytes), Field(ge=1)]
+Size = Annotated[int, BeforeValidator(_to_bytes), Field(ge=1, le=1 << 50)]
 """A field of a spec: bytes, also written as 2GiB."""
 
 
