@@ -194,6 +194,7 @@ class EndpointController:
         self.live.tick()
         self.assignments.tick()
         self._advance_all()
+        self._notify_waiters()  # for what time alone makes possible
 
     def extend_leases(self, seconds: float) -> None:
         """Extend all leases after this process or its disk stalled: no report could arrive meanwhile."""
