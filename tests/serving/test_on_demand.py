@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def on_demand(
                 models = [model_from_ref(ref) for ref in refs]
                 async with ReplicaSet(*models, memory=fit * size_bytes, **spec) as endpoint:
                     await endpoint.start(num_replicas)
-                    await body(endpoint, tmp_path)
+                    await (body(endpoint, tmp_path) if len(signature(body).parameters) == 2 else body(endpoint))
 
             asyncio.run(run())
 
@@ -80,7 +81,7 @@ async def infer_everywhere(endpoint: ReplicaSet, *names: str) -> None:
 
 
 @on_demand()
-async def test_any_replica_answers_for_any_model(endpoint: ReplicaSet, _: Path) -> None:
+async def test_any_replica_answers_for_any_model(endpoint: ReplicaSet) -> None:
     assert loaded(endpoint) == []
     await infer_everywhere(endpoint, *NAMES)
     assert endpoint.num_forwarded >= NUM_MODELS
@@ -93,7 +94,7 @@ async def test_any_replica_answers_for_any_model(endpoint: ReplicaSet, _: Path) 
 
 
 @on_demand()
-async def test_a_model_that_is_not_loaded_is_described_without_a_load(endpoint: ReplicaSet, _: Path) -> None:
+async def test_a_model_that_is_not_loaded_is_described_without_a_load(endpoint: ReplicaSet) -> None:
     replica = endpoint.replicas["r1"]
     paths = ["/v2/models/m0", "/v2/models/m0/ready", "/v2/models/m0/config", "/v2/models/m0/stats", "/v2/health/ready"]
     for path in paths:
@@ -108,7 +109,7 @@ async def test_a_model_that_is_not_loaded_is_described_without_a_load(endpoint: 
 
 
 @on_demand(num_replicas=1)
-async def test_the_model_that_leaves_is_the_longest_unused_one(endpoint: ReplicaSet, _: Path) -> None:
+async def test_the_model_that_leaves_is_the_longest_unused_one(endpoint: ReplicaSet) -> None:
     await infer_everywhere(endpoint, "m0", "m1", "m0", "m2")
     assert loaded(endpoint) == ["m0", "m2"]
     seen = {model["name"]: model for model in endpoint.status.describe_endpoint()["models"]}
@@ -116,7 +117,7 @@ async def test_the_model_that_leaves_is_the_longest_unused_one(endpoint: Replica
 
 
 @on_demand()
-async def test_a_version_and_a_track_reach_the_replica_that_has_the_model(endpoint: ReplicaSet, _: Path) -> None:
+async def test_a_version_and_a_track_reach_the_replica_that_has_the_model(endpoint: ReplicaSet) -> None:
     register("m0")
     await endpoint.administer(action="deploy", model="m0", version=2)
     await until(lambda: loaded(endpoint) == ["m0"])  # on one replica: nothing is staged on the other
@@ -131,9 +132,7 @@ async def test_a_version_and_a_track_reach_the_replica_that_has_the_model(endpoi
 
 
 @on_demand()
-async def test_an_alias_that_moves_is_followed_by_the_replicas_that_have_the_model(
-    endpoint: ReplicaSet, _: Path
-) -> None:
+async def test_an_alias_that_moves_is_followed_by_the_replicas_that_have_the_model(endpoint: ReplicaSet) -> None:
     await infer_everywhere(endpoint, "m0")
     for name in ("m0", "m1"):
         register(name, aliases=("champion",))
@@ -144,7 +143,7 @@ async def test_an_alias_that_moves_is_followed_by_the_replicas_that_have_the_mod
 
 
 @on_demand(num_replicas=1, fit=1)
-async def test_a_version_that_does_not_fit_alongside_the_former_replaces_it(endpoint: ReplicaSet, _: Path) -> None:
+async def test_a_version_that_does_not_fit_alongside_the_former_replaces_it(endpoint: ReplicaSet) -> None:
     await infer_everywhere(endpoint, "m0")
     register("m0")
     with pytest.raises(InferenceError, match=r"takes .* endpoint\.memory leaves") as caught:
@@ -155,7 +154,7 @@ async def test_a_version_that_does_not_fit_alongside_the_former_replaces_it(endp
 
 
 @on_demand()
-async def test_a_dead_replica_s_models_are_loaded_by_another(endpoint: ReplicaSet, _: Path) -> None:
+async def test_a_dead_replica_s_models_are_loaded_by_another(endpoint: ReplicaSet) -> None:
     """Although the controller has not noticed."""
     await infer_everywhere(endpoint, "m0", "m1")
     (holder,) = endpoint.controller.state.placement["m0"]
@@ -169,7 +168,7 @@ async def test_a_dead_replica_s_models_are_loaded_by_another(endpoint: ReplicaSe
 
 @on_demand()
 async def test_while_the_controller_is_away_loaded_models_answer_and_others_say_when_to_come_again(
-    endpoint: ReplicaSet, _: Path
+    endpoint: ReplicaSet,
 ) -> None:
     await infer_everywhere(endpoint, "m0")
     endpoint.controller_away = True
@@ -184,9 +183,7 @@ async def test_while_the_controller_is_away_loaded_models_answer_and_others_say_
 
 
 @on_demand(num_replicas=1)
-async def test_a_model_that_cannot_be_loaded_drops_no_other_for_a_while(
-    endpoint: ReplicaSet, _: Path, monkeypatch: pytest.MonkeyPatch | None = None
-) -> None:
+async def test_a_model_that_cannot_be_loaded_drops_no_other_for_a_while(endpoint: ReplicaSet) -> None:
     await infer_everywhere(endpoint, "m0", "m1")
     path = Registry().get("m2@1").folder / "weights.safetensors"
     os.rename(path, path.with_suffix(".away"))
@@ -221,7 +218,7 @@ async def test_requests_wait_for_a_load_within_bounds(endpoint: ReplicaSet, fold
 
 
 @on_demand(num_replicas=1, fit=1)
-async def test_two_models_for_one_capacity_take_turns(endpoint: ReplicaSet, _: Path) -> None:
+async def test_two_models_for_one_capacity_take_turns(endpoint: ReplicaSet) -> None:
     replica = endpoint.replicas["r1"]
     answers = await asyncio.gather(*[infer(replica, name) for name in ("m0", "m1") * 5])
     assert [each.status for each in answers] == [200] * 10
@@ -230,7 +227,7 @@ async def test_two_models_for_one_capacity_take_turns(endpoint: ReplicaSet, _: P
 
 
 @on_demand(models={"m0": {"pin": True}})
-async def test_a_pinned_model_is_on_every_replica_and_stays(endpoint: ReplicaSet, _: Path) -> None:
+async def test_a_pinned_model_is_on_every_replica_and_stays(endpoint: ReplicaSet) -> None:
     assert loaded(endpoint) == ["m0", "m0"]
     await infer_everywhere(endpoint, *NAMES)
     assert loaded(endpoint).count("m0") == 2
@@ -238,7 +235,7 @@ async def test_a_pinned_model_is_on_every_replica_and_stays(endpoint: ReplicaSet
 
 
 @on_demand(num_replicas=1)
-async def test_the_path_between_replicas_takes_their_token(endpoint: ReplicaSet, _: Path) -> None:
+async def test_the_path_between_replicas_takes_their_token(endpoint: ReplicaSet) -> None:
     tensor = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [0.0] * 3}
     for token in ({}, {"shoal-peer": "guessed"}):
         answer = await ask(endpoint.replicas["r1"], "POST", "/shoal/v1/peers/m0/infer", {"inputs": [tensor]}, token)
@@ -259,7 +256,7 @@ def test_a_memory_that_is_too_small_is_refused_at_once(fields: dict[str, Any], r
 
 
 @on_demand(fit=3)
-async def test_a_hot_model_gets_another_replica_and_a_cold_one_does_not(endpoint: ReplicaSet, _: Path) -> None:
+async def test_a_hot_model_gets_another_replica_and_a_cold_one_does_not(endpoint: ReplicaSet) -> None:
     await infer_everywhere(endpoint, "m0", "m1")
     (holder,) = endpoint.controller.state.placement["m0"]
     report = endpoint.replicas[holder].report().models["m0"]

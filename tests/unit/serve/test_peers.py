@@ -89,7 +89,7 @@ def test_connections_stay_open_and_a_closed_one_is_replaced() -> None:
     async def run() -> None:
         peer, transport = Peer(2), HttpTransport()
         async with await asyncio.start_server(peer.serve, "127.0.0.1", 0) as server:
-            address = "127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+            address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
             answers = [await transport.post(address, "/", {"a": "b"}, b"body") for _ in range(5)]
             assert [body for _, _, body in answers] == [b"0", b"1", b"0", b"1", b"0"]
             assert peer.num_connections == 3
@@ -109,6 +109,6 @@ def test_a_peer_that_dies_with_the_request_is_lost() -> None:
     async def run() -> None:
         async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
             with pytest.raises(ConnectionLost):
-                await HttpTransport().post("127.0.0.1:%d" % server.sockets[0].getsockname()[1], "/", {}, b"body")
+                await HttpTransport().post(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "/", {}, b"body")
 
     asyncio.run(run())
