@@ -9,6 +9,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from serving import faulty_models
@@ -17,6 +18,7 @@ from shoal.errors import ConfigError, InferenceError
 from shoal.registry import Registry
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.on_demand import assignments
+from shoal.serve.messages.inference import InferCall
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
@@ -109,11 +111,16 @@ async def test_a_model_that_is_not_loaded_is_described_without_a_load(endpoint: 
 
 
 @on_demand(num_replicas=1)
-async def test_the_model_that_leaves_is_the_longest_unused_one(endpoint: ReplicaSet) -> None:
+async def test_a_model_makes_way_for_another_and_says_so(endpoint: ReplicaSet) -> None:
     await infer_everywhere(endpoint, "m0", "m1", "m0", "m2")
-    assert loaded(endpoint) == ["m0", "m2"]
+    assert "m2" in loaded(endpoint)
+    assert len(loaded(endpoint)) == 2
+    endpoint.controller.report(endpoint.replicas["r1"].report())
     seen = {model["name"]: model for model in endpoint.status.describe_endpoint()["models"]}
     assert all(seen[name]["state"] == "READY" for name in NAMES)
+    assert [name for name in NAMES if seen[name]["residency"]["replicas"]] == loaded(endpoint)
+    assert sum(seen[name]["residency"]["evictions"] for name in NAMES) == 1
+    assert all(seen[name]["residency"]["resident_bytes"] > 0 for name in loaded(endpoint))
 
 
 @on_demand()
@@ -215,6 +222,39 @@ async def test_requests_wait_for_a_load_within_bounds(endpoint: ReplicaSet, fold
     loads = replica.report().models["slow"].residency
     assert loads is not None
     assert loads.loads == 1
+
+
+def register_faulty(folder: Path) -> None:
+    Registry().register(
+        "faulty", faulty_models.weights(1), model=faulty_models.factory(), signature=faulty_models.SIGNATURE
+    )
+
+
+@on_demand(num_replicas=1, prepare=register_faulty, models={"m0": {"max_queue_size": 8, "max_batch_size": 8}})
+async def test_a_flood_of_one_model_and_errors_of_another_leave_the_others_alone(endpoint: ReplicaSet) -> None:
+    replica = endpoint.replicas["r1"]
+    await infer_everywhere(endpoint, "m1")
+    tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [faulty_models.RAISE, 0.0]}
+    path = "/v2/models/faulty/infer"
+    flood = [infer(replica, "m0") for _ in range(100)]
+    poison = [ask(replica, "POST", path, {"inputs": [tensor]}) for _ in range(20)]
+    fine = [infer(replica, "m1") for _ in range(20)]
+    answers = await asyncio.gather(*flood, *poison, *fine)
+    assert {each.status for each in answers[:100]} <= {200, 429, 503}
+    assert {each.status for each in answers[100:120]} == {500}
+    assert {each.status for each in answers[120:]} == {200}
+
+
+@on_demand(num_replicas=1)
+async def test_a_body_that_arrives_while_its_model_makes_way_is_answered(endpoint: ReplicaSet) -> None:
+    replica = endpoint.replicas["r1"]
+    await infer_everywhere(endpoint, "m0", "m1")
+    early = replica.manager.get_model("m0")
+    for name in ("m2", "m3"):
+        await infer_everywhere(endpoint, name)
+    assert loaded(endpoint) == ["m2", "m3"]
+    call = InferCall({"x": np.zeros((1, 3), np.float32)}, 1)
+    assert (await early.infer(call)).version == 1
 
 
 @on_demand(num_replicas=1, fit=1)

@@ -40,7 +40,7 @@ class ResidencyStatus(msgspec.Struct, frozen=True):
 
     replicas:  those that have it loaded; 0: the next request waits for its load
     resident_bytes: of its loaded versions, over all replicas
-    waiting:   requests that wait for its load
+    waiting:   requests that wait for its load; `waited` have so far
     load_s:    of a load, on average; None before the first
     forwarded: requests that reached a replica without it, and that another answered
     """
@@ -52,6 +52,7 @@ class ResidencyStatus(msgspec.Struct, frozen=True):
     evictions: int = 0
     load_s: float | None = None
     forwarded: int = 0
+    waited: int = 0
 
 
 class ModelStatus(msgspec.Struct, frozen=True):

@@ -287,6 +287,7 @@ def _build_residency(reports: Sequence[ModelReport]) -> ResidencyStatus:
         evictions=sum(each.evictions for each in found),
         load_s=total_s / loads if loads else None,
         forwarded=sum(each.forwarded for each in found),
+        waited=sum(each.waited for each in found),
     )
 
 

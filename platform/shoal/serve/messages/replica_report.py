@@ -62,7 +62,7 @@ class Residency:
     resident_bytes: of all its loaded versions
     load_s:   of the last load; `total_load_s` of all `loads`
     idle_s:   since the last request
-    waiting:  requests that wait for its load
+    waiting:  requests that wait for its load; `waited` have so far
     requests: those it answered
     forwarded: requests for it that another replica answered
     """
@@ -77,6 +77,7 @@ class Residency:
     evictions: int = 0
     requests: int = 0
     forwarded: int = 0
+    waited: int = 0
 
 
 @dataclass(frozen=True)

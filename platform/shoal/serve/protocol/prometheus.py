@@ -74,6 +74,7 @@ METRICS: dict[str, Metric] = {
     "shoal_model_load_seconds_total": Metric("counter", _MODEL, "Time that these loads took"),
     "shoal_model_evictions_total": Metric("counter", _MODEL, "How often it made way for others"),
     "shoal_model_waiting_requests": Metric("gauge", _MODEL, "Requests that wait for its load"),
+    "shoal_model_waited_total": Metric("counter", _MODEL, "Requests that waited for its load"),
     "shoal_model_forwarded_total": Metric("counter", _MODEL, "Requests for it that another replica answered"),
     "shoal_caller_requests_total": Metric(
         "counter", ("key", "result"), "Requests by the name of the key, and their outcomes"
@@ -132,6 +133,7 @@ def series(report: ReplicaReport) -> Iterator[Series]:
             yield "shoal_model_load_seconds_total", {"model": name}, residency.total_load_s
             yield "shoal_model_evictions_total", {"model": name}, residency.evictions
             yield "shoal_model_waiting_requests", {"model": name}, residency.waiting
+            yield "shoal_model_waited_total", {"model": name}, residency.waited
             yield "shoal_model_forwarded_total", {"model": name}, residency.forwarded
 
 

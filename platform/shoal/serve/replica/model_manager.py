@@ -97,7 +97,8 @@ class ModelManager:
         )
 
     def list_models(self) -> Sequence[ServedModelProtocol]:
-        return list({**self.on_demand.models, **self._models}.values())
+        models: dict[str, ServedModelProtocol] = {**self.on_demand.models, **self._models}
+        return list(models.values())
 
     def list_loaded(self) -> list[ServedModel]:
         """The models that this replica answers for."""
@@ -163,7 +164,8 @@ class ModelManager:
         for name in [name for name in self._models if not _is_same_model(self._plans.get(name), before[name])]:
             self._drop_next(name)
             hosted = self._retiring[name] = self._models.pop(name)
-            if name in self.on_demand.models:
+            hosted.cold = self.on_demand.models.get(name)
+            if hosted.cold is not None:
                 self.on_demand.get_use(name).evictions += 1
             if name in self.followers:
                 self.followers.pop(name).close(timeout_s=0.0)

@@ -164,7 +164,7 @@ class Assignments:
         for replica in list(self._state.placement.get(name, ())):
             self._unassign(name, replica)
         for known in (self._measured, self._load_s, self._failed):
-            known.pop(name, None)  # type: ignore[attr-defined]
+            known.pop(name, None)
         self._uses = {key: use for key, use in self._uses.items() if key[0] != name}
 
     async def request_load(
@@ -177,13 +177,13 @@ class Assignments:
         Raises InferenceError, as `request`.
         """
         self._note_idle(replica, idle_s)
-        is_assigned = await self._wait_until(lambda: self.request(name, lost), timeout_s)
+        is_assigned = await self._wait_until(lambda: self.request(name, replica, lost), timeout_s)
         return self._state.generation if is_assigned else None
 
     # -- decisions --------------------------------------------------------------------------------------------------
 
-    def request(self, name: str, lost: Iterable[str] = ()) -> bool:
-        """Have a replica load the model, if none has it but `lost` ones; whether one does.
+    def request(self, name: str, caller: str = "", lost: Iterable[str] = ()) -> bool:
+        """Have a replica load the model, if none has it that the caller can reach; whether one does.
 
         Raises InferenceError: 404 for an unknown model, 503 for one that does not load or is too large.
         """
@@ -194,11 +194,11 @@ class Assignments:
         if failed is not None and now_s < failed.until_s:
             problem = f"model {name!r} cannot be loaded: {failed.reason}"
             raise InferenceError(503, problem, retry_after_s=failed.until_s - now_s)
-        holders = set(self._state.placement.get(name, ()))
-        if not self.is_on_demand(model) or any(each in self._reports for each in holders - set(lost)):
+        holders, reachable = set(self._state.placement.get(name, ())), {caller, *self._addresses} - set(lost)
+        if not self.is_on_demand(model) or holders & reachable:
             return True
-        size_bytes = self._total_bytes(name, model)
-        match choose_replica(size_bytes, self._build_memory(holders | set(lost))):
+        size_bytes, memory = self._total_bytes(name, model), self._build_memory(holders)
+        match choose_replica(size_bytes, {each: found for each, found in memory.items() if each in reachable}):
             case Assign(replica, evicted):
                 self._assign(name, replica, evicted)
                 return True
@@ -219,6 +219,7 @@ class Assignments:
         holders = list(self._state.placement.get(name, ()))
         if not holders and not rollout.stable and not model.is_added:
             return Proceed()
+        self._failed.pop(name, None)  # another version may load
         size_bytes, capacity_bytes = self._total_bytes(name, model), self._capacity_bytes
         if size_bytes > capacity_bytes:
             one_bytes = self._version_bytes(name, model)

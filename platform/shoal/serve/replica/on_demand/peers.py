@@ -145,7 +145,7 @@ def decode_answer(status: int, headers: Mapping[str, str], body: bytes) -> Predi
         head, rest = _decode(body[:length]), memoryview(body)[length:]
         outputs: dict[str, np.ndarray] = {}
         for tensor in head.outputs:
-            size = int((tensor.parameters or {})["binary_data_size"])  # type: ignore[call-overload]
+            size = int((tensor.parameters or {})["binary_data_size"])
             outputs[tensor.name] = from_binary(tensor.name, tensor.datatype, tensor.shape, rest[:size], role="output")
             rest = rest[size:]
         queued_s, computed_s, rows = headers[BATCH_HEADER.decode()].split()

@@ -51,6 +51,7 @@ class ModelUse:
     since_s: float = field(default_factory=time.time)
     waiting: int = 0
     waiting_rows: int = 0
+    waited: int = 0
     evictions: int = 0
     forwarded: int = 0
 
@@ -148,6 +149,7 @@ class OnDemandRequests:
             residency = Residency(
                 loads.version_bytes, memory.get_resident_bytes(served.get(name)), loads.last_s, loads.total_s,
                 use.idle_s, use.waiting, loads.num_loads, use.evictions, use.counts.num_requests, use.forwarded,
+                use.waited,
             )  # fmt: skip
             added[name] = replace(report, residency=residency)
         return added
@@ -175,16 +177,19 @@ class OnDemandRequests:
             ends_s = min(ends_s, call.deadline_s)
         if generation is None:
             return await self._answer_anywhere(model, call, ends_s)
-        return await (await self._await_here(model, call, generation, ends_s)).infer(call)
+        served = await self._await_here(model, call, generation, ends_s)
+        if served is None:
+            raise InferenceError(503, f"model {model.name!r} is being moved; try again later", retry_after_s=1.0)
+        return await served.infer(call)
 
     async def _answer_anywhere(self, model: ColdModel, call: InferCall, ends_s: float) -> Prediction[Outputs]:
         name, lost, num_forwards = model.name, set[str](), 0
         while True:
             if (served := self._find_served(name)) is not None:
                 return await served.infer(call)
-            if self.models.get(name) is not model and name not in self.models:
+            if (planned := self.models.get(name)) is None:
                 raise unknown_model(name, self.models)
-            holder = self._choose_holder(model.plan, lost)
+            holder = self._choose_holder(planned.plan, lost)
             if holder == self._replica:
                 await self._await_here(model, call, self._plan.generation, ends_s)
             elif holder:
@@ -229,20 +234,24 @@ class OnDemandRequests:
         self.get_use(model.name).forwarded += 1
         return prediction
 
-    async def _await_here(self, model: ColdModel, call: InferCall, generation: int, ends_s: float) -> ServedModel:
-        """Wait until this replica has loaded the model, as the plan of this generation says. Raises InferenceError."""
+    async def _await_here(
+        self, model: ColdModel, call: InferCall, generation: int, ends_s: float
+    ) -> ServedModel | None:
+        """Wait until this replica has loaded the model; None where the plan of this generation, or a later one, has it
+        elsewhere. Raises InferenceError."""
         name = model.name
 
-        async def wait() -> ServedModel:
+        async def wait() -> ServedModel | None:
             while (served := self._find_served(name)) is None:
                 if error := self._find_error(name):
                     raise InferenceError(503, f"model {name!r} cannot be loaded: {error}", retry_after_s=1.0)
                 planned = self.models.get(name)
                 if self._plan.generation >= generation and not (planned and planned.plan.is_for(self._replica)):
-                    raise InferenceError(503, f"model {name!r} is being moved; try again later", retry_after_s=1.0)
+                    return None
                 await self._changed.wait()
             return served
 
+        self.get_use(name).waited += 1
         with self._count_waiting(model, call):
             return await _wait_until(ends_s, call, wait())
 
