@@ -20,7 +20,7 @@ async def load(memory: ModelMemory, name: str, size_bytes: int, **fields: bool) 
     async with memory.reserve(plan(name, size_bytes, **fields), 1, lambda: True) as is_wanted:
         assert is_wanted
         await asyncio.sleep(0)
-        memory.add(name, plan(name, size_bytes), 1)
+        memory.add(name, plan(name, size_bytes), 1, 0.5)
     return name
 
 
@@ -43,6 +43,7 @@ async def test_a_load_waits_for_memory_and_no_load_exceeds_it() -> None:
     assert await waiting == "b"
     assert memory.used_bytes == 100
     assert memory.get_resident_bytes("b") == 60
+    assert (memory.get_loads("b").num_loads, memory.get_loads("b").last_s) == (1, 0.5)
 
 
 @in_loop

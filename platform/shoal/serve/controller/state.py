@@ -123,7 +123,8 @@ class ControllerState:
     deployment:   the call of `deploy` that it belongs to
     num_attempts: the most stagings of a removed model: one added again under its name continues from there
     placement:    the replicas that have a model on demand, by its name
-    peer_token:   what replicas show each other
+    addresses:    host:port of the replicas that reach each other
+    peer_token:   what they show each other
     """
 
     deployment: str = ""
@@ -135,6 +136,7 @@ class ControllerState:
     num_events: int = 0
     num_attempts: int = 0
     placement: dict[str, list[str]] = field(default_factory=dict)
+    addresses: dict[str, str] = field(default_factory=dict)
     peer_token: str = field(default_factory=lambda: secrets.token_hex(16))
     format: int = FORMAT
 

@@ -41,10 +41,11 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class StagedVersion:
-    """A loaded and warm version."""
+    """A loaded and warm version, and how long that took."""
 
     built: BuiltModel
     loaded: LoadedModel
+    load_s: float
 
 
 class VersionLoader:
@@ -74,10 +75,12 @@ class VersionLoader:
         """
 
         def load() -> StagedVersion:
+            since_s = time.monotonic()
             package = source.load_package(version)
             if signature is not None and package.signature != signature:
                 raise WeightsError("it takes or gives other tensors than what is served: deploy it by another name")
-            return self._load(package, options, last)
+            built, loaded = self._load(package, options, last)
+            return StagedVersion(built, loaded, time.monotonic() - since_s)
 
         async with self._locks.setdefault(source.name, asyncio.Lock()):
             return await self._run(f"version {version} of {source.name!r}", load)
@@ -110,7 +113,9 @@ class VersionLoader:
             logger.exception("%s cannot be staged", what)
             raise StagingError(truncate_reason(f"{type(error).__name__}: {error}")) from error
 
-    def _load(self, package: ModelPackage, options: ModelOptions, last: BuiltModel | None) -> StagedVersion:
+    def _load(
+        self, package: ModelPackage, options: ModelOptions, last: BuiltModel | None
+    ) -> tuple[BuiltModel, LoadedModel]:
         assert package.snapshot is not None
         if last is not None and last.factory == package.factory and last.predictor.options == options:
             predictor = last.predictor
@@ -118,4 +123,4 @@ class VersionLoader:
             before = None if last is None else last.predictor
             predictor = Predictor(package.factory, package.signature, options, self._torch_threads, before)
         predictor.set_torch_threads()
-        return StagedVersion(BuiltModel(predictor, package.factory), predictor.load(package.snapshot))
+        return BuiltModel(predictor, package.factory), predictor.load(package.snapshot)

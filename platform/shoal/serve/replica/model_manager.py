@@ -340,7 +340,7 @@ class ModelManager:
             target = group[name] = self._make_served_model(name, staged.built.predictor, options, counts=counts)
         target.built, target.predictor = staged.built, staged.built.predictor
         target.router.add(staged.loaded)
-        self._memory.add(target, wanted, version)
+        self._memory.add(target, wanted, version, staged.load_s)
 
     def _make_served_model(
         self, name: str, predictor: Predictor, options: dict[str, Any], *,

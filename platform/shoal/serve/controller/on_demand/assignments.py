@@ -73,7 +73,6 @@ class Assignments:
     ) -> None:
         self._memory_bytes, self._state, self._reports = memory_bytes, state, reports
         self._catalogue, self._commit, self._wait_until, self._clock = catalogue, commit, wait_until, clock
-        self._addresses: dict[str, str] = {}
         self._since_s = {(name, each): clock() for name, replicas in state.placement.items() for each in replicas}
         self._known: dict[tuple[str, str, int], tuple[dict[str, Any], int]] = {}  # signature and bytes of a version
         self._measured: dict[str, int] = {}  # bytes of a version in memory
@@ -102,7 +101,7 @@ class Assignments:
         """The plan with what replicas need to reach each other."""
         if self._memory_bytes is None:
             return plan
-        return replace(plan, addresses=self._addresses, peer_token=self._state.peer_token)
+        return replace(plan, addresses=self._state.addresses, peer_token=self._state.peer_token)
 
     def select(self, name: str, reports: Iterable[ReplicaReport]) -> list[ReplicaReport]:
         """The reports of the replicas that are to have the model."""
@@ -118,19 +117,22 @@ class Assignments:
         """Take in what a replica reports of its models."""
         if self._memory_bytes is None:
             return
-        if report.address != self._addresses.get(report.replica, ""):
-            self._addresses = {**self._addresses, report.replica: report.address}
+        if report.address and report.address != self._state.addresses.get(report.replica):
+            self._state.addresses = {**self._state.addresses, report.replica: report.address}
             self._commit()
         now_s = self._clock()
         for name, model in report.models.items():
-            if name in self._state.models and model.residency is not None:
-                self._receive_model(name, report, model, now_s)
+            if name in self._state.models:
+                self._receive_model(name, report.replica, model, now_s)
         self._shrink(report.replica)
 
-    def _receive_model(self, name: str, report: ReplicaReport, model: ModelReport, now_s: float) -> None:
-        residency = model.residency
-        assert residency is not None
-        key = (name, report.replica)
+    def _receive_model(self, name: str, replica: str, model: ModelReport, now_s: float) -> None:
+        key, rollout = (name, replica), self._state.models[name].rollout
+        for rejected in model.rejected:
+            if rejected.version == rollout.stable and rollout.is_open and key in self._since_s:
+                self._fail(name, replica, rejected.reason)
+        if (residency := model.residency) is None:
+            return
         use = self._uses.setdefault(key, _Use(now_s, now_s))
         use.used_s = max(use.used_s, now_s - residency.idle_s)
         if (elapsed_s := now_s - use.reported_s) > 0.0:
@@ -141,10 +143,6 @@ class Assignments:
             self._failed.pop(name, None)
             self._measured[name] = residency.version_bytes
             self._load_s[name] = RECENT * residency.load_s + (1 - RECENT) * self._load_s.get(name, residency.load_s)
-        rollout = self._state.models[name].rollout
-        for rejected in model.rejected:
-            if rejected.version == rollout.stable and rollout.is_open and key in self._since_s:
-                self._fail(name, report.replica, rejected.reason)
 
     def _note_idle(self, replica: str, idle_s: Mapping[str, float]) -> None:
         now_s = self._clock()
@@ -157,7 +155,7 @@ class Assignments:
         for name in [name for name, holder in self._since_s if holder == replica]:
             self._unassign(name, replica)
         self._uses = {key: use for key, use in self._uses.items() if key[1] != replica}
-        self._addresses = {name: each for name, each in self._addresses.items() if name != replica}
+        self._state.addresses = {name: each for name, each in self._state.addresses.items() if name != replica}
 
     def forget_model(self, name: str) -> None:
         """Forget a model that is no longer served."""
@@ -180,6 +178,18 @@ class Assignments:
         is_assigned = await self._wait_until(lambda: self.request(name, replica, lost), timeout_s)
         return self._state.generation if is_assigned else None
 
+    async def load(self, name: str, timeout_s: float) -> None:
+        """Have a model loaded, if it is on demand, and wait for it. Raises InferenceError, as `request`."""
+
+        def is_loaded() -> bool:
+            reports = self.select(name, self._reports.values()) if self.request(name) else []
+            return any(report.models[name].version for report in reports if name in report.models)
+
+        model = self._state.models.get(name)
+        if model is not None and self.is_on_demand(model) and not await self._wait_until(is_loaded, timeout_s):
+            problem = f"model {name!r} was not loaded after {timeout_s:g} s: every replica uses what it has"
+            raise InferenceError(503, problem, retry_after_s=5.0)
+
     # -- decisions --------------------------------------------------------------------------------------------------
 
     def request(self, name: str, caller: str = "", lost: Iterable[str] = ()) -> bool:
@@ -194,7 +204,7 @@ class Assignments:
         if failed is not None and now_s < failed.until_s:
             problem = f"model {name!r} cannot be loaded: {failed.reason}"
             raise InferenceError(503, problem, retry_after_s=failed.until_s - now_s)
-        holders, reachable = set(self._state.placement.get(name, ())), {caller, *self._addresses} - set(lost)
+        holders, reachable = set(self._state.placement.get(name, ())), {caller, *self._state.addresses} - set(lost)
         if not self.is_on_demand(model) or holders & reachable:
             return True
         size_bytes, memory = self._total_bytes(name, model), self._build_memory(holders)

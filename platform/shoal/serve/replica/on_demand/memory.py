@@ -13,7 +13,6 @@ enough for that to tell.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import asynccontextmanager
@@ -76,12 +75,9 @@ class ModelMemory:
         self._loading[plan.name, key] = loads.version_bytes
         self._num_loads += 1
         number, is_alone = self._num_loads, len(self._loading) == 1
-        since_s, before_bytes = time.monotonic(), self._process_bytes()
+        before_bytes = self._process_bytes()
         try:
             yield True
-            loads.num_loads += 1
-            loads.last_s = time.monotonic() - since_s
-            loads.total_s += loads.last_s
             is_alone = is_alone and 1 < number == self._num_loads  # the first one imports the model's code
             if is_alone and plan.size_bytes >= MEASURED_FROM_BYTES:
                 loads.version_bytes = max(plan.size_bytes, self._process_bytes() - before_bytes)
@@ -89,9 +85,13 @@ class ModelMemory:
             del self._loading[plan.name, key]
             self.notify()
 
-    def add(self, served: Hashable, plan: ModelPlan, version: int) -> None:
-        """Account for a version that was loaded."""
-        self._loaded.setdefault(served, {})[version] = self._loads[plan.name].version_bytes
+    def add(self, served: Hashable, plan: ModelPlan, version: int, load_s: float) -> None:
+        """Account for a version that was loaded, in so many seconds."""
+        loads = self._loads[plan.name]
+        loads.num_loads += 1
+        loads.last_s = load_s
+        loads.total_s += load_s
+        self._loaded.setdefault(served, {})[version] = loads.version_bytes
 
     def retain(self, served: Hashable, versions: Iterable[int]) -> None:
         """Release the versions of a served model other than these."""

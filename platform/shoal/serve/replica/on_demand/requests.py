@@ -40,6 +40,7 @@ from shoal.serve.spec.model_options import ModelOptions
 LOAD_WAIT_S = 30.0
 ASK_S = 2.0  # of one call of the controller, which is repeated
 MAX_FORWARDS = 3
+LOST_S = 5.0  # a replica that cannot be reached is not called again for so long
 T = TypeVar("T")
 
 
@@ -114,6 +115,7 @@ class OnDemandRequests:
         self.list_peers: Callable[[], Sequence[ReplicaReport]] = list
         self._plan = EndpointPlan()
         self._uses: dict[str, ModelUse] = {}
+        self._lost_until_s: dict[str, float] = {}
         self._asked: dict[tuple[str, frozenset[str]], asyncio.Task[int | None]] = {}
         self._changed = asyncio.Event()
 
@@ -130,6 +132,7 @@ class OnDemandRequests:
             known.plan = each
             self.models[each.name] = known
         self._uses = {name: use for name, use in self._uses.items() if name in self.models}
+        self._lost_until_s = {each: s for each, s in self._lost_until_s.items() if each in plan.addresses}
         self.notify()
 
     def get_use(self, name: str) -> ModelUse:
@@ -183,8 +186,9 @@ class OnDemandRequests:
         return await served.infer(call)
 
     async def _answer_anywhere(self, model: ColdModel, call: InferCall, ends_s: float) -> Prediction[Outputs]:
-        name, lost, num_forwards = model.name, set[str](), 0
+        name, num_forwards = model.name, 0
         while True:
+            lost = {each for each, until_s in self._lost_until_s.items() if time.monotonic() < until_s}
             if (served := self._find_served(name)) is not None:
                 return await served.infer(call)
             if (planned := self.models.get(name)) is None:
@@ -196,7 +200,7 @@ class OnDemandRequests:
                 try:
                     return await self._forward(holder, model, call)
                 except ConnectionLost:
-                    lost.add(holder)
+                    self._lost_until_s[holder] = time.monotonic() + LOST_S
                 except InferenceError as error:
                     num_forwards += 1
                     if error.status != 503 or num_forwards == MAX_FORWARDS or time.monotonic() > ends_s:
