@@ -77,10 +77,18 @@ async def ask(
     replica: EndpointReplica, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
 ) -> Asked:
     """A request to a replica's application."""
-    sent: list[Any] = []
     payload = b"" if body is None else json.dumps(body).encode()
+    status, named, content = await exchange(replica, method, path, headers or {}, payload)
+    pairs = {name.encode(): value.encode() for name, value in named.items()}
+    return Asked(status, pairs, json.loads(content) if content else None)
 
-    bodies = [payload]
+
+async def exchange(
+    replica: EndpointReplica, method: str, path: str, headers: Mapping[str, str], body: bytes
+) -> tuple[int, Mapping[str, str], bytes]:
+    """The status, headers and body of an answer of a replica's application."""
+    sent: list[Any] = []
+    bodies = [body]
 
     async def receive() -> Any:
         if not bodies:
@@ -90,10 +98,10 @@ async def ask(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    pairs = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     await replica.app({"type": "http", "method": method, "path": path, "headers": pairs}, receive, send)
     content = b"".join(message.get("body", b"") for message in sent[1:])
-    return Asked(sent[0]["status"], dict(sent[0]["headers"]), json.loads(content) if content else None)
+    return sent[0]["status"], {name.decode(): value.decode() for name, value in sent[0]["headers"]}, content
 
 
 async def infer(
@@ -122,6 +130,7 @@ class ReplicaSet:
         self.replicas: dict[str, EndpointReplica] = {}
         self.controller_away = False
         self.dead: set[str] = set()
+        self.num_forwarded = 0
         self.giving, self.num_fetched = asyncio.Event(), 0  # of the weights that the controller keeps
         self.giving.set()
         self._state: Path = home() / "endpoints" / "endpoint.json"
@@ -150,6 +159,7 @@ class ReplicaSet:
             state_file=StateFile(self._state),
             lease_s=self.lease_s,
             stage_timeout_s=self.stage_timeout_s,
+            memory_bytes=self.spec.memory,
         )
         self.administration = AdminApi(
             self.controller, str(Registry().root), {"": self.spec.model.model_dump(mode="json")}
@@ -166,7 +176,10 @@ class ReplicaSet:
         """A replica that is not yet waited for."""
         name = name or f"r{len(self.replicas) + 1}"
         live = {model.name: model.source for model in self.models if isinstance(model.source, LiveModel)}
-        replica = self.replicas[name] = EndpointReplica(name, self.spec, live, LocalController(self, name))
+        replica = self.replicas[name] = EndpointReplica(
+            name, self.spec, live, LocalController(self, name), LocalPeers(self)
+        )
+        replica.address = name
         return replica
 
     async def kill(self, name: str) -> None:
@@ -213,6 +226,11 @@ class LocalController:
     async def report(self, report: ReplicaReport) -> list[ReplicaReport]:
         return self._controller().report(report)
 
+    async def request_load(
+        self, name: str, replica: str, idle_s: Mapping[str, float], lost: Sequence[str], timeout_s: float
+    ) -> int | None:
+        return await self._controller().assignments.request_load(name, replica, idle_s, lost, timeout_s)
+
     async def leave(self, replica: str) -> None:
         self._controller().leave(replica)
 
@@ -231,6 +249,7 @@ class LocalController:
     async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
         self._controller()
         await self._set.administration.load(name, parameters, by)
+        await self._controller().assignments.load(name, DEADLINE_S)
 
     async def unload(self, name: str, by: str) -> None:
         self._controller()
@@ -239,6 +258,24 @@ class LocalController:
     async def status(self) -> dict[str, Any]:
         self._controller()
         return self._set.status.describe_endpoint()
+
+
+class LocalPeers:
+    """A replica's way to the others, whose addresses are their names."""
+
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._set = replicas
+
+    async def post(
+        self, address: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        self._set.num_forwarded += 1
+        if address not in self._set.replicas:
+            raise ConnectionLost(f"{address} is dead")
+        return await exchange(self._set.replicas[address], "POST", path, headers, body)
+
+    def close(self) -> None:
+        pass
 
 
 async def tally(

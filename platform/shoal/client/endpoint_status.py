@@ -35,6 +35,26 @@ class VersionStatus(msgspec.Struct, frozen=True):
     disagreed: int = 0
 
 
+class ResidencyStatus(msgspec.Struct, frozen=True):
+    """Where a model is that replicas load when it is requested. Counts are those of the present replicas.
+
+    replicas:  those that have it loaded; 0: the next request waits for its load
+    resident_bytes: of its loaded versions, over all replicas
+    waiting:   requests that wait for its load; `waited` have so far
+    load_s:    of a load, on average; None before the first
+    forwarded: requests that reached a replica without it, and that another answered
+    """
+
+    replicas: int = 0
+    resident_bytes: int = 0
+    waiting: int = 0
+    loads: int = 0
+    evictions: int = 0
+    load_s: float | None = None
+    forwarded: int = 0
+    waited: int = 0
+
+
 class ModelStatus(msgspec.Struct, frozen=True):
     """One model of the endpoint.
 
@@ -49,6 +69,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     batch_rows: mean rows of a batch over the last `EndpointStatus.window_s`; None where there was none
     refused:    requests answered with 429 or 504 since the start, over all replicas
     latency:    measured (rows, seconds) of a forward, ascending, for `shoal serve simulate`
+    residency:  of a model that is loaded when it is requested; None for one that every replica has
     last_failure: a request that the model failed on, and the reference that its caller received; "" for none
     """
 
@@ -70,6 +91,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     refused: int = 0
     latency: list[tuple[int, float]] = []
     last_failure: str = ""
+    residency: ResidencyStatus | None = None
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):

@@ -11,7 +11,6 @@ once: a version appears complete or not at all, and never changes. Never runs or
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import re
 import shutil
@@ -80,13 +79,14 @@ class ModelVersion:
             payload = path.read_bytes()
         except OSError as error:
             raise WeightsError(f"{path.name} of {self.ref} cannot be read ({error}): {remedy}") from error
-        if hashlib.sha256(payload).hexdigest() != self.manifest.sha256:
+        snapshot = WeightSnapshot(self.version, payload, self.manifest.sha256, self.manifest.created_at)
+        if not snapshot.is_intact:
             expected = self.manifest.size_bytes
             raise WeightsError(
                 f"{path.name} of {self.ref} is damaged: the checksum does not match"
                 f" ({len(payload)} bytes, {expected} expected): {remedy}"
             )
-        return WeightSnapshot(self.version, payload, self.manifest.sha256, self.manifest.created_at)
+        return snapshot
 
 
 @contextmanager

@@ -51,6 +51,19 @@ Duration = Annotated[float, BeforeValidator(_to_seconds), Field(ge=0, allow_inf_
 """A field of a spec: seconds, also written as 30m."""
 
 
+_WRITTEN_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)")
+_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def _to_bytes(value: object) -> object:
+    found = _WRITTEN_SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    return value if found is None else round(float(found[1]) * _BYTES[found[2]])
+
+
+Size = Annotated[int, BeforeValidator(_to_bytes), Field(ge=1, le=1 << 50)]
+"""A field of a spec: bytes, also written as 2GiB."""
+
+
 def format_age(seconds: float) -> str:
     """8 s, 3 min, 2 h, 3 d."""
     whole = max(int(seconds), 0)

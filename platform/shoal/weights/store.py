@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -110,8 +111,16 @@ class WeightSnapshot:
 
     def verify(self) -> None:
         """Raises WeightsError when the checksum does not fit."""
-        if hashlib.sha256(self.payload).hexdigest() != self.sha256:
+        if not self.is_intact:
             raise WeightsError(f"weights version {self.version}: the checksum does not match the payload")
+
+    @cached_property
+    def is_intact(self) -> bool:
+        """Whether the checksum fits; computed once in a process, as it takes half of a small model's load."""
+        return hashlib.sha256(self.payload).hexdigest() == self.sha256
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "is_intact"}
 
 
 class WeightFile(WeightSnapshot):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import InferenceError, RegistryError
+from shoal.registry.manifest import Signature
 from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment, StateFile
@@ -41,6 +42,10 @@ class FakeCatalogue:
         if version not in VERSIONS:
             raise RegistryError(f"{name!r} has no {word!r}")
         return version
+
+    def describe(self, name: str, version: int) -> tuple[Signature, int]:
+        self.resolve(name, str(version))
+        return Signature(inputs=[], outputs=[]), 100
 
     def promote(self, name: str, version: int, alias: str) -> None:
         self.resolve(name, str(version))

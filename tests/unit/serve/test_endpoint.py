@@ -185,6 +185,7 @@ def test_the_token_is_never_printed() -> None:
         ({"parallel": "tensor"}, "give num_workers = 2"),
         ({"num_workers": 2, "num_gpus": 1}, "num_gpus"),
         ({"num_workers": 2, "model": {"device": "cuda"}}, "device: cuda"),
+        ({"num_workers": 2, "memory": "1GiB"}, "leave out memory"),
         ({"num_workers": 2, "num_cpus": 0}, "num_cpus is above 0"),
         ({"num_workers": 2, "models": {"m": {"precision": "int8"}}}, "models.m.precision"),
         ({"num_workers": 2, "model": {"compile": True}}, "model.compile"),

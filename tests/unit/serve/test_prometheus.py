@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.serve.messages.inference import Caller
 from shoal.serve.messages.metrics_snapshot import sum_versions
-from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, Residency
 from shoal.serve.protocol.prometheus import CONTENT_TYPE, METRICS, render, series
 from shoal.serve.replica.model_statistics import MAX_VERSIONS, ModelStatistics
 
@@ -57,7 +57,8 @@ def worked(live: bool = False) -> ModelStatistics:
 
 
 def report(statistics: ModelStatistics, replica: str = "a") -> ReplicaReport:
-    models = {"m": ModelReport(counts=statistics.snapshot(), queued_rows=7)}
+    residency = Residency(10, 20, 0.5, 1.5, loads=3, evictions=2, waiting=4, forwarded=5)
+    models = {"m": ModelReport(counts=statistics.snapshot(), queued_rows=7, residency=residency)}
     callers = {"ada": {"admitted": 3}, "": {"unknown": 2}}
     statuses = {"200": 4, "401": 2}
     return ReplicaReport(replica, 0, 0, True, models, callers, statuses, certificate_expires_at=1e9)
@@ -89,6 +90,9 @@ def test_what_triton_does_not_count() -> None:
     assert value(series, "shoal_serving_version", **labels, track="candidate") == 2
     assert value(series, "shoal_candidate_percent", **labels) == 5
     assert value(series, "shoal_swaps_total", **labels) == 1
+    assert value(series, "shoal_model_resident_bytes", **labels) == 20
+    assert value(series, "shoal_model_loads_total", **labels) == 3
+    assert value(series, "shoal_model_load_seconds_total", **labels) == 1.5
     assert value(series, "shoal_shadow_disagreed_total", **labels, version="2") == 1
     assert value(series, "shoal_shadow_failed_total", **labels, version="2") == 1
     assert value(series, "shoal_caller_requests_total", replica="a", key="ada", result="admitted") == 3

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from shoal.cluster.ingress.time_limits import ANSWER_S
 from shoal.errors import ConfigError
 from shoal.home import home
 from shoal.registry import Registry
+from shoal.runs.formatting import format_size
 from shoal.runs.record.provenance import find_owner
+from shoal.serve.controller.on_demand.assignments import describe_too_large
 from shoal.serve.controller.state import Deployment
 from shoal.serve.spec.endpoint import DETACHED, EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel, RegistryCatalogue
@@ -45,6 +47,7 @@ class ControllerConfig:
     may_sleep: whether it has no replica while it is idle
     answer_s: how long the ingress waits for an answer
     tls:      the files of its certificate; None for plain HTTP
+    memory_bytes: of each replica's models; None: every replica has every model
     """
 
     name: str
@@ -62,6 +65,7 @@ class ControllerConfig:
     may_sleep: bool = False
     answer_s: float = ANSWER_S
     tls: CertificateFiles | None = None
+    memory_bytes: int | None = None
 
     @property
     def actor_name(self) -> str:
@@ -120,6 +124,8 @@ def build_controller_config(
         else:
             _require_one_worker(spec, f"{model.name!r} follows a run", "register the model")
         deployments[model.name] = Deployment(model.name, registry, model.version, options)
+    if spec.memory is not None:
+        require_memory(spec.memory, deployments.values())
     known = {name: options.model_dump(mode="json") for name, options in {"": spec.model, **spec.models}.items()}
     setting = ControllerConfig(
         spec.name,
@@ -135,5 +141,24 @@ def build_controller_config(
         num_replicas=spec.least_replicas,
         may_sleep=spec.may_sleep,
         answer_s=spec.answer_s,
+        memory_bytes=spec.memory,
     )
     return setting, {model.name: model.source for model in models if isinstance(model.source, LiveModel)}
+
+
+def require_memory(memory_bytes: int, deployments: Iterable[Deployment]) -> None:
+    """Raise ConfigError when the pinned models, or one of the others with them, do not fit a replica's memory."""
+    sizes: dict[bool, dict[str, int]] = {True: {}, False: {}}
+    for each in deployments:
+        if not each.is_live:
+            catalogue = RegistryCatalogue(each.registry)
+            _, size_bytes = catalogue.describe(each.name, catalogue.resolve(each.name, each.version))
+            sizes[each.options["pin"]][each.name] = size_bytes
+    free_bytes = memory_bytes - sum(sizes[True].values())
+    written = format_size(memory_bytes)
+    if free_bytes < 0:
+        problem = f"is less than the pinned models take, {format_size(sum(sizes[True].values()))}"
+        raise ConfigError("endpoint.memory", written, problem, "give more, or pin fewer models")
+    largest = max(sizes[False], key=lambda name: sizes[False][name], default="")
+    if largest and sizes[False][largest] > free_bytes:
+        raise ConfigError("endpoint.memory", written, describe_too_large(largest, sizes[False][largest], free_bytes))

@@ -25,6 +25,7 @@ from shoal.serve.controller.canary_evidence import EvidenceCollector
 from shoal.serve.controller.canary_guard import judge
 from shoal.serve.controller.failure_events import FailureEvents
 from shoal.serve.controller.live_control import LiveControl
+from shoal.serve.controller.on_demand.assignments import Assignments
 from shoal.serve.controller.rollout import (
     FOLLOWING,
     AbandonRollout,
@@ -62,6 +63,7 @@ class EndpointController:
     deployment_id: of the call of `deploy`: another id starts with a fresh state
     catalogue:     opens the registry in a folder
     audit:         logs every change
+    memory_bytes:  of each replica's models; None: every replica has every model
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class EndpointController:
         stage_timeout_s: float = STAGE_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
         audit: Callable[[Event], None] = lambda event: None,
+        memory_bytes: int | None = None,
     ) -> None:
         self.name = name
         self._audit = audit
@@ -95,6 +98,9 @@ class EndpointController:
         self.state = saved or ControllerState(deployment=deployment_id, started_at=time.time())
         for replica in self.state.replicas:  # each has one lease to report again
             self._add_replica(replica)
+        self.assignments = Assignments(
+            memory_bytes, self.state, self.reports, catalogue, self._commit, self.wait_until, clock
+        )
         self._failures = FailureEvents(self.record_event, clock)
         self.live = LiveControl(
             lambda: self.state.models, self.reports, self._file, self.record_event, self._set_rollout, self._commit
@@ -118,7 +124,8 @@ class EndpointController:
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
         """Wait for a desired state other than `known_generation`; None after `timeout_s`."""
         self._renew_lease(replica)
-        self._catch_up_generation(known_generation)
+        if self.state.catch_up_generation(known_generation):
+            self._commit()
         if self._plan.generation == known_generation and not self._closed:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(timeout_s, MAX_POLL_S)):
@@ -131,10 +138,12 @@ class EndpointController:
         self.reports[report.replica] = report
         if report.ready:
             self._ready_replicas.add(report.replica)
-        self._catch_up_generation(report.generation)
+        if self.state.catch_up_generation(report.generation):
+            self._commit()
         for book in self._evidence.values():
             book.add_report(report)
         self.live.receive(report)
+        self.assignments.receive(report)
         self._failures.receive(report)
         self._advance_all()
         self._notify_waiters()
@@ -145,31 +154,17 @@ class EndpointController:
         report = self.reports.get(replica)
         if report is not None:
             if report.pid and replica not in self._ready_replicas:  # Serve gave it up before it answered a request
-                self._count_lost_replica()
+                self.state.count_lost_replica()
             self._remove_replica(replica)
 
     def _remove_replica(self, replica: str) -> None:
         del self.reports[replica], self._last_seen_s[replica]
+        self.assignments.forget(replica)
         self._ready_replicas.discard(replica)
         self._failures.forget(replica)
         self.state.replicas.remove(replica)
         self._commit()
         self._advance_all()
-
-    def _count_lost_replica(self) -> None:
-        """Count a dead replica against each rollout whose version may have killed it."""
-        for model in self.state.models.values():
-            if model.rollout.phase in (Phase.STAGING, Phase.CANARY):
-                model.rollout = replace(model.rollout, lost_replicas=model.rollout.lost_replicas + 1)
-
-    def _catch_up_generation(self, generation: int) -> None:
-        """Raise the generation past a replica's when the state file was lost."""
-        if generation > self.state.generation:
-            self.state.generation = generation
-            for model in self.state.models.values():
-                if model.rollout.phase is Phase.FLIPPING:
-                    model.rollout = replace(model.rollout, generation=generation + 1)
-            self._commit()
 
     def _renew_lease(self, replica: str) -> None:
         if replica not in self.reports:
@@ -190,14 +185,16 @@ class EndpointController:
         now_s = self._clock()
         self._file.retry_writes()
         for replica in [each for each, heard_s in self._last_seen_s.items() if now_s - heard_s > self._lease_s]:
-            self._count_lost_replica()
+            self.state.count_lost_replica()
             self.record_event("replica_lost", reason=f"{replica} did not report for {self._lease_s:g} s")
             self._remove_replica(replica)
         for name in list(self.state.models):
             self._follow_alias(name)
             self._remove_failed_addition(name)
         self.live.tick()
+        self.assignments.tick()
         self._advance_all()
+        self._notify_waiters()  # for what time alone makes possible
 
     def extend_leases(self, seconds: float) -> None:
         """Extend all leases after this process or its disk stalled: no report could arrive meanwhile."""
@@ -255,6 +252,8 @@ class EndpointController:
         rollout, reports = model.rollout, list(self.reports.values())
         if not reports:  # asleep: a replica has the full time to stage once there is one
             self._phase_since_s[name] = self._clock()
+        if rollout.phase in (Phase.STAGING, Phase.CANARY):
+            reports = self.assignments.select(name, reports)
         if rollout.phase is Phase.CANARY:
             book = self._evidence[name]
             evidence = book.build_evidence(reports, model.metrics, rollout.lost_replicas)
@@ -263,7 +262,8 @@ class EndpointController:
                 self.drop_candidate(name, "rollback", "guard", reason)
         elif rollout.phase in (Phase.STAGING, Phase.FLIPPING):
             waited_s = self._clock() - self._phase_since_s[name]
-            match decide_next_step(name, rollout, reports, waited_s, self._stage_timeout_s):
+            step = self.assignments.prepare(name)
+            match step or decide_next_step(name, rollout, reports, waited_s, self._stage_timeout_s):
                 case AbandonRollout(reason):
                     self.abandon_candidate(name, rollout.by, reason)
                 case Proceed() if rollout.phase is Phase.FLIPPING:
@@ -294,6 +294,7 @@ class EndpointController:
 
     def remove_model(self, name: str, by: str, reason: str) -> None:
         """Stop serving a model: the replicas answer its pending requests, then drop it."""
+        self.assignments.forget_model(name)
         rollout = self.state.models.pop(name).rollout
         self.state.num_attempts = max(self.state.num_attempts, rollout.attempt)
         self._evidence.pop(name, None)
@@ -323,7 +324,7 @@ class EndpointController:
     def has_candidate(self, name: str) -> bool:
         """Whether every replica has staged the candidate, also those that joined after it was opened."""
         candidate = self.state.models[name].rollout.candidate
-        models = [report.models.get(name) for report in self.reports.values()]
+        models = [report.models.get(name) for report in self.assignments.select(name, self.reports.values())]
         return all(model is not None and candidate in model.staged for model in models)
 
     def is_applied_everywhere(self) -> bool:
@@ -420,6 +421,7 @@ class EndpointController:
         # A flip to the version that already answers (an alias returns to it) is a new plan too.
         announced = max((model.rollout.generation for model in self.state.models.values()), default=0)
         desired = replace(self._plan, models=models, certificate_expires_at=self._certificate_expires_at)
+        desired = self.assignments.add_peers(desired)
         is_new = desired != self._plan or self._plan.generation != max(announced, self.state.generation)
         if is_new:
             self.state.generation += 1
@@ -432,7 +434,8 @@ class EndpointController:
 
     def _plan_model(self, name: str, model: ModelState) -> ModelPlan:
         asked, before = model.deployment, model.before.options if model.before else None
-        return self.live.complete(build_model_plan(name, asked.registry, asked.options, model.rollout, before), model)
+        plan = build_model_plan(name, asked.registry, asked.options, model.rollout, before)
+        return self.assignments.complete(self.live.complete(plan, model), model)
 
     def _notify_waiters(self) -> None:
         self._state_changed.set()

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ from shoal.cluster.ingress.serve_environment import find_ingress_folder, hold_wh
 from shoal.cluster.ingress.tls import POLL_S, CertificateWatch
 from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.audit import AUDIT_FILE, AuditLog
-from shoal.serve.controller.config import ControllerConfig
+from shoal.serve.controller.config import LOAD_TIMEOUT_S, ControllerConfig
 from shoal.serve.controller.controller import LEASE_S, EndpointController
 from shoal.serve.controller.state import Event, StateFile
 from shoal.serve.controller.status import StatusReporter
@@ -61,6 +61,7 @@ class ControllerService:
             deployment_id=setting.deployment,
             state_file=StateFile(setting.state_file),
             audit=self._audit.record_change,
+            memory_bytes=setting.memory_bytes,
         )
         self._admin_api = AdminApi(self._controller, setting.registry, setting.options)
         self._watch = CertificateWatch(setting.tls, find_ingress_folder()) if setting.tls is not None else None
@@ -92,6 +93,11 @@ class ControllerService:
         self._audit.record_auth_failures([report, *others])
         return others
 
+    async def request_load(
+        self, name: str, replica: str, idle_s: Mapping[str, float], lost: Sequence[str], timeout_s: float
+    ) -> int | None:
+        return await self._controller.assignments.request_load(name, replica, idle_s, lost, timeout_s)
+
     async def leave(self, replica: str) -> None:
         self._controller.leave(replica)
 
@@ -108,6 +114,7 @@ class ControllerService:
     async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
         with self._audit.audit_request("load", {"model": name, "parameters": parameters}, by):
             await self._admin_api.load(name, parameters, by)
+            await self._controller.assignments.load(name, LOAD_TIMEOUT_S)
 
     async def unload(self, name: str, by: str) -> None:
         with self._audit.audit_request("unload", {"model": name}, by):

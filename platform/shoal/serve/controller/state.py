@@ -7,6 +7,7 @@ write is retained in memory and retried at the controller's ticks: no endpoint s
 from __future__ import annotations
 
 import logging
+import secrets
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -23,7 +24,7 @@ from shoal.atomic_file import (
     make_folder,
 )
 from shoal.errors import RunError, WeightsError
-from shoal.serve.controller.rollout import FOLLOWING, Rollout, repoint
+from shoal.serve.controller.rollout import FOLLOWING, Phase, Rollout, repoint
 from shoal.serve.messages.desired_state import NEWEST, TrafficShares
 from shoal.serve.messages.replica_report import RejectedVersion
 from shoal.weights import WeightSnapshot
@@ -121,6 +122,9 @@ class ControllerState:
     format:       the number of the file's format
     deployment:   the call of `deploy` that it belongs to
     num_attempts: the most stagings of a removed model: one added again under its name continues from there
+    placement:    the replicas that have a model on demand, by its name
+    addresses:    host:port of the replicas that reach each other
+    peer_token:   what they show each other
     """
 
     deployment: str = ""
@@ -131,7 +135,26 @@ class ControllerState:
     events: list[Event] = field(default_factory=list)
     num_events: int = 0
     num_attempts: int = 0
+    placement: dict[str, list[str]] = field(default_factory=dict)
+    addresses: dict[str, str] = field(default_factory=dict)
+    peer_token: str = field(default_factory=lambda: secrets.token_hex(16))
     format: int = FORMAT
+
+    def count_lost_replica(self) -> None:
+        """Count a dead replica against each rollout whose version may have killed it."""
+        for model in self.models.values():
+            if model.rollout.phase in (Phase.STAGING, Phase.CANARY):
+                model.rollout = replace(model.rollout, lost_replicas=model.rollout.lost_replicas + 1)
+
+    def catch_up_generation(self, generation: int) -> bool:
+        """Raise the generation past a replica's when the file was lost; whether it was."""
+        if generation <= self.generation:
+            return False
+        self.generation = generation
+        for model in self.models.values():
+            if model.rollout.phase is Phase.FLIPPING:
+                model.rollout = replace(model.rollout, generation=generation + 1)
+        return True
 
 
 class StateFile:

@@ -18,6 +18,7 @@ from shoal.client.endpoint_status import (
     EndpointStatus,
     ModelStatus,
     ReplicaStatus,
+    ResidencyStatus,
     RolloutEvent,
     VersionStatus,
 )
@@ -156,6 +157,7 @@ class StatusReporter:
             refused=sum(counts["refused"].get(status, 0) for status in ("429", "504")) if counts else 0,
             latency=_latency(reports),
             last_failure=next((report.failure.describe() for report in reports if report.failure is not None), ""),
+            residency=_build_residency(reports) if controller.assignments.is_on_demand(model) else None,
         )
 
     def _counts_before_window(self, name: str) -> tuple[float, ModelSnapshot | None]:
@@ -277,6 +279,21 @@ def _latency(reports: Sequence[ModelReport]) -> list[tuple[int, float]]:
         for rows, seconds in report.latency:
             slowest[rows] = max(slowest.get(rows, 0.0), seconds)
     return sorted(slowest.items())
+
+
+def _build_residency(reports: Sequence[ModelReport]) -> ResidencyStatus:
+    found = [report.residency for report in reports if report.residency is not None]
+    loads, total_s = sum(each.loads for each in found), sum(each.total_load_s for each in found)
+    return ResidencyStatus(
+        replicas=sum(report.version > 0 for report in reports),
+        resident_bytes=sum(each.resident_bytes for each in found),
+        waiting=sum(each.waiting for each in found),
+        loads=loads,
+        evictions=sum(each.evictions for each in found),
+        load_s=total_s / loads if loads else None,
+        forwarded=sum(each.forwarded for each in found),
+        waited=sum(each.waited for each in found),
+    )
 
 
 def _builtins(status: msgspec.Struct) -> dict[str, Any]:

@@ -13,11 +13,13 @@ only through `HttpCodec`. No Ray, no torch, no framework.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 from shoal.errors import Closed, InferenceError
 from shoal.serve.http.admin import RestHandlers
@@ -31,10 +33,14 @@ from shoal.serve.http.routes import (
     RouteTarget,
     match_route,
 )
-from shoal.serve.messages.inference import Caller, Disconnected, ModelManagerProtocol
+from shoal.serve.messages.inference import Caller, Disconnected, ModelManagerProtocol, ServedModelProtocol
 from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
 from shoal.serve.protocol.infer_call import (
+    BATCH_HEADER,
+    GENERATION_HEADER,
     LARGE_BYTES,
+    PEER_HEADER,
+    TENANT_HEADER,
     ModelCodecs,
     begin_call,
     compute_deadline,
@@ -84,6 +90,9 @@ class RestApp:
         self._limits = RequestLimits() if limits is None else limits
         self._handlers = RestHandlers(host, metrics)
         self._in_progress = RequestsInProgress(self._limits)
+        # A JSON number of two bytes takes eight in the form that replicas send each other.
+        peers = dataclasses.replace(self._limits, max_body_bytes=8 * self._limits.max_body_bytes)
+        self._peers_in_progress = RequestsInProgress(peers)
         self._codecs = ModelCodecs(HttpCodec)
         self._statuses: Counter[int] = Counter()
 
@@ -130,6 +139,9 @@ class RestApp:
             return build_error_response(error, allowed=target.method)
         if action is RouteAction.INFER:
             return await self._infer(target, headers, caller, receive)
+        if action is RouteAction.PEER_INFER:
+            caller = Caller(unquote(headers.get(TENANT_HEADER, b"").decode("latin-1")))
+            return await self._infer(target, headers, caller, receive, is_from_peer=True)
         body = b""
         if target.method == "POST":
             # Not watched after the body: a load is not undone because its client has gone.
@@ -142,15 +154,17 @@ class RestApp:
         return self._access.admit(authorization, model, administrator=administrator, origin=address)
 
     async def _infer(
-        self, target: RouteTarget, headers: dict[bytes, bytes], caller: Caller, receive: Receive
-    ) -> RestResponse:
+        self, target: RouteTarget, headers: dict[bytes, bytes], caller: Caller, receive: Receive,
+        is_from_peer: bool = False,
+    ) -> RestResponse:  # fmt: skip
         name = target.model or ""
+        in_progress = self._peers_in_progress if is_from_peer else self._in_progress
         with (
             start_trace(self._tracer, "POST /v2/models/{model}/infer", name, headers) as trace,
-            RequestLifecycle(self._in_progress, receive) as progress,
+            RequestLifecycle(in_progress, receive) as progress,
         ):
             arrived_s = time.monotonic()
-            model = self._manager.get_model(name)
+            model = self._get_peer_model(name, headers) if is_from_peer else self._manager.get_model(name)
             call = begin_call(model, target.version, headers, caller, trace)
             header_length = read_length(headers, b"inference-header-content-length")
             codec = self._codecs.get(model)
@@ -168,8 +182,15 @@ class RestApp:
             is_large = has_large_arrays(prediction.outputs, raw=raw)
             answered = call, prediction.outputs, prediction.version
             answer = await run_in_thread(codec.encode, *answered) if is_large else codec.encode(*answered)
+            if is_from_peer:
+                batch = prediction.queued_s, prediction.computed_s, prediction.batch_rows
+                answer.headers.append((BATCH_HEADER, b"%.9g %.9g %d" % batch))
             accepted = headers.get(b"accept-encoding")
             return answer if accepted is None else await compress_response(answer, accepted)
+
+    def _get_peer_model(self, name: str, headers: dict[bytes, bytes]) -> ServedModelProtocol:
+        token, generation = headers.get(PEER_HEADER, b""), headers.get(GENERATION_HEADER, b"")
+        return self._manager.get_peer_model(name, token, generation)
 
     async def _read_body(self, progress: RequestLifecycle, headers: dict[bytes, bytes]) -> bytes:
         body = await progress.read_body(read_length(headers, b"content-length"))

@@ -10,6 +10,8 @@
     POST /shoal/v1/episodes                     GET  /metrics
     GET  /openapi.json
 
+Between replicas: POST /shoal/v1/peers/{m}[/versions/{v}]/infer
+
 Called by `app`, `admin` and exported folders. `openapi.json` describes the same table; every path has one method. Pure.
 """
 
@@ -39,15 +41,17 @@ class RouteAction(Enum):
     EPISODES = auto()
     METRICS = auto()
     OPENAPI = auto()
+    PEER_INFER = auto()
 
 
 POST_ACTIONS = frozenset(
     {
         *(RouteAction.INFER, RouteAction.INDEX, RouteAction.LOAD, RouteAction.UNLOAD),
-        *(RouteAction.ROLLOUT, RouteAction.EPISODES),
+        *(RouteAction.ROLLOUT, RouteAction.EPISODES, RouteAction.PEER_INFER),
     }
 )
-UNAUTHENTICATED_ACTIONS = frozenset({RouteAction.LIVE, RouteAction.READY})  # no key required
+# No key required; replicas show each other a token.
+UNAUTHENTICATED_ACTIONS = frozenset({RouteAction.LIVE, RouteAction.READY, RouteAction.PEER_INFER})
 ADMIN_ACTIONS = frozenset({RouteAction.LOAD, RouteAction.UNLOAD, RouteAction.STATUS, RouteAction.ROLLOUT})
 
 FIXED_ROUTES: dict[tuple[str, ...], RouteAction] = {
@@ -69,6 +73,7 @@ MODEL_ROUTES: dict[tuple[str, ...], RouteAction] = {
     ("infer",): RouteAction.INFER,
     ("stats",): RouteAction.STATISTICS,
 }
+PEER_PATH = "/shoal/v1/peers/{model}/infer"
 REPOSITORY_ROUTES: dict[tuple[str, ...], RouteAction] = {("load",): RouteAction.LOAD, ("unload",): RouteAction.UNLOAD}
 
 
@@ -96,6 +101,11 @@ def match_route(path: str) -> RouteTarget | None:
     elif action is None and len(segments) > 3 and segments[:3] == ("v2", "repository", "models"):
         model = segments[3]
         action = REPOSITORY_ROUTES.get(segments[4:])
+    elif action is None and len(segments) in (5, 7) and segments[:3] == ("shoal", "v1", "peers"):
+        model, rest = segments[3], segments[4:]
+        if len(rest) == 3 and rest[0] == "versions":
+            version, rest = rest[1], rest[2:]
+        action = RouteAction.PEER_INFER if rest == ("infer",) else None
     if action is None or model == "" or version == "":
         return None
     return RouteTarget(action, "POST" if action in POST_ACTIONS else "GET", model, version)

@@ -5,6 +5,7 @@ Made by the controller and followed by every replica. Pure data.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,12 @@ class ModelPlan:
     is_frozen:   take no new version while the controller selects one to return to
     retained:    the version to which replicas without another return; 0 for none
     is_retained: whether the controller has its weights; else a replica that has them sends them
+
+    Of an endpoint with a memory for each replica's models:
+
+    replicas:   by name, those that have the model; None: all
+    size_bytes: of a version in memory, as far as its manifest tells
+    signature:  a Signature, as a plain mapping, for replicas without the model; None: not on demand
     """
 
     name: str
@@ -67,6 +74,9 @@ class ModelPlan:
     is_frozen: bool = False
     retained: int = 0
     is_retained: bool = False
+    replicas: tuple[str, ...] | None = None
+    size_bytes: int = 0
+    signature: dict[str, Any] | None = None
 
     @property
     def newest_options(self) -> dict[str, Any]:
@@ -78,14 +88,22 @@ class ModelPlan:
         """The number of the version that answers; 0 for none, or for the newest of a run."""
         return max(self.stable, 0)
 
+    def is_for(self, replica: str) -> bool:
+        """Whether this replica has the model."""
+        return self.replicas is None or replica in self.replicas
+
 
 @dataclass(frozen=True)
 class EndpointPlan:
     """The desired state of an endpoint; `generation` grows with every change.
 
     certificate_expires_at: the end of the ingress's certificate, seconds since the epoch; 0 without one
+    addresses:  host:port at which replicas reach each other, by name
+    peer_token: what they show each other; "" where every replica has every model
     """
 
     generation: int = 0
     models: tuple[ModelPlan, ...] = field(default=())
     certificate_expires_at: float = 0.0
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    peer_token: str = field(default="", repr=False)

@@ -119,6 +119,14 @@ class ModelManagerProtocol(Protocol):
         """The model of this name. Raises InferenceError (404) that lists the models."""
         ...
 
+    def get_peer_model(self, name: str, token: bytes, generation: bytes) -> ServedModelProtocol:
+        """The model for a request of another replica, which is answered here or not at all.
+
+        generation: of the plan by which this replica has the model
+        Raises InferenceError: 401 without the endpoint's token, 404.
+        """
+        ...
+
     def list_repository(self) -> list[RepositoryEntry]: ...
 
     async def load(self, name: str, parameters: Mapping[str, Any], by: str = "") -> None:

@@ -55,12 +55,39 @@ class ModelFailure:
 
 
 @dataclass(frozen=True)
+class Residency:
+    """A model that replicas load on demand, on one of them. Counts are those since the replica started.
+
+    version_bytes: of a loaded version; of the last one while none is
+    resident_bytes: of all its loaded versions
+    load_s:   of the last load; `total_load_s` of all `loads`
+    idle_s:   since the last request
+    waiting:  requests that wait for its load; `waited` have so far
+    requests: those it answered
+    forwarded: requests for it that another replica answered
+    """
+
+    version_bytes: int = 0
+    resident_bytes: int = 0
+    load_s: float = 0.0
+    total_load_s: float = 0.0
+    idle_s: float = 0.0
+    waiting: int = 0
+    loads: int = 0
+    evictions: int = 0
+    requests: int = 0
+    forwarded: int = 0
+    waited: int = 0
+
+
+@dataclass(frozen=True)
 class ModelReport:
     """One model on one replica.
 
     version:   the one that answers requests without a version; 0 for none
     candidate: the one that has a share alongside it; 0 for none
     next_staged: the version that is loaded under the plan's next options; 0 for none
+    residency: of a model that is loaded on demand; None for others
     staged:    all that could answer at once or are in memory as received, ascending
     rejected:  those that this replica rejected; of a model that follows a run the newest, oldest first
     counts:    counts since the replica began to serve the model; None before
@@ -79,6 +106,7 @@ class ModelReport:
     latency: tuple[tuple[int, float], ...] = ()
     failure: ModelFailure | None = None
     next_staged: int = 0
+    residency: Residency | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +118,7 @@ class ReplicaReport:
     statuses: all answers over HTTP by status, of inferences and other requests
     computing_s: how long the current forward has taken; 0 for none
     host:     the name of its host
+    address:  host:port of its HTTP server; "" before it listens
     certificate_expires_at: as in the plan
     """
 
@@ -103,6 +132,7 @@ class ReplicaReport:
     refused: tuple[AuthFailure, ...] = ()
     computing_s: float = 0.0
     host: str = ""
+    address: str = ""
     certificate_expires_at: float = 0.0
 
 

@@ -59,6 +59,20 @@ def _bind_http_to(host: str, start: Callable[..., Any]) -> Callable[..., Any]:
     return start_there
 
 
+def announce_http_address(announce: Callable[[str], None]) -> None:
+    """Call `announce` with host:port of the HTTP server that Serve starts in this process, after
+    `patch_bind_addresses`."""
+    start, node = replica.start_asgi_http_server, ray.util.get_node_ip_address()
+
+    async def start_and_announce(app: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
+        started = await start(app, options, *args, **kwargs)
+        host = options.host if is_head(node) and options.host not in ANY_HOSTS else node
+        announce(f"[{host}]:{options.port}" if ":" in host else f"{host}:{options.port}")
+        return started
+
+    replica.start_asgi_http_server = start_and_announce
+
+
 class LoopbackGrpcOptions(gRPCOptions):
     """A process of Serve that receives these makes its gRPC servers on loopback, on a loopback cluster.
 

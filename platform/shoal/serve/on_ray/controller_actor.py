@@ -84,6 +84,7 @@ class RayControllerClient:
     follow = RemoteMethod(ControllerClient.follow, is_routine=True)
     report = RemoteMethod(ControllerClient.report, is_routine=True)
     leave = RemoteMethod(ControllerClient.leave, is_routine=True)
+    request_load = RemoteMethod(ControllerClient.request_load)
     store_weights = RemoteMethod(ControllerClient.store_weights, is_routine=True)
     fetch_weights = RemoteMethod(ControllerClient.fetch_weights, is_routine=True)
     administer = RemoteMethod(ControllerClient.administer, CHANGE_TIMEOUT_S)

@@ -10,12 +10,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import ray
 from ray import serve
 
 from shoal.errors import ConfigError
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.serve.http import fast_path
-from shoal.serve.on_ray.bind_address import patch_bind_addresses
+from shoal.serve.on_ray.bind_address import announce_http_address, is_head, patch_bind_addresses
 from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.on_ray.metrics import RayMetrics
 from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
@@ -38,6 +39,9 @@ class ReplicaWorker:
             from shoal.serve.on_ray.ingress_front import join_ingress  # here: other replicas start without it
 
             join_ingress(spec)
+        if spec.memory is not None:
+            require_reachable_peers(spec)
+            announce_http_address(self._set_address)
         name = serve.get_replica_context().replica_id.unique_id
         gang = None
         if spec.num_workers > 1:
@@ -50,6 +54,9 @@ class ReplicaWorker:
         self._metrics: RayMetrics | None = None
         self._is_up = False
         install_fast_path(spec, self._replica.app)
+
+    def _set_address(self, address: str) -> None:
+        self._replica.address = address
 
     def __serve_build_asgi_app__(self) -> EndpointApp:
         return self._replica.app
@@ -74,6 +81,13 @@ class ReplicaWorker:
 
     async def __del__(self) -> None:
         await self._replica.close()
+
+
+def require_reachable_peers(spec: EndpointSpec) -> None:
+    """Raise ConfigError where replicas on other hosts cannot reach those of the head, which listen on loopback."""
+    if spec.ingress != EVERY_NODE and not is_head(ray.util.get_node_ip_address()):
+        problem = "with endpoint.memory, replicas on several hosts call each other"
+        raise ConfigError("endpoint.ingress", spec.ingress, problem, "give ingress: every_node, or no memory")
 
 
 def install_fast_path(spec: EndpointSpec, entrance: Application) -> None:

@@ -69,6 +69,13 @@ METRICS: dict[str, Metric] = {
     ),
     "shoal_shadow_disagreed_total": Metric("counter", _VERSION, "Shadowed requests whose outputs differed"),
     "shoal_shadow_failed_total": Metric("counter", _VERSION, "Shadowed requests that this version failed at"),
+    "shoal_model_resident_bytes": Metric("gauge", _MODEL, "Bytes of the loaded versions of a model on demand; 0: cold"),
+    "shoal_model_loads_total": Metric("counter", _MODEL, "Loads of a model on demand"),
+    "shoal_model_load_seconds_total": Metric("counter", _MODEL, "Time that these loads took"),
+    "shoal_model_evictions_total": Metric("counter", _MODEL, "How often it made way for others"),
+    "shoal_model_waiting_requests": Metric("gauge", _MODEL, "Requests that wait for its load"),
+    "shoal_model_waited_total": Metric("counter", _MODEL, "Requests that waited for its load"),
+    "shoal_model_forwarded_total": Metric("counter", _MODEL, "Requests for it that another replica answered"),
     "shoal_caller_requests_total": Metric(
         "counter", ("key", "result"), "Requests by the name of the key, and their outcomes"
     ),
@@ -120,6 +127,14 @@ def series(report: ReplicaReport) -> Iterator[Series]:
         yield "shoal_queued_rows", {"model": name}, model.queued_rows
         if model.counts is not None:
             yield from _model({"model": name}, model.counts)
+        if (residency := model.residency) is not None:
+            yield "shoal_model_resident_bytes", {"model": name}, residency.resident_bytes
+            yield "shoal_model_loads_total", {"model": name}, residency.loads
+            yield "shoal_model_load_seconds_total", {"model": name}, residency.total_load_s
+            yield "shoal_model_evictions_total", {"model": name}, residency.evictions
+            yield "shoal_model_waiting_requests", {"model": name}, residency.waiting
+            yield "shoal_model_waited_total", {"model": name}, residency.waited
+            yield "shoal_model_forwarded_total", {"model": name}, residency.forwarded
 
 
 def _model(labels: Labels, counts: ModelSnapshot) -> Iterator[Series]:

@@ -1,4 +1,4 @@
-"""Loads versions alongside those that serve, in its own thread, one after the other.
+"""Loads versions alongside those that serve, in threads of its own: one after the other, or models in parallel.
 
 Owned by the model manager, which uses or drops the loaded versions. A version that cannot be loaded yields a reason,
 never a crash: its code and weights are the user's, and the replica has other models to serve.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,22 +41,28 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class StagedVersion:
-    """A loaded and warm version."""
+    """A loaded and warm version, and how long that took."""
 
     built: BuiltModel
     loaded: LoadedModel
+    load_s: float
 
 
 class VersionLoader:
-    """Loads versions of registered models.
+    """Loads versions of registered models: `num_threads` at a time, of one model one.
 
     share: opens the templates of models that several workers share; None for those of this process
     """
 
-    def __init__(self, torch_threads: int, share: OpenTemplate | None = None) -> None:
+    def __init__(
+        self, torch_threads: int, share: OpenTemplate | None = None, num_threads: int = 1, niceness: int = 0
+    ) -> None:
         self._torch_threads, self._share = torch_threads, share
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-stage")
-        self._since_s: float | None = None  # when the current load began
+        self._threads = ThreadPoolExecutor(
+            num_threads, "shoal-stage", lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        ) if niceness else ThreadPoolExecutor(num_threads, "shoal-stage")  # fmt: skip
+        self._since_s: dict[object, float] = {}  # when each current load began
+        self._locks: dict[str, asyncio.Lock] = {}  # versions of a model share its template
 
     async def load_version(
         self,
@@ -72,12 +80,15 @@ class VersionLoader:
         """
 
         def load() -> StagedVersion:
+            since_s = time.monotonic()
             package = source.load_package(version) if self._share is None else source.open_package(version)
             if signature is not None and package.signature != signature:
                 raise WeightsError("it takes or gives other tensors than what is served: deploy it by another name")
-            return self._load(package, options, last)
+            built, loaded = self._load(package, options, last)
+            return StagedVersion(built, loaded, time.monotonic() - since_s)
 
-        return await self._run(f"version {version} of {source.name!r}", load)
+        async with self._locks.setdefault(source.name, asyncio.Lock()):
+            return await self._run(f"version {version} of {source.name!r}", load)
 
     async def build_predictor(self, factory: ModelFactory, signature: Signature, options: ModelOptions) -> Predictor:
         """Build a predictor without a version. Raises StagingError."""
@@ -85,29 +96,31 @@ class VersionLoader:
 
     @property
     def busy_s(self) -> float:
-        """How long the current version has been loading."""
-        since_s = self._since_s
+        """How long a version has been loading, the longest of the current ones."""
+        since_s = min(self._since_s.copy().values(), default=None)
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     def close(self) -> None:
         """Start no more loads, without waiting for the current one. Idempotent."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, what: str, work: Callable[[], T]) -> T:
         def timed() -> T:
-            self._since_s = time.monotonic()
+            self._since_s[work] = time.monotonic()
             try:
                 return work()
             finally:
-                self._since_s = None
+                del self._since_s[work]
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, timed)
         except (Exception, SystemExit) as error:  # also for errors in the import of a model's module
             logger.exception("%s cannot be staged", what)
             raise StagingError(truncate_reason(f"{type(error).__name__}: {error}")) from error
 
-    def _load(self, package: ModelPackage, options: ModelOptions, last: BuiltModel | None) -> StagedVersion:
+    def _load(
+        self, package: ModelPackage, options: ModelOptions, last: BuiltModel | None
+    ) -> tuple[BuiltModel, LoadedModel]:
         assert package.snapshot is not None
         if last is not None and last.factory == package.factory and last.predictor.options == options:
             predictor = last.predictor
@@ -115,4 +128,4 @@ class VersionLoader:
             before = None if last is None else last.predictor
             predictor = Predictor(package.factory, package.signature, options, self._torch_threads, before, self._share)
         predictor.set_torch_threads()
-        return StagedVersion(BuiltModel(predictor, package.factory), predictor.load(package.snapshot))
+        return BuiltModel(predictor, package.factory), predictor.load(package.snapshot)

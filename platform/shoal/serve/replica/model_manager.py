@@ -8,23 +8,30 @@ versions: it forwards administrators' requests to the controller.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
 
 from shoal.batching.batcher import Batcher
 from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
-from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry
+from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, ServedModelProtocol
 from shoal.serve.messages.model_errors import unknown_model
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.model.predictor import OpenTemplate, Predictor
 from shoal.serve.replica.live.follower import LiveFollower
 from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
 from shoal.serve.replica.model_statistics import ModelStatistics
+from shoal.serve.replica.on_demand.memory import ModelMemory
+from shoal.serve.replica.on_demand.peers import HttpTransport, PeerTransport
+from shoal.serve.replica.on_demand.requests import ColdModel, OnDemandRequests
+from shoal.serve.replica.repository_index import build_repository_index
 from shoal.serve.replica.served_model import ServedModel
 from shoal.serve.replica.version_router import Answering, BatchGroup
 from shoal.serve.replica.watchers import ControllerClient
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer
 
 DRAIN_POLL_S = 0.02
+PARALLEL_LOADS = 2, 5  # at a time, and their niceness: of models on demand, while others answer
 MAX_STAGING_S = 900.0  # of staging; the controller gives up earlier
 # Keys of the tasks that retire a model, build a live one, and load a version under other options. Above 0 they stage a
 # version, below DRAIN they drain a replaced model.
@@ -49,6 +57,7 @@ class ModelManager:
     live:    the models that follow the weights of a run, by name
     tracer:  traces the batches of traced requests; None without tracing
     share:   opens the templates of models that several workers share; None for those of this process
+    peers:   reaches other replicas, for models on demand
     changed: called when there is something to report
     """
 
@@ -61,6 +70,7 @@ class ModelManager:
         controller: ControllerClient,
         tracer: Tracer | None = None,
         share: OpenTemplate | None = None,
+        peers: PeerTransport | None = None,
     ) -> None:
         self._replica, self._spec, self._live, self._tracer = replica, spec, live, tracer
         self._batcher, self._controller = batcher, controller
@@ -72,7 +82,11 @@ class ModelManager:
         self._next: dict[str, ServedModel] = {}  # under other options; answers nothing before it replaces its model
         self._num_replaced = 0
         self._rejected: dict[str, RejectedVersion] = {}
-        self._loader = VersionLoader(spec.torch_threads, share)
+        self._loader = VersionLoader(spec.torch_threads, share, *(PARALLEL_LOADS if spec.memory else ()))
+        self._memory = ModelMemory(spec.memory or 0, lambda: psutil.Process().memory_info().rss)
+        self.on_demand = OnDemandRequests(
+            replica, controller, peers or HttpTransport(), self._find_answering, self._find_error, spec.answer_s
+        )
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self.followers: dict[str, LiveFollower] = {}
 
@@ -81,38 +95,37 @@ class ModelManager:
     @property
     def is_ready(self) -> bool:
         return self._plan is not None and all(
-            name in self._models and self._models[name].version for name in self._plans
+            each.name in self._models and self._models[each.name].version for each in self._list_permanent()
         )
 
-    def list_models(self) -> list[ServedModel]:
+    def list_models(self) -> Sequence[ServedModelProtocol]:
+        models: dict[str, ServedModelProtocol] = {**self.on_demand.models, **self._models}
+        return list(models.values())
+
+    def list_loaded(self) -> list[ServedModel]:
+        """The models that this replica answers for."""
         return list(self._models.values())
 
-    def get_model(self, name: str) -> ServedModel:
+    def get_model(self, name: str) -> ServedModel | ColdModel:
         try:
             return self._models[name]
         except KeyError:
-            raise unknown_model(name, self._models) from None
+            if (cold := self.on_demand.models.get(name)) is not None:
+                return cold
+            raise unknown_model(name, {**self._models, **self.on_demand.models}) from None
+
+    def get_peer_model(self, name: str, token: bytes, generation: bytes) -> ServedModelProtocol:
+        expected = self._plan.peer_token if self._plan is not None else ""
+        if not expected or not hmac.compare_digest(token, expected.encode()):
+            raise InferenceError(401, "this path is for replicas of the endpoint")
+        model = self.get_model(name)
+        return model.await_load(int(generation)) if isinstance(model, ColdModel) else model
 
     def list_repository(self) -> list[RepositoryEntry]:
-        entries = []
-        for name, plan in self._plans.items():
-            hosted = self._models.get(name)
-            versions = hosted.versions if hosted else []
-            entries += [RepositoryEntry(name, str(version), "READY") for version in versions]
-            rejected = self._rejected.get(name)
-            for version in plan.staged:
-                if version in versions:
-                    continue
-                if rejected is not None and rejected.version == version:
-                    reason = rejected.reason if self._spec.show_errors else "it cannot be loaded: see the status"
-                    entries.append(RepositoryEntry(name, str(version), "UNAVAILABLE", reason))
-                else:
-                    entries.append(RepositoryEntry(name, str(version), "LOADING"))
-            if not versions and not plan.staged:
-                reason = plan.reason if self._spec.show_errors else ""
-                entries.append(RepositoryEntry(name, "", "UNAVAILABLE", reason or "no weights yet"))
-        entries += [RepositoryEntry(name, "", "UNLOADING") for name in self._retiring]
-        return entries
+        plans = () if self._plan is None else self._plan.models
+        loaded = {name: served.versions for name, served in self._models.items()}
+        retiring = [name for name in self._retiring if name not in self.on_demand.models]
+        return build_repository_index(plans, loaded, self._rejected, retiring, self._spec.show_errors)
 
     async def load(self, name: str, parameters: Mapping[str, Any], by: str = "") -> None:
         await self._ask_controller(self._controller.load(name, parameters, by))
@@ -124,7 +137,7 @@ class ModelManager:
         return await self._ask_controller(self._controller.administer(change, by))
 
     async def take_episode(self, request: EpisodeRequest) -> EpisodeAnswer:
-        name = self.get_model(request.model).name
+        name = request.model if request.model in self.on_demand.models else self.get_model(request.model).name
         episodes = self._live[name].episodes if name in self._live else None
         if episodes is None:
             remedy = "a run's policy does, with learn_from_endpoint=true"
@@ -145,16 +158,22 @@ class ModelManager:
 
     def apply(self, plan: EndpointPlan) -> None:
         """Apply a plan as far as possible, and begin to stage missing versions."""
-        before, self._plan, self._plans = self._plans, plan, {model.name: model for model in plan.models}
+        self.on_demand.apply(plan)
+        self._memory.notify()
+        before, self._plan = self._plans, plan
+        self._plans = {model.name: model for model in plan.models if model.is_for(self._replica)}
         self._rejected = {name: rejected for name, rejected in self._rejected.items() if name in self._plans}
         for name in [name for name in self._models if not _is_same_model(self._plans.get(name), before[name])]:
             self._drop_next(name)
             hosted = self._retiring[name] = self._models.pop(name)
+            hosted.cold = self.on_demand.models.get(name)
+            if hosted.cold is not None:
+                self.on_demand.get_use(name).evictions += 1
             if name in self.followers:
                 self.followers.pop(name).close(timeout_s=0.0)
                 del self._tasks[name, LIVE]
             self._start_task((name, RETIRE), self._retire(name, hosted))
-        for model in plan.models:
+        for model in self._plans.values():
             if model.registry:
                 self._reconcile(model)
             elif model.name in self.followers:
@@ -164,7 +183,8 @@ class ModelManager:
 
     def find_startup_error(self) -> str:
         """The reason why this replica can never become ready; "" when it may."""
-        for name, plan in self._plans.items():
+        for plan in self._list_permanent():
+            name = plan.name
             rejected, hosted = self._rejected.get(name), self._models.get(name)
             if plan.reason:
                 return f"model {name!r}: {plan.reason}"
@@ -177,12 +197,26 @@ class ModelManager:
     @property
     def is_staged(self) -> bool:
         """Whether all planned versions are loaded, except failed candidates and live weights."""
-        return self._plan is not None and all(self._has_staged(plan) for plan in self._plans.values())
+        return self._plan is not None and all(self._has_staged(plan) for plan in self._list_permanent())
 
     @property
     def has_polled(self) -> bool:
         """Whether each live model has taken what its run had published, if anything."""
         return all(follower.has_polled for follower in self.followers.values())
+
+    def _list_permanent(self) -> list[ModelPlan]:
+        """The plans of the models that this replica always has."""
+        return [plan for plan in self._plans.values() if plan.replicas is None]
+
+    def _find_answering(self, name: str) -> ServedModel | None:
+        served = self._models.get(name)
+        return served if served is not None and served.version else None
+
+    def _find_error(self, name: str) -> str:
+        rejected = self._rejected.get(name)
+        return (
+            "" if rejected is None else rejected.reason if self._spec.show_errors else "the endpoint's status has why"
+        )
 
     def _has_staged(self, plan: ModelPlan) -> bool:
         hosted = self._models.get(plan.name)
@@ -204,6 +238,7 @@ class ModelManager:
             models[name] = replace(models[name], next_staged=max(successor.versions, default=0))
         for name, rejected in self._rejected.items():
             models[name] = replace(models.get(name, ModelReport()), rejected=(rejected,))
+        models = self.on_demand.add_residency(models, self._memory, self._models)
         plan = self._plan or EndpointPlan()
         computing_s = self._batcher.computing_s
         return ReplicaReport(
@@ -233,6 +268,7 @@ class ModelManager:
         for task in self._tasks.values():
             task.cancel()
         self._loader.close()
+        self.on_demand.close()
         for hosted in (*self._models.values(), *self._next.values(), *self._retiring.values()):
             hosted.close()
 
@@ -250,6 +286,8 @@ class ModelManager:
         hosted = self._models.get(name)
         if hosted is not None and hosted.plan_options == plan.options:
             _apply_rollout(hosted, plan)
+            self._memory.retain(hosted, hosted.versions)
+            self.on_demand.notify()
         failed = self._rejected[name].version if name in self._rejected else 0
         for key, version, options in self._list_missing(plan):
             if version != failed and (name, key) not in self._tasks:
@@ -273,13 +311,14 @@ class ModelManager:
         name, hosted = plan.name, self._models.get(plan.name)
         source, options = RegisteredModel(name, plan.registry), ModelOptions.parse(plan_options)
         signature, built = (hosted.signature, hosted.built) if hosted is not None else (None, None)
-        try:
-            staged = await self._loader.load_version(source, version, options, signature, built)
-        except StagingError as error:
-            if name in self._plans:
-                self._rejected[name] = RejectedVersion(version, str(error), plan.attempt)
-        else:
-            self._add_staged(name, staged, plan_options)
+        async with self._memory.reserve(plan, key, lambda: name in self._plans) as is_wanted:
+            try:
+                if is_wanted:
+                    staged = await self._loader.load_version(source, version, options, signature, built)
+                    self._add_staged(name, staged, plan_options)
+            except StagingError as error:
+                if name in self._plans:
+                    self._rejected[name] = RejectedVersion(version, str(error), plan.attempt)
         del self._tasks[name, key]
         if name in self._plans:
             self._reconcile(self._plans[name])
@@ -298,9 +337,12 @@ class ModelManager:
         target = group.get(name)
         if target is None:
             counts = hosted.counts if hosted is not None else None
+            if name in self.on_demand.models:
+                counts = self.on_demand.get_use(name).counts
             target = group[name] = self._make_served_model(name, staged.built.predictor, options, counts=counts)
         target.built, target.predictor = staged.built, staged.built.predictor
         target.router.add(staged.loaded)
+        self._memory.add(target, wanted, version, staged.load_s)
 
     def _make_served_model(
         self, name: str, predictor: Predictor, options: dict[str, Any], *,
@@ -327,12 +369,16 @@ class ModelManager:
     async def _drain(self, key: tuple[str, int], served: ServedModel) -> None:
         while not served.is_idle:
             await asyncio.sleep(DRAIN_POLL_S)
-        served.close()
+        self._close_served(served)
         del self._tasks[key]
 
     def _drop_next(self, name: str) -> None:
         if (successor := self._next.pop(name, None)) is not None:
-            successor.close()
+            self._close_served(successor)
+
+    def _close_served(self, served: ServedModel) -> None:
+        served.close()
+        self._memory.retain(served, ())
 
     async def _serve_live(self, plan: ModelPlan) -> None:
         name, model = plan.name, self._live[plan.name]
@@ -357,7 +403,7 @@ class ModelManager:
         """Drop a model without new calls once it has answered its pending ones."""
         while not served.is_idle:
             await asyncio.sleep(DRAIN_POLL_S)
-        served.close()
+        self._close_served(served)
         if self._retiring.get(name) is served:
             del self._retiring[name]
         self._tasks.pop((name, RETIRE), None)  # another model may have its name by now

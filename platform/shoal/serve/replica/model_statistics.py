@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from shoal.open_inference.messages import VersionStatistics
 from shoal.serve.messages.metrics_snapshot import ActiveVersions, HistogramSnapshot, ModelSnapshot, VersionSnapshot
 from shoal.serve.messages.replica_report import MAX_FORWARDS, ForwardMedians
 
@@ -186,6 +189,33 @@ class ModelStatistics:
     def excuse_failure(self, version: int) -> None:
         """Count a request, counted as failed, as one that fails on the version it is compared with, too."""
         self._get_counts(version).failed_on_both += 1
+
+    @property
+    def last_inference_ms(self) -> int:
+        """When a request was answered last, in milliseconds since 1970; 0 for never."""
+        return max((counts.last_ms for counts in self._versions.values()), default=0)
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that versions have answered or failed on."""
+        return sum(counts.success + counts.fail for counts in (*self._versions.values(), self._older))
+
+    def list_statistics(self, versions: Iterable[int]) -> list[VersionStatistics]:
+        """The statistics of these versions, for the protocol."""
+        counted = self.snapshot()["versions"]
+        nothing = {
+            "last_inference": 0,
+            "inference_count": 0,
+            "execution_count": 0,
+            "inference_stats": {},
+            "batch_stats": [],
+        }
+        return [
+            msgspec.convert(
+                {**counted.get(str(version), nothing), "name": self.name, "version": str(version)}, VersionStatistics
+            )
+            for version in versions
+        ]
 
     def snapshot(self) -> ModelSnapshot:
         """All counts until now; a request that is being answered may be partly included."""

@@ -34,6 +34,7 @@ from shoal.serve.protocol.request_lifecycle import EndpointApp
 from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.protocol.tracing import Tracer
 from shoal.serve.replica.model_manager import ModelManager
+from shoal.serve.replica.on_demand.peers import PeerTransport
 from shoal.serve.replica.version_router import BatchGroup
 from shoal.serve.replica.watchers import ControllerClient, PlanFollower
 from shoal.serve.scaling.replica_counts import LoadMeter, encode
@@ -60,6 +61,9 @@ class EndpointReplica:
     live:       the models that follow the weights of a run, by name
     controller: the source of plans and the receiver of reports
     gang:       its workers, if models are split between several; started, and closed with the replica
+    peers:      reaches other replicas; None: over HTTP
+
+    Set `address`, host:port, once its HTTP server listens.
     """
 
     def __init__(
@@ -69,12 +73,13 @@ class EndpointReplica:
         live: Mapping[str, LiveModel],
         controller: ControllerClient,
         gang: Gang | None = None,
+        peers: PeerTransport | None = None,
     ) -> None:
         """Run it on the event loop that will serve."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         limit_device_memory(spec.num_gpus or 0.0)
         torch.set_num_threads(spec.torch_threads)  # of this thread, for the forwards that the batcher runs here
-        self._spec, self._gang, self._is_closed = spec, gang, threading.Event()
+        self._spec, self._gang, self._is_closed, self.address = spec, gang, threading.Event(), ""
         self._access = AccessControl(
             spec.token.get_secret_value() if spec.token is not None else None,
             spec.keys,
@@ -91,7 +96,7 @@ class EndpointReplica:
             from shoal.serve.gang.template import GangTemplate  # here: other replicas need no plans
 
             share = partial(GangTemplate, gang=gang)
-        self.manager = ModelManager(replica, spec, live, self._batcher, controller, self._tracer, share)
+        self.manager = ModelManager(replica, spec, live, self._batcher, controller, self._tracer, share, peers)
         self._rest = RestApp(
             self.manager,
             self._access,
@@ -105,6 +110,7 @@ class EndpointReplica:
         self._load_meter = LoadMeter(time.thread_time)
         self._follower = PlanFollower(replica, controller, self.manager.apply, self.report)
         self.manager.on_changed = self._follower.notify_changed
+        self.manager.on_demand.list_peers = lambda: self._follower.peers
 
     async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Stage the versions that must answer by the controller's plan. Raises ShoalError on failure or timeout.
@@ -158,7 +164,7 @@ class EndpointReplica:
         """The application's and the batcher's counters, and the replica's identity; `version` is that of the first
         model."""
         statuses = self._rest.get_status_counts()
-        models = self.manager.list_models()
+        models = self.manager.list_loaded()
         return {
             "pid": os.getpid(),
             "version": models[0].version if models else 0,
@@ -186,12 +192,16 @@ class EndpointReplica:
         statuses = {str(status): count for status, count in sorted(self._rest.get_status_counts().items())}
         access = self._access
         return replace(
-            self.manager.report(), callers=access.counts(), refused=access.get_auth_failures(), statuses=statuses
+            self.manager.report(),
+            callers=access.counts(),
+            refused=access.get_auth_failures(),
+            statuses=statuses,
+            address=self.address,
         )
 
     def measure_load(self) -> dict[str, float]:
         """What an autoscaling policy needs, as numbers by name. Call it on the event loop."""
-        models = {each.name: each.measure_load() for each in self.manager.list_models()}
+        models = {each.name: each.measure_load() for each in self.manager.list_loaded()}
         return encode(self._load_meter.measure(models))
 
     def _render_metrics(self, caller: Caller) -> bytes:

@@ -21,7 +21,7 @@ from shoal.errors import Closed, InferenceError, ModelError
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.decoded_request import Arrays
-from shoal.serve.messages.inference import InferCall, Outputs, size_bytes
+from shoal.serve.messages.inference import InferCall, Outputs, ServedModelProtocol, size_bytes
 from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.formats.size_limits import NO_LIMITS
@@ -102,6 +102,7 @@ class ServedModel:
         self.plan_options: dict[str, Any] = {}  # `options` as its plan has them
         self.built: BuiltModel | None = None  # of the newest version of a registered model
         self.successor: ServedModel | None = None  # under other options: answers late calls
+        self.cold: ServedModelProtocol | None = None  # it made way for others: finds who answers late calls
         self.router = VersionTable(name)
         self._deadline_s = self.options.deadline_s
         self._failures = FailureLog(name, show_errors)
@@ -158,8 +159,8 @@ class ServedModel:
                 size_bytes=size_bytes(asked.inputs),
             )
         except Closed:
-            if self.successor is not None and self.successor.predictor.layout.dimensions == layout.dimensions:
-                return await self.successor.infer(asked)
+            if (successor := self._find_successor()) is not None:
+                return await successor.infer(asked)
             raise InferenceError(503, f"model {self.name!r} is closing; try again later", retry_after_s=1.0) from None
         except RequestFault as fault:
             self._count_failure(track, 500, arrived_s, is_excused=True)
@@ -184,22 +185,15 @@ class ServedModel:
             outputs = {name: array for name, array in outputs.items() if name in call.outputs}
         return Prediction(layout.to_model_shapes(outputs), version, queued_s, computed_s, rows)
 
+    def _find_successor(self) -> ServedModelProtocol | None:
+        successor = self.successor
+        if successor is not None and successor.predictor.layout.dimensions != self.predictor.layout.dimensions:
+            return None
+        return successor or self.cold
+
     def statistics(self) -> list[VersionStatistics]:
         """The statistics of each loaded version on this replica."""
-        versions = self.counts.snapshot()["versions"]
-        nothing = {
-            "last_inference": 0,
-            "inference_count": 0,
-            "execution_count": 0,
-            "inference_stats": {},
-            "batch_stats": [],
-        }
-        return [
-            msgspec.convert(
-                {**versions.get(str(version), nothing), "name": self.name, "version": str(version)}, VersionStatistics
-            )
-            for version in self.versions
-        ]
+        return self.counts.list_statistics(self.versions)
 
     def batcher_counts(self) -> BatcherCounts:
         """The counts of the queue."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -108,6 +108,12 @@ class PlanSource(Protocol):
         ...
 
     async def leave(self, replica: str) -> None: ...
+
+    async def request_load(
+        self, name: str, replica: str, idle_s: Mapping[str, float], lost: Sequence[str], timeout_s: float
+    ) -> int | None:
+        """See `Assignments`. Raises InferenceError."""
+        ...
 
     async def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
         """Store weights of a live model, for replicas that will need them."""

@@ -19,7 +19,7 @@ from pydantic import (
 from shoal.cluster.ingress.time_limits import DRAIN_S, HANG_S, HARD_STOP_S, get_answer_s
 from shoal.config import Spec, merge
 from shoal.errors import ConfigError
-from shoal.runs.formatting import Duration
+from shoal.runs.formatting import Duration, Size
 from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.reach import EVERY_NODE, LOOPBACK, Reach, TlsOptions
@@ -114,6 +114,8 @@ class EndpointSpec(Reach):
     drain_s:        how long a stopping replica may finish its requests; see `drain_warning`
     hang_s:         a replica whose forward takes longer than this counts as hung and is replaced, and no request waits
                     longer for its answer
+    memory:         of each replica's loaded models, as 2GiB, 512MiB or bytes: a model is then loaded when it is first
+                    requested, in place of others if need be; None: every replica has every model
     max_memory_gib: a replica whose process grows beyond this is replaced; None: no limit
     trace:          the destination of traces (OpenTelemetry) of requests, from the ingress to the forward; "" for none.
                     See `shoal.serve.protocol.tracing`: otlp://HOST:PORT, file:FOLDER
@@ -140,6 +142,7 @@ class EndpointSpec(Reach):
     wait: Duration | None = None
     drain_s: float = Field(default=DRAIN_S, gt=0, le=HARD_STOP_S)
     hang_s: float = Field(default=HANG_S, gt=0)
+    memory: Size | None = None
     max_memory_gib: float | None = Field(default=None, gt=0)
     trace: str = ""
 
@@ -220,6 +223,8 @@ class EndpointSpec(Reach):
         problem = f"num_workers = {self.num_workers} splits models between processes on CPUs"
         if self.num_gpus or self.needs_cuda:
             raise ValueError(f"{problem}: leave out num_gpus, device: cuda and cuda_graphs")
+        if self.memory is not None:
+            raise ValueError(f"{problem}: leave out memory, which counts what a replica's own process has")
         if not self.num_cpus:
             raise ValueError(f"{problem}, which reserve them: num_cpus is above 0")
         for name, options in [("model", self.model), *((f"models.{each}", self.models[each]) for each in self.models)]:

@@ -65,6 +65,7 @@ class ModelOptions(Spec):
     finite:         a NaN or infinite output is an error (500), and such weights are rejected; off: JSON has null for
                     them
     warm_up:        run the forward at every power of two of the batch before the version is ready
+    pin:            loaded on every replica and never dropped, where `endpoint.memory` limits the loaded models
     held_versions:  of a live model: versions retained for a rollback, half a minute apart, in addition to the answering
                     one and the one before
     """
@@ -85,6 +86,7 @@ class ModelOptions(Spec):
     postprocess: Hook | None = None
     finite: bool = True
     warm_up: bool = True
+    pin: bool = False
     held_versions: int = Field(default=2, ge=0, le=10_000)
     guard: GuardOptions = GuardOptions()
 

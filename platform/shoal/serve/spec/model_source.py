@@ -88,6 +88,10 @@ class Catalogue(Protocol):
         """The version to which `name@word` resolves now."""
         ...
 
+    def describe(self, name: str, version: int) -> tuple[Signature, int]:
+        """A version's signature, and the bytes of its payload."""
+        ...
+
     def promote(self, name: str, version: int, alias: str) -> None:
         """Point the alias at `version`."""
         ...
@@ -109,6 +113,10 @@ class RegistryCatalogue:
 
     def resolve(self, name: str, selector: str) -> int:
         return self._registry.get(f"{name}@{selector}" if selector else name).version
+
+    def describe(self, name: str, version: int) -> tuple[Signature, int]:
+        manifest = self._registry.get(f"{name}@{version}").manifest
+        return manifest.signature, manifest.size_bytes
 
     def promote(self, name: str, version: int, alias: str) -> None:
         self._registry.promote(f"{name}@{version}", alias)

@@ -1,0 +1,154 @@
+"""Sends an inference to another replica of the endpoint, over its HTTP port, in the protocol's binary form.
+
+Called by `requests` alone, on the event loop. Tenant, deadline, version, track, request id and trace go along; the
+answer and its times, or the peer's error, come back. A peer answers by itself or not at all: what it receives here it
+sends to no other. Connections stay open; a peer that closed an idle one is called once more over a new one.
+
+| capacity              | what blocks                   | who unblocks         | close()                          |
+|-----------------------|-------------------------------|----------------------|----------------------------------|
+| MAX_IDLE connections  | nothing: a call beyond opens  | the end of a call    | closes idle ones; others end     |
+| of a peer are kept    | its own                       |                      | with their call                  |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Protocol
+from urllib.parse import quote
+
+import msgspec
+import numpy as np
+
+from shoal.batching.batcher import Prediction
+from shoal.errors import ConnectionLost, InferenceError
+from shoal.open_inference.binary_tensors import from_binary, to_binary
+from shoal.open_inference.messages import Error, InferRequest, InferResponse, InputTensor, RequestedOutput
+from shoal.serve.http.routes import PEER_PATH
+from shoal.serve.messages.inference import InferCall, Outputs
+from shoal.serve.protocol.infer_call import BATCH_HEADER, GENERATION_HEADER, PEER_HEADER, TENANT_HEADER
+
+MAX_IDLE = 64
+CONNECT_TIMEOUT_S = 2.0
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(InferResponse).decode
+
+
+class PeerTransport(Protocol):
+    """Posts a request to a replica. Raises ConnectionLost when it does not answer."""
+
+    async def post(
+        self, address: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, Mapping[str, str], bytes]: ...
+
+    def close(self) -> None: ...
+
+
+class HttpTransport:
+    """HTTP/1.1 between replicas, whose answers have a length."""
+
+    def __init__(self) -> None:
+        self._idle: dict[str, list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = defaultdict(list)
+
+    async def post(
+        self, address: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        lines = [f"POST {path} HTTP/1.1", f"host: {address}", f"content-length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        content = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body
+        idle = self._idle[address]
+        try:
+            while idle:
+                try:
+                    return await self._exchange(address, idle.pop(), content)
+                except (OSError, asyncio.IncompleteReadError):
+                    continue  # closed while it was idle
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                host, _, port = address.rpartition(":")
+                connection = await asyncio.open_connection(host.strip("[]"), int(port))
+            return await self._exchange(address, connection, content)
+        except (OSError, asyncio.IncompleteReadError) as error:  # TimeoutError is one
+            raise ConnectionLost(f"the replica at {address} did not answer: {error!r}") from None
+
+    def close(self) -> None:
+        for connections in self._idle.values():
+            for _, writer in connections:
+                writer.close()
+        self._idle.clear()
+
+    async def _exchange(
+        self, address: str, connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], content: bytes
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        reader, writer = connection
+        is_reusable = False
+        try:
+            writer.write(content)
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            status_line, *lines = head.split("\r\n")[:-2]
+            headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+            body = await reader.readexactly(int(headers["content-length"]))
+            is_reusable = headers.get("connection") != "close" and len(self._idle[address]) < MAX_IDLE
+            return int(status_line.split(" ", 2)[1]), headers, body
+        finally:
+            if is_reusable:
+                self._idle[address].append(connection)
+            else:
+                writer.close()
+
+
+def encode_call(
+    name: str, call: InferCall, datatypes: Mapping[str, str], token: str, generation: int
+) -> tuple[str, dict[str, str], bytes]:
+    """The path, headers and body of a call for another replica.
+
+    datatypes:  of the model's inputs
+    generation: of the plan by which that replica has the model
+    """
+    path = PEER_PATH.format(model=name) if call.version is None else PEER_PATH.format(
+        model=f"{name}/versions/{call.version}"
+    )  # fmt: skip
+    buffers = {each: to_binary(datatypes[each], array) for each, array in call.inputs.items()}
+    tensors = [
+        InputTensor(each, list(array.shape), datatypes[each], {"binary_data_size": len(buffers[each])})
+        for each, array in call.inputs.items()
+    ]
+    outputs = None if call.outputs is None else [RequestedOutput(each) for each in call.outputs]
+    head = _encode(InferRequest(tensors, call.id, {"binary_data_output": True}, outputs))
+    headers = {
+        "inference-header-content-length": str(len(head)),
+        PEER_HEADER.decode(): token,
+        GENERATION_HEADER.decode(): str(generation),
+        TENANT_HEADER.decode(): quote(call.tenant),
+    }
+    if call.deadline_s is not None:
+        headers["shoal-deadline-ms"] = f"{max(1e-3, (call.deadline_s - time.monotonic()) * 1e3):.3f}"
+    if call.track:
+        headers["shoal-track"] = call.track
+    if call.sticky:
+        headers["shoal-sticky"] = quote(call.sticky)
+    if call.trace is not None:
+        context = call.trace.context
+        headers["traceparent"] = f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
+    return path, headers, b"".join((head, *buffers.values()))
+
+
+def decode_answer(status: int, headers: Mapping[str, str], body: bytes) -> Prediction[Outputs]:
+    """The prediction of another replica. Raises its InferenceError as it is, and ConnectionLost for no answer of it."""
+    try:
+        if status != 200:
+            retry_after = headers.get("retry-after")
+            message = msgspec.json.decode(body, type=Error).error
+            raise InferenceError(status, message, None if retry_after is None else float(retry_after))
+        length = int(headers["inference-header-content-length"])
+        head, rest = _decode(body[:length]), memoryview(body)[length:]
+        outputs: dict[str, np.ndarray] = {}
+        for tensor in head.outputs:
+            size = int((tensor.parameters or {})["binary_data_size"])
+            outputs[tensor.name] = from_binary(tensor.name, tensor.datatype, tensor.shape, rest[:size], role="output")
+            rest = rest[size:]
+        queued_s, computed_s, rows = headers[BATCH_HEADER.decode()].split()
+        return Prediction(outputs, int(head.model_version), float(queued_s), float(computed_s), int(rows))
+    except (msgspec.DecodeError, KeyError, ValueError) as error:
+        raise ConnectionLost(f"the replica's answer is not understood: {error!r}") from None

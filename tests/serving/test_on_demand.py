@@ -1,0 +1,340 @@
+"""More models than fit: over real replicas and a real controller, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serving import faulty_models
+from serving.replica_set import Asked, ReplicaSet, ask, infer, register, until
+from shoal.errors import ConfigError, InferenceError
+from shoal.open_inference import inference_pb2 as pb
+from shoal.registry import Registry
+from shoal.serve.controller.config import build_controller_config
+from shoal.serve.controller.on_demand import assignments
+from shoal.serve.grpc.service import Invocation
+from shoal.serve.messages.inference import InferCall
+from shoal.serve.replica.replica import EndpointReplica
+from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.model_source import model_from_ref
+
+NUM_MODELS = 6
+NAMES = [f"m{number}" for number in range(NUM_MODELS)]
+
+
+def on_demand(
+    num_replicas: int = 2, fit: int = 2, prepare: Callable[[Path], object] = lambda folder: None, **spec: Any
+) -> Callable[..., Callable[[Path], None]]:
+    """A test body that gets a running endpoint of six models, of which `fit` fit each replica.
+
+    prepare: is called before, with the test's folder; its models are served, too
+    """
+
+    def decorate(body: Callable[..., Awaitable[None]]) -> Callable[[Path], None]:
+        def test(tmp_path: Path) -> None:
+            size_bytes = max(register(name, aliases=("champion",)).manifest.size_bytes for name in NAMES)
+            prepare(tmp_path)
+            refs = [f"{name}@champion" for name in sorted({each.name for each in Registry().list()})]
+
+            async def run() -> None:
+                models = [model_from_ref(ref) for ref in refs]
+                async with ReplicaSet(*models, memory=fit * size_bytes, **spec) as endpoint:
+                    await endpoint.start(num_replicas)
+                    await (body(endpoint, tmp_path) if len(signature(body).parameters) == 2 else body(endpoint))
+
+            asyncio.run(run())
+
+        test.__name__, test.__doc__ = body.__name__, body.__doc__
+        return test
+
+    return decorate
+
+
+def register_gated(folder: Path) -> None:
+    """Two models whose load waits until the file is gone."""
+    for name in ("slow", "slow2"):
+        (folder / name).touch()
+        made = faulty_models.factory(start=str(folder / name))
+        Registry().register(name, faulty_models.weights(1), model=made, signature=faulty_models.SIGNATURE)
+
+
+def ask_gated(replica: EndpointReplica, name: str = "slow", **headers: str) -> asyncio.Task[Asked]:
+    tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [0.0, 0.0]}
+    named = {header.replace("_", "-"): value for header, value in headers.items()}
+    return asyncio.create_task(ask(replica, "POST", f"/v2/models/{name}/infer", {"inputs": [tensor]}, named))
+
+
+def loaded(endpoint: ReplicaSet, *replicas: str) -> list[str]:
+    """The models that these replicas have, of all replicas without a name."""
+    names = replicas or tuple(endpoint.replicas)
+    return sorted(model.name for name in names for model in endpoint.replicas[name].manager.list_loaded())
+
+
+async def infer_everywhere(endpoint: ReplicaSet, *names: str) -> None:
+    for name in names:
+        for replica in endpoint.replicas.values():
+            answer = await infer(replica, name)
+            assert answer.status == 200, answer.body
+
+
+@on_demand()
+async def test_any_replica_answers_for_any_model(endpoint: ReplicaSet) -> None:
+    assert loaded(endpoint) == []
+    await infer_everywhere(endpoint, *NAMES)
+    assert endpoint.num_forwarded >= NUM_MODELS
+    await until(lambda: len(loaded(endpoint, "r1")) == len(loaded(endpoint, "r2")) == 2)
+    reports = [replica.report() for replica in endpoint.replicas.values()]
+    found = [report.models[name].residency for report in reports for name in NAMES if name in report.models]
+    assert sum(each.loads for each in found if each) == NUM_MODELS
+    assert sum(each.evictions for each in found if each) == NUM_MODELS - 4
+    assert sum(each.forwarded for each in found if each) == NUM_MODELS
+
+
+@on_demand()
+async def test_a_model_that_is_not_loaded_is_described_without_a_load(endpoint: ReplicaSet) -> None:
+    replica = endpoint.replicas["r1"]
+    paths = ["/v2/models/m0", "/v2/models/m0/ready", "/v2/models/m0/config", "/v2/models/m0/stats", "/v2/health/ready"]
+    for path in paths:
+        answer = await ask(replica, "GET", path)
+        assert answer.status == 200, answer.body
+    index = (await ask(replica, "POST", "/v2/repository/index", {})).body
+    assert {(each["name"], each["state"]) for each in index} == {(name, "READY") for name in NAMES}
+    assert len((await ask(replica, "GET", "/v2/models/stats")).body["model_stats"]) == NUM_MODELS
+    assert (await infer(replica, "m0", version=2)).status == 404
+    assert (await infer(replica, "m9")).status == 404
+    assert loaded(endpoint) == []
+
+
+@on_demand(num_replicas=1)
+async def test_a_model_makes_way_for_another_and_says_so(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0", "m1", "m0", "m2")
+    assert "m2" in loaded(endpoint)
+    assert len(loaded(endpoint)) == 2
+    endpoint.controller.report(endpoint.replicas["r1"].report())
+    seen = {model["name"]: model for model in endpoint.status.describe_endpoint()["models"]}
+    assert all(seen[name]["state"] == "READY" for name in NAMES)
+    assert [name for name in NAMES if seen[name]["residency"]["replicas"]] == loaded(endpoint)
+    assert sum(seen[name]["residency"]["evictions"] for name in NAMES) == 1
+    assert all(seen[name]["residency"]["resident_bytes"] > 0 for name in loaded(endpoint))
+
+
+@on_demand()
+async def test_a_version_and_a_track_reach_the_replica_that_has_the_model(endpoint: ReplicaSet) -> None:
+    register("m0")
+    await endpoint.administer(action="deploy", model="m0", version=2)
+    await until(lambda: loaded(endpoint) == ["m0"])  # on one replica: nothing is staged on the other
+    await infer_everywhere(endpoint, "m0")
+    await endpoint.administer(action="canary", model="m0", version=1, percent=0)
+    for replica in endpoint.replicas.values():
+        assert (await infer(replica, "m0")).version == 2
+        assert (await infer(replica, "m0", shoal_track="candidate")).version == 1
+        assert (await infer(replica, "m0", version=1)).version == 1
+    await endpoint.administer(action="promote", model="m0")
+    assert {(await infer(replica, "m0")).version for replica in endpoint.replicas.values()} == {1}
+
+
+@on_demand()
+async def test_an_alias_that_moves_is_followed_by_the_replicas_that_have_the_model(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0")
+    for name in ("m0", "m1"):
+        register(name, aliases=("champion",))
+    for name in ("m0", "m1"):
+        await until(lambda name=name: endpoint.controller.state.models[name].rollout.stable == 2)  # type: ignore[misc]
+    await infer_everywhere(endpoint, "m0", "m1")
+    assert {(await infer(replica, "m1")).version for replica in endpoint.replicas.values()} == {2}
+
+
+@on_demand(num_replicas=1, fit=1)
+async def test_a_version_that_does_not_fit_alongside_the_former_replaces_it(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0")
+    register("m0")
+    with pytest.raises(InferenceError, match=r"takes .* endpoint\.memory leaves") as caught:
+        await endpoint.administer(action="canary", model="m0", version=2, percent=5)
+    assert caught.value.status == 409
+    await endpoint.administer(action="deploy", model="m0", version=2)
+    assert (await infer(endpoint.replicas["r1"], "m0")).version == 2
+
+
+@on_demand()
+async def test_a_dead_replica_s_models_are_loaded_by_another(endpoint: ReplicaSet) -> None:
+    """Although the controller has not noticed."""
+    await infer_everywhere(endpoint, "m0", "m1")
+    (holder,) = endpoint.controller.state.placement["m0"]
+    (survivor,) = set(endpoint.replicas) - {holder}
+    endpoint.dead.add(holder)
+    await endpoint.replicas.pop(holder).close()
+    for _ in range(3):
+        answer = await infer(endpoint.replicas[survivor], "m0")
+        assert answer.status == 200, answer.body
+    assert "m0" in loaded(endpoint, survivor)
+
+
+@on_demand()
+async def test_the_protocol_s_load_loads_a_model_before_it_is_requested(endpoint: ReplicaSet) -> None:
+    answer = await ask(endpoint.replicas["r1"], "POST", "/v2/repository/models/m0/load", {})
+    assert answer.status == 200, answer.body
+    assert loaded(endpoint) == ["m0"]
+    path = Registry().get("m1@1").folder / "weights.safetensors"
+    os.rename(path, path.with_suffix(".away"))
+    answer = await ask(endpoint.replicas["r1"], "POST", "/v2/repository/models/m1/load", {})
+    assert answer.status == 503
+    assert "cannot be loaded" in answer.body["error"]
+
+
+@on_demand()
+async def test_a_call_of_grpc_is_forwarded_too(endpoint: ReplicaSet) -> None:
+    tensor = pb.ModelInferRequest.InferInputTensor(
+        name="x", datatype="FP32", shape=[1, 3], contents=pb.InferTensorContents(fp32_contents=[0.0] * 3)
+    )
+    request = pb.ModelInferRequest(model_name="m0", id="7", inputs=[tensor]).SerializeToString()
+    for replica in endpoint.replicas.values():
+        invocation = Invocation({})
+        answer = pb.ModelInferResponse.FromString(await replica.servicer.model_infer(request, invocation))
+        assert (answer.model_version, answer.id) == ("1", "7")
+        assert list(
+            np.frombuffer(answer.raw_output_contents[0], np.float32)
+            if answer.raw_output_contents
+            else answer.outputs[0].contents.fp32_contents
+        ) == [1.0, 1.0]
+    assert endpoint.num_forwarded > 0
+
+
+@on_demand()
+async def test_while_the_controller_is_away_loaded_models_answer_and_others_say_when_to_come_again(
+    endpoint: ReplicaSet,
+) -> None:
+    await infer_everywhere(endpoint, "m0")
+    endpoint.controller_away = True
+    await infer_everywhere(endpoint, "m0")
+    answer = await infer(endpoint.replicas["r1"], "m1")
+    assert (answer.status, answer.headers[b"retry-after"]) == (503, b"1"), answer.body
+    endpoint.controller_away = False
+    endpoint.restart_controller()
+    await infer_everywhere(endpoint, "m0", "m1")
+    assert loaded(endpoint) == ["m0", "m1"]
+    assert sum(replica.report().models["m0"].residency.loads for replica in endpoint.replicas.values()) == 1  # type: ignore[union-attr]
+
+
+@on_demand(num_replicas=1)
+async def test_a_model_that_cannot_be_loaded_drops_no_other_for_a_while(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0", "m1")
+    path = Registry().get("m2@1").folder / "weights.safetensors"
+    os.rename(path, path.with_suffix(".away"))
+    for _ in range(3):
+        answer = await infer(endpoint.replicas["r1"], "m2")
+        assert answer.status == 503, answer.body
+        assert int(answer.headers[b"retry-after"]) >= 1
+    await infer_everywhere(endpoint, "m0")
+    found = [model.residency for model in endpoint.replicas["r1"].report().models.values()]
+    assert sum(each.evictions for each in found if each is not None) <= 2
+    assert endpoint.controller.assignments._failed["m2"].retry_s == assignments.RETRY_LOAD_S  # one try
+    os.rename(path.with_suffix(".away"), path)
+    endpoint.controller.assignments._failed["m2"].until_s = 0.0  # the while is over
+    await infer_everywhere(endpoint, "m2")
+
+
+@on_demand(num_replicas=1, prepare=register_gated, models={"slow": {"max_queue_size": 2, "max_batch_size": 2}})
+async def test_requests_wait_for_a_load_within_bounds(endpoint: ReplicaSet, folder: Path) -> None:
+    replica = endpoint.replicas["r1"]
+    first = [ask_gated(replica), ask_gated(replica)]
+    await until(lambda: replica.manager.on_demand.get_use("slow").waiting == 2)
+    assert (await ask_gated(replica)).status == 503  # full
+    await infer_everywhere(endpoint, "m0")  # another model loads meanwhile
+    late = ask_gated(replica, "slow2", shoal_deadline_ms="1")
+    assert (await late).status == 504
+    for name in ("slow", "slow2"):
+        os.remove(folder / name)
+    assert [(await each).status for each in first] == [200, 200]
+    loads = replica.report().models["slow"].residency
+    assert loads is not None
+    assert loads.loads == 1
+
+
+def register_faulty(folder: Path) -> None:
+    Registry().register(
+        "faulty", faulty_models.weights(1), model=faulty_models.factory(), signature=faulty_models.SIGNATURE
+    )
+
+
+@on_demand(num_replicas=1, prepare=register_faulty, models={"m0": {"max_queue_size": 8, "max_batch_size": 8}})
+async def test_a_flood_of_one_model_and_errors_of_another_leave_the_others_alone(endpoint: ReplicaSet) -> None:
+    replica = endpoint.replicas["r1"]
+    await infer_everywhere(endpoint, "m1")
+    tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [faulty_models.RAISE, 0.0]}
+    path = "/v2/models/faulty/infer"
+    flood = [infer(replica, "m0") for _ in range(100)]
+    poison = [ask(replica, "POST", path, {"inputs": [tensor]}) for _ in range(20)]
+    fine = [infer(replica, "m1") for _ in range(20)]
+    answers = await asyncio.gather(*flood, *poison, *fine)
+    assert {each.status for each in answers[:100]} <= {200, 429, 503}
+    assert {each.status for each in answers[100:120]} == {500}
+    assert {each.status for each in answers[120:]} == {200}
+
+
+@on_demand(num_replicas=1)
+async def test_a_body_that_arrives_while_its_model_makes_way_is_answered(endpoint: ReplicaSet) -> None:
+    replica = endpoint.replicas["r1"]
+    await infer_everywhere(endpoint, "m0", "m1")
+    early = replica.manager.get_model("m0")
+    for name in ("m2", "m3"):
+        await infer_everywhere(endpoint, name)
+    assert loaded(endpoint) == ["m2", "m3"]
+    call = InferCall({"x": np.zeros((1, 3), np.float32)}, 1)
+    assert (await early.infer(call)).version == 1
+
+
+@on_demand(num_replicas=1, fit=1)
+async def test_two_models_for_one_capacity_take_turns(endpoint: ReplicaSet) -> None:
+    replica = endpoint.replicas["r1"]
+    answers = await asyncio.gather(*[infer(replica, name) for name in ("m0", "m1") * 5])
+    assert [each.status for each in answers] == [200] * 10
+    loads = [replica.report().models[name].residency.loads for name in ("m0", "m1")]  # type: ignore[union-attr]
+    assert sum(loads) <= 4  # not one for each request
+
+
+@on_demand(models={"m0": {"pin": True}})
+async def test_a_pinned_model_is_on_every_replica_and_stays(endpoint: ReplicaSet) -> None:
+    assert loaded(endpoint) == ["m0", "m0"]
+    await infer_everywhere(endpoint, *NAMES)
+    assert loaded(endpoint).count("m0") == 2
+    await until(lambda: len(loaded(endpoint)) == 4)
+
+
+@on_demand(num_replicas=1)
+async def test_the_path_between_replicas_takes_their_token(endpoint: ReplicaSet) -> None:
+    tensor = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [0.0] * 3}
+    for token in ({}, {"shoal-peer": "guessed"}):
+        answer = await ask(endpoint.replicas["r1"], "POST", "/shoal/v1/peers/m0/infer", {"inputs": [tensor]}, token)
+        assert answer.status == 401
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"memory": 10}, r"endpoint\.memory = '10 B'.*'m0' takes"),
+        ({"memory": 10, "model": {"pin": True}}, r"endpoint\.memory = '10 B'.*less than the pinned models take"),
+    ],
+)
+def test_a_memory_that_is_too_small_is_refused_at_once(fields: dict[str, Any], reason: str) -> None:
+    register("m0")
+    with pytest.raises(ConfigError, match=reason):
+        build_controller_config(EndpointSpec.parse({"name": "e", **fields}), [model_from_ref("m0")])
+
+
+@on_demand(fit=3)
+async def test_a_hot_model_gets_another_replica_and_a_cold_one_does_not(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0", "m1")
+    (holder,) = endpoint.controller.state.placement["m0"]
+    report = endpoint.replicas[holder].report().models["m0"]
+    rate = 100.0 / report.latency[0][1]  # of which one replica is not capable
+    endpoint.controller.assignments._uses["m0", holder].requests_per_s = rate
+    endpoint.controller.assignments._spread_s -= assignments.SPREAD_EVERY_S
+    endpoint.controller.assignments.tick()
+    await until(lambda: loaded(endpoint) == ["m0", "m0", "m1"])

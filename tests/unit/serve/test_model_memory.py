@@ -1,0 +1,85 @@
+"""The memory of a replica's models: who waits for it, who gets it, and what a load is measured to take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from shoal.serve.messages.desired_state import ModelPlan
+from shoal.serve.replica.on_demand.memory import MEASURED_FROM_BYTES, ModelMemory
+
+
+def plan(name: str, size_bytes: int, is_pinned: bool = False) -> ModelPlan:
+    return ModelPlan(name, "/registry", {}, replicas=None if is_pinned else ("r",), size_bytes=size_bytes)
+
+
+async def load(memory: ModelMemory, name: str, size_bytes: int, **fields: bool) -> str:
+    """Load a model, and account for it."""
+    async with memory.reserve(plan(name, size_bytes, **fields), 1, lambda: True) as is_wanted:
+        assert is_wanted
+        await asyncio.sleep(0)
+        memory.add(name, plan(name, size_bytes), 1, 0.5)
+    return name
+
+
+def in_loop(body: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    def test() -> None:
+        asyncio.run(asyncio.wait_for(body(), 60))  # type: ignore[arg-type]
+
+    test.__name__ = body.__name__
+    return test
+
+
+@in_loop
+async def test_a_load_waits_for_memory_and_no_load_exceeds_it() -> None:
+    memory = ModelMemory(100, lambda: 0)
+    await load(memory, "a", 60)
+    waiting = asyncio.create_task(load(memory, "b", 60))
+    await load(memory, "c", 40)
+    assert (memory.used_bytes, waiting.done()) == (100, False)
+    memory.retain("a", ())
+    assert await waiting == "b"
+    assert memory.used_bytes == 100
+    assert memory.get_resident_bytes("b") == 60
+    assert (memory.get_loads("b").num_loads, memory.get_loads("b").last_s) == (1, 0.5)
+
+
+@in_loop
+async def test_what_is_no_longer_wanted_does_not_wait() -> None:
+    memory, is_wanted = ModelMemory(100, lambda: 0), True
+    await load(memory, "a", 60)
+
+    async def give_up() -> bool:
+        async with memory.reserve(plan("b", 60), 1, lambda: is_wanted) as found:
+            return found
+
+    waiting = asyncio.create_task(give_up())
+    await asyncio.sleep(0)
+    is_wanted = False
+    memory.notify()
+    assert not await waiting
+    assert memory.used_bytes == 60
+
+
+@in_loop
+async def test_a_load_that_fails_gives_its_memory_back_and_a_pinned_model_does_not_wait() -> None:
+    memory = ModelMemory(100, lambda: 0)
+    with pytest.raises(RuntimeError):
+        async with memory.reserve(plan("a", 80), 1, lambda: True):
+            raise RuntimeError("the file is damaged")
+    assert memory.used_bytes == 0
+    await load(memory, "b", 80)
+    await load(memory, "pinned", 80, is_pinned=True)
+    assert memory.used_bytes == 160
+
+
+@in_loop
+async def test_a_large_model_counts_with_what_its_load_was_measured_to_take() -> None:
+    process_bytes, size_bytes = [0, 500, 500 + 3 * MEASURED_FROM_BYTES], MEASURED_FROM_BYTES
+    memory = ModelMemory(1 << 40, lambda: process_bytes.pop(0))
+    await load(memory, "a", size_bytes)  # the first load imports its code: it says nothing
+    assert memory.get_loads("a").version_bytes == size_bytes
+    await load(memory, "b", size_bytes)
+    assert memory.get_loads("b").version_bytes == 3 * size_bytes
