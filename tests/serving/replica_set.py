@@ -177,7 +177,7 @@ class ReplicaSet:
         name = name or f"r{len(self.replicas) + 1}"
         live = {model.name: model.source for model in self.models if isinstance(model.source, LiveModel)}
         replica = self.replicas[name] = EndpointReplica(
-            name, self.spec, live, LocalController(self, name), LocalPeers(self)
+            name, self.spec, live, LocalController(self, name), peers=LocalPeers(self)
         )
         replica.address = name
         return replica
