@@ -299,6 +299,28 @@ async def test_two_models_for_one_capacity_take_turns(endpoint: ReplicaSet) -> N
     assert sum(loads) <= 4  # not one for each request
 
 
+@on_demand(num_replicas=1)
+async def test_a_model_measured_to_be_large_fits_again_after_the_controller_has_restarted(endpoint: ReplicaSet) -> None:
+    replica, size_bytes = endpoint.replicas["r1"], Registry().get("m0@1").manifest.size_bytes
+    replica.manager.on_demand.get_use("m1")
+    replica.manager._memory.get_loads("m1").measured_bytes[1] = int(1.6 * size_bytes)
+    endpoint.restart_controller()
+    for name in ("m0", "m1", "m0", "m1"):
+        await infer_everywhere(endpoint, name)
+        assert loaded(endpoint) == [name]  # the two take more than there is
+
+
+@on_demand(num_replicas=1, fit=1)
+async def test_a_small_version_fits_after_a_large_one_of_its_name(endpoint: ReplicaSet) -> None:
+    replica, name = endpoint.replicas["r1"], "m0"
+    await infer_everywhere(endpoint, name)
+    replica.manager._memory.get_loads(name).measured_bytes[1] = 1 << 40
+    await endpoint.administer(action="delete", model=name)
+    register(name)
+    await endpoint.administer(action="deploy", model=name, version=2)
+    assert (await infer(replica, name)).version == 2
+
+
 @on_demand(models={"m0": {"pin": True}})
 async def test_a_pinned_model_is_on_every_replica_and_stays(endpoint: ReplicaSet) -> None:
     assert loaded(endpoint) == ["m0", "m0"]

@@ -157,7 +157,7 @@ class ModelManager:
     def apply(self, plan: EndpointPlan) -> None:
         """Apply a plan as far as possible, and begin to stage missing versions."""
         self.on_demand.apply(plan)
-        self._memory.notify()
+        self._memory.retain_models(model.name for model in plan.models)
         before, self._plan = self._plans, plan
         self._plans = {model.name: model for model in plan.models if model.is_for(self._replica)}
         self._rejected = {name: rejected for name, rejected in self._rejected.items() if name in self._plans}
@@ -284,7 +284,7 @@ class ModelManager:
         hosted = self._models.get(name)
         if hosted is not None and hosted.plan_options == plan.options:
             _apply_rollout(hosted, plan)
-            self._memory.retain(hosted, hosted.versions)
+            self._memory.account(hosted, len(hosted.versions) * plan.size_bytes)
             self.on_demand.notify()
         failed = self._rejected[name].version if name in self._rejected else 0
         for key, version, options in self._list_missing(plan):
@@ -309,7 +309,7 @@ class ModelManager:
         name, hosted = plan.name, self._models.get(plan.name)
         source, options = RegisteredModel(name, plan.registry), ModelOptions.parse(plan_options)
         signature, built = (hosted.signature, hosted.built) if hosted is not None else (None, None)
-        async with self._memory.reserve(plan, key, lambda: name in self._plans) as is_wanted:
+        async with self._memory.reserve(version, lambda: self._plans.get(name)) as is_wanted:
             try:
                 if is_wanted:
                     staged = await self._loader.load_version(source, version, options, signature, built)
@@ -340,7 +340,7 @@ class ModelManager:
             target = group[name] = self._make_served_model(name, staged.built.predictor, options, counts=counts)
         target.built, target.predictor = staged.built, staged.built.predictor
         target.router.add(staged.loaded)
-        self._memory.add(target, wanted, version, staged.load_s)
+        self._memory.add(target, wanted, staged.load_s)
 
     def _make_served_model(
         self, name: str, predictor: Predictor, options: dict[str, Any], *,
@@ -376,7 +376,7 @@ class ModelManager:
 
     def _close_served(self, served: ServedModel) -> None:
         served.close()
-        self._memory.retain(served, ())
+        self._memory.account(served, 0)
 
     async def _serve_live(self, plan: ModelPlan) -> None:
         name, model = plan.name, self._live[plan.name]

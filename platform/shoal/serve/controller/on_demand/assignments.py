@@ -75,7 +75,6 @@ class Assignments:
         self._catalogue, self._commit, self._wait_until, self._clock = catalogue, commit, wait_until, clock
         self._since_s = {(name, each): clock() for name, replicas in state.placement.items() for each in replicas}
         self._known: dict[tuple[str, str, int], tuple[dict[str, Any], int]] = {}  # signature and bytes of a version
-        self._measured: dict[str, int] = {}  # bytes of a version in memory
         self._load_s: dict[str, float] = {}
         self._uses: dict[tuple[str, str], _Use] = {}
         self._failed: dict[str, _FailedLoad] = {}
@@ -90,7 +89,8 @@ class Assignments:
         """The plan with the replicas that load the model, and what the others need to know of it."""
         if self._memory_bytes is None or not plan.registry:
             return plan
-        signature, size_bytes = self._describe(model, plan.stable or max(plan.staged, default=0))
+        signature, _ = self._describe(model, plan.stable or max(plan.staged, default=0))
+        size_bytes = self._version_bytes(plan.name, model)
         if not self.is_on_demand(model):
             return replace(plan, size_bytes=size_bytes)
         staged = (plan.stable,) if model.rollout.phase is Phase.FLIPPING else plan.staged
@@ -141,7 +141,6 @@ class Assignments:
             use.reported_s, use.num_requests = now_s, residency.requests
         if model.version:
             self._failed.pop(name, None)
-            self._measured[name] = residency.version_bytes
             self._load_s[name] = RECENT * residency.load_s + (1 - RECENT) * self._load_s.get(name, residency.load_s)
 
     def _note_idle(self, replica: str, idle_s: Mapping[str, float]) -> None:
@@ -161,7 +160,7 @@ class Assignments:
         """Forget a model that is no longer served."""
         for replica in list(self._state.placement.get(name, ())):
             self._unassign(name, replica)
-        for known in (self._measured, self._load_s, self._failed):
+        for known in (self._load_s, self._failed):
             known.pop(name, None)
         self._uses = {key: use for key, use in self._uses.items() if key[0] != name}
 
@@ -342,7 +341,9 @@ class Assignments:
     def _version_bytes(self, name: str, model: ModelState) -> int:
         rollout = model.rollout
         versions = [version for version in (rollout.stable, rollout.candidate) if version]
-        return max([self._measured.get(name, 0), *(self._describe(model, version)[1] for version in versions)])
+        found = [report.models[name].residency for report in self._reports.values() if name in report.models]
+        measured = [each.measured_bytes.get(version, 0) for each in found if each for version in versions]
+        return max([*measured, *(self._describe(model, version)[1] for version in versions)], default=0)
 
     def _describe(self, model: ModelState, version: int) -> tuple[dict[str, Any] | None, int]:
         """A version's signature, as a plain mapping, and the bytes of its payload; none for no version."""

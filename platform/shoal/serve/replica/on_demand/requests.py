@@ -150,7 +150,7 @@ class OnDemandRequests:
             report = added.get(name) or ModelReport(counts=use.counts.snapshot())
             loads = memory.get_loads(name)
             residency = Residency(
-                loads.version_bytes, memory.get_resident_bytes(served.get(name)), loads.last_s, loads.total_s,
+                loads.measured_bytes, memory.get_resident_bytes(served.get(name)), loads.last_s, loads.total_s,
                 use.idle_s, use.waiting, loads.num_loads, use.evictions, use.counts.num_requests, use.forwarded,
                 use.waited,
             )  # fmt: skip
