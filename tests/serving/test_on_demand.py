@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from serving import faulty_models
-from serving.replica_set import Asked, ReplicaSet, ask, infer, register, until
+from serving.replica_set import SIGNATURE, Asked, ReplicaSet, ask, infer, register, until
 from shoal.errors import ConfigError, InferenceError
 from shoal.open_inference import inference_pb2 as pb
-from shoal.registry import Registry
+from shoal.registry import Registry, Signature, TensorSignature
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.on_demand import assignments
 from shoal.serve.grpc.service import Invocation
@@ -160,6 +160,23 @@ async def test_a_version_that_does_not_fit_alongside_the_former_replaces_it(endp
     assert caught.value.status == 409
     await endpoint.administer(action="deploy", model="m0", version=2)
     assert (await infer(endpoint.replicas["r1"], "m0")).version == 2
+    other = Signature(inputs=SIGNATURE.inputs, outputs=[TensorSignature(name="other", datatype="FP32", shape=[-1, 2])])
+    register("m0", signature=other)
+    with pytest.raises(InferenceError, match="deploy it by another name"):
+        await endpoint.administer(action="deploy", model="m0", version=3)
+    assert (await infer(endpoint.replicas["r1"], "m0")).version == 2
+
+
+@on_demand(num_replicas=1, fit=3)
+async def test_a_version_replaces_one_that_cannot_be_loaded(endpoint: ReplicaSet) -> None:
+    replica, path = endpoint.replicas["r1"], Registry().get("m0@1").folder / "weights.safetensors"
+    os.rename(path, path.with_suffix(".away"))
+    assert (await infer(replica, "m0")).status == 503
+    register("m0")
+    with pytest.raises(InferenceError, match="cannot stage version 1"):
+        await endpoint.administer(action="canary", model="m0", version=2, percent=5)
+    await endpoint.administer(action="deploy", model="m0", version=2)
+    assert (await infer(replica, "m0")).version == 2
 
 
 @on_demand()

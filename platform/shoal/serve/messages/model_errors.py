@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from shoal.errors import InferenceError
 
+OTHER_TENSORS = "it takes or gives other tensors than what is served: deploy it by another name"
+
 
 def unknown_model(name: str, models: Iterable[str]) -> InferenceError:
     """The 404 for a model that is not among the served `models`."""

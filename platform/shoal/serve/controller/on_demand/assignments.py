@@ -23,10 +23,10 @@ from shoal.serve.controller.on_demand.placement import (
     choose_replica,
     is_hot,
 )
-from shoal.serve.controller.rollout import AbandonRollout, Goal, Phase, Proceed
+from shoal.serve.controller.rollout import AbandonRollout, Goal, Phase, Proceed, find_staging_error
 from shoal.serve.controller.state import ControllerState, ModelState
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
-from shoal.serve.messages.model_errors import unknown_model
+from shoal.serve.messages.model_errors import OTHER_TENSORS, unknown_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.spec.model_source import Catalogue
 
@@ -219,7 +219,7 @@ class Assignments:
         """Make memory for a version that is being staged, on the replicas that have the model, or on one.
 
         Proceed: without staging. So begins a model that the endpoint was deployed with, and so is a version replaced
-        that would not fit alongside the next one. None: as the replicas report.
+        that would not fit alongside the next one, or that cannot be loaded. None: as the replicas report.
         """
         model = self._state.models[name]
         rollout = model.rollout
@@ -229,19 +229,30 @@ class Assignments:
         if not holders and not rollout.stable and not model.is_added:
             return Proceed()
         self._failed.pop(name, None)  # another version may load
+        if rollout.stable != rollout.candidate:
+            stable, reports = replace(rollout, candidate=rollout.stable), self.select(name, self._reports.values())
+            if reason := find_staging_error(name, stable, reports):
+                return self._replace_stable(name, model) if rollout.goal is Goal.FLIP else AbandonRollout(reason)
         size_bytes, capacity_bytes = self._total_bytes(name, model), self._capacity_bytes
         if size_bytes > capacity_bytes:
             one_bytes = self._version_bytes(name, model)
             if rollout.goal is not Goal.FLIP or one_bytes > capacity_bytes:
                 return AbandonRollout(describe_too_large(name, size_bytes, capacity_bytes))
-            for replica in holders:
-                self._unassign(name, replica)
-            return Proceed()
+            return self._replace_stable(name, model)
         if not holders:
             self.request(name)
         for replica in holders:
             self._shrink(replica)
         return None
+
+    def _replace_stable(self, name: str, model: ModelState) -> Proceed | AbandonRollout:
+        """Let a version that is not staged replace the former one, if clients may call both alike."""
+        before, after = (self._describe(model, each)[0] for each in (model.rollout.stable, model.rollout.candidate))
+        if before is not None and before != after:
+            return AbandonRollout(OTHER_TENSORS)
+        for replica in list(self._state.placement.get(name, ())):
+            self._unassign(name, replica)
+        return Proceed()
 
     def tick(self) -> None:
         """Let further replicas load the models that one alone is too slow for."""
