@@ -189,6 +189,7 @@ def rows_of(found: dict[bool, list[Traffic]], oracle: list[float], quiet: list[f
     points = [100 * (best - one.hits) for best, one in zip(oracle, ours, strict=True)]
     errors = f"errors: {dict(sum((one.errors for one in ours), Counter()))}, {PEER}: "
     errors += f"{dict(sum((one.errors for one in theirs), Counter()))}"
+    note = f"without: {float(np.median(quiet)):.1f} ms; load average of the machine: {os.getloadavg()[1]:.1f}"
     ratios = [loaded / alone for loaded, alone in zip(busy, quiet, strict=True)]
     return [
         compare(f"{where}: points below an oracle's hit rate", "points", "lower", points, bar=2.0, bar_kind="value",
@@ -198,7 +199,7 @@ def rows_of(found: dict[bool, list[Traffic]], oracle: list[float], quiet: list[f
         compare(f"{where}: p50", "ms", "lower", [one.ms(50) for one in ours], [one.ms(50) for one in theirs], PEER),
         compare(f"{where}: p99", "ms", "lower", [one.ms(99) for one in ours], [one.ms(99) for one in theirs], PEER),
         compare("p99 of a hot model while 20 cold ones load, by that without", "times", "lower", ratios, bar=1.2,
-                bar_kind="value", note=f"without: {float(np.median(quiet)):.1f} ms"),
+                bar_kind="value", note=note),
     ]  # fmt: skip
 
 
