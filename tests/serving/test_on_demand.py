@@ -239,6 +239,26 @@ async def test_while_the_controller_is_away_loaded_models_answer_and_others_say_
     assert sum(replica.report().models["m0"].residency.loads for replica in endpoint.replicas.values()) == 1  # type: ignore[union-attr]
 
 
+@on_demand()
+async def test_a_controller_that_starts_without_the_registry_serves_what_is_loaded(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0")
+    root = Registry().root
+    os.rename(root, root.with_suffix(".away"))
+    endpoint.restart_controller()
+    endpoint.controller.state.models["m5"].described = None  # a model that it has never read
+    endpoint.controller._commit()
+    generation = endpoint.controller.plan.generation
+    await until(lambda: all(each.generation >= generation for each in endpoint.controller.reports.values()))
+    late = endpoint.add("late")
+    await until(lambda: late.manager.list_models())
+    await infer_everywhere(endpoint, "m0")
+    answer = await infer(late, "m5")
+    assert answer.status == 503, answer.body
+    os.rename(root.with_suffix(".away"), root)
+    await until(lambda: "m5" in late.manager.on_demand.models)
+    await infer_everywhere(endpoint, "m1", "m5")
+
+
 @on_demand(num_replicas=1)
 async def test_a_model_that_cannot_be_loaded_drops_no_other_for_a_while(endpoint: ReplicaSet) -> None:
     await infer_everywhere(endpoint, "m0", "m1")

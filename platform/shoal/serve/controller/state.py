@@ -77,6 +77,15 @@ class Event:
         return {name: value for name, value in found.items() if value not in (None, "")}
 
 
+@dataclass(frozen=True)
+class VersionDescription:
+    """What a plan says of a version: its signature, as a plain mapping, and the bytes of its payload."""
+
+    version: int
+    signature: dict[str, Any]
+    size_bytes: int
+
+
 @dataclass
 class ModelState:
     """The state of one model.
@@ -89,6 +98,7 @@ class ModelState:
                 run the newest ones, until it is to follow again
     is_added:   added later; not one of the models that the endpoint was deployed with
     before:     the former deployment, while the new one may still fail
+    described:  of a model on demand: the last planned version, for times without the registry
 
     Of a model that follows a run:
 
@@ -104,6 +114,7 @@ class ModelState:
     rejected: list[int] = field(default_factory=list)
     is_added: bool = False
     before: Deployment | None = None
+    described: VersionDescription | None = None
     retained: int = 0
     last_rejected: RejectedVersion | None = None
     unrecorded: int = 0

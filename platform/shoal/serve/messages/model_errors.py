@@ -15,6 +15,12 @@ def unknown_model(name: str, models: Iterable[str]) -> InferenceError:
     return InferenceError(404, f"there is no model {name[:200]!r}; this endpoint serves {there}")
 
 
+def undescribed_model(name: str) -> InferenceError:
+    """The 503 for a model of which nothing is known while the registry cannot be read."""
+    problem = f"model {name!r} is not known yet: the registry cannot be read; try again later"
+    return InferenceError(503, problem, retry_after_s=1.0)
+
+
 def unknown_version(model: str, version: str, versions: Sequence[int]) -> InferenceError:
     """The 404 for a version that is not among the model's loaded `versions`. `version`: as the client names it."""
     there = ", ".join(map(str, versions)) or "none yet"

@@ -22,7 +22,7 @@ from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, ServedModelProtocol
-from shoal.serve.messages.model_errors import unknown_model
+from shoal.serve.messages.model_errors import undescribed_model, unknown_model
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.replica.live.follower import LiveFollower
@@ -110,6 +110,10 @@ class ModelManager:
         except KeyError:
             if (cold := self.on_demand.models.get(name)) is not None:
                 return cold
+            if self._plan is not None and any(
+                plan.name == name and plan.replicas is not None for plan in self._plan.models
+            ):
+                raise undescribed_model(name) from None
             raise unknown_model(name, {**self._models, **self.on_demand.models}) from None
 
     def get_peer_model(self, name: str, token: bytes, generation: bytes) -> ServedModelProtocol:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shoal.errors import InferenceError, RegistryError
 from shoal.runs.formatting import format_size
@@ -24,7 +23,7 @@ from shoal.serve.controller.on_demand.placement import (
     is_hot,
 )
 from shoal.serve.controller.rollout import AbandonRollout, Goal, Phase, Proceed, find_staging_error
-from shoal.serve.controller.state import ControllerState, ModelState
+from shoal.serve.controller.state import ControllerState, ModelState, VersionDescription
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.model_errors import OTHER_TENSORS, unknown_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
@@ -74,7 +73,8 @@ class Assignments:
         self._memory_bytes, self._state, self._reports = memory_bytes, state, reports
         self._catalogue, self._commit, self._wait_until, self._clock = catalogue, commit, wait_until, clock
         self._since_s = {(name, each): clock() for name, replicas in state.placement.items() for each in replicas}
-        self._known: dict[tuple[str, str, int], tuple[dict[str, Any], int]] = {}  # signature and bytes of a version
+        self._known: dict[tuple[str, str, int], VersionDescription] = {}
+        self._has_unread = False  # a version that the registry does not describe now
         self._load_s: dict[str, float] = {}
         self._uses: dict[tuple[str, str], _Use] = {}
         self._failed: dict[str, _FailedLoad] = {}
@@ -89,12 +89,13 @@ class Assignments:
         """The plan with the replicas that load the model, and what the others need to know of it."""
         if self._memory_bytes is None or not plan.registry:
             return plan
-        signature, _ = self._describe(model, plan.stable or max(plan.staged, default=0))
+        model.described = self._describe(model, plan.stable or max(plan.staged, default=0)) or model.described
         size_bytes = self._version_bytes(plan.name, model)
         if not self.is_on_demand(model):
             return replace(plan, size_bytes=size_bytes)
         staged = (plan.stable,) if model.rollout.phase is Phase.FLIPPING else plan.staged
         replicas = tuple(self._state.placement.get(plan.name, ()))
+        signature = model.described.signature if model.described is not None else None
         return replace(plan, staged=staged, replicas=replicas, size_bytes=size_bytes, signature=signature)
 
     def add_peers(self, plan: EndpointPlan) -> EndpointPlan:
@@ -247,15 +248,18 @@ class Assignments:
 
     def _replace_stable(self, name: str, model: ModelState) -> Proceed | AbandonRollout:
         """Let a version that is not staged replace the former one, if clients may call both alike."""
-        before, after = (self._describe(model, each)[0] for each in (model.rollout.stable, model.rollout.candidate))
-        if before is not None and before != after:
+        before, after = (self._describe(model, each) for each in (model.rollout.stable, model.rollout.candidate))
+        if before is not None and (after is None or before.signature != after.signature):
             return AbandonRollout(OTHER_TENSORS)
         for replica in list(self._state.placement.get(name, ())):
             self._unassign(name, replica)
         return Proceed()
 
     def tick(self) -> None:
-        """Let further replicas load the models that one alone is too slow for."""
+        """Describe what could not be read; let further replicas load the models that one alone is too slow for."""
+        if self._has_unread:
+            self._has_unread = False
+            self._commit()
         now_s = self._clock()
         if self._memory_bytes is None or now_s - self._spread_s < SPREAD_EVERY_S:
             return
@@ -354,20 +358,23 @@ class Assignments:
         versions = [version for version in (rollout.stable, rollout.candidate) if version]
         found = [report.models[name].residency for report in self._reports.values() if name in report.models]
         measured = [each.measured_bytes.get(version, 0) for each in found if each for version in versions]
-        return max([*measured, *(self._describe(model, version)[1] for version in versions)], default=0)
+        described = [self._describe(model, version) for version in versions]
+        return max([*measured, *(each.size_bytes for each in described if each)], default=0)
 
-    def _describe(self, model: ModelState, version: int) -> tuple[dict[str, Any] | None, int]:
-        """A version's signature, as a plain mapping, and the bytes of its payload; none for no version."""
+    def _describe(self, model: ModelState, version: int) -> VersionDescription | None:
+        """What is known of a version; None for no version, and for one that cannot be read now."""
         deployment = model.deployment
         if not version or deployment.is_live:
-            return None, 0
+            return None
         key = deployment.registry, deployment.name, version
         if key not in self._known:
             try:
                 signature, size_bytes = self._catalogue(deployment.registry).describe(deployment.name, version)
             except RegistryError:  # the load fails with the reason
-                return None, 0
-            self._known[key] = signature.model_dump(mode="json"), size_bytes
+                self._has_unread = True
+                known = model.described
+                return known if known is not None and known.version == version else None
+            self._known[key] = VersionDescription(version, signature.model_dump(mode="json"), size_bytes)
         return self._known[key]
 
 

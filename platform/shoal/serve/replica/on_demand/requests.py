@@ -124,9 +124,11 @@ class OnDemandRequests:
         self._plan, before = plan, self.models
         self.models = {}
         for each in plan.models:
-            if each.signature is None:
-                continue
             known = before.get(each.name)
+            if known is not None and each.signature is None:  # the registry cannot be read
+                each = replace(each, signature=known.plan.signature)
+            if each.replicas is None or each.signature is None:
+                continue
             if known is None or (known.plan.signature, known.plan.options) != (each.signature, each.options):
                 known = ColdModel(each, self)
             known.plan = each
