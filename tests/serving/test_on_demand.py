@@ -179,6 +179,18 @@ async def test_a_version_replaces_one_that_cannot_be_loaded(endpoint: ReplicaSet
     assert (await infer(replica, "m0")).version == 2
 
 
+@on_demand(num_replicas=4)
+async def test_a_canary_survives_replicas_without_its_model(endpoint: ReplicaSet) -> None:
+    register("m0")
+    await infer_everywhere(endpoint, "m0")
+    await endpoint.administer(action="canary", model="m0", version=2, percent=50)
+    (holder,) = endpoint.controller.state.placement["m0"]
+    for name in set(endpoint.replicas) - {holder}:
+        await endpoint.kill(name)
+    await until(lambda: list(endpoint.controller.reports) == [holder])
+    assert (endpoint.phase("m0"), endpoint.controller.state.models["m0"].rollout.lost_replicas) == ("canary", 0)
+
+
 @on_demand()
 async def test_a_dead_replica_s_models_are_loaded_by_another(endpoint: ReplicaSet) -> None:
     """Although the controller has not noticed."""
@@ -267,7 +279,9 @@ async def test_a_model_that_cannot_be_loaded_drops_no_other_for_a_while(endpoint
     for _ in range(3):
         answer = await infer(endpoint.replicas["r1"], "m2")
         assert answer.status == 503, answer.body
+        assert "weights.safetensors" not in answer.body["error"]
         assert int(answer.headers[b"retry-after"]) >= 1
+    assert "weights.safetensors" in endpoint.status.describe_model("m2")["reason"]
     await infer_everywhere(endpoint, "m0")
     found = [model.residency for model in endpoint.replicas["r1"].report().models.values()]
     assert sum(each.evictions for each in found if each is not None) <= 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -151,9 +152,9 @@ class ControllerState:
     peer_token: str = field(default_factory=lambda: secrets.token_hex(16))
     format: int = FORMAT
 
-    def count_lost_replica(self) -> None:
-        """Count a dead replica against each rollout whose version may have killed it."""
-        for model in self.models.values():
+    def count_lost_replica(self, names: Iterable[str]) -> None:
+        """Count a dead replica, which had these models, against each rollout whose version may have killed it."""
+        for model in (self.models[name] for name in names):
             if model.rollout.phase in (Phase.STAGING, Phase.CANARY):
                 model.rollout = replace(model.rollout, lost_replicas=model.rollout.lost_replicas + 1)
 

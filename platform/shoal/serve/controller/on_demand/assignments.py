@@ -112,6 +112,11 @@ class Assignments:
         replicas = self._state.placement.get(name, ())
         return [report for report in reports if report.replica in replicas]
 
+    def find_error(self, name: str) -> str:
+        """The reason why a model could not be loaded; "" if it could."""
+        failed = self._failed.get(name)
+        return f"it cannot be loaded: {failed.reason}" if failed is not None else ""
+
     # -- what is known ----------------------------------------------------------------------------------------------
 
     def receive(self, report: ReplicaReport) -> None:
@@ -202,7 +207,7 @@ class Assignments:
             raise unknown_model(name, self._state.models)
         failed, now_s = self._failed.get(name), self._clock()
         if failed is not None and now_s < failed.until_s:
-            problem = f"model {name!r} cannot be loaded: {failed.reason}"
+            problem = f"model {name!r} cannot be loaded: the endpoint's status has why"
             raise InferenceError(503, problem, retry_after_s=failed.until_s - now_s)
         holders, reachable = set(self._state.placement.get(name, ())), {caller, *self._state.addresses} - set(lost)
         if not self.is_on_demand(model) or holders & reachable:
