@@ -22,6 +22,7 @@ from shoal.serve.controller.on_demand import assignments
 from shoal.serve.grpc.service import Invocation
 from shoal.serve.messages.inference import InferCall
 from shoal.serve.replica.replica import EndpointReplica
+from shoal.serve.scaling.replica_counts import decode
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
 
@@ -296,6 +297,7 @@ async def test_requests_wait_for_a_load_within_bounds(endpoint: ReplicaSet, fold
     replica = endpoint.replicas["r1"]
     first = [ask_gated(replica), ask_gated(replica)]
     await until(lambda: replica.manager.on_demand.get_use("slow").waiting == 2)
+    assert decode(replica.measure_load()).waiting == 2
     assert (await ask_gated(replica)).status == 503  # full
     await infer_everywhere(endpoint, "m0")  # another model loads meanwhile
     late = ask_gated(replica, "slow2", shoal_deadline_ms="1")

@@ -143,6 +143,11 @@ class OnDemandRequests:
             self._uses[name] = ModelUse(ModelStatistics(name))
         return self._uses[name]
 
+    @property
+    def num_waiting(self) -> int:
+        """The requests that wait for a load."""
+        return sum(use.waiting for use in self._uses.values())
+
     def add_residency(
         self, reports: Mapping[str, ModelReport], memory: ModelMemory, served: Mapping[str, ServedModel]
     ) -> dict[str, ModelReport]:
