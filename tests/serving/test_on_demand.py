@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,28 @@ async def test_a_dead_replica_s_models_are_loaded_by_another(endpoint: ReplicaSe
         answer = await infer(endpoint.replicas[survivor], "m0")
         assert answer.status == 200, answer.body
     assert "m0" in loaded(endpoint, survivor)
+
+
+@on_demand(num_replicas=5)
+async def test_a_request_that_replicas_die_of_is_not_sent_to_a_third(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0")
+    (holder,) = endpoint.controller.state.placement["m0"]
+    caller = next(name for name in reversed(endpoint.replicas) if name != holder)
+    endpoint.deadly = set(endpoint.replicas) - {caller}
+    answer = await infer(endpoint.replicas[caller], "m0")
+    assert len(endpoint.replicas) >= 3
+    assert (answer.status == 503) == (len(endpoint.replicas) == 3)  # or the caller loaded it
+
+
+@on_demand()
+async def test_a_replica_that_does_not_know_the_token_yet_is_not_asked_again(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0")
+    (holder,) = endpoint.controller.state.placement["m0"]
+    (other,) = set(endpoint.replicas) - {holder}
+    manager = endpoint.replicas[holder].manager
+    manager._plan = replace(manager._plan, peer_token="of another plan")  # type: ignore[type-var]
+    answer = await infer(endpoint.replicas[other], "m0")
+    assert answer.status == 200, answer.body
 
 
 @on_demand()

@@ -22,14 +22,14 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from shoal.batching.batcher import Prediction
-from shoal.errors import ConnectionLost, InferenceError
+from shoal.errors import ConnectionLost, InferenceError, RequestLost
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.inference import InferCall, Outputs
 from shoal.serve.messages.model_errors import unknown_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, Residency
-from shoal.serve.protocol.infer_call import has_large_arrays, run_in_thread
+from shoal.serve.protocol.infer_call import LARGE_BYTES, has_large_arrays, run_in_thread
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.on_demand.memory import ModelMemory
 from shoal.serve.replica.on_demand.peers import PeerTransport, decode_answer, encode_call
@@ -40,6 +40,7 @@ from shoal.serve.spec.model_options import ModelOptions
 LOAD_WAIT_S = 30.0
 ASK_S = 2.0  # of one call of the controller, which is repeated
 MAX_FORWARDS = 3
+MAX_LOST = 2  # replicas with one request, which may be why
 LOST_S = 5.0  # a replica that cannot be reached is not called again for so long
 T = TypeVar("T")
 
@@ -134,6 +135,7 @@ class OnDemandRequests:
             known.plan = each
             self.models[each.name] = known
         self._uses = {name: use for name, use in self._uses.items() if name in self.models}
+        self._transport.retain(plan.addresses.values())
         self._lost_until_s = {each: s for each, s in self._lost_until_s.items() if each in plan.addresses}
         self.notify()
 
@@ -193,7 +195,7 @@ class OnDemandRequests:
         return await served.infer(call)
 
     async def _answer_anywhere(self, model: ColdModel, call: InferCall, ends_s: float) -> Prediction[Outputs]:
-        name, num_forwards = model.name, 0
+        name, num_forwards, num_lost = model.name, 0, 0
         while True:
             lost = {each for each, until_s in self._lost_until_s.items() if time.monotonic() < until_s}
             if (served := self._find_served(name)) is not None:
@@ -206,7 +208,11 @@ class OnDemandRequests:
             elif holder:
                 try:
                     return await self._forward(holder, model, call)
-                except ConnectionLost:
+                except ConnectionLost as error:
+                    num_lost += isinstance(error, RequestLost)
+                    if num_lost == MAX_LOST:
+                        problem = f"{num_lost} replicas were lost with this request for model {name!r}"
+                        raise InferenceError(503, problem) from None
                     self._lost_until_s[holder] = time.monotonic() + LOST_S
                 except InferenceError as error:
                     num_forwards += 1
@@ -241,7 +247,9 @@ class OnDemandRequests:
         answer = await _wait_until(
             ends_s, call, self._transport.post(self._plan.addresses[holder], path, headers, body)
         )
-        prediction = decode_answer(*answer)
+        has_text = any(tensor.datatype == "BYTES" for tensor in model.signature.outputs)
+        is_large = has_text and len(answer[2]) > LARGE_BYTES
+        prediction = await run_in_thread(decode_answer, *answer) if is_large else decode_answer(*answer)
         self.get_use(model.name).forwarded += 1
         return prediction
 
