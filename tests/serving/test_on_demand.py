@@ -22,6 +22,8 @@ from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.on_demand import assignments
 from shoal.serve.grpc.service import Invocation
 from shoal.serve.messages.inference import InferCall
+from shoal.serve.replica.loader import StagedVersion, StagingError
+from shoal.serve.replica.on_demand import requests
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.scaling.replica_counts import decode
 from shoal.serve.spec.endpoint import EndpointSpec
@@ -207,6 +209,34 @@ async def test_a_dead_replica_s_models_are_loaded_by_another(endpoint: ReplicaSe
     assert "m0" in loaded(endpoint, survivor)
 
 
+@on_demand(fit=3)
+async def test_a_replica_that_takes_over_a_canary_answers_once_it_has_both_versions(endpoint: ReplicaSet) -> None:
+    register("m0")
+    await infer_everywhere(endpoint, "m0")
+    await endpoint.administer(action="canary", model="m0", version=2, percent=50)
+    (holder,) = endpoint.controller.state.placement["m0"]
+    await endpoint.kill(holder)
+    (survivor,) = endpoint.replicas.values()
+    answers = await asyncio.gather(infer(survivor, "m0", version=2), infer(survivor, "m0", shoal_track="candidate"))
+    assert [(each.status, each.version) for each in answers] == [(200, 2)] * 2
+
+
+@on_demand(num_replicas=1)
+async def test_a_load_that_fails_while_the_controller_is_away_fails_its_requests(endpoint: ReplicaSet) -> None:
+    replica = endpoint.replicas["r1"]
+
+    async def load(*_: object) -> StagedVersion:
+        await until(lambda: replica.manager.on_demand.get_use("m0").waited)
+        endpoint.controller_away = True
+        raise StagingError("the file is damaged")
+
+    replica.manager._loader.load_version = load  # type: ignore[method-assign]
+    asking = asyncio.create_task(infer(replica, "m0"))
+    await until(lambda: replica.manager._rejected)
+    answer = await asyncio.wait_for(asking, requests.LOAD_WAIT_S / 2)
+    assert (answer.status, "cannot be loaded" in answer.body["error"]) == (503, True)
+
+
 @on_demand(num_replicas=5)
 async def test_a_request_that_replicas_die_of_is_not_sent_to_a_third(endpoint: ReplicaSet) -> None:
     await infer_everywhere(endpoint, "m0")
@@ -305,7 +335,7 @@ async def test_a_model_that_cannot_be_loaded_drops_no_other_for_a_while(endpoint
         assert answer.status == 503, answer.body
         assert "weights.safetensors" not in answer.body["error"]
         assert int(answer.headers[b"retry-after"]) >= 1
-    assert "weights.safetensors" in endpoint.status.describe_model("m2")["reason"]
+    await until(lambda: "weights.safetensors" in endpoint.status.describe_model("m2")["reason"])
     await infer_everywhere(endpoint, "m0")
     found = [model.residency for model in endpoint.replicas["r1"].report().models.values()]
     assert sum(each.evictions for each in found if each is not None) <= 2

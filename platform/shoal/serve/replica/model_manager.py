@@ -105,16 +105,14 @@ class ModelManager:
         return list(self._models.values())
 
     def get_model(self, name: str) -> ServedModel | ColdModel:
-        try:
-            return self._models[name]
-        except KeyError:
-            if (cold := self.on_demand.models.get(name)) is not None:
-                return cold
-            if self._plan is not None and any(
-                plan.name == name and plan.replicas is not None for plan in self._plan.models
-            ):
-                raise undescribed_model(name) from None
-            raise unknown_model(name, {**self._models, **self.on_demand.models}) from None
+        cold = self.on_demand.models.get(name)
+        if cold is not None and self._find_answering(name) is None:
+            return cold
+        if (served := self._models.get(name)) is not None:
+            return served
+        if any(plan.name == name and plan.replicas is not None for plan in (self._plan or EndpointPlan()).models):
+            raise undescribed_model(name)
+        raise unknown_model(name, {**self._models, **self.on_demand.models})
 
     def get_peer_model(self, name: str, token: bytes, generation: bytes) -> ServedModelProtocol:
         expected = self._plan.peer_token if self._plan is not None else ""
@@ -211,8 +209,13 @@ class ModelManager:
         return [plan for plan in self._plans.values() if plan.replicas is None]
 
     def _find_answering(self, name: str) -> ServedModel | None:
-        served = self._models.get(name)
-        return served if served is not None and served.version else None
+        """The model, once it answers: a replica that takes over a canary needs both versions for that."""
+        served, plan = self._models.get(name), self._plans.get(name)
+        if served is None or plan is None or not served.version:
+            return None
+        rejected = self._rejected.get(name)
+        has_candidate = plan.candidate in (0, *served.versions, rejected.version if rejected is not None else 0)
+        return served if has_candidate else None
 
     def _find_error(self, name: str) -> str:
         rejected = self._rejected.get(name)
@@ -321,6 +324,7 @@ class ModelManager:
             except StagingError as error:
                 if name in self._plans:
                     self._rejected[name] = RejectedVersion(version, str(error), plan.attempt)
+                    self.on_demand.notify()
         del self._tasks[name, key]
         if name in self._plans:
             self._reconcile(self._plans[name])
