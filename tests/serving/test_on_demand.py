@@ -99,6 +99,7 @@ async def test_any_replica_answers_for_any_model(endpoint: ReplicaSet) -> None:
     assert sum(each.loads for each in found if each) == NUM_MODELS
     assert sum(each.evictions for each in found if each) == NUM_MODELS - 4
     assert sum(each.forwarded for each in found if each) == NUM_MODELS
+    assert sum(report.statuses["200"] for report in reports) == 2 * NUM_MODELS  # as clients see them
 
 
 @on_demand()
@@ -345,7 +346,11 @@ async def test_a_model_that_cannot_be_loaded_drops_no_other_for_a_while(endpoint
     await infer_everywhere(endpoint, "m2")
 
 
-@on_demand(num_replicas=1, prepare=register_gated, models={"slow": {"max_queue_size": 2, "max_batch_size": 2}})
+@on_demand(
+    num_replicas=1,
+    prepare=register_gated,
+    models={"slow": {"max_queue_size": 2, "max_batch_size": 2}, "slow2": {"max_queue_bytes": 8}},
+)
 async def test_requests_wait_for_a_load_within_bounds(endpoint: ReplicaSet, folder: Path) -> None:
     replica = endpoint.replicas["r1"]
     first = [ask_gated(replica), ask_gated(replica)]
@@ -355,9 +360,12 @@ async def test_requests_wait_for_a_load_within_bounds(endpoint: ReplicaSet, fold
     await infer_everywhere(endpoint, "m0")  # another model loads meanwhile
     late = ask_gated(replica, "slow2", shoal_deadline_ms="1")
     assert (await late).status == 504
+    first.append(ask_gated(replica, "slow2"))
+    await until(lambda: replica.manager.on_demand.get_use("slow2").waiting)
+    assert "8 bytes wait" in (await ask_gated(replica, "slow2")).body["error"]
     for name in ("slow", "slow2"):
         os.remove(folder / name)
-    assert [(await each).status for each in first] == [200, 200]
+    assert [(await each).status for each in first] == [200, 200, 200]
     loads = replica.report().models["slow"].residency
     assert loads is not None
     assert loads.loads == 1
@@ -433,6 +441,16 @@ async def test_a_pinned_model_is_on_every_replica_and_stays(endpoint: ReplicaSet
     await infer_everywhere(endpoint, *NAMES)
     assert loaded(endpoint).count("m0") == 2
     await until(lambda: len(loaded(endpoint)) == 4)
+
+
+@on_demand(num_replicas=1, fit=3)
+async def test_a_model_that_is_pinned_later_counts_once(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0", "m1")
+    await endpoint.administer(action="set", model="m0", options={"pin": True})
+    await until(lambda: list(endpoint.controller.state.placement) == ["m1"])
+    (memory,) = endpoint.controller.assignments._build_memory(set()).values()
+    size_bytes = Registry().get("m0@1").manifest.size_bytes
+    assert memory.free_bytes == endpoint.controller.assignments._memory_bytes - 2 * size_bytes  # type: ignore[operator]
 
 
 @on_demand(num_replicas=1)

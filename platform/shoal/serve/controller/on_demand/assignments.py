@@ -164,8 +164,7 @@ class Assignments:
 
     def forget_model(self, name: str) -> None:
         """Forget a model that is no longer served."""
-        for replica in list(self._state.placement.get(name, ())):
-            self._unassign(name, replica)
+        self._forget_placement(name)
         for known in (self._load_s, self._failed):
             known.pop(name, None)
         self._uses = {key: use for key, use in self._uses.items() if key[0] != name}
@@ -256,8 +255,7 @@ class Assignments:
         before, after = (self._describe(model, each) for each in (model.rollout.stable, model.rollout.candidate))
         if before is not None and (after is None or before.signature != after.signature):
             return AbandonRollout(OTHER_TENSORS)
-        for replica in list(self._state.placement.get(name, ())):
-            self._unassign(name, replica)
+        self._forget_placement(name)
         return Proceed()
 
     def tick(self) -> None:
@@ -265,6 +263,8 @@ class Assignments:
         if self._has_unread:
             self._has_unread = False
             self._commit()
+        for name in [each for each in self._state.placement if not self.is_on_demand(self._state.models[each])]:
+            self._forget_placement(name)  # it is pinned by now
         now_s = self._clock()
         if self._memory_bytes is None or now_s - self._spread_s < SPREAD_EVERY_S:
             return
@@ -295,6 +295,10 @@ class Assignments:
         self._state.placement[name].remove(replica)
         if not self._state.placement[name]:
             del self._state.placement[name]
+
+    def _forget_placement(self, name: str) -> None:
+        for replica in list(self._state.placement.get(name, ())):
+            self._unassign(name, replica)
 
     def _fail(self, name: str, replica: str, reason: str) -> None:
         """Leave a model that cannot be loaded for a while: each try would drop others."""

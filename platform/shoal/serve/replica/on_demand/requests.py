@@ -6,9 +6,9 @@ refuses it.
 
 | capacity                | what blocks                     | who unblocks              | close()                      |
 |-------------------------|---------------------------------|---------------------------|------------------------------|
-| `max_queue_size` rows   | a request, up to its deadline   | the load, a plan, a       | none: the requests end with  |
-| of each model; beyond,  | and `LOAD_WAIT_S`; then 504     | failure (`notify`)        | their server                 |
-| 503                     | or 503                          |                           |                              |
+| `max_queue_size` rows,  | a request, up to its deadline   | the load, a plan, a       | none: the requests end with  |
+| `max_queue_bytes` of    | and `LOAD_WAIT_S`; then 504     | failure (`notify`)        | their server                 |
+| each model; beyond, 503 | or 503                          |                           |                              |
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.errors import ConnectionLost, InferenceError, RequestLost
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
-from shoal.serve.messages.inference import InferCall, Outputs
+from shoal.serve.messages.inference import InferCall, Outputs, size_bytes
 from shoal.serve.messages.model_errors import unknown_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, Residency
 from shoal.serve.protocol.infer_call import LARGE_BYTES, has_large_arrays, run_in_thread
@@ -53,6 +53,7 @@ class ModelUse:
     since_s: float = field(default_factory=time.time)
     waiting: int = 0
     waiting_rows: int = 0
+    waiting_bytes: int = 0
     waited: int = 0
     evictions: int = 0
     forwarded: int = 0
@@ -304,13 +305,18 @@ class OnDemandRequests:
     @contextmanager
     def _count_waiting(self, model: ColdModel, call: InferCall) -> Iterator[None]:
         """Count a request that waits for a load, and its failure. Raises InferenceError (503) when too many wait."""
-        use, limit, since_s = self.get_use(model.name), model.options.max_queue_size, time.monotonic()
-        if use.waiting_rows + call.num_rows > limit:
+        use, options, since_s = self.get_use(model.name), model.options, time.monotonic()
+        num_bytes = size_bytes(call.inputs)
+        has_too_many_bytes = use.waiting and use.waiting_bytes + num_bytes > options.max_queue_bytes
+        if use.waiting_rows + call.num_rows > options.max_queue_size or has_too_many_bytes:
             use.counts.count_request(0, 503, 0.0)
-            problem = f"{use.waiting_rows} rows wait for model {model.name!r} to be loaded, the limit is {limit}"
+            limits = f"the limits are {options.max_queue_size} and {options.max_queue_bytes}"
+            there = f"{use.waiting_rows} rows and {use.waiting_bytes} bytes wait"
+            problem = f"{there} for model {model.name!r} to be loaded, {limits}"
             raise InferenceError(503, problem, retry_after_s=1.0)
         use.waiting += 1
         use.waiting_rows += call.num_rows
+        use.waiting_bytes += num_bytes
         try:
             yield
         except InferenceError as error:
@@ -319,6 +325,7 @@ class OnDemandRequests:
         finally:
             use.waiting -= 1
             use.waiting_rows -= call.num_rows
+            use.waiting_bytes -= num_bytes
 
 
 async def _wait_until(ends_s: float, call: InferCall, work: Awaitable[T]) -> T:
