@@ -22,7 +22,6 @@ from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, ServedModelProtocol
-from shoal.serve.messages.model_errors import undescribed_model, unknown_model
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.replica.live.follower import LiveFollower
@@ -110,9 +109,7 @@ class ModelManager:
             return cold
         if (served := self._models.get(name)) is not None:
             return served
-        if any(plan.name == name and plan.replicas is not None for plan in (self._plan or EndpointPlan()).models):
-            raise undescribed_model(name)
-        raise unknown_model(name, {**self._models, **self.on_demand.models})
+        raise self.on_demand.describe_unknown(name, self._models)
 
     def get_peer_model(self, name: str, token: bytes, generation: bytes) -> ServedModelProtocol:
         expected = self._plan.peer_token if self._plan is not None else ""
@@ -213,15 +210,13 @@ class ModelManager:
         served, plan = self._models.get(name), self._plans.get(name)
         if served is None or plan is None or not served.version:
             return None
-        rejected = self._rejected.get(name)
-        has_candidate = plan.candidate in (0, *served.versions, rejected.version if rejected is not None else 0)
-        return served if has_candidate else None
+        failed = self._rejected[name].version if name in self._rejected else 0
+        return served if plan.candidate in (0, failed, *served.versions) else None
 
     def _find_error(self, name: str) -> str:
-        rejected = self._rejected.get(name)
-        return (
-            "" if rejected is None else rejected.reason if self._spec.show_errors else "the endpoint's status has why"
-        )
+        if (rejected := self._rejected.get(name)) is None:
+            return ""
+        return rejected.reason if self._spec.show_errors else "the endpoint's status has why"
 
     def _has_staged(self, plan: ModelPlan) -> bool:
         hosted = self._models.get(plan.name)
@@ -292,7 +287,7 @@ class ModelManager:
         if hosted is not None and hosted.plan_options == plan.options:
             _apply_rollout(hosted, plan)
             self._memory.account(hosted, len(hosted.versions) * plan.size_bytes)
-            self.on_demand.notify()
+        self.on_demand.notify()
         failed = self._rejected[name].version if name in self._rejected else 0
         for key, version, options in self._list_missing(plan):
             if version != failed and (name, key) not in self._tasks:
@@ -324,7 +319,6 @@ class ModelManager:
             except StagingError as error:
                 if name in self._plans:
                     self._rejected[name] = RejectedVersion(version, str(error), plan.attempt)
-                    self.on_demand.notify()
         del self._tasks[name, key]
         if name in self._plans:
             self._reconcile(self._plans[name])

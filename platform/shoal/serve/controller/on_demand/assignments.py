@@ -112,6 +112,10 @@ class Assignments:
         replicas = self._state.placement.get(name, ())
         return [report for report in reports if report.replica in replicas]
 
+    def list_models(self, report: ReplicaReport) -> list[str]:
+        """The models that a replica is to have."""
+        return [name for name in self._state.models if self.select(name, [report])]
+
     def find_error(self, name: str) -> str:
         """The reason why a model could not be loaded; "" if it could."""
         failed = self._failed.get(name)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -27,7 +27,7 @@ from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.inference import InferCall, Outputs, size_bytes
-from shoal.serve.messages.model_errors import unknown_model
+from shoal.serve.messages.model_errors import undescribed_model, unknown_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, Residency
 from shoal.serve.protocol.infer_call import LARGE_BYTES, has_large_arrays, run_in_thread
 from shoal.serve.replica.model_statistics import ModelStatistics
@@ -139,6 +139,12 @@ class OnDemandRequests:
         self._transport.retain(plan.addresses.values())
         self._lost_until_s = {each: s for each, s in self._lost_until_s.items() if each in plan.addresses}
         self.notify()
+
+    def describe_unknown(self, name: str, loaded: Iterable[str]) -> InferenceError:
+        """The error of a request for a model that is neither loaded nor known here."""
+        if any(plan.name == name and plan.replicas is not None for plan in self._plan.models):
+            return undescribed_model(name)
+        return unknown_model(name, {**dict.fromkeys(loaded), **self.models})
 
     def get_use(self, name: str) -> ModelUse:
         """The use of a model, from its first request on."""
