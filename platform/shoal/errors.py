@@ -11,6 +11,7 @@
     │   └── Refused            the peer answered with an error (bad token, wrong version, ...)
     ├── InvalidSegment         experience that does not fit the run's spec (field, reason)
     ├── ConnectionLost         the peer did not answer within its deadline
+    │   └── RequestLost        the connection broke after the request was sent: it may have been executed
     ├── RunChanged             the gateway's address now serves another run, which the client has joined
     ├── Closed                 the object was used after close()
     ├── WeightsError           weights that are missing, damaged or of the wrong shape
@@ -136,6 +137,10 @@ class InvalidSegment(ShoalError, ValueError):
 
 class ConnectionLost(ShoalError, ConnectionError):
     """The peer did not answer within its deadline."""
+
+
+class RequestLost(ConnectionLost):
+    """The connection broke after the request was sent: the peer may have executed it, or have died of it."""
 
 
 class RunChanged(ShoalError):

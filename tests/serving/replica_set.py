@@ -15,13 +15,13 @@ import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shoal.errors import ConnectionLost
+from shoal.errors import ConnectionLost, RequestLost
 from shoal.home import home
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.serve.controller.admin_api import AdminApi
@@ -130,6 +130,7 @@ class ReplicaSet:
         self.replicas: dict[str, EndpointReplica] = {}
         self.controller_away = False
         self.dead: set[str] = set()
+        self.deadly: set[str] = set()  # replicas that die of the next request that another one sends
         self.num_forwarded = 0
         self.giving, self.num_fetched = asyncio.Event(), 0  # of the weights that the controller keeps
         self.giving.set()
@@ -272,7 +273,13 @@ class LocalPeers:
         self._set.num_forwarded += 1
         if address not in self._set.replicas:
             raise ConnectionLost(f"{address} is dead")
+        if address in self._set.deadly:
+            await self._set.kill(address)
+            raise RequestLost(f"{address} died of it")
         return await exchange(self._set.replicas[address], "POST", path, headers, body)
+
+    def retain(self, addresses: Collection[str]) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ import numpy as np
 import pytest
 
 from serving import faulty_models
-from serving.replica_set import Asked, ReplicaSet, ask, infer, register, until
+from serving.replica_set import SIGNATURE, Asked, ReplicaSet, ask, infer, register, until
 from shoal.errors import ConfigError, InferenceError
 from shoal.open_inference import inference_pb2 as pb
-from shoal.registry import Registry
+from shoal.registry import Registry, Signature, TensorSignature
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.on_demand import assignments
 from shoal.serve.grpc.service import Invocation
 from shoal.serve.messages.inference import InferCall
+from shoal.serve.replica.loader import StagedVersion, StagingError
+from shoal.serve.replica.on_demand import requests
 from shoal.serve.replica.replica import EndpointReplica
+from shoal.serve.scaling.replica_counts import decode
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
 
@@ -95,6 +99,7 @@ async def test_any_replica_answers_for_any_model(endpoint: ReplicaSet) -> None:
     assert sum(each.loads for each in found if each) == NUM_MODELS
     assert sum(each.evictions for each in found if each) == NUM_MODELS - 4
     assert sum(each.forwarded for each in found if each) == NUM_MODELS
+    assert sum(report.statuses["200"] for report in reports) == 2 * NUM_MODELS  # as clients see them
 
 
 @on_demand()
@@ -160,6 +165,35 @@ async def test_a_version_that_does_not_fit_alongside_the_former_replaces_it(endp
     assert caught.value.status == 409
     await endpoint.administer(action="deploy", model="m0", version=2)
     assert (await infer(endpoint.replicas["r1"], "m0")).version == 2
+    other = Signature(inputs=SIGNATURE.inputs, outputs=[TensorSignature(name="other", datatype="FP32", shape=[-1, 2])])
+    register("m0", signature=other)
+    with pytest.raises(InferenceError, match="deploy it by another name"):
+        await endpoint.administer(action="deploy", model="m0", version=3)
+    assert (await infer(endpoint.replicas["r1"], "m0")).version == 2
+
+
+@on_demand(num_replicas=1, fit=3)
+async def test_a_version_replaces_one_that_cannot_be_loaded(endpoint: ReplicaSet) -> None:
+    replica, path = endpoint.replicas["r1"], Registry().get("m0@1").folder / "weights.safetensors"
+    os.rename(path, path.with_suffix(".away"))
+    assert (await infer(replica, "m0")).status == 503
+    register("m0")
+    with pytest.raises(InferenceError, match="cannot stage version 1"):
+        await endpoint.administer(action="canary", model="m0", version=2, percent=5)
+    await endpoint.administer(action="deploy", model="m0", version=2)
+    assert (await infer(replica, "m0")).version == 2
+
+
+@on_demand(num_replicas=4)
+async def test_a_canary_survives_replicas_without_its_model(endpoint: ReplicaSet) -> None:
+    register("m0")
+    await infer_everywhere(endpoint, "m0")
+    await endpoint.administer(action="canary", model="m0", version=2, percent=50)
+    (holder,) = endpoint.controller.state.placement["m0"]
+    for name in set(endpoint.replicas) - {holder}:
+        await endpoint.kill(name)
+    await until(lambda: list(endpoint.controller.reports) == [holder])
+    assert (endpoint.phase("m0"), endpoint.controller.state.models["m0"].rollout.lost_replicas) == ("canary", 0)
 
 
 @on_demand()
@@ -174,6 +208,56 @@ async def test_a_dead_replica_s_models_are_loaded_by_another(endpoint: ReplicaSe
         answer = await infer(endpoint.replicas[survivor], "m0")
         assert answer.status == 200, answer.body
     assert "m0" in loaded(endpoint, survivor)
+
+
+@on_demand(fit=3)
+async def test_a_replica_that_takes_over_a_canary_answers_once_it_has_both_versions(endpoint: ReplicaSet) -> None:
+    register("m0")
+    await infer_everywhere(endpoint, "m0")
+    await endpoint.administer(action="canary", model="m0", version=2, percent=50)
+    (holder,) = endpoint.controller.state.placement["m0"]
+    await endpoint.kill(holder)
+    (survivor,) = endpoint.replicas.values()
+    answers = await asyncio.gather(infer(survivor, "m0", version=2), infer(survivor, "m0", shoal_track="candidate"))
+    assert [(each.status, each.version) for each in answers] == [(200, 2)] * 2
+
+
+@on_demand(num_replicas=1)
+async def test_a_load_that_fails_while_the_controller_is_away_fails_its_requests(endpoint: ReplicaSet) -> None:
+    replica = endpoint.replicas["r1"]
+
+    async def load(*_: object) -> StagedVersion:
+        await until(lambda: replica.manager.on_demand.get_use("m0").waited)
+        endpoint.controller_away = True
+        raise StagingError("the file is damaged")
+
+    replica.manager._loader.load_version = load  # type: ignore[method-assign]
+    asking = asyncio.create_task(infer(replica, "m0"))
+    await until(lambda: replica.manager._rejected)
+    answer = await asyncio.wait_for(asking, requests.LOAD_WAIT_S / 2)
+    assert (answer.status, "cannot be loaded" in answer.body["error"]) == (503, True)
+
+
+@on_demand(num_replicas=5)
+async def test_a_request_that_replicas_die_of_is_not_sent_to_a_third(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0")
+    (holder,) = endpoint.controller.state.placement["m0"]
+    caller = next(name for name in reversed(endpoint.replicas) if name != holder)
+    endpoint.deadly = set(endpoint.replicas) - {caller}
+    answer = await infer(endpoint.replicas[caller], "m0")
+    assert len(endpoint.replicas) >= 3
+    assert (answer.status == 503) == (len(endpoint.replicas) == 3)  # or the caller loaded it
+
+
+@on_demand()
+async def test_a_replica_that_does_not_know_the_token_yet_is_not_asked_again(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0")
+    (holder,) = endpoint.controller.state.placement["m0"]
+    (other,) = set(endpoint.replicas) - {holder}
+    manager = endpoint.replicas[holder].manager
+    manager._plan = replace(manager._plan, peer_token="of another plan")  # type: ignore[type-var]
+    answer = await infer(endpoint.replicas[other], "m0")
+    assert answer.status == 200, answer.body
 
 
 @on_demand()
@@ -222,6 +306,26 @@ async def test_while_the_controller_is_away_loaded_models_answer_and_others_say_
     assert sum(replica.report().models["m0"].residency.loads for replica in endpoint.replicas.values()) == 1  # type: ignore[union-attr]
 
 
+@on_demand()
+async def test_a_controller_that_starts_without_the_registry_serves_what_is_loaded(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0")
+    root = Registry().root
+    os.rename(root, root.with_suffix(".away"))
+    endpoint.restart_controller()
+    endpoint.controller.state.models["m5"].described = None  # a model that it has never read
+    endpoint.controller._commit()
+    generation = endpoint.controller.plan.generation
+    await until(lambda: all(each.generation >= generation for each in endpoint.controller.reports.values()))
+    late = endpoint.add("late")
+    await until(lambda: late.manager.list_models())
+    await infer_everywhere(endpoint, "m0")
+    answer = await infer(late, "m5")
+    assert answer.status == 503, answer.body
+    os.rename(root.with_suffix(".away"), root)
+    await until(lambda: "m5" in late.manager.on_demand.models)
+    await infer_everywhere(endpoint, "m1", "m5")
+
+
 @on_demand(num_replicas=1)
 async def test_a_model_that_cannot_be_loaded_drops_no_other_for_a_while(endpoint: ReplicaSet) -> None:
     await infer_everywhere(endpoint, "m0", "m1")
@@ -230,7 +334,9 @@ async def test_a_model_that_cannot_be_loaded_drops_no_other_for_a_while(endpoint
     for _ in range(3):
         answer = await infer(endpoint.replicas["r1"], "m2")
         assert answer.status == 503, answer.body
+        assert "weights.safetensors" not in answer.body["error"]
         assert int(answer.headers[b"retry-after"]) >= 1
+    await until(lambda: "weights.safetensors" in endpoint.status.describe_model("m2")["reason"])
     await infer_everywhere(endpoint, "m0")
     found = [model.residency for model in endpoint.replicas["r1"].report().models.values()]
     assert sum(each.evictions for each in found if each is not None) <= 2
@@ -240,18 +346,26 @@ async def test_a_model_that_cannot_be_loaded_drops_no_other_for_a_while(endpoint
     await infer_everywhere(endpoint, "m2")
 
 
-@on_demand(num_replicas=1, prepare=register_gated, models={"slow": {"max_queue_size": 2, "max_batch_size": 2}})
+@on_demand(
+    num_replicas=1,
+    prepare=register_gated,
+    models={"slow": {"max_queue_size": 2, "max_batch_size": 2}, "slow2": {"max_queue_bytes": 8}},
+)
 async def test_requests_wait_for_a_load_within_bounds(endpoint: ReplicaSet, folder: Path) -> None:
     replica = endpoint.replicas["r1"]
     first = [ask_gated(replica), ask_gated(replica)]
     await until(lambda: replica.manager.on_demand.get_use("slow").waiting == 2)
+    assert decode(replica.measure_load()).waiting == 2
     assert (await ask_gated(replica)).status == 503  # full
     await infer_everywhere(endpoint, "m0")  # another model loads meanwhile
     late = ask_gated(replica, "slow2", shoal_deadline_ms="1")
     assert (await late).status == 504
+    first.append(ask_gated(replica, "slow2"))
+    await until(lambda: replica.manager.on_demand.get_use("slow2").waiting)
+    assert "8 bytes wait" in (await ask_gated(replica, "slow2")).body["error"]
     for name in ("slow", "slow2"):
         os.remove(folder / name)
-    assert [(await each).status for each in first] == [200, 200]
+    assert [(await each).status for each in first] == [200, 200, 200]
     loads = replica.report().models["slow"].residency
     assert loads is not None
     assert loads.loads == 1
@@ -299,12 +413,44 @@ async def test_two_models_for_one_capacity_take_turns(endpoint: ReplicaSet) -> N
     assert sum(loads) <= 4  # not one for each request
 
 
+@on_demand(num_replicas=1)
+async def test_a_model_measured_to_be_large_fits_again_after_the_controller_has_restarted(endpoint: ReplicaSet) -> None:
+    replica, size_bytes = endpoint.replicas["r1"], Registry().get("m0@1").manifest.size_bytes
+    replica.manager.on_demand.get_use("m1")
+    replica.manager._memory.get_loads("m1").measured_bytes[1] = int(1.6 * size_bytes)
+    endpoint.restart_controller()
+    for name in ("m0", "m1", "m0", "m1"):
+        await infer_everywhere(endpoint, name)
+        assert loaded(endpoint) == [name]  # the two take more than there is
+
+
+@on_demand(num_replicas=1, fit=1)
+async def test_a_small_version_fits_after_a_large_one_of_its_name(endpoint: ReplicaSet) -> None:
+    replica, name = endpoint.replicas["r1"], "m0"
+    await infer_everywhere(endpoint, name)
+    replica.manager._memory.get_loads(name).measured_bytes[1] = 1 << 40
+    await endpoint.administer(action="delete", model=name)
+    register(name)
+    await endpoint.administer(action="deploy", model=name, version=2)
+    assert (await infer(replica, name)).version == 2
+
+
 @on_demand(models={"m0": {"pin": True}})
 async def test_a_pinned_model_is_on_every_replica_and_stays(endpoint: ReplicaSet) -> None:
     assert loaded(endpoint) == ["m0", "m0"]
     await infer_everywhere(endpoint, *NAMES)
     assert loaded(endpoint).count("m0") == 2
     await until(lambda: len(loaded(endpoint)) == 4)
+
+
+@on_demand(num_replicas=1, fit=3)
+async def test_a_model_that_is_pinned_later_counts_once(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0", "m1")
+    await endpoint.administer(action="set", model="m0", options={"pin": True})
+    await until(lambda: list(endpoint.controller.state.placement) == ["m1"])
+    (memory,) = endpoint.controller.assignments._build_memory(set()).values()
+    size_bytes = Registry().get("m0@1").manifest.size_bytes
+    assert memory.free_bytes == endpoint.controller.assignments._memory_bytes - 2 * size_bytes  # type: ignore[operator]
 
 
 @on_demand(num_replicas=1)

@@ -17,10 +17,10 @@ def plan(name: str, size_bytes: int, is_pinned: bool = False) -> ModelPlan:
 
 async def load(memory: ModelMemory, name: str, size_bytes: int, **fields: bool) -> str:
     """Load a model, and account for it."""
-    async with memory.reserve(plan(name, size_bytes, **fields), 1, lambda: True) as is_wanted:
+    async with memory.reserve(1, lambda: plan(name, size_bytes, **fields)) as is_wanted:
         assert is_wanted
         await asyncio.sleep(0)
-        memory.add(name, plan(name, size_bytes), 1, 0.5)
+        memory.add(name, plan(name, size_bytes), 0.5)
     return name
 
 
@@ -39,7 +39,7 @@ async def test_a_load_waits_for_memory_and_no_load_exceeds_it() -> None:
     waiting = asyncio.create_task(load(memory, "b", 60))
     await load(memory, "c", 40)
     assert (memory.used_bytes, waiting.done()) == (100, False)
-    memory.retain("a", ())
+    memory.account("a", 0)
     assert await waiting == "b"
     assert memory.used_bytes == 100
     assert memory.get_resident_bytes("b") == 60
@@ -48,16 +48,16 @@ async def test_a_load_waits_for_memory_and_no_load_exceeds_it() -> None:
 
 @in_loop
 async def test_what_is_no_longer_wanted_does_not_wait() -> None:
-    memory, is_wanted = ModelMemory(100, lambda: 0), True
+    memory, wanted = ModelMemory(100, lambda: 0), [plan("b", 60)]
     await load(memory, "a", 60)
 
     async def give_up() -> bool:
-        async with memory.reserve(plan("b", 60), 1, lambda: is_wanted) as found:
+        async with memory.reserve(1, lambda: wanted[0] if wanted else None) as found:
             return found
 
     waiting = asyncio.create_task(give_up())
     await asyncio.sleep(0)
-    is_wanted = False
+    wanted.clear()
     memory.notify()
     assert not await waiting
     assert memory.used_bytes == 60
@@ -67,7 +67,7 @@ async def test_what_is_no_longer_wanted_does_not_wait() -> None:
 async def test_a_load_that_fails_gives_its_memory_back_and_a_pinned_model_does_not_wait() -> None:
     memory = ModelMemory(100, lambda: 0)
     with pytest.raises(RuntimeError):
-        async with memory.reserve(plan("a", 80), 1, lambda: True):
+        async with memory.reserve(1, lambda: plan("a", 80)):
             raise RuntimeError("the file is damaged")
     assert memory.used_bytes == 0
     await load(memory, "b", 80)
@@ -76,10 +76,13 @@ async def test_a_load_that_fails_gives_its_memory_back_and_a_pinned_model_does_n
 
 
 @in_loop
-async def test_a_large_model_counts_with_what_its_load_was_measured_to_take() -> None:
+async def test_a_large_model_s_load_is_measured_and_counts_as_the_plan_says() -> None:
     process_bytes, size_bytes = [0, 500, 500 + 3 * MEASURED_FROM_BYTES], MEASURED_FROM_BYTES
     memory = ModelMemory(1 << 40, lambda: process_bytes.pop(0))
     await load(memory, "a", size_bytes)  # the first load imports its code: it says nothing
-    assert memory.get_loads("a").version_bytes == size_bytes
+    assert memory.get_loads("a").measured_bytes == {}
     await load(memory, "b", size_bytes)
-    assert memory.get_loads("b").version_bytes == 3 * size_bytes
+    assert memory.get_loads("b").measured_bytes == {1: 3 * size_bytes}
+    assert memory.used_bytes == 2 * size_bytes  # the controller decides, and says so in the plan
+    memory.account("b", 3 * size_bytes)
+    assert memory.used_bytes == 4 * size_bytes

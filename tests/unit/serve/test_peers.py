@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shoal.batching.batcher import Prediction
-from shoal.errors import ConnectionLost, InferenceError
+from shoal.errors import ConnectionLost, InferenceError, RequestLost
 from shoal.open_inference.messages import TensorMetadata
 from shoal.serve.http.codec import HttpCodec
 from shoal.serve.http.response import build_error_response
@@ -93,9 +93,13 @@ def test_connections_stay_open_and_a_closed_one_is_replaced() -> None:
             answers = [await transport.post(address, "/", {"a": "b"}, b"body") for _ in range(5)]
             assert [body for _, _, body in answers] == [b"0", b"1", b"0", b"1", b"0"]
             assert peer.num_connections == 3
-            transport.close()
-        with pytest.raises(ConnectionLost, match="did not answer"):
+            transport.retain([address])
+            assert len(transport._idle[address]) == 1
+            transport.retain([])
+            assert not transport._idle
+        with pytest.raises(ConnectionLost, match="did not answer") as caught:
             await transport.post(address, "/", {}, b"")
+        assert not isinstance(caught.value, RequestLost)  # it was not sent
 
     asyncio.run(run())
 
@@ -108,7 +112,7 @@ def test_a_peer_that_dies_with_the_request_is_lost() -> None:
 
     async def run() -> None:
         async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
-            with pytest.raises(ConnectionLost):
+            with pytest.raises(RequestLost):
                 await HttpTransport().post(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "/", {}, b"body")
 
     asyncio.run(run())

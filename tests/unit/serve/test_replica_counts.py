@@ -39,3 +39,12 @@ def test_two_models_share_a_replica_by_what_is_asked_of_them() -> None:
 def test_without_a_measured_forward_there_is_no_curve() -> None:
     assert LoadMeter(lambda: 0.0).measure({"a": replace(MODEL, latency=[])}).curve == ()
     assert LoadMeter(lambda: 0.0).measure({}).curve == ()
+
+
+def test_a_model_that_was_dropped_and_loaded_again_counts_on() -> None:
+    meter = LoadMeter(lambda: 0.0)
+    measured = [
+        meter.measure({"a": replace(MODEL, counts=BatcherCounts(submitted=submitted))} if submitted else {}).requests
+        for submitted in (20, 0, 5, 25, 3)
+    ]
+    assert measured == [20, 20, 25, 45, 48]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -77,6 +78,15 @@ class Event:
         return {name: value for name, value in found.items() if value not in (None, "")}
 
 
+@dataclass(frozen=True)
+class VersionDescription:
+    """What a plan says of a version: its signature, as a plain mapping, and the bytes of its payload."""
+
+    version: int
+    signature: dict[str, Any]
+    size_bytes: int
+
+
 @dataclass
 class ModelState:
     """The state of one model.
@@ -89,6 +99,7 @@ class ModelState:
                 run the newest ones, until it is to follow again
     is_added:   added later; not one of the models that the endpoint was deployed with
     before:     the former deployment, while the new one may still fail
+    described:  of a model on demand: the last planned version, for times without the registry
 
     Of a model that follows a run:
 
@@ -104,6 +115,7 @@ class ModelState:
     rejected: list[int] = field(default_factory=list)
     is_added: bool = False
     before: Deployment | None = None
+    described: VersionDescription | None = None
     retained: int = 0
     last_rejected: RejectedVersion | None = None
     unrecorded: int = 0
@@ -140,9 +152,9 @@ class ControllerState:
     peer_token: str = field(default_factory=lambda: secrets.token_hex(16))
     format: int = FORMAT
 
-    def count_lost_replica(self) -> None:
-        """Count a dead replica against each rollout whose version may have killed it."""
-        for model in self.models.values():
+    def count_lost_replica(self, names: Iterable[str]) -> None:
+        """Count a dead replica, which had these models, against each rollout whose version may have killed it."""
+        for model in (self.models[name] for name in names):
             if model.rollout.phase in (Phase.STAGING, Phase.CANARY):
                 model.rollout = replace(model.rollout, lost_replicas=model.rollout.lost_replicas + 1)
 

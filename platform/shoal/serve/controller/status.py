@@ -135,7 +135,12 @@ class StatusReporter:
         return ModelStatus(
             name=name,
             state=state,
-            reason=controller.registry_errors.get(name, "") or _reason(rollout) or _last_rejected(model),
+            reason=(
+                controller.registry_errors.get(name, "")
+                or _reason(rollout)
+                or _last_rejected(model)
+                or controller.assignments.find_error(name)
+            ),
             phase=phase,
             source=f"{name}@{deployment.version}" if deployment.version else ("a run" if deployment.is_live else name),
             pinned=max(rollout.stable, 0) if deployment.is_live else 0,

@@ -28,6 +28,7 @@ from shoal.serve.http.messages import RestRequest, compress_response, send_respo
 from shoal.serve.http.response import RestResponse, build_error_response, read_length
 from shoal.serve.http.routes import (
     ADMIN_ACTIONS,
+    PEERS_PATH,
     UNAUTHENTICATED_ACTIONS,
     RouteAction,
     RouteTarget,
@@ -112,7 +113,8 @@ class RestApp:
         except Exception as error:
             logger.exception("a request failed")
             answer = build_error_response(InferenceError(500, f"this request failed: {type(error).__name__}: {error}"))
-        self._statuses[answer.status] += 1
+        if not scope["path"].startswith(PEERS_PATH):  # counted where the client has called
+            self._statuses[answer.status] += 1
         await send_response(answer, send)
 
     def get_status_counts(self) -> dict[int, int]:

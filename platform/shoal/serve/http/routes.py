@@ -73,7 +73,8 @@ MODEL_ROUTES: dict[tuple[str, ...], RouteAction] = {
     ("infer",): RouteAction.INFER,
     ("stats",): RouteAction.STATISTICS,
 }
-PEER_PATH = "/shoal/v1/peers/{model}/infer"
+PEERS_PATH = "/shoal/v1/peers/"
+PEER_PATH = PEERS_PATH + "{model}/infer"
 REPOSITORY_ROUTES: dict[tuple[str, ...], RouteAction] = {("load",): RouteAction.LOAD, ("unload",): RouteAction.UNLOAD}
 
 

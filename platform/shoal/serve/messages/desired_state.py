@@ -55,7 +55,7 @@ class ModelPlan:
     Of an endpoint with a memory for each replica's models:
 
     replicas:   by name, those that have the model; None: all
-    size_bytes: of a version in memory, as far as its manifest tells
+    size_bytes: of each version in memory: of its payload, or as measured
     signature:  a Signature, as a plain mapping, for replicas without the model; None: not on demand
     """
 

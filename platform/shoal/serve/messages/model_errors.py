@@ -6,11 +6,19 @@ from collections.abc import Iterable, Sequence
 
 from shoal.errors import InferenceError
 
+OTHER_TENSORS = "it takes or gives other tensors than what is served: deploy it by another name"
+
 
 def unknown_model(name: str, models: Iterable[str]) -> InferenceError:
     """The 404 for a model that is not among the served `models`."""
     there = ", ".join(map(repr, models)) or "none"
     return InferenceError(404, f"there is no model {name[:200]!r}; this endpoint serves {there}")
+
+
+def undescribed_model(name: str) -> InferenceError:
+    """The 503 for a model of which nothing is known while the registry cannot be read."""
+    problem = f"model {name!r} is not known yet: the registry cannot be read; try again later"
+    return InferenceError(503, problem, retry_after_s=1.0)
 
 
 def unknown_version(model: str, version: str, versions: Sequence[int]) -> InferenceError:

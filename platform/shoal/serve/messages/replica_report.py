@@ -58,7 +58,7 @@ class ModelFailure:
 class Residency:
     """A model that replicas load on demand, on one of them. Counts are those since the replica started.
 
-    version_bytes: of a loaded version; of the last one while none is
+    measured_bytes: by how much the process grew with a version, of those large enough, by number
     resident_bytes: of all its loaded versions
     load_s:   of the last load; `total_load_s` of all `loads`
     idle_s:   since the last request
@@ -67,7 +67,7 @@ class Residency:
     forwarded: requests for it that another replica answered
     """
 
-    version_bytes: int = 0
+    measured_bytes: Mapping[int, int] = field(default_factory=dict)
     resident_bytes: int = 0
     load_s: float = 0.0
     total_load_s: float = 0.0

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from shoal.errors import WeightsError
 from shoal.registry.manifest import ModelFactory, Signature
+from shoal.serve.messages.model_errors import OTHER_TENSORS
 from shoal.serve.messages.replica_report import truncate_reason
 from shoal.serve.model.predictor import LoadedModel, OpenTemplate, Predictor
 from shoal.serve.spec.model_options import ModelOptions
@@ -83,7 +84,7 @@ class VersionLoader:
             since_s = time.monotonic()
             package = source.load_package(version) if self._share is None else source.open_package(version)
             if signature is not None and package.signature != signature:
-                raise WeightsError("it takes or gives other tensors than what is served: deploy it by another name")
+                raise WeightsError(OTHER_TENSORS)
             built, loaded = self._load(package, options, last)
             return StagedVersion(built, loaded, time.monotonic() - since_s)
 

@@ -22,7 +22,6 @@ from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, ServedModelProtocol
-from shoal.serve.messages.model_errors import unknown_model
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.model.predictor import OpenTemplate, Predictor
 from shoal.serve.replica.live.follower import LiveFollower
@@ -107,12 +106,12 @@ class ModelManager:
         return list(self._models.values())
 
     def get_model(self, name: str) -> ServedModel | ColdModel:
-        try:
-            return self._models[name]
-        except KeyError:
-            if (cold := self.on_demand.models.get(name)) is not None:
-                return cold
-            raise unknown_model(name, {**self._models, **self.on_demand.models}) from None
+        cold = self.on_demand.models.get(name)
+        if cold is not None and self._find_answering(name) is None:
+            return cold
+        if (served := self._models.get(name)) is not None:
+            return served
+        raise self.on_demand.describe_unknown(name, self._models)
 
     def get_peer_model(self, name: str, token: bytes, generation: bytes) -> ServedModelProtocol:
         expected = self._plan.peer_token if self._plan is not None else ""
@@ -159,7 +158,7 @@ class ModelManager:
     def apply(self, plan: EndpointPlan) -> None:
         """Apply a plan as far as possible, and begin to stage missing versions."""
         self.on_demand.apply(plan)
-        self._memory.notify()
+        self._memory.retain_models(model.name for model in plan.models)
         before, self._plan = self._plans, plan
         self._plans = {model.name: model for model in plan.models if model.is_for(self._replica)}
         self._rejected = {name: rejected for name, rejected in self._rejected.items() if name in self._plans}
@@ -209,14 +208,17 @@ class ModelManager:
         return [plan for plan in self._plans.values() if plan.replicas is None]
 
     def _find_answering(self, name: str) -> ServedModel | None:
-        served = self._models.get(name)
-        return served if served is not None and served.version else None
+        """The model, once it answers: a replica that takes over a canary needs both versions for that."""
+        served, plan = self._models.get(name), self._plans.get(name)
+        if served is None or plan is None or not served.version:
+            return None
+        failed = self._rejected[name].version if name in self._rejected else 0
+        return served if plan.candidate in (0, failed, *served.versions) else None
 
     def _find_error(self, name: str) -> str:
-        rejected = self._rejected.get(name)
-        return (
-            "" if rejected is None else rejected.reason if self._spec.show_errors else "the endpoint's status has why"
-        )
+        if (rejected := self._rejected.get(name)) is None:
+            return ""
+        return rejected.reason if self._spec.show_errors else "the endpoint's status has why"
 
     def _has_staged(self, plan: ModelPlan) -> bool:
         hosted = self._models.get(plan.name)
@@ -286,8 +288,8 @@ class ModelManager:
         hosted = self._models.get(name)
         if hosted is not None and hosted.plan_options == plan.options:
             _apply_rollout(hosted, plan)
-            self._memory.retain(hosted, hosted.versions)
-            self.on_demand.notify()
+            self._memory.account(hosted, len(hosted.versions) * plan.size_bytes)
+        self.on_demand.notify()
         failed = self._rejected[name].version if name in self._rejected else 0
         for key, version, options in self._list_missing(plan):
             if version != failed and (name, key) not in self._tasks:
@@ -311,7 +313,7 @@ class ModelManager:
         name, hosted = plan.name, self._models.get(plan.name)
         source, options = RegisteredModel(name, plan.registry), ModelOptions.parse(plan_options)
         signature, built = (hosted.signature, hosted.built) if hosted is not None else (None, None)
-        async with self._memory.reserve(plan, key, lambda: name in self._plans) as is_wanted:
+        async with self._memory.reserve(version, lambda: self._plans.get(name)) as is_wanted:
             try:
                 if is_wanted:
                     staged = await self._loader.load_version(source, version, options, signature, built)
@@ -342,7 +344,7 @@ class ModelManager:
             target = group[name] = self._make_served_model(name, staged.built.predictor, options, counts=counts)
         target.built, target.predictor = staged.built, staged.built.predictor
         target.router.add(staged.loaded)
-        self._memory.add(target, wanted, version, staged.load_s)
+        self._memory.add(target, wanted, staged.load_s)
 
     def _make_served_model(
         self, name: str, predictor: Predictor, options: dict[str, Any], *,
@@ -378,7 +380,7 @@ class ModelManager:
 
     def _close_served(self, served: ServedModel) -> None:
         served.close()
-        self._memory.retain(served, ())
+        self._memory.account(served, 0)
 
     async def _serve_live(self, plan: ModelPlan) -> None:
         name, model = plan.name, self._live[plan.name]

@@ -202,7 +202,7 @@ class EndpointReplica:
     def measure_load(self) -> dict[str, float]:
         """What an autoscaling policy needs, as numbers by name. Call it on the event loop."""
         models = {each.name: each.measure_load() for each in self.manager.list_loaded()}
-        return encode(self._load_meter.measure(models))
+        return encode(self._load_meter.measure(models, self.manager.on_demand.num_waiting))
 
     def _render_metrics(self, caller: Caller) -> bytes:
         return render([self.report(), *self._follower.peers], caller)

@@ -32,20 +32,24 @@ class LoadMeter:
 
     def __init__(self, loop_seconds: Callable[[], float]) -> None:
         self._loop_seconds = loop_seconds  # processor time of the calling thread, which runs the event loop
-        self._requests: dict[str, int] = {}
+        self._requests: dict[str, int] = {}  # of the present models
+        self._num_arrived = 0
         self._recent: dict[str, float] = {}
 
-    def measure(self, models: Mapping[str, ModelLoad]) -> ReplicaLoad:
+    def measure(self, models: Mapping[str, ModelLoad], num_unloaded: int = 0) -> ReplicaLoad:
+        """num_unloaded: requests that wait for a model to be loaded"""
         requests = {name: _count_requests(each.counts) for name, each in models.items()}
         for name, count in requests.items():
-            arrived = count - self._requests.get(name, 0)
-            self._recent[name] = RETAINED * self._recent.get(name, 0.0) + max(0, arrived)
-        self._requests |= requests  # of a model that was removed too: the sum never falls
+            before = self._requests.get(name, 0)
+            arrived = count - before if count >= before else count  # a model that is loaded again begins at 0
+            self._recent[name] = RETAINED * self._recent.get(name, 0.0) + arrived
+            self._num_arrived += arrived
+        self._requests = requests
         total = sum(self._recent[name] for name in models)
         shares = {name: self._recent[name] / total if total > 1e-6 else 1 / len(models) for name in models}
-        waiting = sum(each.waiting for each in models.values())
+        waiting = num_unloaded + sum(each.waiting for each in models.values())
         curve = _merge_forwards([(shares[name], each) for name, each in models.items() if shares[name] > 1e-3])
-        return ReplicaLoad(sum(self._requests.values()), waiting, self._loop_seconds(), curve)
+        return ReplicaLoad(self._num_arrived, waiting, self._loop_seconds(), curve)
 
 
 def _count_requests(counts: BatcherCounts) -> int:

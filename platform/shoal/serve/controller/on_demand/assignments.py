@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shoal.errors import InferenceError, RegistryError
 from shoal.runs.formatting import format_size
@@ -23,10 +22,10 @@ from shoal.serve.controller.on_demand.placement import (
     choose_replica,
     is_hot,
 )
-from shoal.serve.controller.rollout import AbandonRollout, Goal, Phase, Proceed
-from shoal.serve.controller.state import ControllerState, ModelState
+from shoal.serve.controller.rollout import AbandonRollout, Goal, Phase, Proceed, find_staging_error
+from shoal.serve.controller.state import ControllerState, ModelState, VersionDescription
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
-from shoal.serve.messages.model_errors import unknown_model
+from shoal.serve.messages.model_errors import OTHER_TENSORS, unknown_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.spec.model_source import Catalogue
 
@@ -74,8 +73,8 @@ class Assignments:
         self._memory_bytes, self._state, self._reports = memory_bytes, state, reports
         self._catalogue, self._commit, self._wait_until, self._clock = catalogue, commit, wait_until, clock
         self._since_s = {(name, each): clock() for name, replicas in state.placement.items() for each in replicas}
-        self._known: dict[tuple[str, str, int], tuple[dict[str, Any], int]] = {}  # signature and bytes of a version
-        self._measured: dict[str, int] = {}  # bytes of a version in memory
+        self._known: dict[tuple[str, str, int], VersionDescription] = {}
+        self._has_unread = False  # a version that the registry does not describe now
         self._load_s: dict[str, float] = {}
         self._uses: dict[tuple[str, str], _Use] = {}
         self._failed: dict[str, _FailedLoad] = {}
@@ -90,11 +89,13 @@ class Assignments:
         """The plan with the replicas that load the model, and what the others need to know of it."""
         if self._memory_bytes is None or not plan.registry:
             return plan
-        signature, size_bytes = self._describe(model, plan.stable or max(plan.staged, default=0))
+        model.described = self._describe(model, plan.stable or max(plan.staged, default=0)) or model.described
+        size_bytes = self._version_bytes(plan.name, model)
         if not self.is_on_demand(model):
             return replace(plan, size_bytes=size_bytes)
         staged = (plan.stable,) if model.rollout.phase is Phase.FLIPPING else plan.staged
         replicas = tuple(self._state.placement.get(plan.name, ()))
+        signature = model.described.signature if model.described is not None else None
         return replace(plan, staged=staged, replicas=replicas, size_bytes=size_bytes, signature=signature)
 
     def add_peers(self, plan: EndpointPlan) -> EndpointPlan:
@@ -110,6 +111,15 @@ class Assignments:
             return list(reports)
         replicas = self._state.placement.get(name, ())
         return [report for report in reports if report.replica in replicas]
+
+    def list_models(self, report: ReplicaReport) -> list[str]:
+        """The models that a replica is to have."""
+        return [name for name in self._state.models if self.select(name, [report])]
+
+    def find_error(self, name: str) -> str:
+        """The reason why a model could not be loaded; "" if it could."""
+        failed = self._failed.get(name)
+        return f"it cannot be loaded: {failed.reason}" if failed is not None else ""
 
     # -- what is known ----------------------------------------------------------------------------------------------
 
@@ -141,7 +151,6 @@ class Assignments:
             use.reported_s, use.num_requests = now_s, residency.requests
         if model.version:
             self._failed.pop(name, None)
-            self._measured[name] = residency.version_bytes
             self._load_s[name] = RECENT * residency.load_s + (1 - RECENT) * self._load_s.get(name, residency.load_s)
 
     def _note_idle(self, replica: str, idle_s: Mapping[str, float]) -> None:
@@ -159,9 +168,8 @@ class Assignments:
 
     def forget_model(self, name: str) -> None:
         """Forget a model that is no longer served."""
-        for replica in list(self._state.placement.get(name, ())):
-            self._unassign(name, replica)
-        for known in (self._measured, self._load_s, self._failed):
+        self._forget_placement(name)
+        for known in (self._load_s, self._failed):
             known.pop(name, None)
         self._uses = {key: use for key, use in self._uses.items() if key[0] != name}
 
@@ -202,7 +210,7 @@ class Assignments:
             raise unknown_model(name, self._state.models)
         failed, now_s = self._failed.get(name), self._clock()
         if failed is not None and now_s < failed.until_s:
-            problem = f"model {name!r} cannot be loaded: {failed.reason}"
+            problem = f"model {name!r} cannot be loaded: the endpoint's status has why"
             raise InferenceError(503, problem, retry_after_s=failed.until_s - now_s)
         holders, reachable = set(self._state.placement.get(name, ())), {caller, *self._state.addresses} - set(lost)
         if not self.is_on_demand(model) or holders & reachable:
@@ -220,7 +228,7 @@ class Assignments:
         """Make memory for a version that is being staged, on the replicas that have the model, or on one.
 
         Proceed: without staging. So begins a model that the endpoint was deployed with, and so is a version replaced
-        that would not fit alongside the next one. None: as the replicas report.
+        that would not fit alongside the next one, or that cannot be loaded. None: as the replicas report.
         """
         model = self._state.models[name]
         rollout = model.rollout
@@ -230,22 +238,37 @@ class Assignments:
         if not holders and not rollout.stable and not model.is_added:
             return Proceed()
         self._failed.pop(name, None)  # another version may load
+        if rollout.stable != rollout.candidate:
+            stable, reports = replace(rollout, candidate=rollout.stable), self.select(name, self._reports.values())
+            if reason := find_staging_error(name, stable, reports):
+                return self._replace_stable(name, model) if rollout.goal is Goal.FLIP else AbandonRollout(reason)
         size_bytes, capacity_bytes = self._total_bytes(name, model), self._capacity_bytes
         if size_bytes > capacity_bytes:
             one_bytes = self._version_bytes(name, model)
             if rollout.goal is not Goal.FLIP or one_bytes > capacity_bytes:
                 return AbandonRollout(describe_too_large(name, size_bytes, capacity_bytes))
-            for replica in holders:
-                self._unassign(name, replica)
-            return Proceed()
+            return self._replace_stable(name, model)
         if not holders:
             self.request(name)
         for replica in holders:
             self._shrink(replica)
         return None
 
+    def _replace_stable(self, name: str, model: ModelState) -> Proceed | AbandonRollout:
+        """Let a version that is not staged replace the former one, if clients may call both alike."""
+        before, after = (self._describe(model, each) for each in (model.rollout.stable, model.rollout.candidate))
+        if before is not None and (after is None or before.signature != after.signature):
+            return AbandonRollout(OTHER_TENSORS)
+        self._forget_placement(name)
+        return Proceed()
+
     def tick(self) -> None:
-        """Let further replicas load the models that one alone is too slow for."""
+        """Describe what could not be read; let further replicas load the models that one alone is too slow for."""
+        if self._has_unread:
+            self._has_unread = False
+            self._commit()
+        for name in [each for each in self._state.placement if not self.is_on_demand(self._state.models[each])]:
+            self._forget_placement(name)  # it is pinned by now
         now_s = self._clock()
         if self._memory_bytes is None or now_s - self._spread_s < SPREAD_EVERY_S:
             return
@@ -276,6 +299,10 @@ class Assignments:
         self._state.placement[name].remove(replica)
         if not self._state.placement[name]:
             del self._state.placement[name]
+
+    def _forget_placement(self, name: str) -> None:
+        for replica in list(self._state.placement.get(name, ())):
+            self._unassign(name, replica)
 
     def _fail(self, name: str, replica: str, reason: str) -> None:
         """Leave a model that cannot be loaded for a while: each try would drop others."""
@@ -342,20 +369,25 @@ class Assignments:
     def _version_bytes(self, name: str, model: ModelState) -> int:
         rollout = model.rollout
         versions = [version for version in (rollout.stable, rollout.candidate) if version]
-        return max([self._measured.get(name, 0), *(self._describe(model, version)[1] for version in versions)])
+        found = [report.models[name].residency for report in self._reports.values() if name in report.models]
+        measured = [each.measured_bytes.get(version, 0) for each in found if each for version in versions]
+        described = [self._describe(model, version) for version in versions]
+        return max([*measured, *(each.size_bytes for each in described if each)], default=0)
 
-    def _describe(self, model: ModelState, version: int) -> tuple[dict[str, Any] | None, int]:
-        """A version's signature, as a plain mapping, and the bytes of its payload; none for no version."""
+    def _describe(self, model: ModelState, version: int) -> VersionDescription | None:
+        """What is known of a version; None for no version, and for one that cannot be read now."""
         deployment = model.deployment
         if not version or deployment.is_live:
-            return None, 0
+            return None
         key = deployment.registry, deployment.name, version
         if key not in self._known:
             try:
                 signature, size_bytes = self._catalogue(deployment.registry).describe(deployment.name, version)
             except RegistryError:  # the load fails with the reason
-                return None, 0
-            self._known[key] = signature.model_dump(mode="json"), size_bytes
+                self._has_unread = True
+                known = model.described
+                return known if known is not None and known.version == version else None
+            self._known[key] = VersionDescription(version, signature.model_dump(mode="json"), size_bytes)
         return self._known[key]
 
 

@@ -1,8 +1,8 @@
 """The memory of a replica's models: reserved before a load, released when a version is dropped.
 
 Owned by the model manager, on its event loop. Knows bytes and names, and loads nothing. A version's bytes are those of
-its payload until they were measured: by how much the process grew during a load that was alone, if the payload is large
-enough for that to tell.
+the plan, since the controller decides what fits by the same. What is measured goes to the controller: by how much the
+process grew during a load that was alone, if the version is large enough for that to tell.
 
 | capacity         | what blocks                    | who unblocks              | close()                    |
 |------------------|--------------------------------|---------------------------|----------------------------|
@@ -16,7 +16,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.serve.messages.desired_state import ModelPlan
 
@@ -25,9 +25,9 @@ MEASURED_FROM_BYTES = 16 << 20  # the interpreter, caches and other requests' te
 
 @dataclass
 class ModelLoads:
-    """The loads of one model on this replica. version_bytes: of a version in memory"""
+    """The loads of one model on this replica. measured_bytes: of versions in memory, by number"""
 
-    version_bytes: int = 0
+    measured_bytes: dict[int, int] = field(default_factory=dict)
     num_loads: int = 0
     last_s: float = 0.0
     total_s: float = 0.0
@@ -38,8 +38,8 @@ class ModelMemory:
 
     def __init__(self, capacity_bytes: int, process_bytes: Callable[[], int]) -> None:
         self._capacity_bytes, self._process_bytes = capacity_bytes, process_bytes
-        self._loading: dict[Hashable, int] = {}
-        self._loaded: dict[Hashable, dict[int, int]] = {}  # bytes of each version, by the served model
+        self._loading: dict[object, int] = {}
+        self._loaded: dict[Hashable, int] = {}  # by the served model
         self._loads: defaultdict[str, ModelLoads] = defaultdict(ModelLoads)
         self._num_loads = 0
         self._changed = asyncio.Event()
@@ -47,32 +47,35 @@ class ModelMemory:
     @property
     def used_bytes(self) -> int:
         """The bytes of all versions that are loaded or being loaded."""
-        return sum(self._loading.values()) + sum(sum(versions.values()) for versions in self._loaded.values())
+        return sum(self._loading.values()) + sum(self._loaded.values())
 
     def get_resident_bytes(self, served: Hashable) -> int:
         """The bytes of a served model's versions."""
-        return sum(self._loaded.get(served, {}).values())
+        return self._loaded.get(served, 0)
 
     def get_loads(self, name: str) -> ModelLoads:
         """The loads of a model."""
         return self._loads[name]
 
     @asynccontextmanager
-    async def reserve(self, plan: ModelPlan, key: int, is_wanted: Callable[[], bool]) -> AsyncIterator[bool]:
+    async def reserve(self, version: int, find_plan: Callable[[], ModelPlan | None]) -> AsyncIterator[bool]:
         """Reserve a version's bytes for the time of its load, once they are there; False if it is not wanted any more.
 
         A model that every replica has does not wait.
+
+        find_plan: the model's present plan; None if this replica has none any more
         """
-        loads = self._loads[plan.name]
-        loads.version_bytes = max(loads.version_bytes, plan.size_bytes)
-        while plan.replicas is not None and self.used_bytes + loads.version_bytes > self._capacity_bytes:
-            if not is_wanted():
-                break
+        while (
+            (plan := find_plan()) is not None
+            and plan.replicas is not None
+            and self.used_bytes + plan.size_bytes > self._capacity_bytes
+        ):
             await self._changed.wait()
-        if not is_wanted():
+        if plan is None:
             yield False
             return
-        self._loading[plan.name, key] = loads.version_bytes
+        load = object()
+        self._loading[load] = plan.size_bytes
         self._num_loads += 1
         number, is_alone = self._num_loads, len(self._loading) == 1
         before_bytes = self._process_bytes()
@@ -80,28 +83,30 @@ class ModelMemory:
             yield True
             is_alone = is_alone and 1 < number == self._num_loads  # the first one imports the model's code
             if is_alone and plan.size_bytes >= MEASURED_FROM_BYTES:
-                loads.version_bytes = max(plan.size_bytes, self._process_bytes() - before_bytes)
+                self._loads[plan.name].measured_bytes[version] = self._process_bytes() - before_bytes
         finally:
-            del self._loading[plan.name, key]
+            del self._loading[load]
             self.notify()
 
-    def add(self, served: Hashable, plan: ModelPlan, version: int, load_s: float) -> None:
+    def add(self, served: Hashable, plan: ModelPlan, load_s: float) -> None:
         """Account for a version that was loaded, in so many seconds."""
         loads = self._loads[plan.name]
         loads.num_loads += 1
         loads.last_s = load_s
         loads.total_s += load_s
-        self._loaded.setdefault(served, {})[version] = loads.version_bytes
+        self._loaded[served] = self._loaded.get(served, 0) + plan.size_bytes
 
-    def retain(self, served: Hashable, versions: Iterable[int]) -> None:
-        """Release the versions of a served model other than these."""
-        before = self._loaded.get(served, {})
-        remaining = {version: before[version] for version in versions if version in before}
-        if remaining != before:
-            self._loaded[served] = remaining
-            if not remaining:
-                del self._loaded[served]
+    def account(self, served: Hashable, resident_bytes: int) -> None:
+        """Replace the bytes of a served model's versions; 0 releases it."""
+        if resident_bytes != self._loaded.pop(served, 0):
             self.notify()
+        if resident_bytes:
+            self._loaded[served] = resident_bytes
+
+    def retain_models(self, names: Iterable[str]) -> None:
+        """Forget the loads of all models but these, and let waiting loads see what has changed."""
+        self._loads = defaultdict(ModelLoads, {name: self._loads[name] for name in names if name in self._loads})
+        self.notify()
 
     def notify(self) -> None:
         """Let waiting loads see whether they fit, or are still wanted."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Protocol
 from urllib.parse import quote
 
@@ -23,7 +24,7 @@ import msgspec
 import numpy as np
 
 from shoal.batching.batcher import Prediction
-from shoal.errors import ConnectionLost, InferenceError
+from shoal.errors import ConnectionLost, InferenceError, RequestLost
 from shoal.open_inference.binary_tensors import from_binary, to_binary
 from shoal.open_inference.messages import Error, InferRequest, InferResponse, InputTensor, RequestedOutput
 from shoal.serve.http.routes import PEER_PATH
@@ -32,16 +33,20 @@ from shoal.serve.protocol.infer_call import BATCH_HEADER, GENERATION_HEADER, PEE
 
 MAX_IDLE = 64
 CONNECT_TIMEOUT_S = 2.0
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(InferResponse).decode
 
 
 class PeerTransport(Protocol):
-    """Posts a request to a replica. Raises ConnectionLost when it does not answer."""
+    """Posts a request to a replica. Raises RequestLost when the connection breaks after the request was sent, and
+    ConnectionLost when it cannot be made. `retain` closes those to other addresses."""
 
     async def post(
         self, address: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[int, Mapping[str, str], bytes]: ...
+
+    def retain(self, addresses: Collection[str]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -50,7 +55,7 @@ class HttpTransport:
     """HTTP/1.1 between replicas, whose answers have a length."""
 
     def __init__(self) -> None:
-        self._idle: dict[str, list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = defaultdict(list)
+        self._idle: dict[str, list[Connection]] = defaultdict(list)
 
     async def post(
         self, address: str, path: str, headers: Mapping[str, str], body: bytes
@@ -58,28 +63,40 @@ class HttpTransport:
         lines = [f"POST {path} HTTP/1.1", f"host: {address}", f"content-length: {len(body)}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         content = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body
-        idle = self._idle[address]
+        is_sent = False
         try:
-            while idle:
-                try:
-                    return await self._exchange(address, idle.pop(), content)
-                except (OSError, asyncio.IncompleteReadError):
-                    continue  # closed while it was idle
+            if (connection := self._take_idle(address)) is not None:
+                is_sent = True
+                with suppress(OSError, asyncio.IncompleteReadError):  # perhaps closed while it was idle
+                    return await self._exchange(address, connection, content)
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 host, _, port = address.rpartition(":")
                 connection = await asyncio.open_connection(host.strip("[]"), int(port))
+            is_sent = True
             return await self._exchange(address, connection, content)
         except (OSError, asyncio.IncompleteReadError) as error:  # TimeoutError is one
-            raise ConnectionLost(f"the replica at {address} did not answer: {error!r}") from None
+            kind = RequestLost if is_sent else ConnectionLost
+            raise kind(f"the replica at {address} did not answer: {error!r}") from None
+
+    def _take_idle(self, address: str) -> Connection | None:
+        idle = self._idle[address]
+        while idle:
+            reader, writer = idle.pop()
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return None
+
+    def retain(self, addresses: Collection[str]) -> None:
+        for address in [address for address in self._idle if address not in addresses]:
+            for _, writer in self._idle.pop(address):
+                writer.close()
 
     def close(self) -> None:
-        for connections in self._idle.values():
-            for _, writer in connections:
-                writer.close()
-        self._idle.clear()
+        self.retain(())
 
     async def _exchange(
-        self, address: str, connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], content: bytes
+        self, address: str, connection: Connection, content: bytes
     ) -> tuple[int, Mapping[str, str], bytes]:
         reader, writer = connection
         is_reusable = False
@@ -89,7 +106,8 @@ class HttpTransport:
             status_line, *lines = head.split("\r\n")[:-2]
             headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
             body = await reader.readexactly(int(headers["content-length"]))
-            is_reusable = headers.get("connection") != "close" and len(self._idle[address]) < MAX_IDLE
+            is_closed = headers.get("connection") == "close" or reader.at_eof()
+            is_reusable = not is_closed and len(self._idle[address]) < MAX_IDLE
             return int(status_line.split(" ", 2)[1]), headers, body
         finally:
             if is_reusable:
@@ -137,6 +155,8 @@ def encode_call(
 def decode_answer(status: int, headers: Mapping[str, str], body: bytes) -> Prediction[Outputs]:
     """The prediction of another replica. Raises its InferenceError as it is, and ConnectionLost for no answer of it."""
     try:
+        if status == 401:
+            raise ConnectionLost("the replica does not take this replica's token: their plans differ for now")
         if status != 200:
             retry_after = headers.get("retry-after")
             message = msgspec.json.decode(body, type=Error).error

@@ -6,9 +6,9 @@ refuses it.
 
 | capacity                | what blocks                     | who unblocks              | close()                      |
 |-------------------------|---------------------------------|---------------------------|------------------------------|
-| `max_queue_size` rows   | a request, up to its deadline   | the load, a plan, a       | none: the requests end with  |
-| of each model; beyond,  | and `LOAD_WAIT_S`; then 504     | failure (`notify`)        | their server                 |
-| 503                     | or 503                          |                           |                              |
+| `max_queue_size` rows,  | a request, up to its deadline   | the load, a plan, a       | none: the requests end with  |
+| `max_queue_bytes` of    | and `LOAD_WAIT_S`; then 504     | failure (`notify`)        | their server                 |
+| each model; beyond, 503 | or 503                          |                           |                              |
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from shoal.batching.batcher import Prediction
-from shoal.errors import ConnectionLost, InferenceError
+from shoal.errors import ConnectionLost, InferenceError, RequestLost
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
-from shoal.serve.messages.inference import InferCall, Outputs
-from shoal.serve.messages.model_errors import unknown_model
+from shoal.serve.messages.inference import InferCall, Outputs, size_bytes
+from shoal.serve.messages.model_errors import undescribed_model, unknown_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, Residency
-from shoal.serve.protocol.infer_call import has_large_arrays, run_in_thread
+from shoal.serve.protocol.infer_call import LARGE_BYTES, has_large_arrays, run_in_thread
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.on_demand.memory import ModelMemory
 from shoal.serve.replica.on_demand.peers import PeerTransport, decode_answer, encode_call
@@ -40,6 +40,7 @@ from shoal.serve.spec.model_options import ModelOptions
 LOAD_WAIT_S = 30.0
 ASK_S = 2.0  # of one call of the controller, which is repeated
 MAX_FORWARDS = 3
+MAX_LOST = 2  # replicas with one request, which may be why
 LOST_S = 5.0  # a replica that cannot be reached is not called again for so long
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class ModelUse:
     since_s: float = field(default_factory=time.time)
     waiting: int = 0
     waiting_rows: int = 0
+    waiting_bytes: int = 0
     waited: int = 0
     evictions: int = 0
     forwarded: int = 0
@@ -124,22 +126,36 @@ class OnDemandRequests:
         self._plan, before = plan, self.models
         self.models = {}
         for each in plan.models:
-            if each.signature is None:
-                continue
             known = before.get(each.name)
+            if known is not None and each.signature is None:  # the registry cannot be read
+                each = replace(each, signature=known.plan.signature)
+            if each.replicas is None or each.signature is None:
+                continue
             if known is None or (known.plan.signature, known.plan.options) != (each.signature, each.options):
                 known = ColdModel(each, self)
             known.plan = each
             self.models[each.name] = known
         self._uses = {name: use for name, use in self._uses.items() if name in self.models}
+        self._transport.retain(plan.addresses.values())
         self._lost_until_s = {each: s for each, s in self._lost_until_s.items() if each in plan.addresses}
         self.notify()
+
+    def describe_unknown(self, name: str, loaded: Iterable[str]) -> InferenceError:
+        """The error of a request for a model that is neither loaded nor known here."""
+        if any(plan.name == name and plan.replicas is not None for plan in self._plan.models):
+            return undescribed_model(name)
+        return unknown_model(name, {**dict.fromkeys(loaded), **self.models})
 
     def get_use(self, name: str) -> ModelUse:
         """The use of a model, from its first request on."""
         if name not in self._uses:
             self._uses[name] = ModelUse(ModelStatistics(name))
         return self._uses[name]
+
+    @property
+    def num_waiting(self) -> int:
+        """The requests that wait for a load."""
+        return sum(use.waiting for use in self._uses.values())
 
     def add_residency(
         self, reports: Mapping[str, ModelReport], memory: ModelMemory, served: Mapping[str, ServedModel]
@@ -150,7 +166,7 @@ class OnDemandRequests:
             report = added.get(name) or ModelReport(counts=use.counts.snapshot())
             loads = memory.get_loads(name)
             residency = Residency(
-                loads.version_bytes, memory.get_resident_bytes(served.get(name)), loads.last_s, loads.total_s,
+                loads.measured_bytes, memory.get_resident_bytes(served.get(name)), loads.last_s, loads.total_s,
                 use.idle_s, use.waiting, loads.num_loads, use.evictions, use.counts.num_requests, use.forwarded,
                 use.waited,
             )  # fmt: skip
@@ -186,7 +202,7 @@ class OnDemandRequests:
         return await served.infer(call)
 
     async def _answer_anywhere(self, model: ColdModel, call: InferCall, ends_s: float) -> Prediction[Outputs]:
-        name, num_forwards = model.name, 0
+        name, num_forwards, num_lost = model.name, 0, 0
         while True:
             lost = {each for each, until_s in self._lost_until_s.items() if time.monotonic() < until_s}
             if (served := self._find_served(name)) is not None:
@@ -199,7 +215,11 @@ class OnDemandRequests:
             elif holder:
                 try:
                     return await self._forward(holder, model, call)
-                except ConnectionLost:
+                except ConnectionLost as error:
+                    num_lost += isinstance(error, RequestLost)
+                    if num_lost == MAX_LOST:
+                        problem = f"{num_lost} replicas were lost with this request for model {name!r}"
+                        raise InferenceError(503, problem) from None
                     self._lost_until_s[holder] = time.monotonic() + LOST_S
                 except InferenceError as error:
                     num_forwards += 1
@@ -234,7 +254,9 @@ class OnDemandRequests:
         answer = await _wait_until(
             ends_s, call, self._transport.post(self._plan.addresses[holder], path, headers, body)
         )
-        prediction = decode_answer(*answer)
+        has_text = any(tensor.datatype == "BYTES" for tensor in model.signature.outputs)
+        is_large = has_text and len(answer[2]) > LARGE_BYTES
+        prediction = await run_in_thread(decode_answer, *answer) if is_large else decode_answer(*answer)
         self.get_use(model.name).forwarded += 1
         return prediction
 
@@ -289,13 +311,18 @@ class OnDemandRequests:
     @contextmanager
     def _count_waiting(self, model: ColdModel, call: InferCall) -> Iterator[None]:
         """Count a request that waits for a load, and its failure. Raises InferenceError (503) when too many wait."""
-        use, limit, since_s = self.get_use(model.name), model.options.max_queue_size, time.monotonic()
-        if use.waiting_rows + call.num_rows > limit:
+        use, options, since_s = self.get_use(model.name), model.options, time.monotonic()
+        num_bytes = size_bytes(call.inputs)
+        has_too_many_bytes = use.waiting and use.waiting_bytes + num_bytes > options.max_queue_bytes
+        if use.waiting_rows + call.num_rows > options.max_queue_size or has_too_many_bytes:
             use.counts.count_request(0, 503, 0.0)
-            problem = f"{use.waiting_rows} rows wait for model {model.name!r} to be loaded, the limit is {limit}"
+            limits = f"the limits are {options.max_queue_size} and {options.max_queue_bytes}"
+            there = f"{use.waiting_rows} rows and {use.waiting_bytes} bytes wait"
+            problem = f"{there} for model {model.name!r} to be loaded, {limits}"
             raise InferenceError(503, problem, retry_after_s=1.0)
         use.waiting += 1
         use.waiting_rows += call.num_rows
+        use.waiting_bytes += num_bytes
         try:
             yield
         except InferenceError as error:
@@ -304,6 +331,7 @@ class OnDemandRequests:
         finally:
             use.waiting -= 1
             use.waiting_rows -= call.num_rows
+            use.waiting_bytes -= num_bytes
 
 
 async def _wait_until(ends_s: float, call: InferCall, work: Awaitable[T]) -> T:
