@@ -427,5 +427,4 @@ def _is_same_model(plan: ModelPlan | None, before: ModelPlan) -> bool:
 def _apply_rollout(served: ServedModel, plan: ModelPlan) -> None:
     """Let the planned versions answer, as far as they are loaded, and drop all others."""
     loaded = {version: each for version, each in served.router.loaded.items() if version in plan.staged}
-    stable, candidate = loaded.get(plan.stable), loaded.get(plan.candidate)
-    served.point(Answering(stable, candidate, plan.shares, tuple(loaded.values())))
+    served.point(Answering(loaded.get(plan.stable), loaded.get(plan.candidate), plan.shares, tuple(loaded.values())))
