@@ -292,7 +292,7 @@ class _Served:
             model_from_ref("steps@champion"),
         ]
         if "max_replicas" not in spec:
-            serve.run = functools.partial(serve.run, external_scaler_enabled=True)  # for `scale`
+            serve.RunTarget = functools.partial(serve.RunTarget, external_scaler_enabled=True)  # for `scale`
         self.endpoint = deploy(EndpointSpec.parse({"name": "linear", "num_cpus": 0.1, **spec}), models)
 
     def publish(self, version: int) -> float:

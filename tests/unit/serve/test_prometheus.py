@@ -57,7 +57,7 @@ def worked(live: bool = False) -> ModelStatistics:
 
 
 def report(statistics: ModelStatistics, replica: str = "a") -> ReplicaReport:
-    residency = Residency(10, 20, 0.5, 1.5, loads=3, evictions=2, waiting=4, forwarded=5)
+    residency = Residency(10, 20, 0.5, 1.5, loads=3, evictions=2, waiting=4, forwarded=5, waited=6)
     models = {"m": ModelReport(counts=statistics.snapshot(), queued_rows=7, residency=residency)}
     callers = {"ada": {"admitted": 3}, "": {"unknown": 2}}
     statuses = {"200": 4, "401": 2}
