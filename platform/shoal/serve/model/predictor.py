@@ -11,11 +11,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from http import HTTPStatus
 
 import numpy as np
 import torch
 
-from shoal.errors import ModelError, WeightsError
+from shoal.errors import InferenceError, ModelError, WeightsError
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.serve.messages.decoded_request import Arrays
@@ -108,7 +109,12 @@ class Predictor:
                 self._templates = self._select_template(snapshot)
         (template,) = self._templates.values()
         model = self._load_version(template, snapshot)
-        self._warm_up(model)
+        try:
+            self._warm_up(model)
+        except InferenceError as error:  # a worker of this replica was lost, whatever the version is like
+            logger.warning("version %d is loaded and warmed up again: %s", snapshot.version, error)
+            model = self._load_version(template, snapshot)
+            self._warm_up(model)
         return model
 
     def _load_version(self, template: Template, snapshot: WeightSnapshot) -> LoadedModel:
@@ -136,6 +142,8 @@ class Predictor:
             if has_one_shape(signature) and not self._is_warm:
                 self.warm_up_times = time_warm_forwards(lambda size: model.predict_batch(examples[size]), sizes)
         except Exception as error:  # any error on an example is the reason not to serve
+            if isinstance(error, InferenceError) and error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                raise
             if not self._is_warm and not self._must_answer:
                 self._has_example = False
                 logger.warning("not warmed up, since it rejects an example generated from its signature: %s", error)
