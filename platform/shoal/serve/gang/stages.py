@@ -20,9 +20,9 @@ from shoal.parallel.pipeline.stage_forward import StageForward, build_stage_slic
 from shoal.parallel.state.skeleton import make_constant, set_parameters
 
 _READS = frozenset({"__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy", "equal"})
-_READS |= {"allclose", "is_nonzero"}
+_READS |= {"__dlpack__", "allclose", "is_nonzero"}
 _SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"})
-_SHAPES |= {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
+_SHAPES |= {"copy_", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
 _LIKE_ANOTHER = frozenset({"expand_as", "view_as", "reshape_as", "type_as", "to"})
 
 
@@ -38,9 +38,9 @@ class AbsentTensor(Tensor):
         name = getattr(function, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
-        if name in _SHAPES or (name == "__get__" and not isinstance(result, Tensor)):
-            return _clear(result)
-        sources = args[:1] if name in _LIKE_ANOTHER else args[1:] if name == "copy_" else (args, kwargs)
+        if name == "__get__" and not isinstance(result, Tensor):  # a shape, or a type
+            return result
+        sources = args[:1] if name in _LIKE_ANOTHER else args[1:] if name in _SHAPES else (args, kwargs)
         origin = next((each.origin for each in pytree.tree_leaves(sources) if isinstance(each, AbsentTensor)), None)
         if origin is None:
             return _clear(result)
