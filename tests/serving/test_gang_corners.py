@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import socket
 import sys
 import threading
@@ -15,11 +13,11 @@ import gang_models
 import numpy as np
 import pytest
 import torch
-from gang_models import ProcessLauncher, ThreadLauncher, predictor_of, started
+from gang_models import ThreadLauncher, predictor_of, started
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from shoal.errors import InferenceError, ModelError, PlanError, WeightsError
+from shoal.errors import ClusterError, InferenceError, ModelError, PlanError, WeightsError
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.serve.gang import gang as gang_module
 from shoal.serve.gang import messages
@@ -255,6 +253,18 @@ def test_a_stranger_does_not_stop_the_start(monkeypatch: pytest.MonkeyPatch) -> 
         stranger.close()
 
 
+def test_a_worker_that_says_nothing_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "START_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        class Silent(ThreadLauncher):
+            def start(self, count: int, secret: bytes) -> list[messages.Address]:
+                return [silent.getsockname()] * count
+
+        with pytest.raises(ClusterError, match="cannot be reached"):
+            Gang(Silent(), 2, "pipeline").start()
+
+
 def test_a_version_is_dropped_while_workers_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     version, launcher = gang_models.register("ConvNet"), ThreadLauncher()
     load, replacing, go_on = gang_module._load, threading.Event(), threading.Event()
@@ -270,26 +280,34 @@ def test_a_version_is_dropped_while_workers_are_replaced(monkeypatch: pytest.Mon
         monkeypatch.setattr(gang_module, "_load", wait)
         launcher.members[1].close()
         assert replacing.wait(60.0)
+        require_team, asked = gang._require_team, threading.Event()
+        monkeypatch.setattr(gang, "_require_team", lambda: asked.set() or require_team())
         del one
         gc.collect()
+        asked.wait(0.5)  # which is where a drop would be lost
         go_on.set()
         wait_for(lambda: [len(member._versions) for member in launcher.members] == [1, 1])
         assert two.version == 1
 
 
-@pytest.mark.parametrize("moment", ["before the load", "in the warm-up"])
+@pytest.mark.parametrize("moment", ["in the load", "in the warm-up"])
 def test_a_lost_worker_rejects_no_version(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    version, launcher = gang_models.register("ConvNet"), ProcessLauncher()
+    version, launcher = gang_models.register("ConvNet"), ThreadLauncher()
     with started(launcher) as gang:
-        predictor, run = predictor_of(version, gang), gang.run
+        predictor, run, load = predictor_of(version, gang), gang.run, gang_module._load
 
         def lose(*call: Any) -> Any:
             monkeypatch.setattr(gang, "run", run)
-            os.kill(launcher.processes[1].pid, signal.SIGKILL)
+            launcher.members[1].close()
             raise GangLost("killed")
 
-        if moment == "before the load":
-            os.kill(launcher.processes[1].pid, signal.SIGKILL)
+        def lose_before(*call: Any) -> None:
+            monkeypatch.setattr(gang_module, "_load", load)
+            launcher.members[1].close()
+            load(*call)
+
+        if moment == "in the load":
+            monkeypatch.setattr(gang_module, "_load", lose_before)
         else:
             monkeypatch.setattr(gang, "run", lose)
         rows = [{"x": np.ones((1, 3, 8, 8), np.float32)}]
