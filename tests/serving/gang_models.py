@@ -5,6 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +16,12 @@ from torch import Tensor, nn
 
 from programs import ENVIRONMENT, start_server
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.serve.gang.gang import Gang
 from shoal.serve.gang.member import GangMember
 from shoal.serve.gang.messages import Address
+from shoal.serve.gang.template import GangTemplate
+from shoal.serve.model.predictor import Predictor
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 WIDTH, VOCABULARY, LENGTH, CLASSES = 16, 12, 6, 5
@@ -86,6 +93,21 @@ def register(model: str, seed: int = 0) -> ModelVersion:
     snapshot = WeightSnapshot.from_payload(1, save({name: each.contiguous() for name, each in state.items()}))
     factory = ModelFactory(factory=f"{__name__}:{model}")
     return Registry().register(model, snapshot, model=factory, signature=SIGNATURES[model])
+
+
+OPTIONS = ModelOptions(max_batch_size=16)
+
+
+@contextmanager
+def started(launcher: Any, size: int = 2, split: Any = "pipeline") -> Iterator[Gang]:
+    with closing(Gang(launcher, size, split)) as gang:
+        gang.start()
+        yield gang
+
+
+def predictor_of(version: ModelVersion, gang: Gang | None, options: ModelOptions = OPTIONS) -> Predictor:
+    share = None if gang is None else partial(GangTemplate, gang=gang)
+    return Predictor(version.manifest.model, version.manifest.signature, options, share=share)
 
 
 class ThreadLauncher:

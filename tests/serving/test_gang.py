@@ -6,20 +6,20 @@ import collections
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
 import gang_models
 import numpy as np
 import pytest
-from gang_models import LENGTH, VOCABULARY, ProcessLauncher, ThreadLauncher
+from gang_models import LENGTH, OPTIONS, VOCABULARY, ProcessLauncher, ThreadLauncher, predictor_of, started
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, ModelError, PlanError, WeightsError
-from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.gang.gang import Gang, GangLost
 from shoal.serve.gang.plan import build_model
 from shoal.serve.gang.template import GangTemplate
@@ -28,26 +28,12 @@ from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 from waiting import wait_for
 
-OPTIONS = ModelOptions(max_batch_size=16)
-
 
 def make_requests(model: str, num_rows: int = 16) -> list[dict[str, np.ndarray]]:
     generator = np.random.default_rng(0)
     if model == "Transformer":
         return [{"tokens": generator.integers(1, VOCABULARY, (1, LENGTH))} for _ in range(num_rows)]
     return [{"x": generator.normal(size=(1, 3, 8, 8)).astype(np.float32)} for _ in range(num_rows)]
-
-
-@contextmanager
-def started(launcher: Any, size: int = 2, split: Any = "pipeline") -> Iterator[Gang]:
-    with closing(Gang(launcher, size, split)) as gang:
-        gang.start()
-        yield gang
-
-
-def predictor_of(version: ModelVersion, gang: Gang | None, options: ModelOptions = OPTIONS) -> Predictor:
-    share = None if gang is None else partial(GangTemplate, gang=gang)
-    return Predictor(version.manifest.model, version.manifest.signature, options, share=share)
 
 
 def assert_same(found: LoadedModel, expected: LoadedModel, model: str) -> None:
@@ -114,7 +100,7 @@ def test_a_stage_has_the_weights_of_its_layers_alone() -> None:
     version, launcher = gang_models.register("Transformer"), ThreadLauncher()
     with started(launcher, 3) as gang:
         loaded = predictor_of(version, gang).load(version.weight_file())
-        stages = [next(iter(member._versions.values()))[1].module for member in launcher.members]
+        stages = [next(iter(member._versions.values()))[1].model for member in launcher.members]
         sizes = [sum(each.untyped_storage().nbytes() for each in stage.parameters()) for stage in stages]
         full = sum(each.numel() * 4 for each in build_model(version.manifest.model).parameters())
         assert max(sizes) < 0.6 * full

@@ -159,7 +159,7 @@ class StageForward:
                 raise _changed_calls_error(name, "was not called in this stage when the model was surveyed")
             return forward(*args, **kwargs)
         if action.kind == "skip":
-            return self._make_placeholder(name, module, forward, args, kwargs)
+            return self.make_placeholder(name, module, forward, args, kwargs)
         if action.kind == "leave":
             raise _LeaveForward(kwargs[action.argument] if isinstance(action.argument, str) else args[action.argument])
         received, self._received = self._received, None
@@ -169,14 +169,14 @@ class StageForward:
             args, kwargs = replace_argument(args, kwargs, action.argument, received)
         return forward(*args, **kwargs)
 
-    def _make_placeholder(
+    def make_placeholder(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Tensors like the results of the skipped call; their shapes are found once."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         key = (name, structure, tuple(_make_leaf_key(leaf) for leaf in leaves))
         if key not in self._shapes:
-            results, form = pytree.tree_flatten(self._call_ungated(module, forward, args, kwargs))
+            results, form = pytree.tree_flatten(self.call_ungated(module, forward, args, kwargs))
             self._shapes[key] = (
                 [_TensorShape.of(result) if isinstance(result, Tensor) else result for result in results],
                 form,
@@ -185,9 +185,10 @@ class StageForward:
         made = [shape.make_full(self.filler) if isinstance(shape, _TensorShape) else shape for shape in shapes]
         return pytree.tree_unflatten(made, form)
 
-    def _call_ungated(
+    def call_ungated(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """The results of a skipped call, for their shapes."""
         view, self._slice = self._slice, StageSlice(None, None)
         counts, self._counts = self._counts, Counter()
         try:

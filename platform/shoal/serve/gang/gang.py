@@ -16,13 +16,22 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from secrets import token_bytes
 from typing import Any, Protocol
 
 from shoal.errors import ClusterError, InferenceError, ShoalError
-from shoal.serve.gang.messages import Address, DropVersion, JoinGang, LoadVersion, RunBatch, WorkerAnswer, close, watch
+from shoal.serve.gang.messages import (
+    Address,
+    DropVersion,
+    JoinGang,
+    LoadVersion,
+    RunBatch,
+    WorkerAnswer,
+    close,
+    connect,
+)
 from shoal.serve.model.formats.template import Arrays
 from shoal.serve.spec.endpoint import GangSplit
 
@@ -106,6 +115,7 @@ class Team:
         self._on_lost(self)
 
     def _read(self, rank: int) -> None:
+        reason = "its connection has ended"
         try:
             while True:
                 answer: WorkerAnswer = self._connections[rank].recv()
@@ -114,8 +124,10 @@ class Team:
                     waiting.set_exception(answer.error)
                 else:
                     waiting.set_result(answer.value)
-        except (OSError, EOFError) as error:
-            self.fail(f"worker {rank}: {error or 'its connection has ended'}")
+        except (OSError, EOFError, IndexError) as error:  # of the deque: what waited for the answer has failed
+            reason = str(error) or reason
+        finally:  # also after an answer that cannot be read
+            self.fail(f"worker {rank}: {reason}")
 
 
 class Gang:
@@ -149,16 +161,16 @@ class Gang:
         threading.Thread(target=self._send_drops, name="shoal-gang-drops", daemon=True).start()
 
     def load(self, make: Callable[[int], LoadVersion]) -> int:
-        """LoadVersion a version on all workers, or on none; returns its key. Raises WeightsError, GangLost."""
+        """Load a version on all workers, or on none; returns its key. Raises WeightsError; and GangLost when workers
+        are lost twice, by which the version may be to blame."""
         with self._lock:
-            team, load = self._require_team(), make(next(self._keys))
             try:
-                _load(team, load)
-            except ShoalError:
-                self._dropped.put(load.key)
-                raise
-            self._loaded[load.key] = load
-            return load.key
+                return self._load(make(next(self._keys)))
+            except GangLost:
+                if self._team is None:
+                    raise
+                self._replace_team(self._team)
+                return self._load(make(next(self._keys)))
 
     def drop(self, key: int) -> None:
         """Free a version that answers no more; the workers have computed its last batch by then."""
@@ -192,48 +204,58 @@ class Gang:
             raise GangLost("others are starting")
         return team
 
+    def _load(self, load: LoadVersion) -> int:
+        try:
+            _load(self._require_team(), load)
+        except ShoalError:
+            self._dropped.put(load.key)
+            raise
+        self._loaded[load.key] = load
+        return load.key
+
     def _send_drops(self) -> None:
         while not self._is_closed:
             key = self._dropped.get()
-            self._loaded.pop(key, None)
-            with suppress(GangLost):
+            with self._lock, suppress(GangLost):  # not between the start of others and their loading
+                self._loaded.pop(key, None)
                 self._require_team().broadcast(DropVersion(key), ())
 
     def _start_team(self) -> None:
         secret = token_bytes(SECRET_BYTES)
         addresses = self._launcher.start(self.num_workers, secret)
         try:
-            connections = [Client(address, authkey=secret) for address in addresses]
+            connections = [connect(address, secret) for address in addresses]
         except (OSError, EOFError, AuthenticationError) as error:
             raise GangLost(f"it cannot be reached: {error}") from error
-        for connection in connections:
-            watch(connection)
         team = Team(connections, self._replace)
         _join(team, addresses, self.split)
         for load in list(self._loaded.values()):
             _load(team, load)
-        self._team, self._lost_s = team, 0.0
         if team.loss is not None:
-            self._team = None
             raise team.loss
+        self._team, self._lost_s = team, 0.0
 
     def _replace(self, team: Team) -> None:
         """Start others, in the thread that has noticed the loss."""
-        lost_s = time.monotonic()
         with self._lock:
-            if self._is_closed or self._team is not team:
+            if self._team is team:
+                self._replace_team(team)
+
+    def _replace_team(self, team: Team) -> None:
+        if self._is_closed:
+            return
+        self._team, self._lost_s = None, time.monotonic()
+        ends_s = self._lost_s + REPLACE_S
+        logger.warning("%s: all workers of this replica are replaced", team.loss)
+        while not self._is_closed and time.monotonic() < ends_s:
+            self._launcher.stop()
+            try:
+                return self._start_team()
+            except GangLost as error:
+                logger.warning("another worker was lost while they started: %s", error.reason)
+            except ShoalError as error:
+                self._problem = str(error)
                 return
-            self._team, self._lost_s = None, lost_s
-            logger.warning("%s: all workers of this replica are replaced", team.loss)
-            while not self._is_closed and time.monotonic() - lost_s < REPLACE_S:
-                self._launcher.stop()
-                try:
-                    return self._start_team()
-                except GangLost as error:
-                    logger.warning("another worker was lost while they started: %s", error.reason)
-                except ShoalError as error:
-                    self._problem = str(error)
-                    return
 
 
 def _join(team: Team, addresses: Sequence[Address], split: GangSplit) -> None:

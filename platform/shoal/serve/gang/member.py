@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import logging
 import queue
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, Listener
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
-from shoal.errors import ModelError, ShoalError, WeightsError
+from shoal.errors import InferenceError, ModelError, WeightsError
 from shoal.parallel.comm.world import TIMEOUT_S, set_network_interface
 from shoal.serve.gang.messages import (
     Address,
@@ -38,14 +39,16 @@ from shoal.serve.gang.messages import (
     LoadVersion,
     RunBatch,
     WorkerAnswer,
+    accept,
     close,
+    connect,
     receive_tensor,
     send_tensor,
-    watch,
 )
+from shoal.serve.gang.plan import to_inputs
 from shoal.serve.gang.shard import Shard, load_shard
 from shoal.serve.model.formats.template import TemplateConfig
-from shoal.serve.model.formats.torch_forward import name_all_outputs, select_outputs, to_array, to_tensor
+from shoal.serve.model.formats.torch_forward import name_all_outputs, select_outputs, to_array
 
 logger = logging.getLogger(__name__)
 ACTIVATIONS = 2
@@ -58,7 +61,7 @@ class GangMember:
     """
 
     def __init__(self, host: str, secret: bytes, on_lost: Callable[[], None] = lambda: None) -> None:
-        self._listener = Listener((host, 0), backlog=8, authkey=secret)
+        self._listener = Listener((host, 0), backlog=8)
         self.address: Address = self._listener.address
         self._host, self._secret, self._on_lost = host, secret, on_lost
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -90,14 +93,9 @@ class GangMember:
         self._listener.close()
 
     def _accept(self) -> Connection:
-        while True:
-            try:
-                connection = self._listener.accept()
-            except (AuthenticationError, EOFError, ConnectionResetError):  # it is not of ours
-                continue
-            watch(connection)
-            self._connections.append(connection)
-            return connection
+        connection = accept(self._listener, self._secret)
+        self._connections.append(connection)
+        return connection
 
     def _join(self, replica: Connection, join: JoinGang) -> None:
         self._rank, self._is_last, self._next, self._mesh = join.rank, join.rank == join.size - 1, None, None
@@ -106,8 +104,7 @@ class GangMember:
             self._mesh = init_device_mesh("cpu", (join.size,))
             return
         if join.next is not None:
-            self._next = Client(join.next, authkey=self._secret)
-            watch(self._next)
+            self._next = connect(join.next, self._secret)
             self._connections.append(self._next)
         if join.rank:
             previous = self._accept()
@@ -117,9 +114,16 @@ class GangMember:
     def _open_store(self, replica: Connection, join: JoinGang) -> None:
         """Form the process group. The first worker has its store, of which the replica informs the others."""
         set_network_interface(self._host)
-        host, port = join.store or (self._host, 0)
-        is_first, limit = join.store is None, timedelta(seconds=TIMEOUT_S)
-        self._store = TCPStore(host, port, join.size, is_first, limit, wait_for_workers=False)
+        limit = timedelta(seconds=TIMEOUT_S)
+        if join.store is None:  # of one address alone: a store asks nobody for a secret
+            opened = socket.create_server((self._host, 0))
+            host, port = opened.getsockname()
+            descriptor = opened.detach()
+            self._store = TCPStore(
+                host, port, join.size, True, limit, wait_for_workers=False, master_listen_fd=descriptor
+            )
+        else:
+            self._store = TCPStore(*join.store, join.size, False, limit, wait_for_workers=False)
         replica.send(WorkerAnswer(self._store.port))
         dist.init_process_group("gloo", store=self._store, rank=join.rank, world_size=join.size, timeout=limit)
 
@@ -148,21 +152,26 @@ class GangMember:
     def _load(self, load: LoadVersion) -> WorkerAnswer:
         try:
             shard = load_shard(load.config, load.plan, load.file, self._rank, self._mesh)
-        except ShoalError as error:
-            return WorkerAnswer(error=error)
-        except Exception as error:  # noqa: BLE001 - of the user's module: the version's rejection has it
+        except WeightsError as error:
+            return WorkerAnswer(error=WeightsError(str(error)))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's module: the version's rejection has it
             return WorkerAnswer(error=WeightsError(f"{type(error).__name__}: {error}"))
         self._versions[load.key] = load.config, shard
         return WorkerAnswer()
 
     def _run(self, run: RunBatch) -> WorkerAnswer | None:
         """Compute a micro-batch; only the worker that has the result answers."""
-        try:
-            result: Any = self._compute(run)
-        except (OSError, EOFError):
-            raise
-        except Exception as error:  # noqa: BLE001 - of the user's module: its caller has it
-            result = error if isinstance(error, ShoalError) else ModelError(500, f"{type(error).__name__}: {error}")
+        received: Tensor | Exception | None = None
+        if self._mesh is None and self._rank:
+            received = self._received.get()
+            if received is None:
+                raise EOFError
+        result: Any = received
+        if not isinstance(received, Exception):
+            try:
+                result = self._compute(run, received)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's module: its caller has it
+                result = _to_portable(error)
         if self._next is not None:
             send_tensor(self._next, result) if isinstance(result, Tensor) else self._next.send(result)
             return None
@@ -170,24 +179,21 @@ class GangMember:
             return None
         return WorkerAnswer(error=result) if isinstance(result, Exception) else WorkerAnswer(result)
 
-    def _compute(self, run: RunBatch) -> Any:
-        """The activation for the next stage, or the outputs by name. Raises the model's error, and one of a stage
-        before."""
-        received: Tensor | None = None
-        if self._mesh is None and self._rank:
-            given = self._received.get()
-            if given is None:
-                raise EOFError
-            if isinstance(given, Exception):
-                raise given
-            received = given
+    def _compute(self, run: RunBatch, received: Tensor | None) -> Any:
+        """The activation for the next stage, or the outputs by name. Raises the model's error."""
         config, shard = self._versions[run.key]
-        inputs = [to_tensor(array, copies=False) for array in run.inputs.values()]
-        pairs = zip(run.inputs, inputs, strict=True)
-        inputs = [each.view(torch.bfloat16) if name in config.bf16_inputs else each for name, each in pairs]
         with torch.inference_mode():
-            result = shard(tuple(inputs), received)
+            result = shard(to_inputs(run.inputs, config.bf16_inputs), received)
             if self._next is not None:
                 return result
             found = name_all_outputs(result) if config.outputs is None else select_outputs(result, config.outputs)
             return {name: to_array(each) for name, each in found.items()}
+
+
+def _to_portable(error: BaseException) -> InferenceError:
+    """The error, if it is an answer to a request and can be sent; else a ModelError of its text."""
+    if isinstance(error, InferenceError):
+        with suppress(Exception):  # a user's class may not survive it
+            found: InferenceError = ForkingPickler.loads(bytes(ForkingPickler.dumps(error)))
+            return found
+    return ModelError(500, f"{type(error).__name__}: {error}")

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from shoal.weights import WeightFile
 
 Address = tuple[str, int]
 LOST_S = 4  # after which a host that acknowledges nothing is lost
+PROOF_S, START_S = 5, 60  # after which a peer that does not prove the secret is a stranger; or has not started
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,38 @@ class WorkerAnswer:
 
     value: Any = None
     error: Exception | None = None
+
+
+def accept(listener: Listener, secret: bytes) -> Connection:
+    """The next connection that proves the secret. Raises OSError when the listener is closed."""
+    while True:
+        connection = listener.accept()
+        try:
+            _limit_receiving(connection, PROOF_S)
+            deliver_challenge(connection, secret)
+            answer_challenge(connection, secret)
+            _limit_receiving(connection, 0)
+            watch(connection)
+            return connection
+        except (AuthenticationError, EOFError, OSError):  # it is not of ours
+            connection.close()
+
+
+def connect(address: Address, secret: bytes) -> Connection:
+    """Raises OSError, EOFError, AuthenticationError."""
+    connection = Client(address)
+    _limit_receiving(connection, START_S)
+    answer_challenge(connection, secret)
+    deliver_challenge(connection, secret)
+    _limit_receiving(connection, 0)
+    watch(connection)
+    return connection
+
+
+def _limit_receiving(connection: Connection, limit_s: int) -> None:
+    """0: without a limit"""
+    with socket.socket(fileno=os.dup(connection.fileno())) as opened:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", limit_s, 0))
 
 
 def watch(connection: Connection) -> None:

@@ -6,21 +6,23 @@ no memory; the plan is found on an example, as training finds it on a batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shoal.batch_tree import tensors_of
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, PlanError, ShoalError, summarize_error
 from shoal.parallel.loss import Loss
 from shoal.parallel.pipeline.partition import StagePartition, find_partition
 from shoal.parallel.state.skeleton import build_skeleton, make_constant, set_parameters
 from shoal.parallel.tensor.plan import TensorPlan, find_tensor_plan
 from shoal.registry.manifest import ModelFactory
+from shoal.serve.gang.stages import check_stages
+from shoal.serve.model.formats.template import Arrays
+from shoal.serve.model.formats.torch_forward import to_tensor
 from shoal.serve.spec.endpoint import GangSplit
 
 WEIGHT = 0.02  # of every parameter: sums are finite, and not zero
@@ -38,14 +40,18 @@ class GangPlan:
 class _Example:
     """A plan's view of a model that answers: the example is its batch, and any use of an output counts as its loss."""
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
-        self._inputs = tuple(inputs)
+    def __init__(self, inputs: tuple[Any, ...], needs_gradient: bool) -> None:
+        self._inputs, self._needs_gradient = inputs, needs_gradient
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
         return self._inputs
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         found = [each.double().mean() for each in tensors_of(outputs) if each.is_floating_point()]
+        if not found or (self._needs_gradient and torch.is_grad_enabled() and not any(e.requires_grad for e in found)):
+            problem = "a plan follows the gradients of floating-point outputs, and the model gives none that has one"
+            remedy = "let it return floats too, such as its logits, without torch.no_grad; or use num_workers=1"
+            raise PlanError("parallel", "outputs", problem, remedy)
         return torch.stack(found).sum()
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Loss]:
@@ -71,15 +77,40 @@ def build_model(factory: ModelFactory) -> nn.Module:
     return build_skeleton(build)
 
 
-def find_plan(factory: ModelFactory, example: Mapping[str, np.ndarray], split: GangSplit, num_workers: int) -> GangPlan:
-    """Find the plan. Raises PlanError, ConfigError; and the model's own error on the example.
+def to_inputs(arrays: Arrays, bf16: Collection[str]) -> tuple[Any, ...]:
+    """A model's inputs as it gets them; those of BYTES stay arrays.
+
+    bf16: the names of those that are bits of bfloat16
+    """
+    inputs = {name: to_tensor(array, copies=False) for name, array in arrays.items()}
+    return tuple(each.view(torch.bfloat16) if name in bf16 else each for name, each in inputs.items())
+
+
+def find_plan(
+    factory: ModelFactory, example: Arrays, split: GangSplit, num_workers: int, bf16: Collection[str] = ()
+) -> GangPlan:
+    """Find the plan. Raises PlanError, also when the model fails on the example; and ConfigError.
 
     example: inputs in the model's order and shapes
+    bf16:    the names of those that are bits of bfloat16
     """
     model = build_model(factory)
     set_parameters(model, {name: make_constant(each, WEIGHT) for name, each in model.named_parameters()})
-    learnable = _Example([torch.from_numpy(each) if each.dtype != object else each for each in example.values()])
+    learnable = _Example(to_inputs(example, bf16), split == "pipeline")
+    try:
+        return _find_plan(model, learnable, split, num_workers)
+    except ShoalError:
+        raise
+    except Exception as error:  # any error of the user's module
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in example.items())
+        problem = f"the model fails on the example ({shapes}) on which its plan is found: {summarize_error(error)}"
+        remedy = "give its signature the sizes that it takes, in place of -1; or use num_workers=1"
+        raise PlanError("parallel", split, problem, remedy) from error
+
+
+def _find_plan(model: nn.Module, learnable: _Example, split: GangSplit, num_workers: int) -> GangPlan:
     if split == "tensor":
         return GangPlan(num_workers, layers=find_tensor_plan(model, learnable, num_workers, ()))
-    device = torch.device("cpu")
-    return GangPlan(num_workers, find_partition(model, learnable, (), num_workers, device, has_weights=False))
+    stages = find_partition(model, learnable, (), num_workers, torch.device("cpu"), has_weights=False)
+    check_stages(model, stages, learnable.inputs(()), WEIGHT)
+    return GangPlan(num_workers, stages)

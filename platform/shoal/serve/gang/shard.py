@@ -7,6 +7,7 @@ model's own code may use them in any stage.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,28 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shoal.errors import WeightsError
-from shoal.parallel.pipeline.stage_forward import StageForward, build_stage_slices
-from shoal.parallel.state.skeleton import make_constant, set_parameters
+from shoal.parallel.state.skeleton import set_parameters
 from shoal.parallel.tensor.apply import split_layers
 from shoal.serve.gang.plan import GangPlan, build_model
+from shoal.serve.gang.stages import Stage, make_absent
 from shoal.serve.model.formats.module import check_finite, check_names, check_shape
 from shoal.serve.model.formats.template import TemplateConfig
 from shoal.serve.model.formats.torch_forward import choose_kernels
 from shoal.weights import WeightFile
 
-
-class Shard:
-    """A module with this worker's weights; all others are zeros without memory."""
-
-    def __init__(self, module: nn.Module, plan: GangPlan, rank: int) -> None:
-        self.module, self._rank, self._stages = module, rank, None
-        if plan.stages is not None:
-            slices = build_stage_slices(plan.stages.calls, plan.stages.split_points)
-            self._stages = StageForward(module, slices)
-
-    def __call__(self, inputs: tuple[Any, ...], received: Tensor | None) -> Any:
-        """received: what the stage before gave; None in the first, and where layers are split"""
-        return self.module(*inputs) if self._stages is None else self._stages.run(self._rank, inputs, received)
+Shard = Callable[[tuple[Any, ...], Tensor | None], Any]  # of a stage; or of layers that are split, which receive None
 
 
 def load_shard(config: TemplateConfig, plan: GangPlan, file: WeightFile, rank: int, mesh: DeviceMesh | None) -> Shard:
@@ -59,7 +48,7 @@ def load_shard(config: TemplateConfig, plan: GangPlan, file: WeightFile, rank: i
     values: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if plan.stages is not None and rank not in plan.stages.parameters[name]:
-            values[name] = make_constant(parameter, 0.0)
+            values[name] = make_absent(name, parameter)
             continue
         stored = next((each for each in aliases[name] if each in reader.names), name)
         values[name] = reader.read_parameter(stored, parameter, expected[name])
@@ -69,7 +58,8 @@ def load_shard(config: TemplateConfig, plan: GangPlan, file: WeightFile, rank: i
             buffer.copy_(reader.read(name, expected[name], may_be_infinite=not bool(torch.isfinite(buffer).all())))
     if plan.layers is None:
         choose_kernels(model)
-    return Shard(model.requires_grad_(False), plan, rank)
+    model.requires_grad_(False)
+    return (lambda inputs, _: model(*inputs)) if plan.stages is None else Stage(model, plan.stages, rank)
 
 
 def _group_names(model: nn.Module) -> dict[str, list[str]]:

@@ -36,10 +36,10 @@ class GangTemplate:
         _require(not options.compile, "compile", True)
         self._config, self._gang = config, gang
         layout = BatchLayout(config.signature, options)
-        example = layout.to_model_shapes(make_example(layout.signature, NUM_EXAMPLES if options.max_batch_size else 1))
+        example = layout.to_model_shapes(make_example(layout.signature, min(NUM_EXAMPLES, options.max_batch_size or 1)))
         hook = find_hook("preprocess", factory, options)
         inputs: Arrays = example if hook is None else hook(example)
-        self._plan = find_plan(factory, inputs, gang.split, gang.num_workers)
+        self._plan = find_plan(factory, inputs, gang.split, gang.num_workers, config.bf16_inputs)
         has_rows = options.max_batch_size > 0 and None not in layout.dimensions.values()
         self._can_split = has_rows and not (config.has_preprocess or config.has_postprocess)
         self._dimensions = {name: dimension or 0 for name, dimension in layout.dimensions.items()}

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from http import HTTPStatus
 
 import numpy as np
 import torch
@@ -113,7 +114,12 @@ class Predictor:
                 self._templates = self._select_template(snapshot)
         (template,) = self._templates.values()
         model = self._load_version(template, snapshot)
-        self._warm_up(model)
+        try:
+            self._warm_up(model)
+        except InferenceError as error:  # a worker of this replica was lost, whatever the version is like
+            logger.warning("version %d is loaded and warmed up again: %s", snapshot.version, error)
+            model = self._load_version(template, snapshot)
+            self._warm_up(model)
         return model
 
     def _load_version(self, template: Template, snapshot: WeightSnapshot) -> LoadedModel:
@@ -147,6 +153,8 @@ class Predictor:
         except ConfigError:  # of an option that this model does not admit
             raise
         except Exception as error:  # any error on an example is the reason not to serve
+            if isinstance(error, InferenceError) and error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                raise
             if not self._is_warm and not self._must_answer:
                 self._has_example = False
                 logger.warning("not warmed up, since it rejects an example generated from its signature: %s", error)
