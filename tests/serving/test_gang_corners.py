@@ -286,6 +286,7 @@ def test_a_version_is_dropped_while_workers_are_replaced(monkeypatch: pytest.Mon
         gc.collect()
         asked.wait(0.5)  # which is where a drop would be lost
         go_on.set()
+        wait_for(lambda: gang._team is not None)
         wait_for(lambda: [len(member._versions) for member in launcher.members] == [1, 1])
         assert two.version == 1
 
