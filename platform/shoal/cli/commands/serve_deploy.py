@@ -196,7 +196,7 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
 
 
 def _read_owner(found: FoundEndpoint) -> str:
-    """Who has deployed an endpoint; "" where it does not answer."""
+    """The owner of an endpoint; "" where it does not answer."""
     try:
         with Client(found.url, token=token_for(found.url), timeout_s=STATUS_TIMEOUT_S, num_retries=0) as client:
             return client.status().owner
