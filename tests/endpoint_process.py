@@ -103,6 +103,14 @@ class EndpointProcess:
     def stats(self) -> list[dict[str, Any]]:
         return list(self.command("stats"))
 
+    def reaches(self, num_replicas: int) -> bool:
+        """Send a request; whether HAProxy, which hears of a replica after Serve does, has passed some to so many."""
+        client = Client(self.url)
+        assert client.infer()[0] == 200
+        client.close()
+        answered = [each["models"]["linear"]["batcher"]["answered"] for each in self.stats()]
+        return len(answered) == num_replicas and all(answered)
+
     def close(self) -> None:
         assert self._child.stdin is not None
         assert self._child.stdout is not None

@@ -39,6 +39,7 @@ def endpoint() -> Iterator[EndpointProcess]:
     with EndpointProcess(answer_s=HELD_S, **spec) as process:
         process.publish(1)
         wait_for(lambda: versions(process) == [1, 1], STATE_TIMEOUT_S)
+        wait_for(lambda: process.reaches(2), STATE_TIMEOUT_S)
         yield process
 
 

@@ -37,6 +37,7 @@ def endpoint() -> Iterator[EndpointProcess]:
     with EndpointProcess(num_replicas=2, hang_s=1.0, model={"deadline_s": 20.0}) as process:
         process.publish(1)
         wait_for(lambda: [each["version"] for each in process.stats()] == [1, 1], STATE_TIMEOUT_S)
+        wait_for(lambda: process.reaches(2), STATE_TIMEOUT_S)
         yield process
 
 

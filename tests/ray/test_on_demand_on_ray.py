@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
+from leftovers import listening_ports
 from waiting import wait_for
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ pytestmark = [
 
 def test_two_replicas_answer_for_four_models_and_a_killed_one_is_replaced(cluster: EmbeddedCluster) -> None:
     from shoal.client import Client
+    from shoal.errors import ClusterError
     from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
     from shoal.serve.on_ray.deployment import deploy
     from shoal.serve.spec.endpoint import EndpointSpec
@@ -55,10 +58,19 @@ def test_two_replicas_answer_for_four_models_and_a_killed_one_is_replaced(cluste
 
         loaded = [name for name, replicas in residency().items() if replicas]
         stats = {each["pid"]: set(each["models"]) for each in endpoint.stats()}
+        first, last = (int(cluster.environment[f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT"]) for end in ("MIN", "MAX"))
+        assert urlsplit(cluster.dashboard_url).port == first - 1  # which no other cluster has
+        assert len([port for port, _ in listening_ports(stats) if first <= port < last]) == 2
         victim = next(pid for pid, models in stats.items() if loaded[0] in models)
         os.kill(victim, signal.SIGKILL)
         for _ in range(4):
             assert client.infer(loaded[0], [[5.0]])["y"].tolist() == [[float(NAMES.index(loaded[0]))]]
-        wait_for(lambda: len({each["pid"] for each in endpoint.stats()} - {victim}) == 2, STATE_S, "another replica")
+
+        def pids() -> set[int]:
+            with suppress(ClusterError):  # some are asked that have just died
+                return {each["pid"] for each in endpoint.stats()}
+            return set()
+
+        wait_for(lambda: len(pids() - {victim}) == 2, STATE_S, "another replica")
         for number, name in enumerate(NAMES):
             assert client.infer(name, [[5.0]])["y"].tolist() == [[float(number)]]

@@ -68,7 +68,8 @@ def test_an_idle_endpoint_sleeps_and_answers_all_that_wake_it(endpoint: Endpoint
         try:
             assert list(pool.map(ask, range(NUM_HELD))) == [1] * NUM_HELD
         except shoal.errors.InferenceError as error:
-            raise AssertionError(f"{endpoint.command('status')} {endpoint.stats()}") from error
+            told = [endpoint.command(each) for each in ("stored_version", "stats", "status")]
+            raise AssertionError(f"{told} {endpoint.read_logs()}") from error
     wait_for(is_asleep, TIMEOUT_S)
     client = Client(endpoint.url, TIMEOUT_S)
     status, _, answer = client.request("POST", "/shoal/v1/rollout", "{}")

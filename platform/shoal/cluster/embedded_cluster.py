@@ -27,7 +27,7 @@ from shoal.cluster.forking import fork_client
 from shoal.cluster.forking.fork_client import ADDRESS_VARIABLE
 from shoal.cluster.forking.fork_server import resolve_python_path
 from shoal.cluster.ingress.serve_environment import prepare_ingress, serve_environment
-from shoal.cluster.ports import reserve_ports
+from shoal.cluster.ports import reserve_port_block, reserve_ports
 from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_cluster, find_cluster_processes, get_cluster_folder
 from shoal.errors import ClusterError, ConfigError
 from shoal.home import home, ray_token_path
@@ -109,12 +109,18 @@ def start_cluster(
     _require_plain_paths()
     cluster_id = uuid.uuid4().hex
     temp_dir = get_cluster_folder(cluster_id)
-    with contextlib.ExitStack() as on_failure, reserve_ports(len(_PORTS) + 1) as (metrics_port, *ports):
+    with (
+        contextlib.ExitStack() as on_failure,
+        reserve_ports(len(_PORTS) + 1) as (metrics_port, *ports),
+        reserve_port_block() as block,
+    ):
+        if block:  # the dashboard holds it as long as the cluster is there
+            ports[_PORTS.index("dashboard_port")] = block[0]
         on_failure.callback(end_cluster, cluster_id, temp_dir, grace_s=0.5)  # an interruption may come at any moment
         temp_dir.mkdir(0o700)
         (temp_dir / "cluster-id").write_text(cluster_id)
         (temp_dir / "tmp").mkdir()
-        serve = serve_environment(temp_dir)
+        serve = serve_environment(temp_dir, block[1:])
         if detached:  # it may serve what Ray's own `serve deploy` brings, which does not prepare; `deploy` does
             with contextlib.suppress(ClusterError):
                 prepare_ingress(serve)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST_PORT = 20_000  # lower ones are many programs' defaults, Ray's workers among them
+BLOCK_SIZE = 512
 _port_counter = itertools.count(secrets.randbelow(1 << 16))
 
 
@@ -52,6 +53,29 @@ def reserve_ports(count: int, host: str = "127.0.0.1") -> Iterator[list[int]]:
         for bound in sockets:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after the bind, which must find it free
         yield [bound.getsockname()[1] for bound in sockets]
+
+
+@contextmanager
+def reserve_port_block(host: str = "127.0.0.1") -> Iterator[range]:
+    """`BLOCK_SIZE` ports that no other caller on this machine has; empty when all blocks are taken.
+
+    Its first port says so: it is reserved while the context lasts, and a server must listen on it from then on, for as
+    long as the block is used. Single ports of the block may be in use by anybody.
+    """
+    ports = get_candidate_ports()
+    blocks = range(ports.start, ports.stop - BLOCK_SIZE + 1, BLOCK_SIZE)
+    begin = next(_port_counter)
+    for number in range(len(blocks)):
+        first = blocks[(begin + number) % len(blocks)]
+        with suppress(OSError):
+            held = _bind(host, first)
+            break
+    else:
+        yield range(0)
+        return
+    with held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield range(first, first + BLOCK_SIZE)
 
 
 def _bind_free_port(host: str) -> socket.socket:

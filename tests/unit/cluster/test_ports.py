@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.ports import EPHEMERAL_PORTS, find_free_port, get_candidate_ports, reserve_ports
+from shoal.cluster.ports import (
+    BLOCK_SIZE,
+    EPHEMERAL_PORTS,
+    find_free_port,
+    get_candidate_ports,
+    reserve_port_block,
+    reserve_ports,
+)
 
 
 def test_free_ports_are_none_that_the_kernel_gives_away() -> None:
@@ -55,3 +62,17 @@ def test_a_held_port_is_free_for_nobody_but_a_server_that_reuses_its_address(mon
         with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(server.getsockname()):
             pass
     assert find_free_port() == port
+
+
+def test_a_block_of_ports_is_one_callers_as_long_as_a_server_listens_on_its_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with reserve_port_block() as one, reserve_port_block() as other:
+        assert len(one) == len(other) == BLOCK_SIZE
+        assert not set(one) & set(other)
+    monkeypatch.setattr("shoal.cluster.ports.get_candidate_ports", lambda: range(one.start, one.stop))
+    with reserve_port_block() as again:
+        assert again == one
+        server = socket.create_server(("127.0.0.1", again[0]))
+    with server, reserve_port_block() as none:
+        assert not none
