@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,7 +26,7 @@ from shoal.cluster.cluster_handle import FOLDER_VARIABLE, HIDE_GPUS, ClusterHand
 from shoal.cluster.forking import fork_client
 from shoal.cluster.forking.fork_client import ADDRESS_VARIABLE
 from shoal.cluster.forking.fork_server import resolve_python_path
-from shoal.cluster.ingress.serve_environment import prepare_ingress, serve_environment
+from shoal.cluster.ingress.serve_environment import limit_replica_ports, prepare_ingress, serve_environment
 from shoal.cluster.ports import reserve_port_block, reserve_ports
 from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_cluster, find_cluster_processes, get_cluster_folder
 from shoal.errors import ClusterError, ConfigError
@@ -109,24 +109,18 @@ def start_cluster(
     _require_plain_paths()
     cluster_id = uuid.uuid4().hex
     temp_dir = get_cluster_folder(cluster_id)
-    with (
-        contextlib.ExitStack() as on_failure,
-        reserve_ports(len(_PORTS) + 1) as (metrics_port, *ports),
-        reserve_port_block() as block,
-    ):
-        if block:  # the dashboard holds it as long as the cluster is there
-            ports[_PORTS.index("dashboard_port")] = block[0]
+    with contextlib.ExitStack() as on_failure, _reserve_ports() as (ports, metrics_port, replica_ports):
         on_failure.callback(end_cluster, cluster_id, temp_dir, grace_s=0.5)  # an interruption may come at any moment
         temp_dir.mkdir(0o700)
         (temp_dir / "cluster-id").write_text(cluster_id)
         (temp_dir / "tmp").mkdir()
-        serve = serve_environment(temp_dir, block[1:])
+        serve = serve_environment(temp_dir) | limit_replica_ports(replica_ports)
         if detached:  # it may serve what Ray's own `serve deploy` brings, which does not prepare; `deploy` does
             with contextlib.suppress(ClusterError):
                 prepare_ingress(serve)
         options = {
             "temp_dir": str(temp_dir),
-            "ports": dict(zip(_PORTS, ports, strict=True)),
+            "ports": ports,
             "num_cpus": num_cpus,
             "num_gpus": num_gpus,
             "object_store_memory_bytes": object_store_memory_bytes,
@@ -137,7 +131,7 @@ def start_cluster(
             "DASHBOARD_METRIC_PORT": str(metrics_port),
             # Ray's state clients look for the only Ray of the machine; with two they find none. One of these clients
             # releases the placement group of a training run when Ray Train's controller has died.
-            "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{ports[_PORTS.index('dashboard_port')]}",
+            "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{ports['dashboard_port']}",
             **(environment or {}),
         }
         head = _launch(options, _cluster_environment(temp_dir, cluster_id, serve, extra), detached)
@@ -152,6 +146,19 @@ def start_cluster(
             atexit.register(cluster.stop)
         on_failure.pop_all()
     return cluster
+
+
+@contextlib.contextmanager
+def _reserve_ports() -> Iterator[tuple[dict[str, int], int, range]]:
+    """The ports of Ray's servers, that of its metrics, and the replicas'; reserved until the servers listen.
+
+    The dashboard has the first of the replicas' block, which no other cluster takes as long as it listens there.
+    """
+    with reserve_ports(len(_PORTS) + 1) as (metrics_port, *free), reserve_port_block() as block:
+        ports = dict(zip(_PORTS, free, strict=True))
+        if block:
+            ports["dashboard_port"] = block[0]
+        yield ports, metrics_port, block[1:]
 
 
 def _require_plain_paths() -> None:

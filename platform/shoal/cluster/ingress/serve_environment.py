@@ -49,12 +49,19 @@ exec {program} "$@"
 """
 
 
-def serve_environment(temp_dir: Path, replica_ports: range = range(0)) -> dict[str, str]:
-    """Variables for the whole cluster; they point to the folder `temp_dir/ha`, which `prepare_ingress` creates.
+def limit_replica_ports(ports: range) -> dict[str, str]:
+    """Variables that give replicas these ports, half of them for HTTP; empty: Serve's own, from 30000 and from 40000.
 
-    replica_ports: half of them for HTTP, half for gRPC; empty: Serve's own, 30000 to 31000 and 40000 to 41000. Clusters
-                   that share a host need different ones: HAProxy would take another cluster's replica, on the port that
-                   one of its own has left, for its own.
+    Clusters that share a host need different ones: HAProxy would take another cluster's replica, on the port that one
+    of its own has left, for its own.
+    """
+    http, grpc = ports[: len(ports) // 2], ports[len(ports) // 2 :]
+    limits = {"MIN_HTTP": http.start, "MAX_HTTP": http.stop, "MIN_GRPC": grpc.start, "MAX_GRPC": grpc.stop}
+    return {f"RAY_SERVE_DIRECT_INGRESS_{name}_PORT": str(port) for name, port in limits.items() if ports}
+
+
+def serve_environment(temp_dir: Path) -> dict[str, str]:
+    """Variables for the whole cluster; they point to the folder `temp_dir/ha`, which `prepare_ingress` creates.
 
     Raises ConfigError when `temp_dir` is too long for unix sockets in it.
     """
@@ -63,10 +70,7 @@ def serve_environment(temp_dir: Path, replica_ports: range = range(0)) -> dict[s
     if longest > MAX_SOCKET_PATH_CHARS:
         problem = f"HAProxy's unix sockets in it would have {longest} characters, {MAX_SOCKET_PATH_CHARS} are allowed"
         raise ConfigError("temp_dir", str(temp_dir), problem, f"use {longest - MAX_SOCKET_PATH_CHARS} characters fewer")
-    http, grpc = replica_ports[: len(replica_ports) // 2], replica_ports[len(replica_ports) // 2 :]
-    limits = {"MIN_HTTP": http.start, "MAX_HTTP": http.stop, "MIN_GRPC": grpc.start, "MAX_GRPC": grpc.stop}
     return {
-        **{f"RAY_SERVE_DIRECT_INGRESS_{name}_PORT": str(port) for name, port in limits.items() if replica_ports},
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         # Ray runs workers at niceness 15: any other program of the machine, such as a client or an actor process, would
         # then delay an endpoint or a learner (decision 011).
