@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -44,17 +45,9 @@ _homes = itertools.count()
 WITH_CLUSTER = ("ray", "faults", "e2e", "hosts")
 WITHOUT_RAY = ("unit", "loop", "training", "equivalence", "serving", "libs")
 
-# Of these folders each test goes to whichever process is free, since they have a cluster there anyway; but for these
-# files, and in all other folders, tests of one file share what is dear to make: an endpoint, a run, several hosts.
+# Of these folders each test goes to whichever process is free, since they have a cluster there anyway; in all other
+# folders, and where a file says scope="module", tests of one file share what is dear: an endpoint, a run, hosts.
 APART = ("ray", "faults", "e2e")
-TOGETHER = (
-    "e2e/test_serving.py",
-    "faults/test_replica_faults.py",
-    "faults/test_serving_faults.py",
-    "faults/test_training_faults.py",
-    "ray/test_fork_server.py",
-    "ray/test_serve.py",
-)
 
 # Ray's own warnings, which are not ours to mend: `filterwarnings = error` stays for everything else.
 RAYS_OWN = (
@@ -129,8 +122,12 @@ class _Together(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        is_apart = Path(file).parent.name in APART and not file.endswith(TOGETHER)
-        return nodeid if is_apart else file
+        return nodeid if Path(file).parent.name in APART and not _shares(file) else file
+
+
+@functools.cache
+def _shares(file: str) -> bool:
+    return 'scope="module"' in (TESTS.parent / file).read_text()
 
 
 @pytest.hookimpl(optionalhook=True)

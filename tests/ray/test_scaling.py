@@ -31,11 +31,11 @@ def endpoint() -> Iterator[EndpointProcess]:
     # No forward is this short, so any request at all needs every replica, however fast the machine is.
     scale = {"min": 0, "max": 2, "objective_s": 1e-7, "idle_s": 10}
     with EndpointProcess(scale=scale, num_cpus=0.1) as process:
+        process.publish(1)
         yield process
 
 
 def test_requests_that_bypass_serve_bring_another_replica(endpoint: EndpointProcess) -> None:
-    endpoint.publish(1)
     client = Client(endpoint.url)
     wait_for(lambda: client.infer()[0] == 200, TIMEOUT_S)
 
