@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -76,3 +78,38 @@ def test_what_a_model_says_that_no_file_could_hold_is_told_all_the_same(caplog: 
 
 def test_where_none_has_answered_the_example_another_may_come_unproved() -> None:
     assert staged(["raises", "nan", ""]).loaded.version == 3
+
+
+def test_models_that_are_built_alike_share_a_template_and_nothing_else() -> None:
+    """Of a hundred models of one architecture all but the first load without its construction and its warm-up."""
+
+    def package(number: int, width: int = 1, **change: str) -> ModelPackage:
+        signature = Signature(inputs=tensors(x=("FP32", [-1, width])), outputs=tensors(y=("FP32", [-1, 1])))
+        factory = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": width, "out_features": 1}, **change)
+        arrays = {"weight": np.zeros((1, width), np.float32), "bias": np.full(1, number, np.float32)}
+        return ModelPackage(factory, signature, WeightSnapshot.of(number, arrays))
+
+    packages = {"a": package(1), "b": package(2), "wide": package(3, width=2), "c": package(4)}
+    packages["hooked"] = package(5, preprocess=f"{__name__}:make_step")
+
+    async def body(loader: VersionLoader) -> dict[str, StagedVersion]:
+        async def load(name: str, options: ModelOptions) -> StagedVersion:
+            source = SimpleNamespace(name=name, load_package=lambda version: packages[name])
+            return await loader.load_version(source, packages[name].snapshot.version, options, None, None)  # type: ignore[arg-type,union-attr]
+
+        found = {name: await load(name, ModelOptions(max_batch_size=4)) for name in packages}
+        return found | {"short": await load("a", ModelOptions(max_batch_size=2))}
+
+    with closing(VersionLoader(1, num_threads=2, num_alike=2)) as loader:
+        found = asyncio.run(body(loader))
+    of = {name: each.built.predictor for name, each in found.items()}
+    assert of["a"] is of["b"] is of["c"]
+    assert len({id(each) for each in of.values()}) == 4
+    x = np.ones((1, 1), np.float32)
+    answers = {name: found[name].loaded.predict_batch([{"x": x}])[0]["y"].tolist() for name in ("a", "b", "c")}
+    assert answers == {"a": [[1.0]], "b": [[2.0]], "c": [[4.0]]}
+
+
+def make_step(in_features: int, out_features: int) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    """A hook that changes nothing, for the kwargs of torch.nn.Linear."""
+    return dict

@@ -41,8 +41,8 @@ OpenTemplate = Callable[[TemplateConfig], Template]
 class Predictor:
     """The template of one model, for any number of versions and threads. Requests are batch-first: see `layout`.
 
-    `measured` has the warm forwards of the first version as (rows, seconds); empty before, and when the size of a
-    typical request is unknown.
+    `warm_up_times` has the warm forwards of the first version as (rows, seconds); empty before, and when the size of a
+    typical request is unknown. `is_typical`: whether an example is like real requests.
 
     after: the previous predictor, when the model is now built in another way: if that one answered an example, this one
            must too
@@ -78,11 +78,11 @@ class Predictor:
                 self._templates[device] = open_one(config)
             except torch.OutOfMemoryError as error:
                 raise ConfigError("device", device, explain_out_of_memory(error, "the model")) from None
-        self._load_lock = threading.Lock()  # locked while the first version selects a device
+        self._load_lock = threading.Lock()
         self._is_warm = False
         self._has_example = options.warm_up
-        is_typical = not is_example_guessed(layout.signature, is_prepared=self._preprocess is not None)
-        self._must_answer = is_typical or (after is not None and after._is_warm)
+        self.is_typical = not is_example_guessed(layout.signature, is_prepared=self._preprocess is not None)
+        self._must_answer = self.is_typical or (after is not None and after._is_warm)
         self.warm_up_times: list[tuple[int, float]] = []
 
     def set_torch_threads(self) -> None:
@@ -110,17 +110,17 @@ class Predictor:
         """
         self.set_torch_threads()
         with self._load_lock:
-            if len(self._templates) > 1:
+            if len(self._templates) > 1:  # the first version selects a device
                 self._templates = self._select_template(snapshot)
-        (template,) = self._templates.values()
-        model = self._load_version(template, snapshot)
-        try:
-            self._warm_up(model)
-        except InferenceError as error:  # a worker of this replica was lost, whatever the version is like
-            logger.warning("version %d is loaded and warmed up again: %s", snapshot.version, error)
+            (template,) = self._templates.values()
             model = self._load_version(template, snapshot)
-            self._warm_up(model)
-        return model
+            try:
+                self._warm_up(model)
+            except InferenceError as error:  # a worker of this replica was lost, whatever the version is like
+                logger.warning("version %d is loaded and warmed up again: %s", snapshot.version, error)
+                model = self._load_version(template, snapshot)
+                self._warm_up(model)
+            return model
 
     def _load_version(self, template: Template, snapshot: WeightSnapshot) -> LoadedModel:
         try:

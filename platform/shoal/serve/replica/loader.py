@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -52,16 +52,18 @@ class StagedVersion:
 class VersionLoader:
     """Loads versions of registered models: `num_threads` at a time, of one model one.
 
-    share: opens the templates of models that several workers share; None for those of this process
+    share:     opens the templates of models that several workers share; None for those of this process
+    num_alike: so many predictors are kept for other models that are built alike, the last used ones: a load then costs
+               little more than its weights
     """
 
     def __init__(
-        self, torch_threads: int, share: OpenTemplate | None = None, num_threads: int = 1, niceness: int = 0
+        self, torch_threads: int, share: OpenTemplate | None = None, num_threads: int = 1, num_alike: int = 0
     ) -> None:
         self._torch_threads, self._share = torch_threads, share
-        self._threads = ThreadPoolExecutor(
-            num_threads, "shoal-stage", lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
-        ) if niceness else ThreadPoolExecutor(num_threads, "shoal-stage")  # fmt: skip
+        self._threads = ThreadPoolExecutor(num_threads, "shoal-stage")
+        self._alike: deque[BuiltModel] = deque(maxlen=num_alike)
+        self._alike_lock = threading.Lock()  # threads search and change them
         self._since_s: dict[object, float] = {}  # when each current load began
         self._locks: dict[str, asyncio.Lock] = {}  # versions of a model share its template
 
@@ -123,10 +125,26 @@ class VersionLoader:
         self, package: ModelPackage, options: ModelOptions, last: BuiltModel | None
     ) -> tuple[BuiltModel, LoadedModel]:
         assert package.snapshot is not None
-        if last is not None and last.factory == package.factory and last.predictor.options == options:
-            predictor = last.predictor
-        else:
-            before = None if last is None else last.predictor
-            predictor = Predictor(package.factory, package.signature, options, self._torch_threads, before, self._share)
+        predictor = last.predictor if last is not None else None
+        if last is None or last.factory != package.factory or last.predictor.options != options:
+            predictor = self._find_alike(package, options) or Predictor(
+                package.factory, package.signature, options, self._torch_threads, predictor, self._share
+            )
+        assert predictor is not None
         predictor.set_torch_threads()
-        return BuiltModel(predictor, package.factory), predictor.load(package.snapshot)
+        built, loaded = BuiltModel(predictor, package.factory), predictor.load(package.snapshot)
+        with self._alike_lock:
+            if built not in self._alike and predictor.is_typical and package.factory.format == "module":
+                self._alike.append(built)
+        return built, loaded
+
+    def _find_alike(self, package: ModelPackage, options: ModelOptions) -> Predictor | None:
+        """The predictor of a model that is built in the same way, with the same options."""
+        with self._alike_lock:
+            for built in self._alike:
+                same = built.predictor
+                if (built.factory, same.signature, same.options) == (package.factory, package.signature, options):
+                    self._alike.remove(built)
+                    self._alike.append(built)
+                    return same
+        return None

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer
 
 DRAIN_POLL_S = 0.02
-PARALLEL_LOADS = 2, 5  # at a time, and their niceness: of models on demand, while others answer
+ON_DEMAND_LOADS = 2, 16  # of models on demand, at a time; predictors kept for models that are built alike
 MAX_STAGING_S = 900.0  # of staging; the controller gives up earlier
 # Keys of the tasks that retire a model, build a live one, and load a version under other options. Above 0 they stage a
 # version, below DRAIN they drain a replaced model.
@@ -81,7 +81,7 @@ class ModelManager:
         self._next: dict[str, ServedModel] = {}  # under other options; answers nothing before it replaces its model
         self._num_replaced = 0
         self._rejected: dict[str, RejectedVersion] = {}
-        self._loader = VersionLoader(spec.torch_threads, share, *(PARALLEL_LOADS if spec.memory else ()))
+        self._loader = VersionLoader(spec.torch_threads, share, *(ON_DEMAND_LOADS if spec.memory else ()))
         self._memory = ModelMemory(spec.memory or 0, lambda: psutil.Process().memory_info().rss)
         self.on_demand = OnDemandRequests(
             replica, controller, peers or HttpTransport(), self._find_answering, self._find_error, spec.answer_s
