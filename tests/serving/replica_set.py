@@ -29,7 +29,7 @@ from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment, StateFile
 from shoal.serve.controller.status import StatusReporter
 from shoal.serve.messages.desired_state import EndpointPlan
-from shoal.serve.messages.replica_report import ReplicaReport
+from shoal.serve.messages.replica_report import PeerReport, ReplicaReport
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel
@@ -224,8 +224,8 @@ class LocalController:
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
         return await self._controller().follow(replica, known_generation, min(timeout_s, 0.1))
 
-    async def report(self, report: ReplicaReport) -> list[ReplicaReport]:
-        return self._controller().report(report)
+    async def report(self, report: ReplicaReport) -> list[PeerReport]:
+        return [PeerReport.of(each) for each in self._controller().report(report)]
 
     async def request_load(
         self, name: str, replica: str, idle_s: Mapping[str, float], lost: Sequence[str], timeout_s: float

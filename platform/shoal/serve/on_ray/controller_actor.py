@@ -19,6 +19,7 @@ from shoal.errors import ConnectionLost, ShoalError
 from shoal.ray_call import CALL_TIMEOUT_S, NAMESPACE, call_or_none
 from shoal.serve.controller.config import LOAD_TIMEOUT_S, ControllerConfig
 from shoal.serve.controller.state import StateFile
+from shoal.serve.messages.replica_report import PeerReport, ReplicaReport, decode_report, encode_report
 from shoal.serve.on_ray.ownership import is_serve_running
 from shoal.serve.replica.watchers import ControllerClient
 
@@ -41,10 +42,19 @@ class ControllerWorker:
         from shoal.serve.controller.service import ControllerService
 
         self._service = ControllerService(setting, end_this_actor, is_serve_running)
+        self._reports: dict[str, bytes] = {}
 
     async def call(self, method: str, *arguments: object, **named: object) -> Any:
         """Call a method of the service."""
         return await getattr(self._service, method)(*arguments, **named)
+
+    async def report(self, encoded: bytes) -> list[PeerReport]:
+        """Take in a replica's report; the others' are passed on as they came."""
+        report = decode_report(encoded)
+        others = await self._service.report(report)
+        known = self._reports | {report.replica: encoded}
+        self._reports = {each.replica: known[each.replica] for each in (report, *others) if each.replica in known}
+        return [PeerReport.of(each, known.get(each.replica)) for each in others]
 
 
 def end_this_actor() -> None:
@@ -82,7 +92,6 @@ class RayControllerClient:
     there is none."""
 
     follow = RemoteMethod(ControllerClient.follow, is_routine=True)
-    report = RemoteMethod(ControllerClient.report, is_routine=True)
     leave = RemoteMethod(ControllerClient.leave, is_routine=True)
     request_load = RemoteMethod(ControllerClient.request_load)
     store_weights = RemoteMethod(ControllerClient.store_weights, is_routine=True)
@@ -127,6 +136,15 @@ class RayControllerClient:
         """End the actor, if there is one, and remove its state. Idempotent."""
         StateFile(self._config.state_file).remove()
         stop_controller(self._config.actor_name)
+
+    async def report(self, report: ReplicaReport) -> list[PeerReport]:
+        """Raises ConnectionLost."""
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                others: list[PeerReport] = await self.handle.report.remote(encode_report(report))
+                return others
+        except (RayActorError, RayTaskError, TimeoutError) as error:
+            raise self._translate_error(error, is_routine=True) from error
 
     async def call(self, method: RemoteMethod[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
         """Raises ConnectionLost, or what the controller raised where the method is no routine."""

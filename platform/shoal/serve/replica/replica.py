@@ -205,4 +205,4 @@ class EndpointReplica:
         return encode(self._load_meter.measure(models, self.manager.on_demand.num_waiting))
 
     def _render_metrics(self, caller: Caller) -> bytes:
-        return render([self.report(), *self._follower.peers], caller)
+        return render([self.report(), *(peer.decode() for peer in self._follower.peers)], caller)

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from shoal.errors import Closed, ConnectionLost, WeightsError
 from shoal.serve.messages.desired_state import EndpointPlan
-from shoal.serve.messages.replica_report import ReplicaReport
+from shoal.serve.messages.replica_report import PeerReport, ReplicaReport
 from shoal.weights import WeightSnapshot, WeightSource
 
 POLL_S = 1.5
-REPORT_S = 1.0
+REPORT_S, MIN_REPORT_S = 1.0, 0.02  # a load changes several things at once
 RETRY_S = 0.2
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class PlanSource(Protocol):
     """The replicas' view of the controller. Raises ConnectionLost while it is away."""
 
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None: ...
-    async def report(self, report: ReplicaReport) -> list[ReplicaReport]:
+    async def report(self, report: ReplicaReport) -> list[PeerReport]:
         """Send a report; returns the newest reports of the other replicas."""
         ...
 
@@ -136,7 +136,7 @@ class PlanFollower:
     """Applies every plan and reports, on the running event loop, until close().
 
     apply:  takes a plan; returns at once
-    report: builds the report, each second and after `notify_changed()`
+    report: builds the report, each second and after `notify_changed()`, `MIN_REPORT_S` after the last
     peers:  the last reports of the other replicas
     """
 
@@ -149,7 +149,7 @@ class PlanFollower:
     ) -> None:
         self._replica, self._source, self._apply, self._report = replica, source, apply, report
         self._changed = asyncio.Event()
-        self.peers: list[ReplicaReport] = []
+        self.peers: list[PeerReport] = []
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self._run_forever(self._follow_once)),
@@ -198,3 +198,4 @@ class PlanFollower:
         except ConnectionLost:
             self._changed.set()
             raise
+        await asyncio.sleep(MIN_REPORT_S)

@@ -28,7 +28,7 @@ from shoal.registry.manifest import Signature
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.inference import InferCall, Outputs, size_bytes
 from shoal.serve.messages.model_errors import undescribed_model, unknown_model
-from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, Residency
+from shoal.serve.messages.replica_report import ModelReport, PeerReport, Residency
 from shoal.serve.protocol.infer_call import LARGE_BYTES, has_large_arrays, run_in_thread
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.on_demand.memory import ModelMemory
@@ -114,7 +114,7 @@ class OnDemandRequests:
         self._replica, self._controller, self._transport = replica, controller, transport
         self._find_served, self._find_error, self._answer_s = find_served, find_error, answer_s
         self.models: dict[str, ColdModel] = {}
-        self.list_peers: Callable[[], Sequence[ReplicaReport]] = list
+        self.list_peers: Callable[[], Sequence[PeerReport]] = list
         self._plan = EndpointPlan()
         self._uses: dict[str, ModelUse] = {}
         self._lost_until_s: dict[str, float] = {}
@@ -234,9 +234,7 @@ class OnDemandRequests:
         holders = [each for each in plan.replicas or () if each not in lost]
         others = [each for each in holders if each in self._plan.addresses and each != self._replica]
         loaded = [
-            report.replica
-            for report in self.list_peers()
-            if report.replica in others and plan.name in report.models and report.models[plan.name].version
+            report.replica for report in self.list_peers() if report.replica in others and plan.name in report.loaded
         ]
         if loaded:
             return random.choice(loaded)
