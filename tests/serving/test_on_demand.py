@@ -81,6 +81,12 @@ def loaded(endpoint: ReplicaSet, *replicas: str) -> list[str]:
     return sorted(model.name for name in names for model in endpoint.replicas[name].manager.list_loaded())
 
 
+def damage(name: str, version: int = 1) -> Path:
+    """Move a version's weights away, to the returned path."""
+    path = Registry().get(f"{name}@{version}").folder / "weights.safetensors"
+    return path.rename(path.with_suffix(".away"))
+
+
 async def infer_everywhere(endpoint: ReplicaSet, *names: str) -> None:
     for name in names:
         for replica in endpoint.replicas.values():
@@ -164,6 +170,8 @@ async def test_a_version_that_does_not_fit_alongside_the_former_replaces_it(endp
         await endpoint.administer(action="canary", model="m0", version=2, percent=5)
     assert caught.value.status == 409
     await endpoint.administer(action="deploy", model="m0", version=2)
+    assert endpoint.replicas["r1"].manager.get_model("m0").version == 2
+    assert loaded(endpoint) == ["m0"]
     assert (await infer(endpoint.replicas["r1"], "m0")).version == 2
     other = Signature(inputs=SIGNATURE.inputs, outputs=[TensorSignature(name="other", datatype="FP32", shape=[-1, 2])])
     register("m0", signature=other)
@@ -174,13 +182,19 @@ async def test_a_version_that_does_not_fit_alongside_the_former_replaces_it(endp
 
 @on_demand(num_replicas=1, fit=3)
 async def test_a_version_replaces_one_that_cannot_be_loaded(endpoint: ReplicaSet) -> None:
-    replica, path = endpoint.replicas["r1"], Registry().get("m0@1").folder / "weights.safetensors"
-    os.rename(path, path.with_suffix(".away"))
+    replica = endpoint.replicas["r1"]
+    damage("m0")
     assert (await infer(replica, "m0")).status == 503
-    register("m0")
+    for _ in range(2):
+        register("m0")
     with pytest.raises(InferenceError, match="cannot stage version 1"):
         await endpoint.administer(action="canary", model="m0", version=2, percent=5)
+    damage("m0", 3)
+    with pytest.raises(InferenceError, match=r"version 3 .*weights\.safetensors") as caught:
+        await endpoint.administer(action="deploy", model="m0", version=3)
+    assert caught.value.status == 409
     await endpoint.administer(action="deploy", model="m0", version=2)
+    assert loaded(endpoint) == ["m0"]  # before its first request
     assert (await infer(replica, "m0")).version == 2
 
 
@@ -268,8 +282,8 @@ async def test_the_protocol_s_load_loads_a_model_before_it_is_requested(endpoint
     path = Registry().get("m1@1").folder / "weights.safetensors"
     os.rename(path, path.with_suffix(".away"))
     answer = await ask(endpoint.replicas["r1"], "POST", "/v2/repository/models/m1/load", {})
-    assert answer.status == 503
-    assert "cannot be loaded" in answer.body["error"]
+    assert answer.status == 409
+    assert "weights.safetensors" in answer.body["error"]
 
 
 @on_demand()

@@ -191,7 +191,8 @@ class Assignments:
 
         def is_loaded() -> bool:
             reports = self.select(name, self._reports.values()) if self.request(name) else []
-            return any(report.models[name].version for report in reports if name in report.models)
+            stable = self._state.models[name].rollout.stable
+            return any(report.models[name].version == stable for report in reports if name in report.models)
 
         model = self._state.models.get(name)
         if model is not None and self.is_on_demand(model) and not await self._wait_until(is_loaded, timeout_s):
