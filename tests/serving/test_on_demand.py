@@ -438,6 +438,43 @@ async def test_a_model_measured_to_be_large_fits_again_after_the_controller_has_
         assert loaded(endpoint) == [name]  # the two take more than there is
 
 
+@on_demand(num_replicas=1)
+async def test_a_model_measured_to_exceed_all_memory_is_loaded_alone_and_measured_again(endpoint: ReplicaSet) -> None:
+    """Something else may have grown while it was loaded."""
+    await infer_everywhere(endpoint, "m0", "m1")
+    measured_bytes = endpoint.replicas["r1"].manager._memory.get_loads("m0").measured_bytes
+    measured_bytes[1] = 1 << 40
+    endpoint.controller.report(endpoint.replicas["r1"].report())
+    await until(lambda: len(loaded(endpoint)) == 1)
+    await infer_everywhere(endpoint, "m1", "m0")
+    assert loaded(endpoint) == ["m0"]
+    measured_bytes[1] = 1  # as the next load may say
+    endpoint.controller.report(endpoint.replicas["r1"].report())
+    await infer_everywhere(endpoint, "m1", "m0")
+    assert loaded(endpoint) == ["m0", "m1"]
+
+
+@on_demand(fit=1)
+async def test_replicas_that_measured_a_model_differently_take_the_least(endpoint: ReplicaSet) -> None:
+    assignments, size_bytes = endpoint.controller.assignments, Registry().get("m0@1").manifest.size_bytes
+    for replica, measured_bytes in zip(endpoint.replicas.values(), (1 << 40, size_bytes + 1), strict=True):
+        replica.manager.on_demand.get_use("m0")
+        replica.manager._memory.get_loads("m0").measured_bytes[1] = measured_bytes
+        endpoint.controller.report(replica.report())
+    endpoint.controller._commit()
+    assignments._memory_bytes = 2 * size_bytes
+    assert assignments._version_bytes("m0", endpoint.controller.state.models["m0"]) == size_bytes + 1
+
+
+@on_demand(num_replicas=1, models={"m0": {"pin": True}})
+async def test_a_pinned_model_counts_with_its_payload(endpoint: ReplicaSet) -> None:
+    """As at the start, which then accepted any one of the others."""
+    endpoint.replicas["r1"].manager.on_demand.get_use("m0")
+    endpoint.replicas["r1"].manager._memory.get_loads("m0").measured_bytes[1] = 1 << 40
+    endpoint.controller.report(endpoint.replicas["r1"].report())
+    await infer_everywhere(endpoint, "m0", "m1")
+
+
 @on_demand(num_replicas=1, fit=1)
 async def test_a_small_version_fits_after_a_large_one_of_its_name(endpoint: ReplicaSet) -> None:
     replica, name = endpoint.replicas["r1"], "m0"

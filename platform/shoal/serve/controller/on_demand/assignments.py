@@ -368,12 +368,19 @@ class Assignments:
         return self._version_bytes(name, model) * (2 if has_two else 1)
 
     def _version_bytes(self, name: str, model: ModelState) -> int:
-        rollout = model.rollout
-        versions = [version for version in (rollout.stable, rollout.candidate) if version]
-        found = [report.models[name].residency for report in self._reports.values() if name in report.models]
-        measured = [each.measured_bytes.get(version, 0) for each in found if each for version in versions]
+        """The bytes of each version: of its payload, or of one on demand as measured, at most all that there is.
+
+        A load during which something else grew would otherwise refuse the model, and never be measured again.
+        """
+        versions = [version for version in (model.rollout.stable, model.rollout.candidate) if version]
         described = [self._describe(model, version) for version in versions]
-        return max([*measured, *(each.size_bytes for each in described if each)], default=0)
+        payload_bytes = max((each.size_bytes for each in described if each), default=0)
+        if not self.is_on_demand(model):
+            return payload_bytes
+        found = [report.models[name].residency for report in self._reports.values() if name in report.models]
+        sizes = [[each.measured_bytes.get(version, 0) for each in found if each] for version in versions]
+        measured_bytes = max((min(filter(None, each), default=0) for each in sizes), default=0)
+        return max(payload_bytes, min(measured_bytes, self._capacity_bytes) if measured_bytes else 0)
 
     def _describe(self, model: ModelState, version: int) -> VersionDescription | None:
         """What is known of a version; None for no version, and for one that cannot be read now."""
