@@ -163,21 +163,23 @@ class Assignments:
             if (use := self._uses.get((name, replica))) is not None:
                 use.used_s = max(use.used_s, now_s - each_s)
 
-    def count_lost(self, replica: str, names: Iterable[str] | None = None) -> None:
-        """Count a lost replica against the models that it was loading: all, or these.
+    def count_lost(self, replica: str) -> None:
+        """Count a lost replica against the rollouts of its models, and against the models that it was loading."""
+        self._state.count_lost_replica(self.list_models(self._reports[replica]))
+        for name in list(self._state.placement):
+            self._count_lost_load(name, replica)
 
-        A load may kill its replica, as by its memory; a request for it would then kill one replica after the other.
-        """
-        for name in list(self._state.placement) if names is None else names:
-            is_loading = (name, replica) in self._since_s and not self._has_loaded(name, replica)
-            if not is_loading or not self._state.models[name].rollout.is_open:  # a rollout counts them itself
-                continue
-            lost = self._lost_loading[name]
-            lost.add(replica)
-            if len(lost) >= MAX_LOST_LOADING:
-                for other in lost.intersection(self._state.placement[name]) - {replica}:
-                    self._unassign(name, other)
-                self._fail(name, replica, f"{len(lost)} replicas were lost while they loaded it")
+    def _count_lost_load(self, name: str, replica: str) -> None:
+        """A load may kill its replica, as by its memory: requests for the model would then kill one after the other."""
+        is_loading = (name, replica) in self._since_s and not self._has_loaded(name, replica)
+        if not is_loading or not self._state.models[name].rollout.is_open:  # a rollout counts them itself
+            return
+        lost = self._lost_loading[name]
+        lost.add(replica)
+        if len(lost) >= MAX_LOST_LOADING:
+            for other in lost.intersection(self._state.placement[name]) - {replica}:
+                self._unassign(name, other)
+            self._fail(name, replica, f"{len(lost)} replicas were lost while they loaded it")
 
     def forget(self, replica: str) -> None:
         """Forget a replica that is gone."""
@@ -230,7 +232,7 @@ class Assignments:
         if model is None:
             raise unknown_model(name, self._state.models)
         for replica in lost:
-            self.count_lost(replica, [name])
+            self._count_lost_load(name, replica)
         failed, now_s = self._failed.get(name), self._clock()
         if failed is not None and now_s < failed.until_s:
             problem = f"model {name!r} cannot be loaded: the endpoint's status has why"

@@ -2,8 +2,8 @@
 
 Called by `requests` alone, on the event loop. Tenant, deadline, version, track, request id and trace go along; the
 answer and its times, or the peer's error, come back. A peer answers by itself or not at all: what it receives here it
-sends to no other. Connections stay open; a peer that closed an idle one is called once more over a new one, and one whose
-host is silent for LOST_HOST_S is lost.
+sends to no other. Connections stay open; a peer that closed an idle one is called once more over a new one.
+One whose host is silent for LOST_HOST_S is lost.
 
 | capacity              | what blocks                   | who unblocks         | close()                          |
 |-----------------------|-------------------------------|----------------------|----------------------------------|
