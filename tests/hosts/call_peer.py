@@ -1,7 +1,7 @@
 """A replica's peer, and one that calls it: `python call_peer.py serve HOST`, `python call_peer.py call HOST`.
 
 The peer answers `/fine`, and never anything else. The caller has one request answered and another sent, says "sent",
-and what became of the latter and of two later ones, as JSON.
+and what became of the latter and of a later one, as JSON.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def call(host: str) -> None:
     held = asyncio.create_task(post("/hold"))
     assert await first == "200"  # and its connection is idle
     _say("sent")
-    _say(json.dumps([await held, await post("/fine"), await post("/fine")]))
+    _say(json.dumps([await held, await post("/fine")]))
 
 
 if __name__ == "__main__":

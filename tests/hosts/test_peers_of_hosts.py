@@ -26,4 +26,4 @@ def test_a_call_ends_when_the_peer_s_host_is_lost(tmp_path: Path) -> None:
                 serving.wait_for_line("^asked$")
                 made.cut(there)
                 assert calling.wait() == 0
-        assert json.loads(calling.said.splitlines()[-1]) == ["RequestLost", "ConnectionLost", "ConnectionLost"]
+        assert json.loads(calling.said.splitlines()[-1]) == ["RequestLost", "ConnectionLost"]
