@@ -1,4 +1,4 @@
-"""Addresses of hosts: loopback or not, and how other hosts reach this one. Queries only the system."""
+"""Addresses of hosts: loopback or not, how other hosts reach this one, and connections to one that is lost."""
 
 from __future__ import annotations
 
@@ -26,3 +26,15 @@ def find_local_address(host: str) -> str | None:
             return str(probe.getsockname()[0])
     except (OSError, UnicodeError):  # UnicodeError: not a host name
         return None
+
+
+def watch_host(opened: socket.socket, lost_s: int) -> None:
+    """Let a TCP connection fail when nothing has come from the peer's host for so long, also while it is idle.
+
+    A dead process closes its connections by itself, a lost host none.
+    """
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, lost_s - 1)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, lost_s * 1000)

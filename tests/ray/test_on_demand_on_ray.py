@@ -74,3 +74,17 @@ def test_two_replicas_answer_for_four_models_and_a_killed_one_is_replaced(cluste
         wait_for(lambda: len(pids() - {victim}) == 2, STATE_S, "another replica")
         for number, name in enumerate(NAMES):
             assert client.infer(name, [[5.0]])["y"].tolist() == [[float(number)]]
+
+
+def test_a_replica_of_another_host_needs_an_ingress_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.errors import ConfigError
+    from shoal.serve.on_ray import replica_worker
+    from shoal.serve.spec.endpoint import EndpointSpec
+
+    spec = EndpointSpec(name="many", memory="1MiB")
+    monkeypatch.setattr(replica_worker, "is_head", lambda host: True)
+    replica_worker.require_reachable_peers(spec)
+    monkeypatch.setattr(replica_worker, "is_head", lambda host: False)
+    replica_worker.require_reachable_peers(spec.model_copy(update={"ingress": "every_node"}))
+    with pytest.raises(ConfigError, match=r"endpoint\.ingress = 'head'.* give ingress: every_node"):
+        replica_worker.require_reachable_peers(spec)

@@ -250,7 +250,6 @@ class LocalController:
     async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
         self._controller()
         await self._set.administration.load(name, parameters, by)
-        await self._controller().assignments.load(name, DEADLINE_S)
 
     async def unload(self, name: str, by: str) -> None:
         self._controller()

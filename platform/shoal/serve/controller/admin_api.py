@@ -361,6 +361,15 @@ class AdminApi:
             return options is None or model.deployment.options == options
 
         await self._wait_for_end(change, is_done, version)
+        assignments = self._controller.assignments
+        try:
+            await assignments.load(change.model, change.timeout_s)  # it may have replaced one without being staged
+        except InferenceError:
+            if not (reason := assignments.find_error(change.model)):
+                raise
+            remedy = "roll it back, or deploy another version"
+            problem = f"version {version} of {change.model!r} answers nothing: {reason}"
+            raise InferenceError(409, f"{problem}: {remedy}") from None
 
     async def _wait_for_end(self, change: ChangeRequest, succeeded: Callable[[], bool], version: int) -> None:
         """Wait for the end of a rollout. Raises InferenceError: 409 with the reason of a failure, 503 after the

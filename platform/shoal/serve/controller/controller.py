@@ -154,7 +154,7 @@ class EndpointController:
         report = self.reports.get(replica)
         if report is not None:
             if report.pid and replica not in self._ready_replicas:  # Serve gave it up before it answered a request
-                self.state.count_lost_replica(self.assignments.list_models(self.reports[replica]))
+                self.assignments.count_lost(replica)
             self._remove_replica(replica)
 
     def _remove_replica(self, replica: str) -> None:
@@ -185,7 +185,7 @@ class EndpointController:
         now_s = self._clock()
         self._file.retry_writes()
         for replica in [each for each, heard_s in self._last_seen_s.items() if now_s - heard_s > self._lease_s]:
-            self.state.count_lost_replica(self.assignments.list_models(self.reports[replica]))
+            self.assignments.count_lost(replica)
             self.record_event("replica_lost", reason=f"{replica} did not report for {self._lease_s:g} s")
             self._remove_replica(replica)
         for name in list(self.state.models):

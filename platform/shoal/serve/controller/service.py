@@ -23,7 +23,7 @@ from shoal.cluster.ingress.serve_environment import find_ingress_folder, hold_wh
 from shoal.cluster.ingress.tls import POLL_S, CertificateWatch
 from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.audit import AUDIT_FILE, AuditLog
-from shoal.serve.controller.config import LOAD_TIMEOUT_S, ControllerConfig
+from shoal.serve.controller.config import ControllerConfig
 from shoal.serve.controller.controller import LEASE_S, EndpointController
 from shoal.serve.controller.state import Event, StateFile
 from shoal.serve.controller.status import StatusReporter
@@ -114,7 +114,6 @@ class ControllerService:
     async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
         with self._audit.audit_request("load", {"model": name, "parameters": parameters}, by):
             await self._admin_api.load(name, parameters, by)
-            await self._controller.assignments.load(name, LOAD_TIMEOUT_S)
 
     async def unload(self, name: str, by: str) -> None:
         with self._audit.audit_request("unload", {"model": name}, by):

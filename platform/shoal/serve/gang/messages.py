@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.network_address import watch_host
 from shoal.serve.gang.plan import GangPlan
 from shoal.serve.model.formats.template import TemplateConfig
 from shoal.weights import WeightFile
@@ -115,14 +116,10 @@ def _limit_receiving(connection: Connection, limit_s: int) -> None:
 
 
 def watch(connection: Connection) -> None:
-    """Send at once, and notice a peer whose host is gone; a dead process closes its connections by itself."""
+    """Send at once, and notice a peer whose host is gone."""
     with socket.socket(fileno=os.dup(connection.fileno())) as opened:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_S - 1)
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
+        watch_host(opened, LOST_S)
 
 
 def close(connection: Connection) -> None:

@@ -8,6 +8,7 @@ nothing here does anything.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,7 @@ from shoal.serve.spec.model_source import Catalogue
 SPREAD_EVERY_S = 2.0
 SPREAD_IDLE_S = 30.0  # of a model that makes way for another's second replica
 RETRY_LOAD_S, MAX_RETRY_LOAD_S = 5.0, 300.0  # after a failed load, twice as long after each
+MAX_LOST_LOADING = 2  # replicas, without a load that succeeded: then the model may be why
 RECENT = 0.5  # weight of the newest load time and rate
 
 
@@ -78,6 +80,7 @@ class Assignments:
         self._load_s: dict[str, float] = {}
         self._uses: dict[tuple[str, str], _Use] = {}
         self._failed: dict[str, _FailedLoad] = {}
+        self._lost_loading: defaultdict[str, set[str]] = defaultdict(set)  # replicas, by the model
         self._spread_s = clock()
 
     def is_on_demand(self, model: ModelState) -> bool:
@@ -151,6 +154,7 @@ class Assignments:
             use.reported_s, use.num_requests = now_s, residency.requests
         if model.version:
             self._failed.pop(name, None)
+            self._lost_loading.pop(name, None)
             self._load_s[name] = RECENT * residency.load_s + (1 - RECENT) * self._load_s.get(name, residency.load_s)
 
     def _note_idle(self, replica: str, idle_s: Mapping[str, float]) -> None:
@@ -158,6 +162,24 @@ class Assignments:
         for name, each_s in idle_s.items():
             if (use := self._uses.get((name, replica))) is not None:
                 use.used_s = max(use.used_s, now_s - each_s)
+
+    def count_lost(self, replica: str) -> None:
+        """Count a lost replica against the rollouts of its models, and against the models that it was loading."""
+        self._state.count_lost_replica(self.list_models(self._reports[replica]))
+        for name in list(self._state.placement):
+            self._count_lost_load(name, replica)
+
+    def _count_lost_load(self, name: str, replica: str) -> None:
+        """A load may kill its replica, as by its memory: requests for the model would then kill one after the other."""
+        is_loading = (name, replica) in self._since_s and not self._has_loaded(name, replica)
+        if not is_loading or not self._state.models[name].rollout.is_open:  # a rollout counts them itself
+            return
+        lost = self._lost_loading[name]
+        lost.add(replica)
+        if len(lost) >= MAX_LOST_LOADING:
+            for other in lost.intersection(self._state.placement[name]) - {replica}:
+                self._unassign(name, other)
+            self._fail(name, replica, f"{len(lost)} replicas were lost while they loaded it")
 
     def forget(self, replica: str) -> None:
         """Forget a replica that is gone."""
@@ -169,7 +191,7 @@ class Assignments:
     def forget_model(self, name: str) -> None:
         """Forget a model that is no longer served."""
         self._forget_placement(name)
-        for known in (self._load_s, self._failed):
+        for known in (self._load_s, self._failed, self._lost_loading):
             known.pop(name, None)
         self._uses = {key: use for key, use in self._uses.items() if key[0] != name}
 
@@ -191,7 +213,8 @@ class Assignments:
 
         def is_loaded() -> bool:
             reports = self.select(name, self._reports.values()) if self.request(name) else []
-            return any(report.models[name].version for report in reports if name in report.models)
+            stable = self._state.models[name].rollout.stable
+            return any(report.models[name].version == stable for report in reports if name in report.models)
 
         model = self._state.models.get(name)
         if model is not None and self.is_on_demand(model) and not await self._wait_until(is_loaded, timeout_s):
@@ -208,6 +231,8 @@ class Assignments:
         model = self._state.models.get(name)
         if model is None:
             raise unknown_model(name, self._state.models)
+        for replica in lost:
+            self._count_lost_load(name, replica)
         failed, now_s = self._failed.get(name), self._clock()
         if failed is not None and now_s < failed.until_s:
             problem = f"model {name!r} cannot be loaded: the endpoint's status has why"
@@ -339,16 +364,19 @@ class Assignments:
         now_s, model = self._clock(), self._state.models[name]
         since_s, use = self._since_s[name, replica], self._uses.get((name, replica))
         report = self._reports[replica].models.get(name)
-        is_loaded = report is not None and report.version > 0
         waiting = 0 if report is None or report.residency is None else report.residency.waiting + report.queued_rows
         return ResidentModel(
             self._total_bytes(name, model),
             load_s=self._load_s.get(name, 0.0),
             idle_s=now_s - max(since_s, use.used_s if use is not None else since_s),
             age_s=now_s - since_s,
-            is_in_use=not is_loaded or waiting > 0 or not model.rollout.is_open,
+            is_in_use=not self._has_loaded(name, replica) or waiting > 0 or not model.rollout.is_open,
             has_copy=len(self._state.placement[name]) > 1,
         )
+
+    def _has_loaded(self, name: str, replica: str) -> bool:
+        report = self._reports[replica].models.get(name)
+        return report is not None and report.version > 0
 
     @property
     def _capacity_bytes(self) -> int:
@@ -367,12 +395,19 @@ class Assignments:
         return self._version_bytes(name, model) * (2 if has_two else 1)
 
     def _version_bytes(self, name: str, model: ModelState) -> int:
-        rollout = model.rollout
-        versions = [version for version in (rollout.stable, rollout.candidate) if version]
-        found = [report.models[name].residency for report in self._reports.values() if name in report.models]
-        measured = [each.measured_bytes.get(version, 0) for each in found if each for version in versions]
+        """The bytes of each version: of its payload, or of one on demand as measured, at most all that there is.
+
+        A load during which something else grew would otherwise refuse the model, and never be measured again.
+        """
+        versions = [version for version in (model.rollout.stable, model.rollout.candidate) if version]
         described = [self._describe(model, version) for version in versions]
-        return max([*measured, *(each.size_bytes for each in described if each)], default=0)
+        payload_bytes = max((each.size_bytes for each in described if each), default=0)
+        if not self.is_on_demand(model):
+            return payload_bytes
+        found = [report.models[name].residency for report in self._reports.values() if name in report.models]
+        sizes = [[each.measured_bytes.get(version, 0) for each in found if each] for version in versions]
+        measured_bytes = max((min(filter(None, each), default=0) for each in sizes), default=0)
+        return max(payload_bytes, min(measured_bytes, self._capacity_bytes) if measured_bytes else 0)
 
     def _describe(self, model: ModelState, version: int) -> VersionDescription | None:
         """What is known of a version; None for no version, and for one that cannot be read now."""

@@ -3,6 +3,7 @@
 Called by `requests` alone, on the event loop. Tenant, deadline, version, track, request id and trace go along; the
 answer and its times, or the peer's error, come back. A peer answers by itself or not at all: what it receives here it
 sends to no other. Connections stay open; a peer that closed an idle one is called once more over a new one.
+One whose host is silent for LOST_HOST_S is lost.
 
 | capacity              | what blocks                   | who unblocks         | close()                          |
 |-----------------------|-------------------------------|----------------------|----------------------------------|
@@ -25,6 +26,7 @@ import numpy as np
 
 from shoal.batching.batcher import Prediction
 from shoal.errors import ConnectionLost, InferenceError, RequestLost
+from shoal.network_address import watch_host
 from shoal.open_inference.binary_tensors import from_binary, to_binary
 from shoal.open_inference.messages import Error, InferRequest, InferResponse, InputTensor, RequestedOutput
 from shoal.serve.http.routes import PEER_PATH
@@ -33,6 +35,7 @@ from shoal.serve.protocol.infer_call import BATCH_HEADER, GENERATION_HEADER, PEE
 
 MAX_IDLE = 64
 CONNECT_TIMEOUT_S = 2.0
+LOST_HOST_S = 5
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(InferResponse).decode
@@ -72,6 +75,7 @@ class HttpTransport:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 host, _, port = address.rpartition(":")
                 connection = await asyncio.open_connection(host.strip("[]"), int(port))
+            watch_host(connection[1].get_extra_info("socket"), LOST_HOST_S)
             is_sent = True
             return await self._exchange(address, connection, content)
         except (OSError, asyncio.IncompleteReadError) as error:  # TimeoutError is one
@@ -82,7 +86,7 @@ class HttpTransport:
         idle = self._idle[address]
         while idle:
             reader, writer = idle.pop()
-            if not reader.at_eof():
+            if not (reader.at_eof() or writer.is_closing()):
                 return reader, writer
             writer.close()
         return None

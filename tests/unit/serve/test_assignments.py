@@ -1,0 +1,84 @@
+"""Models on demand that kill the replicas which load them: the controller alone, whose replicas only report."""
+
+from __future__ import annotations
+
+import pytest
+from controller_setting import OPTIONS, FakeCatalogue
+
+from shoal.errors import InferenceError
+from shoal.serve.controller.controller import EndpointController
+from shoal.serve.controller.state import Deployment
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, Residency
+
+REPLICAS = ("r1", "r2", "r3", "r4")
+LEASE_S = 5.0
+
+
+class Endpoint:
+    """One model on demand, and four replicas that have room for it."""
+
+    def __init__(self) -> None:
+        self.now_s, catalogue = 0.0, FakeCatalogue()
+        self.controller = EndpointController(
+            "e", [Deployment("m", "/registry", "1", OPTIONS)], catalogue=lambda folder: catalogue,
+            clock=lambda: self.now_s, memory_bytes=150, lease_s=LEASE_S,
+        )  # fmt: skip
+        for replica in REPLICAS:
+            self.report(replica)
+        self.controller.tick()
+        for replica in REPLICAS:
+            self.report(replica)
+
+    def report(self, replica: str, version: int = 0) -> None:
+        residency = Residency({}, 0, 0.1, 0.1, 0.0, 0, 1, 0, 1, 0, 0)
+        models = {"m": ModelReport(version, 0, (version,), residency=residency)} if version else {}
+        generation = self.controller.plan.generation
+        self.controller.report(ReplicaReport(replica, 1, generation, True, models, address=replica))
+
+    def request(self, *lost: str) -> str:
+        """The replica that is to load it, for a caller who cannot reach some."""
+        assert self.controller.assignments.request("m", "", lost)
+        (replica,) = set(self.controller.state.placement["m"]) - set(lost)
+        return replica
+
+
+def test_a_model_that_kills_what_loads_it_is_left_for_a_while() -> None:
+    endpoint = Endpoint()
+    first = endpoint.request()
+    second = endpoint.request(first)  # one replica may die of something else
+    with pytest.raises(InferenceError, match="cannot be loaded") as caught:
+        endpoint.request(first, second)
+    assert (caught.value.status, caught.value.retry_after_s) == (503, 5.0)
+    assert "2 replicas were lost" in endpoint.controller.assignments.find_error("m")
+    assert "m" not in endpoint.controller.state.placement
+    endpoint.now_s += 4.9
+    with pytest.raises(InferenceError):
+        endpoint.request(first, second)
+    endpoint.now_s += 0.2
+    third = endpoint.request(first, second)
+    with pytest.raises(InferenceError) as caught:
+        endpoint.request(first, second, third)
+    assert caught.value.retry_after_s == 10.0
+
+
+def test_a_replica_that_does_not_report_any_more_counts_too() -> None:
+    endpoint = Endpoint()
+    first = endpoint.request()
+    for _ in REPLICAS:
+        endpoint.now_s += LEASE_S / 3
+        for replica in {*REPLICAS} - {first}:
+            endpoint.report(replica)
+    endpoint.controller.tick()
+    assert first not in endpoint.controller.reports
+    second = endpoint.request()
+    with pytest.raises(InferenceError, match="cannot be loaded"):
+        endpoint.request(second)
+
+
+def test_replicas_lost_after_a_load_do_not_count() -> None:
+    endpoint = Endpoint()
+    lost: list[str] = []
+    for _ in REPLICAS[1:]:
+        lost.append(endpoint.request(*lost))
+        endpoint.report(lost[-1], version=1)
+    assert endpoint.request(*lost) not in lost
