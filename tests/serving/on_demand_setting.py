@@ -8,7 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from serving.replica_set import ReplicaSet, infer, register
+from serving.replica_set import ReplicaSet, infer, register, until
 from shoal.registry import Registry
 from shoal.serve.spec.model_source import model_from_ref
 
@@ -34,6 +34,8 @@ def on_demand(
                 models = [model_from_ref(ref) for ref in refs]
                 async with ReplicaSet(*models, memory=fit * size_bytes, **spec) as endpoint:
                     await endpoint.start(num_replicas)
+                    states = endpoint.controller.state.models
+                    await until(lambda: all(each.rollout.is_open for each in states.values()))
                     await (body(endpoint, tmp_path) if len(signature(body).parameters) == 2 else body(endpoint))
 
             asyncio.run(run())

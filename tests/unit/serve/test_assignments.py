@@ -82,3 +82,18 @@ def test_replicas_lost_after_a_load_do_not_count() -> None:
         lost.append(endpoint.request(*lost))
         endpoint.report(lost[-1], version=1)
     assert endpoint.request(*lost) not in lost
+
+
+def test_a_hot_model_is_found_though_a_replica_that_only_forwards_reports_it_too() -> None:
+    endpoint = Endpoint()
+    holder = endpoint.request(REPLICAS[0])
+    for second in range(1, 4):
+        endpoint.now_s = float(second)
+        for replica in REPLICAS:
+            used = Residency(requests=second * 1000) if replica == holder else Residency(forwarded=second * 1000)
+            latency = ((1, 0.01),) if replica == holder else ()
+            model = ModelReport(int(replica == holder), latency=latency, residency=used)
+            report = ReplicaReport(replica, 1, endpoint.controller.plan.generation, True, {"m": model}, address=replica)
+            endpoint.controller.report(report)
+        endpoint.controller.tick()
+    assert len(endpoint.controller.state.placement["m"]) == 2

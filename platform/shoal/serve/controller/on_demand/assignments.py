@@ -303,7 +303,8 @@ class Assignments:
             if not replicas or len(replicas) >= len(self._reports) or not model.rollout.is_open:
                 continue
             rate = sum(use.requests_per_s for (each, _), use in self._uses.items() if each == name)
-            latency = next((r.models[name].latency for r in self._reports.values() if name in r.models), ())
+            latencies = (r.models[name].latency for r in self._reports.values() if name in r.models)
+            latency = next(filter(None, latencies), ())  # a replica that only forwards has none
             if not is_hot(rate / len(replicas), latency):
                 continue
             decision = choose_replica(self._total_bytes(name, model), self._build_memory(set(replicas)), SPREAD_IDLE_S)
