@@ -53,6 +53,7 @@ TOGETHER = (
     "faults/test_serving_faults.py",
     "faults/test_training_faults.py",
     "ray/test_fork_server.py",
+    "ray/test_gang_on_ray.py",
     "ray/test_serve.py",
 )
 
