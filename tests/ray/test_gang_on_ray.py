@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -197,14 +197,22 @@ def test_a_gang_that_hangs_is_replaced_with_all_its_workers(
     assert {200, 504} <= {*statuses} <= {200, 503, 504}
 
 
+@pytest.mark.parametrize("state", ["computing", "replacing its workers"])
 def test_a_gang_that_is_not_wanted_answers_what_it_has_and_leaves_nothing(
-    cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]
+    state: str, cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]
 ) -> None:
     client, answer = expected
     replicas, workers = scale_to_two(client), {*list_workers(cluster)}
     with load(client.url, answer) as statuses:
+        if state != "computing":  # both are, whichever is removed
+            for pid in workers:
+                with suppress(ProcessLookupError):  # it has ended with the other one
+                    os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: {*list_workers(cluster)} - workers, what="the start of others")
         scale("gang", 1)
         wait_for(lambda: list_ready(client) < replicas, what="one replica")
-        wait_for(lambda: len(left := list_workers(cluster)) == 2 and workers > {*left}, what="the end of its workers")
+        wait_for(lambda: len(list_workers(cluster)) == 2, what="the end of its workers")
         wait_for(lambda: count_reservations() == 1, what="the end of its reservation")
+        with closing(http.client.HTTPConnection(urlsplit(client.url).netloc)) as connection:
+            wait_for(lambda: ask(connection, answer) == 200, what="an answer")
     assert {200} <= {*statuses} <= {200, 503}
