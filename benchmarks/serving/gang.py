@@ -5,7 +5,8 @@
 Throughput: a decoder in full batches, two stages on two workers beside one process, each worker with one thread; both
 take turns, ten batches each. Memory: the peak resident memory of a worker that has loaded its part of a model of 500
 MB, beside a process that has loaded all of it. A killed worker: an endpoint on Ray Serve behind HAProxy, asked ten
-times a second over one connection that stays; counts what is answered with a code, and what without.
+times a second over one connection that stays; counts what is answered with a code, and what without. After it Serve's
+own gang of two replicas, as it is shipped.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ import psutil
 import torch
 from safetensors.torch import save
 
-from benchmarks.children import scratch
+from benchmarks.children import OUR_PYTHON, Child, scratch
 from benchmarks.result import Row, compare, options, write
 from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
@@ -48,7 +50,11 @@ COMPUTING = {"num_tokens": NUM_TOKENS, "context": CONTEXT, "width": 256, "depth"
 LARGE = {"num_tokens": NUM_TOKENS, "context": CONTEXT, "width": 1024, "depth": 10}  # 505 MB
 SMALL = {"num_tokens": NUM_TOKENS, "context": CONTEXT, "width": 64, "depth": 2}
 RATE_HZ, CALM_S, WATCHED_S = 10.0, 3.0, 25.0
+TIMEOUT_S, START_S, INFER = 30.0, 120.0, "/v2/models/small/infer"
+SERVES_GANG = "Ray Serve's gang"
 Sizes = dict[str, int]
+Answer = tuple[float, str, float]  # when it was asked for, its status, and how long it took
+Killed = tuple[float, list[Answer]]  # when a worker was killed, and all answers
 
 
 class ProcessLauncher:
@@ -185,9 +191,9 @@ def measure_memory() -> Row:
     return compare("peak memory", "MB", "lower", [own_mb], [peak_mb], "one worker", 0.6, "ratio", note)
 
 
-def ask(connection: http.client.HTTPConnection, body: bytes) -> str:
+def ask(connection: http.client.HTTPConnection, path: str, body: bytes) -> str:
     try:
-        connection.request("POST", "/v2/models/small/infer", body, {"Content-Type": "application/json"})
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         response.read()
     except (OSError, http.client.HTTPException) as error:
@@ -214,25 +220,38 @@ def serve_and_kill(pipe: Connection) -> None:
         ray.init(log_to_driver=False)
         closing_all.callback(ray.shutdown)
         endpoint = closing_all.enter_context(closing(deploy(spec, [model_from_ref("small@champion")])))
-        netloc = urlsplit(endpoint.url).netloc
-        connection = closing_all.enter_context(closing(http.client.HTTPConnection(netloc, timeout=30.0)))
-        pipe.send(ask_and_kill(connection, body, find_worker(cluster.pids())))
+        pipe.send(ask_and_kill(urlsplit(endpoint.url).netloc, INFER, body, find_worker(cluster.pids())))
 
 
-def ask_and_kill(
-    connection: http.client.HTTPConnection, body: bytes, victim: int
-) -> tuple[float, list[tuple[float, str]]]:
-    answers, began_s, killed_s = list[tuple[float, str]](), time.monotonic(), 0.0
-    for number in range(int(RATE_HZ * WATCHED_S)):
-        time.sleep(max(0.0, began_s + number / RATE_HZ - time.monotonic()))
-        if not killed_s and number / RATE_HZ > CALM_S:
-            os.kill(victim, signal.SIGKILL)
-            killed_s = time.monotonic()
-        answers.append((time.monotonic(), ask(connection, body)))
+def ask_and_kill(netloc: str, path: str, body: bytes, victim: int) -> Killed:
+    answers, began_s, killed_s = list[Answer](), time.monotonic(), 0.0
+    with closing(http.client.HTTPConnection(netloc, timeout=TIMEOUT_S)) as connection:
+        for number in range(int(RATE_HZ * WATCHED_S)):
+            time.sleep(max(0.0, began_s + number / RATE_HZ - time.monotonic()))
+            if not killed_s and number / RATE_HZ > CALM_S:
+                os.kill(victim, signal.SIGKILL)
+                killed_s = time.monotonic()
+            asked_s = time.monotonic()
+            status = ask(connection, path, body)
+            answers.append((asked_s, status, time.monotonic() - asked_s))
     return killed_s, answers
 
 
-def measure_kill() -> list[Row]:
+def kill_rank_of_serve(folder: Path) -> Killed:
+    """The same of Ray Serve's own gang."""
+    words = [OUR_PYTHON, "-m", "benchmarks.peers.ray_serve_gang"]
+    with ExitStack() as closing_all:
+        short = closing_all.enter_context(
+            tempfile.TemporaryDirectory(prefix="sg-", dir="/tmp")
+        )  # for its sockets' paths
+        child = closing_all.enter_context(Child([*words, short], folder, ray_folder=Path(short)))
+        netloc = str(child.answer(START_S)["netloc"])
+        with closing(http.client.HTTPConnection(netloc, timeout=TIMEOUT_S)) as connection:
+            assert ask(connection, "/", b"") == "200"
+        return ask_and_kill(netloc, "/", b"", child.processes("ray::ServeReplica")[-1].pid)
+
+
+def measure_kill(folder: Path) -> list[Row]:
     """One worker of two is killed while the endpoint is asked."""
     # Read when ray is imported: 127.0.0.1 stays 127.0.0.1, and a cluster has a token.
     os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="token")
@@ -240,16 +259,24 @@ def measure_kill() -> list[Row]:
     process = multiprocessing.get_context("spawn").Process(target=serve_and_kill, args=(theirs,))
     process.start()
     theirs.close()
-    killed_s, answers = ours.recv()
+    own = ours.recv()
     process.join()
-    failed = [at_s for at_s, status in answers if status != "200"]
-    counts = Counter(status for _, status in answers)
-    note = f"{len(answers)} requests at {RATE_HZ:g}/s: {dict(counts)}; 503 with Retry-After until all are replaced"
-    broken = sum(count for status, count in counts.items() if not status.isdigit())
-    until_s = max(failed, default=killed_s) - killed_s
+    peer = kill_rank_of_serve(folder)
+    counts = [Counter(status for _, status, _ in answers) for _, answers in (own, peer)]
+    until_s = [
+        max([at_s - killed_s for at_s, status, _ in answers if status != "200"], default=0.0)
+        for killed_s, answers in (own, peer)
+    ]
+    longest_s = [max(taken_s for *_, taken_s in answers) for _, answers in (own, peer)]
+    broken = [sum(number for status, number in each.items() if not status.isdigit()) for each in counts]
+    note = f"requests at {RATE_HZ:g}/s for {WATCHED_S:g} s: ours {dict(counts[0])}, 503 with Retry-After until all are "
+    note += f"replaced; {SERVES_GANG} {dict(counts[1])}; load of the machine {os.getloadavg()[0]:.1f}"
+    print(note, flush=True)
+    name = "a killed worker"
     return [
-        compare("a killed worker: codes until", "s", "lower", [until_s], (), None, 1.0, "value", note),
-        compare("a killed worker: broken connections", "", "lower", [broken], (), None, 0.0, "value"),
+        compare(f"{name}: codes until", "s", "lower", until_s[:1], until_s[1:], SERVES_GANG, 1.0, "value", note),
+        compare(f"{name}: longest answer", "s", "lower", longest_s[:1], longest_s[1:], SERVES_GANG),
+        compare(f"{name}: broken connections", "", "lower", broken[:1], broken[1:], SERVES_GANG, 0.0, "value"),
     ]
 
 
@@ -265,7 +292,7 @@ def main() -> None:
         rows = [
             *measure_throughput(chosen.runs, 3 if chosen.quick else 10),
             measure_memory(),
-            *measure_kill(),
+            *measure_kill(folder),
         ]
     write("gang", rows, chosen.results)
 

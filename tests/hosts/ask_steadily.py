@@ -1,7 +1,8 @@
 """Asks a model at a rate, whatever becomes of it: `python ask_steadily.py URL TOKEN MODEL RATE SECONDS`.
 
-Says "asking" when it has sent a quarter of them, and at last how many were answered with which status, as JSON; "lost"
-are those without an answer, and "503 for ever" those that do not say when to come again.
+Says "asking" when it has sent a quarter of them, then the longest time to an answer of each status, and at last how
+many were answered with which status, as JSON; "lost" are those without an answer, and "503 for ever" those that do not
+say when to come again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import ssl
 import sys
+import time
 from collections import Counter
 
 import httpx2
@@ -18,7 +20,13 @@ import httpx2
 TIMEOUT_S = 100.0  # the endpoint's own is 60 s where nothing is set
 
 
-async def _ask(client: httpx2.AsyncClient, url: str, body: object) -> str:
+async def _ask(client: httpx2.AsyncClient, url: str, body: object) -> tuple[str, float]:
+    began_s = time.monotonic()
+    became = await _find_status(client, url, body)
+    return became, time.monotonic() - began_s
+
+
+async def _find_status(client: httpx2.AsyncClient, url: str, body: object) -> str:
     try:
         answer = await client.post(url, json=body)
         return (
@@ -49,7 +57,9 @@ async def main(url: str, token: str, model: str, rate: float, seconds: float) ->
                 _say("asking")
             asked.append(asyncio.create_task(_ask(client, f"{place}/infer", body)))
             await asyncio.sleep(1 / rate)
-        _say(json.dumps(Counter(await asyncio.gather(*asked))))
+        answers = await asyncio.gather(*asked)
+        _say(f"the longest: { {status: round(taken_s, 2) for status, taken_s in sorted(answers)} } s")
+        _say(json.dumps(Counter(status for status, _ in answers)))
 
 
 if __name__ == "__main__":

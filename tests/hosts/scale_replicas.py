@@ -18,18 +18,22 @@ def _say(words: str) -> None:
     sys.stdout.flush()
 
 
+def scale(name: str, number: int) -> None:
+    """Ask Serve for so many replicas of an endpoint; returns at once. This process is attached to the cluster."""
+    deployment = DeploymentID(name="replica", app_name=name)
+
+    def apply(it: Any) -> None:
+        it.deployment_state_manager.set_target_num_replicas(deployment, number)
+
+    controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
+    ray.get(controller.__ray_call__.remote(apply))
+
+
 def main(name: str) -> None:
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-    controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
-    deployment = DeploymentID(name="replica", app_name=name)
     _say("attached")
     for line in sys.stdin:
-        number = int(line)
-
-        def scale(it: Any, number: int = number) -> None:
-            it.deployment_state_manager.set_target_num_replicas(deployment, number)
-
-        ray.get(controller.__ray_call__.remote(scale))
+        scale(name, int(line))
         _say("asked")
 
 

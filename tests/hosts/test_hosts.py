@@ -1,5 +1,5 @@
-"""A cluster of two hosts by the commands of cluster.yaml, and a client's: training, the loop, and an endpoint with an
-ingress on both, which lose each other."""
+"""A cluster of two hosts by the commands of cluster.yaml, and a client's: training, the loop, an endpoint with an
+ingress on both, and one of a gang that has a worker on each. The hosts lose each other."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from network import Host, Network, network, start_ray, why_none
+from safetensors.torch import save
 
 from certificates import Authority
 from shoal.cluster.ingress.front import CertificateFiles
+from shoal.models.perceptron import Perceptron
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 from shoal_program import ROOT, STATE_S, Program
@@ -29,7 +32,8 @@ from waiting import wait_for
 pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600)]
 DASHBOARD = "http://127.0.0.1:8265"
 LEARNING_S = 1500.0
-REQUEST_S = 5.0  # stands for one of 50 s: twice as long is well below the 20 s that an answer may take on these hosts
+HANG_S = 20.0  # and so long an answer may take: nothing on the network says that a host is gone
+REQUEST_S = 5.0  # stands for one of 50 s: twice as long is well below HANG_S
 LOST_ANSWER_S = 10.0  # what an ingress has sent to a lost host becomes a 504; its replicas notice it in 5 s
 ASKER, HOLDER, SCALER, MODEL_ASKER = (
     ROOT / f"tests/hosts/{name}.py" for name in ("ask_steadily", "hold_requests", "scale_replicas", "ask_models")
@@ -141,6 +145,7 @@ def endpoint(cluster: Cluster) -> Endpoint:
         "endpoint.grpc_port=0",
         "endpoint.model.max_batch_size=1",
         "endpoint.show_errors=true",
+        f"endpoint.hang_s={HANG_S:g}",
     ]
     words += ["endpoint.ingress=every_node", "endpoint.host=0.0.0.0", f"endpoint.tls.certificate={files.certificate}"]
     words += [f"endpoint.tls.key={files.key}", "endpoint.model.preprocess=waiting_hooks:wait_as_told"]
@@ -205,7 +210,57 @@ def test_each_host_renews_its_certificate(cluster: Cluster, endpoint: Endpoint) 
         wait_for(partial(is_new, host), STATE_S, f"the new certificate of {host.name}")
 
 
-def test_each_of_two_hosts_that_lose_each_other_answers_on(cluster: Cluster, endpoint: Endpoint) -> None:
+@dataclass
+class Gang:
+    """One replica of two workers, for which no host has room: each has one. Its ingress is the other endpoint's."""
+
+    url: str
+    expected: list[list[float]]
+
+    def ask(self, cluster: Cluster) -> list[list[float]]:
+        """The answer to a client, through the head."""
+        asking = "import json, sys; from shoal.client import Client; url, token, x = sys.argv[1:];"
+        asking += "print(Client(url, token=token, num_retries=100).infer('layers', {'x': json.loads(x)})['y'].tolist())"
+        words = ["env", f"SHOAL_CA={cluster.authority.ca}", sys.executable, "-c", asking]
+        found: list[list[float]] = json.loads(cluster.client.run(*words, self.url, cluster.token, json.dumps(ROWS)))
+        return found
+
+
+ROWS = np.arange(8.0).reshape(2, 4).tolist()
+
+
+@pytest.fixture(scope="module")
+def gang(cluster: Cluster, endpoint: Endpoint) -> Gang:
+    torch.manual_seed(0)
+    sizes = {"num_features": 4, "num_outputs": 2}
+    model = Perceptron(**sizes)
+    x, y = ([TensorSignature(name=name, datatype="FP32", shape=[-1, size])] for name, size in (("x", 4), ("y", 2)))
+    Registry(cluster.shared / "registry").register(
+        "layers",
+        WeightSnapshot.from_payload(1, save(model.state_dict())),
+        model=ModelFactory(factory="shoal.models.perceptron:Perceptron", kwargs=sizes),
+        signature=Signature(inputs=x, outputs=y),
+    )
+    words = ["endpoint.num_workers=2", "endpoint.num_cpus=0.4", f"endpoint.hang_s={HANG_S:g}", "--address", DASHBOARD]
+    said = cluster.shoal("serve", "deploy", "layers", *words)
+    with torch.inference_mode():
+        expected = model(torch.tensor(ROWS)).tolist()
+    found = re.search(r"endpoint layers is ready at ([^\s,]+)", said)
+    assert found, said
+    return Gang(found[1], expected)
+
+
+def _count_workers(host: Host) -> int:
+    """The workers of a gang."""
+    return host.run("ps", "-eo", "args").count("ray::GangWorker")
+
+
+def test_a_gang_of_two_hosts_answers_as_one_process(cluster: Cluster, gang: Gang) -> None:
+    assert [_count_workers(host) for host in (cluster.head, cluster.worker)] == [1, 1]
+    np.testing.assert_allclose(gang.ask(cluster), gang.expected, rtol=1e-4, atol=1e-5)
+
+
+def test_each_of_two_hosts_that_lose_each_other_answers_on(cluster: Cluster, endpoint: Endpoint, gang: Gang) -> None:
     """A balancer reaches both ingresses; then the link is cut, and each has the replicas of its own host alone."""
     words = [cluster.token, endpoint.name, "20", "20"]
     outcomes = []
@@ -216,25 +271,37 @@ def test_each_of_two_hosts_that_lose_each_other_answers_on(cluster: Cluster, end
             )
             for host, address in ((cluster.client, cluster.head.address), (cluster.worker, cluster.worker.address))
         ]
+        asks_gang = [sys.executable, str(ASKER), gang.url, cluster.token, "layers", "10", "20"]
+        askers.append(stack.enter_context(cluster.client.start(asks_gang, endpoint.ca)))
         for asking in askers:
             asking.wait_for_line("^asking$")  # of both replicas by now
         cluster.network.cut(cluster.worker)
         for asking in askers:
             assert asking.wait() == 0
             outcomes.append(json.loads(asking.said.splitlines()[-1]))
+    of_gang = outcomes.pop()
+    assert sum(of_gang.values()) == 200
+    assert {"200", "503"} <= set(of_gang) <= {"200", "503", "504"}, of_gang
     for answered in outcomes:
         assert sum(answered.values()) == 400
-        # What the other's replica had in hand is told after 20 s: nothing on the network says that it is gone.
+        # What the other's replica had in hand is told after HANG_S.
         assert set(answered) <= {"200", "503", "504"}, outcomes
         assert answered["200"] >= 380, outcomes
     cluster.network.power_off(cluster.worker)
-    wait_for(lambda: _hosts(cluster) == {"head"}, STATE_S, "word that the other host is gone")
-    assert "of 2 ready" in cluster.shoal("serve", "status"), "as many as there were are to be"
+    wait_for(lambda: _hosts(cluster, endpoint.name) == {"head"}, STATE_S, "word that the other host is gone")
+    assert "of 2 ready" in cluster.shoal("serve", "status", endpoint.name), "as many as there were are to be"
     assert "gone" in cluster.shoal("serve", "delete", endpoint.name, "--address", DASHBOARD)
 
 
-def _hosts(cluster: Cluster) -> set[str]:
-    status = json.loads(cluster.shoal("serve", "status", "--json"))
+def test_a_gang_that_has_lost_a_host_is_whole_again_once_another_has_room(cluster: Cluster, gang: Gang) -> None:
+    """Here, once the other endpoint is gone."""
+    wait_for(lambda: _count_workers(cluster.head) == 2, STATE_S, "both workers on the host that is left")
+    wait_for(lambda: _hosts(cluster) == {"head"}, STATE_S, "its replica")
+    np.testing.assert_allclose(gang.ask(cluster), gang.expected, rtol=1e-4, atol=1e-5)
+
+
+def _hosts(cluster: Cluster, name: str = "") -> set[str]:
+    status = json.loads(cluster.shoal("serve", "status", *filter(None, [name]), "--json"))
     return {replica["host"] for replica in status["replicas"] if replica["ready"]}
 
 

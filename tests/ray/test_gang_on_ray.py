@@ -1,4 +1,4 @@
-"""A replica that is two workers, for real: its answers, a worker that is killed, a new version, its end."""
+"""Replicas that are two workers each, for real: answers, new versions, fewer replicas, and what is killed or hangs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import http.client
 import json
 import os
 import signal
+import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from urllib.parse import urlsplit
 
 import numpy as np
-import psutil
 import pytest
 import torch
+from ray.util import placement_group_table
 from safetensors.torch import save
 
+from hosts.scale_replicas import scale
+from leftovers import pids_of
 from shoal.client import Client
 from shoal.cluster.embedded_cluster import EmbeddedCluster
+from shoal.errors import InferenceError
 from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.spec.endpoint import EndpointSpec
@@ -27,6 +33,9 @@ from waiting import wait_for
 
 SIZES = {"num_tokens": 11, "context": 4, "width": 16, "heads": 2, "depth": 2}
 TOKENS = np.arange(8, dtype=np.int64).reshape(2, 4)
+HANG_S = 4.0
+NUM_CLIENTS = 3
+REQUEST_TIMEOUT_S = 100.0  # more than any part of the endpoint waits
 pytestmark = pytest.mark.timeout(1500)
 
 
@@ -47,9 +56,8 @@ def register(seed: int) -> np.ndarray:
 
 
 def list_workers(cluster: EmbeddedCluster) -> list[int]:
-    """The processes of the replica's workers."""
-    names = {pid: psutil.Process(pid).name() for pid in cluster.pids() if psutil.pid_exists(pid)}
-    return sorted(pid for pid, name in names.items() if "GangWorker" in name)
+    """The processes of the replicas' workers."""
+    return sorted(pids_of(cluster, "GangWorker"))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +67,7 @@ def expected(cluster: EmbeddedCluster, shared_home: object) -> Iterator[tuple[Cl
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOAL_HOME", str(shared_home))
         answer = register(1)
-        spec = EndpointSpec(name="gang", num_workers=2, num_cpus=0.5)
+        spec = EndpointSpec(name="gang", num_workers=2, num_cpus=0.5, hang_s=HANG_S)
         with closing(deploy(spec, [model_from_ref("chat@champion")])) as endpoint, Client(endpoint.url) as client:
             yield client, answer
     wait_for(lambda: not list_workers(cluster))
@@ -101,12 +109,110 @@ def test_a_killed_worker_breaks_no_connection_and_is_replaced(
     assert not {*before} & {*wait_for(lambda: len(now := list_workers(cluster)) == 2 and now)}
 
 
-def ask(connection: http.client.HTTPConnection) -> int:
-    """The status of a request over a connection that stays. Fails where it is cut."""
+def ask(connection: http.client.HTTPConnection, answer: np.ndarray | None = None) -> int:
+    """The status of a request over a connection that stays. Fails where it is cut, and for another answer."""
     tensor = {"name": "tokens", "shape": [2, 4], "datatype": "INT64", "data": TOKENS.ravel().tolist()}
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v2/models/chat/infer", json.dumps({"inputs": [tensor]}), headers)
     response = connection.getresponse()
-    assert response.read()
-    assert response.status == 200 or response.headers["Retry-After"] == "1"
+    body = json.loads(response.read())
+    assert response.status != 503 or response.headers["Retry-After"] == "1"
+    if response.status == 200 and answer is not None:
+        np.testing.assert_allclose(body["outputs"][0]["data"], answer.ravel(), rtol=1e-4, atol=1e-5)
     return response.status
+
+
+@contextmanager
+def load(url: str, answer: np.ndarray) -> Iterator[Counter[int]]:
+    """Clients that ask one request after the other while the block runs; the statuses of all, at its end."""
+    statuses, stop = Counter[int](), threading.Event()
+
+    def run() -> Counter[int]:
+        found = Counter[int]()
+        with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=REQUEST_TIMEOUT_S)) as connection:
+            while not stop.is_set():
+                found[ask(connection, answer)] += 1
+        return found
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        clients: list[Future[Counter[int]]] = [pool.submit(run) for _ in range(NUM_CLIENTS)]
+        try:
+            yield statuses
+        finally:
+            stop.set()
+    for client in clients:
+        statuses.update(client.result())
+
+
+def list_ready(client: Client) -> set[int]:
+    """The processes of the replicas that answer."""
+    try:
+        return {each.pid for each in client.status().replicas if each.ready}
+    except InferenceError:  # of an endpoint whose controller is away
+        return set()
+
+
+def count_reservations() -> int:
+    """How many groups of workers have their place."""
+    return sum(each["state"] == "CREATED" for each in placement_group_table().values())
+
+
+def list_controllers(cluster: EmbeddedCluster) -> list[int]:
+    """The endpoint's and Serve's."""
+    return [*pids_of(cluster, "ray::ControllerWorker"), *pids_of(cluster, "ray::ServeController")]
+
+
+def test_killed_controllers_cost_a_gang_nothing(cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]) -> None:
+    client, answer = expected
+    workers, replicas = list_workers(cluster), list_ready(client)
+    controllers = list_controllers(cluster)
+    with load(client.url, answer) as statuses:
+        for pid in controllers:
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: len({*list_controllers(cluster)} - {*controllers}) == 2, what="other controllers")
+        wait_for(lambda: list_ready(client) == replicas, what="the replica's report to another controller")
+    assert {*statuses} == {200}
+    assert list_workers(cluster) == workers
+
+
+def scale_to_two(client: Client) -> set[int]:
+    """The processes of both replicas."""
+    scale("gang", 2)
+    return wait_for(lambda: len(ready := list_ready(client)) == 2 and ready, what="two replicas")
+
+
+def test_a_gang_that_hangs_is_replaced_with_all_its_workers(
+    cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]
+) -> None:
+    """A stopped process reads no message, and its connections stay. The other gang answers."""
+    client, answer = expected
+    replicas, workers = scale_to_two(client), list_workers(cluster)
+    with load(client.url, answer) as statuses:
+        os.kill(workers[-1], signal.SIGSTOP)
+        after = wait_for(lambda: len(now := list_ready(client)) == 2 and now != replicas and now, what="another gang")
+        new = wait_for(lambda: len(now := list_workers(cluster)) == 4 and now != workers and now, what="its workers")
+    assert len(replicas & after) == 1
+    assert len({*workers} & {*new}) == 2
+    assert workers[-1] not in new
+    assert {200, 504} <= {*statuses} <= {200, 503, 504}
+
+
+@pytest.mark.parametrize("state", ["computing", "replacing its workers"])
+def test_a_gang_that_is_not_wanted_answers_what_it_has_and_leaves_nothing(
+    state: str, cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]
+) -> None:
+    client, answer = expected
+    replicas, workers = scale_to_two(client), {*list_workers(cluster)}
+    with load(client.url, answer) as statuses:
+        if state != "computing":  # both are, whichever is removed
+            for pid in workers:
+                with suppress(ProcessLookupError):  # it has ended with the other one
+                    os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: {*list_workers(cluster)} - workers, what="the start of others")
+        scale("gang", 1)
+        wait_for(lambda: list_ready(client) < replicas, what="one replica")
+        wait_for(lambda: len(list_workers(cluster)) == 2, what="the end of its workers")
+        wait_for(lambda: count_reservations() == 1, what="the end of its reservation")
+        with closing(http.client.HTTPConnection(urlsplit(client.url).netloc)) as connection:
+            wait_for(lambda: ask(connection, answer) == 200, what="an answer")
+    assert {200} <= {*statuses} <= {200, 503}
