@@ -22,6 +22,8 @@ from shoal.weights import WeightSnapshot
 
 SIGNATURE = Signature(inputs=tensors(x=("FP32", [-1, -1])), outputs=tensors(y=("FP32", [-1, 1])))  # open: improbable
 
+HOOKED = ("preprocess1", "preprocess2", "postprocess1", "postprocess2")  # a hook may have a state of its own
+
 
 class Sum(nn.Module):
     """Of each row; or it fails, or gives NaN."""
@@ -90,7 +92,7 @@ def test_models_that_are_built_alike_share_a_template_and_nothing_else() -> None
         return ModelPackage(factory, signature, WeightSnapshot.of(number, arrays))
 
     packages = {"a": package(1), "b": package(2), "wide": package(3, width=2), "c": package(4)}
-    packages["hooked"] = package(5, preprocess=f"{__name__}:make_step")
+    packages |= {name: package(5, **{name[:-1]: f"{__name__}:make_step"}) for name in HOOKED}
 
     async def body(loader: VersionLoader) -> dict[str, StagedVersion]:
         async def load(name: str, options: ModelOptions) -> StagedVersion:
@@ -104,12 +106,12 @@ def test_models_that_are_built_alike_share_a_template_and_nothing_else() -> None
         found = asyncio.run(body(loader))
     of = {name: each.built.predictor for name, each in found.items()}
     assert of["a"] is of["b"] is of["c"]
-    assert len({id(each) for each in of.values()}) == 4
+    assert len({id(each) for each in of.values()}) == 3 + len(HOOKED)
     x = np.ones((1, 1), np.float32)
     answers = {name: found[name].loaded.predict_batch([{"x": x}])[0]["y"].tolist() for name in ("a", "b", "c")}
     assert answers == {"a": [[1.0]], "b": [[2.0]], "c": [[4.0]]}
 
 
 def make_step(in_features: int, out_features: int) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
-    """A hook that changes nothing, for the kwargs of torch.nn.Linear."""
-    return dict
+    """A hook that changes names alone, for the kwargs of torch.nn.Linear."""
+    return lambda arrays: {"y" if name == "output" else name: array for name, array in arrays.items()}

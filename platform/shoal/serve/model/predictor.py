@@ -42,7 +42,8 @@ class Predictor:
     """The template of one model, for any number of versions and threads. Requests are batch-first: see `layout`.
 
     `warm_up_times` has the warm forwards of the first version as (rows, seconds); empty before, and when the size of a
-    typical request is unknown. `is_typical`: whether an example is like real requests.
+    typical request is unknown. `can_be_shared`: whether models that are built alike may have it, since no hook has a
+    state, and the order in which they load changes nothing.
 
     after: the previous predictor, when the model is now built in another way: if that one answered an example, this one
            must too
@@ -81,8 +82,9 @@ class Predictor:
         self._load_lock = threading.Lock()
         self._is_warm = False
         self._has_example = options.warm_up
-        self.is_typical = not is_example_guessed(layout.signature, is_prepared=self._preprocess is not None)
-        self._must_answer = self.is_typical or (after is not None and after._is_warm)
+        is_typical = not is_example_guessed(layout.signature, is_prepared=self._preprocess is not None)
+        self.can_be_shared = is_typical and self._postprocess is None and not self._is_shared
+        self._must_answer = is_typical or (after is not None and after._is_warm)
         self.warm_up_times: list[tuple[int, float]] = []
 
     def set_torch_threads(self) -> None:

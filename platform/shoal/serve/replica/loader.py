@@ -134,7 +134,7 @@ class VersionLoader:
         predictor.set_torch_threads()
         built, loaded = BuiltModel(predictor, package.factory), predictor.load(package.snapshot)
         with self._alike_lock:
-            if built not in self._alike and predictor.is_typical and package.factory.format == "module":
+            if built not in self._alike and predictor.can_be_shared and package.factory.format == "module":
                 self._alike.append(built)
         return built, loaded
 
