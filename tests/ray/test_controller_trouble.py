@@ -10,7 +10,7 @@ import pytest
 
 from shoal.errors import ConnectionLost, InferenceError
 from shoal.serve.controller.config import ControllerConfig
-from shoal.serve.messages.replica_report import ReplicaReport
+from shoal.serve.messages.replica_report import ReplicaReport, decode_report
 from shoal.weights import WeightSnapshot
 
 
@@ -19,6 +19,7 @@ class FailingActor:
 
     def __init__(self, **errors: Exception) -> None:
         self.call, self._errors = self, errors
+        self.report = SimpleNamespace(remote=lambda encoded: self.remote("report"))
 
     async def remote(self, method: str, *arguments: object) -> None:
         from ray.exceptions import RayTaskError
@@ -42,15 +43,20 @@ def test_what_fails_in_the_controller_stops_no_replica_and_is_told_to_people(tmp
 
 def test_the_client_of_a_controller_calls_methods_that_the_controller_has(tmp_path: Path) -> None:
     from shoal.serve.controller.service import ControllerService
-    from shoal.serve.on_ray.controller_actor import RayControllerClient
+    from shoal.serve.on_ray.controller_actor import ControllerWorker, RayControllerClient
 
     async def answer(method: str, *arguments: object) -> list[object]:
         assert not method.startswith("_")
         assert method in vars(ControllerService)
         return []
 
+    async def take(encoded: bytes) -> list[object]:
+        assert "report" in vars(ControllerWorker.__ray_metadata__.modified_class)  # type: ignore[attr-defined]
+        assert decode_report(encoded).replica == "r1"
+        return []
+
     controller = RayControllerClient(ControllerConfig("e", "1", (), tmp_path, str(tmp_path), {}))
-    controller._handle = SimpleNamespace(call=SimpleNamespace(remote=answer))
+    controller._handle = SimpleNamespace(call=SimpleNamespace(remote=answer), report=SimpleNamespace(remote=take))
 
     async def call_everything() -> None:
         await controller.follow("r1", 0, 1.0)
