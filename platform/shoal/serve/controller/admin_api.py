@@ -378,8 +378,9 @@ class AdminApi:
         if not await self._controller.wait_until(lambda: succeeded() or self._is_idle(name), change.timeout_s):
             problem = f"version {version} of {name!r} was not ready after {change.timeout_s:g} s: see status"
             raise InferenceError(503, problem)
-        if name not in models:
-            raise InferenceError(409, f"model {name!r} was deleted meanwhile")
+        if name not in models:  # by another, or by a tick, since it could not be loaded
+            events = [each for each in self._controller.state.events if (each.kind, each.model) == ("delete", name)]
+            raise InferenceError(409, f"model {name!r} was deleted meanwhile: {events[-1].reason if events else ''}")
         if not succeeded():
             raise InferenceError(409, f"version {version} of {name!r} was not taken: {models[name].rollout.reason}")
 

@@ -51,6 +51,7 @@ SWITCH_INTERVAL_S = 0.001
 START_TIMEOUT_S = 600.0
 FIRST_WEIGHTS_TIMEOUT_S = 60.0  # for the weights of a run whose store cannot be reached
 START_POLL_S = 0.005
+REPORT_REST_S = 0.02  # of models on demand, whose load changes several things at once
 HEALTH_CHECK_S = 10.0  # within which a health check says that a forward hangs
 
 
@@ -108,7 +109,8 @@ class EndpointReplica:
         self.servicer = InferenceServicer(self.manager, self._access, self._tracer)
         self.app = EndpointApp(self._rest, GrpcApp(self.servicer, limits))
         self._load_meter = LoadMeter(time.thread_time)
-        self._follower = PlanFollower(replica, controller, self.manager.apply, self.report)
+        rest_s = REPORT_REST_S if spec.memory else 0.0
+        self._follower = PlanFollower(replica, controller, self.manager.apply, self.report, rest_s)
         self.manager.on_changed = self._follower.notify_changed
         self.manager.on_demand.list_peers = lambda: self._follower.peers
 

@@ -20,7 +20,7 @@ from shoal.serve.messages.replica_report import PeerReport, ReplicaReport
 from shoal.weights import WeightSnapshot, WeightSource
 
 POLL_S = 1.5
-REPORT_S, MIN_REPORT_S = 1.0, 0.02  # a load changes several things at once
+REPORT_S = 1.0
 RETRY_S = 0.2
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,8 @@ class PlanFollower:
     """Applies every plan and reports, on the running event loop, until close().
 
     apply:  takes a plan; returns at once
-    report: builds the report, each second and after `notify_changed()`, `MIN_REPORT_S` after the last
+    report: builds the report, each second and after `notify_changed()`
+    rest_s: of the reports, after each
     peers:  the last reports of the other replicas
     """
 
@@ -146,7 +147,9 @@ class PlanFollower:
         source: PlanSource,
         apply: Callable[[EndpointPlan], None],
         report: Callable[[], ReplicaReport],
+        rest_s: float = 0.0,
     ) -> None:
+        self._rest_s = rest_s
         self._replica, self._source, self._apply, self._report = replica, source, apply, report
         self._changed = asyncio.Event()
         self.peers: list[PeerReport] = []
@@ -198,4 +201,5 @@ class PlanFollower:
         except ConnectionLost:
             self._changed.set()
             raise
-        await asyncio.sleep(MIN_REPORT_S)
+        if self._rest_s:
+            await asyncio.sleep(self._rest_s)
