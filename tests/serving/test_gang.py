@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gang_models
@@ -145,11 +146,19 @@ def test_a_worker_that_hangs_ends_with_its_replica() -> None:
     with started(launcher) as gang, ThreadPoolExecutor(1) as pool:
         loaded, processes = predictor_of(version, gang).load(version.weight_file()), list(launcher.processes)
         os.kill(processes[0].pid, signal.SIGSTOP)
+        wait_for(lambda: is_stopped(processes[0].pid))
         hanging = pool.submit(loaded.predict_batch, make_requests("ConvNet"))
         gang.close()
         with pytest.raises(GangLost):
             hanging.result(60.0)
     assert processes[0].exitcode == -signal.SIGKILL
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether all threads of a process are stopped: on a busy machine some go on after the signal."""
+    return all(
+        each.read_text().rpartition(")")[2].split()[0] == "T" for each in Path(f"/proc/{pid}/task").glob("*/stat")
+    )
 
 
 class Failing(nn.Module):
