@@ -250,7 +250,9 @@ class Held:
 def held(endpoint: EndpointProcess, tmp_path_factory: pytest.TempPathFactory) -> Held:
     """With one replica from then on."""
     held = Held(endpoint, tmp_path_factory.mktemp("held"))
+    before = held.ingresses()
     change(held, 1)
+    wait_for(lambda: held.has_displaced(before), STATE_TIMEOUT_S, "end of ingresses that know the other replica")
     return held
 
 
