@@ -178,10 +178,12 @@ def test_balanced_workers_compute_all_micro_batches_of_a_step_between_them(tmp_p
 @pytest.mark.parametrize("bound", [1, 3])
 def test_no_worker_is_further_ahead_than_the_bound_whatever_the_delays(tmp_path: Path, bound: int) -> None:
     pushed, ahead, pause = [0, 0, 0], list[int](), threading.Event()
+    joined = threading.Barrier(3)  # one that joins later begins with the slowest: it has a clock, and pushed nothing
 
     def work(worker: int) -> None:
         network, delays = networks[worker], random.Random(worker)
         syncs[worker].begin(0)
+        joined.wait(TIMEOUT_S)
         for step in range(25):
             syncs[worker].before_step()
             compute_gradients(network, step, worker)
