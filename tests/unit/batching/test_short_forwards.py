@@ -142,6 +142,7 @@ def test_after_a_long_batch_the_queues_batches_go_to_the_thread() -> None:
         for number in range(20):
             await answer(queue, Request(number))
         assert threading.main_thread() not in forward.threads
+        await until(lambda: queue._slots.num_sleeping == 1)  # else it takes the next batch by an earlier clock
         forward.now_s, forward.threads = forward.now_s + 1000.0, []
         await answer(queue, Request(0))
         assert forward.threads == [threading.main_thread()]
