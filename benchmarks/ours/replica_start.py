@@ -26,7 +26,7 @@ from shoal.serve.spec.endpoint import EndpointSpec
 async def serve(model: str) -> None:
     spec = EndpointSpec.parse({"name": "endpoint"})
     options = spec.options(model).model_dump(mode="json")
-    deployment = Deployment(model, str(Registry().root), "", options)
+    deployment = Deployment(model, Registry().location, "", options)
     controller = EndpointController("endpoint", [deployment], lease_s=600.0)
     replica = EndpointReplica("r1", spec, {}, LocalController(controller))
     ticking = asyncio.create_task(tick(controller))

@@ -17,7 +17,7 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 
-def describe_newer_format(path: Path, found: object, known: int) -> str:
+def describe_newer_format(path: Path | str, found: object, known: int) -> str:
     """Why a file with a higher format's number than this release reads is rejected, and the remedy."""
     remedy = "upgrade Shoal, or set SHOAL_HOME to another folder"
     return f"{path} was written by a newer Shoal (format {found}; this one reads {known}): {remedy}"

@@ -15,6 +15,7 @@
     ├── RunChanged             the gateway's address now serves another run, which the client has joined
     ├── Closed                 the object was used after close()
     ├── WeightsError           weights that are missing, damaged or of the wrong shape
+    ├── StoreError             a folder or bucket that cannot be reached or refuses; an OSError too
     ├── RegistryError          a model, version or alias that does not exist or cannot be written
     ├── CheckpointError        a checkpoint that is missing or damaged, or could not be written
     ├── TrainError             a training run that cannot continue
@@ -153,6 +154,10 @@ class Closed(ShoalError):
 
 class WeightsError(ShoalError):
     """Weights are missing, damaged or of the wrong shape."""
+
+
+class StoreError(ShoalError, OSError):
+    """A store (a folder or a bucket) cannot be reached, or refuses."""
 
 
 class RegistryError(ShoalError):

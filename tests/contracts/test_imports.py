@@ -32,7 +32,7 @@ LEVELS = [
     {"batching", "weights"},
     {"open_inference", "sources"},
     {"wire"},
-    {"config"},
+    {"config", "store"},
     {"home", "yaml_text"},
     {"frame", "plugins"},
     {

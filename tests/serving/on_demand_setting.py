@@ -48,7 +48,7 @@ def on_demand(
 
 def damage(name: str, version: int = 1) -> Path:
     """Move a version's weights away, to the returned path."""
-    path = Registry().get(f"{name}@{version}").folder / "weights.safetensors"
+    path = Registry().get(f"{name}@{version}").weight_file().path
     return path.rename(path.with_suffix(".away"))
 
 

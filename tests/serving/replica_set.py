@@ -163,7 +163,7 @@ class ReplicaSet:
             memory_bytes=self.spec.memory,
         )
         self.administration = AdminApi(
-            self.controller, str(Registry().root), {"": self.spec.model.model_dump(mode="json")}
+            self.controller, Registry().location, {"": self.spec.model.model_dump(mode="json")}
         )
         self.status = StatusReporter(self.controller)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import replace
+from pathlib import Path
 
 from serving.on_demand_setting import infer_everywhere, loaded, on_demand
 from serving.replica_set import ReplicaSet, infer, until
@@ -84,7 +85,7 @@ async def test_while_the_controller_is_away_loaded_models_answer_and_others_say_
 @on_demand()
 async def test_a_controller_that_starts_without_the_registry_serves_what_is_loaded(endpoint: ReplicaSet) -> None:
     await infer_everywhere(endpoint, "m0")
-    root = Registry().root
+    root = Path(Registry().location)
     os.rename(root, root.with_suffix(".away"))
     endpoint.restart_controller()
     endpoint.controller.state.models["m5"].described = None  # a model that it has never read

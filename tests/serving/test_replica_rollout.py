@@ -50,7 +50,7 @@ async def everywhere(endpoint: ReplicaSet, num: int = 40, **headers: str) -> Cou
 
 def spoil(version: int) -> Path:
     """Damage the weights of a version; what to write back to restore them."""
-    path = Registry().get(f"linear@{version}").folder / "weights.safetensors"
+    path = Registry().get(f"linear@{version}").weight_file().path
     os.rename(path, path.with_suffix(".kept"))
     return path
 
@@ -169,7 +169,8 @@ async def test_an_alias_that_moves_to_a_bad_version_changes_nothing_and_says_why
 
 @rollout(1, 2, ref="linear@champion")
 async def test_a_registry_that_is_gone_stops_nothing(endpoint: ReplicaSet) -> None:
-    Registry().root.rename(Registry().root.with_name("elsewhere"))
+    root = Path(Registry().location)
+    root.rename(root.with_name("elsewhere"))
     endpoint.controller.tick()
     assert await everywhere(endpoint) == {1: 120}
     assert "there is no model" in endpoint.status.describe_endpoint()["models"][0]["reason"]
@@ -294,7 +295,7 @@ async def test_models_are_loaded_and_unloaded_on_every_replica(endpoint: Replica
 
 @rollout(1)
 async def test_a_model_that_could_not_be_loaded_may_be_tried_again(endpoint: ReplicaSet) -> None:
-    path = register("other").folder / "weights.safetensors"
+    path = register("other").weight_file().path
     os.rename(path, path.with_suffix(".kept"))
     with pytest.raises(InferenceError, match="of other@1 cannot be read"):
         await endpoint.administer(action="deploy", model="other")

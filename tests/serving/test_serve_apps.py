@@ -64,7 +64,7 @@ def test_a_tree_lstm_learns_what_formulas_are_worth_and_is_served_as_its_file_sa
         check(spec)
     trees.train(steps=80)
     check(spec)
-    package: ModelPackage = RegisteredModel("syntax", str(Registry().root)).load_package(1)
+    package: ModelPackage = RegisteredModel("syntax", Registry().location).load_package(1)
     predictor: Any = Predictor(package.factory, package.signature, spec.endpoint.options("syntax"))
     assert package.snapshot is not None
     formulas = [trees.formula(random.Random(seed), 3) for seed in range(60)]

@@ -135,7 +135,7 @@ def test_the_registered_network_of_trees_is_served_as_its_file_says() -> None:
     fit_locally(recipe.override(["stop.epochs=null", "stop.steps=2", "loader.workers=0", "threads=1"]))
     spec = load_serving_spec(JOBS.parent / "serve_apps" / "trees.yaml")
     check(spec)
-    package: ModelPackage = RegisteredModel("trees", str(Registry().root)).load_package(1)
+    package: ModelPackage = RegisteredModel("trees", Registry().location).load_package(1)
     assert [(each.name, each.shape) for each in package.signature.inputs] == [
         *(("tokens", [-1, -1]), ("parents", [-1, -1]))
     ]

@@ -132,7 +132,7 @@ def test_from_training_to_an_order_on_the_site() -> None:
     shoal.fit(spec)
     version = Registry().get("movies@champion")
     assert version.version == 1
-    package: ModelPackage = RegisteredModel("movies", str(Registry().root)).load_package(1)
+    package: ModelPackage = RegisteredModel("movies", Registry().location).load_package(1)
     predictor: Any = Predictor(package.factory, package.signature, ModelOptions())
     assert package.snapshot is not None
     loaded = predictor.load(package.snapshot)

@@ -190,7 +190,7 @@ def test_what_a_task_makes_of_its_outputs_is_what_is_registered_and_served(
     text = PREPARED.replace('{"output": -arrays["output"]}', '{"best": arrays["output"].argmax(-1).astype(str)}')
     (tmp_path / "named.py").write_text(text)
     fit_locally(spec_of(task=f"{tmp_path}/named.py:Prepared", name="named", args={}))
-    package = RegisteredModel("named", str(Registry().root)).load_package(1)
+    package = RegisteredModel("named", Registry().location).load_package(1)
     assert [(each.name, each.datatype, each.shape) for each in package.signature.outputs] == [("best", "BYTES", [-1])]
     assert package.snapshot is not None
     model = Predictor(package.factory, package.signature, ModelOptions()).load(package.snapshot)

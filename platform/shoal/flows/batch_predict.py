@@ -116,7 +116,7 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
     inputs = _read_inputs(version, spec)
     chosen = _choose_columns(inputs, spec, seen)
     work = BatchJob(
-        RegisteredModel(version.name, str(registry.root)),
+        RegisteredModel(version.name, registry.location),
         version.version,
         spec.options,
         chosen,

@@ -5,7 +5,9 @@ from shoal.errors import needs_extra
 with needs_extra("cluster"):
     from shoal.registry.aliases import Aliases, AliasMove
     from shoal.registry.manifest import Manifest, ModelFactory, Signature, TensorSignature
-    from shoal.registry.registry import AliasNames, ModelVersion, Registry, require_name, split_ref
+    from shoal.registry.reference import AliasNames, require_name, split_ref
+    from shoal.registry.registry import Registry
+    from shoal.registry.version import ModelVersion
 
 __all__ = [
     "AliasMove",

@@ -28,7 +28,10 @@ class AliasMove(Spec):
 
 
 class Aliases(Spec):
-    """The moves of every alias of one model, and `newest`: the highest version number used.
+    """The moves of every alias of one model.
+
+    newest:  the highest version number used
+    removed: versions that are removed, or are just being removed
 
     Retains the fields of a later Shoal, which lie in `model_extra`.
     """
@@ -38,6 +41,7 @@ class Aliases(Spec):
     format: int = FORMAT
     moves: dict[str, list[AliasMove]] = Field(default_factory=dict)
     newest: int = 0
+    removed: list[int] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _rollbacks_have_somewhere_to_go(self) -> Aliases:
@@ -69,6 +73,10 @@ class Aliases(Spec):
         """The aliases of `version`, sorted."""
         return tuple(sorted(alias for alias in self.moves if self.target(alias) == version))
 
+    def has_named(self, version: int) -> bool:
+        """Whether an alias has ever named this version."""
+        return any(move.version == version for moves in self.moves.values() for move in moves)
+
     def find_highest_version(self) -> int:
         """The highest version number used, also of a removed version; 0 for none."""
         return max([self.newest, *(move.version for moves in self.moves.values() for move in moves)])
@@ -76,6 +84,13 @@ class Aliases(Spec):
     def with_version(self, version: int) -> Aliases:
         """A copy with `version` registered."""
         return self.model_copy(update={"newest": max(self.newest, version)})
+
+    def with_removal(self, versions: Iterable[int], *, keep_moves: bool) -> Aliases:
+        """A copy without these versions; without `keep_moves`, also without any alias."""
+        removed = sorted({*self.removed, *versions})
+        newest = max([self.find_highest_version(), *removed])
+        moves = self.moves if keep_moves else {}
+        return self.model_copy(update={"removed": removed, "newest": newest, "moves": moves})
 
     def with_promotion(self, version: int, aliases: Iterable[str], time: float) -> Aliases:
         """A copy in which `aliases` name `version`, with a move for each that did not; without any move, this

@@ -1,8 +1,12 @@
 """Models by name and version, immutable once registered, and aliases for versions.
 
-    NAME/VERSION/manifest.json, weights.safetensors      NAME/aliases.json      (in $SHOAL_HOME/registry)
+    NAME/VERSION/claim.json       the first object of a version: who creates it has the number, for ever
+    NAME/VERSION/weights.safetensors
+    NAME/VERSION/manifest.json    the last one: with it the version is there
+    NAME/aliases.json             changed by conditional writes
 
-A model that is a single file (torch.export, TorchScript, ONNX) has model.pt2, model.pt or model.onnx in their place.
+A model that is a single file (torch.export, TorchScript, ONNX) has model.pt2, model.pt or model.onnx in place of the
+weights. The objects lie in `registry` of `$SHOAL_STORE`, else of `$SHOAL_HOME`. No rename and no lock is relied on.
 
 Called by jobs that register trained models, by endpoints, and by the CLI. Any number of processes may read and write at
 once: a version appears complete or not at all, and never changes. Never runs or builds a model.
@@ -13,103 +17,57 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import shutil
+import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import AfterValidator
-
-from shoal.atomic_file import (
-    describe_newer_format,
-    is_newer_format,
-    log_unknown_fields,
-    make_folder,
-    replace_synced,
-    sync_folder,
-    write_synced,
-)
-from shoal.errors import ConfigError, RegistryError, WeightsError
-from shoal.home import file_lock, home
+from shoal.atomic_file import describe_newer_format, is_newer_format, log_unknown_fields
+from shoal.errors import ConfigError, RegistryError, StoreError
 from shoal.registry.aliases import FORMAT as ALIASES_FORMAT
 from shoal.registry.aliases import Aliases, AliasMove
 from shoal.registry.manifest import FORMAT as MANIFEST_FORMAT
 from shoal.registry.manifest import Manifest, ModelFactory, Signature
 from shoal.registry.model_format import find_format, get_payload_file
-from shoal.weights import WeightFile, WeightSnapshot
+from shoal.registry.reference import NAME, is_twin, require_alias, require_aliases, require_name, split_ref
+from shoal.registry.version import ModelVersion
+from shoal.store import Entry, KeyTaken, open_store, update
+from shoal.weights import WeightSnapshot
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_ALIAS = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
-_INCOMING, _REMOVED = ".incoming", ".removed"
-_REGISTERING = ".registering"  # locked while a version is written; aliases can move meanwhile
-_CREATING = ".creating"  # of all models, locked while one gets its folder
-
-
-@dataclass(frozen=True)
-class ModelVersion:
-    """One registered version. `aliases` are those that named it at the look-up."""
-
-    name: str
-    version: int
-    manifest: Manifest
-    aliases: tuple[str, ...]
-    folder: Path
-
-    @property
-    def ref(self) -> str:
-        """The exact reference: name@version."""
-        return f"{self.name}@{self.version}"
-
-    def weight_file(self) -> WeightFile:
-        """The payload, unread and unchecked."""
-        path, manifest = self.folder / get_payload_file(self.manifest.model.format), self.manifest
-        return WeightFile(self.version, path, manifest.sha256, manifest.created_at)
-
-    def snapshot(self) -> WeightSnapshot:
-        """The payload, as version `self.version`: the weights, or the model's file.
-
-        Raises WeightsError when it is missing or damaged.
-        """
-        path = self.folder / get_payload_file(self.manifest.model.format)
-        remedy = f"restore {path} from a copy, or register the model again"
-        try:
-            payload = path.read_bytes()
-        except OSError as error:
-            raise WeightsError(f"{path.name} of {self.ref} cannot be read ({error}): {remedy}") from error
-        snapshot = WeightSnapshot(self.version, payload, self.manifest.sha256, self.manifest.created_at)
-        if not snapshot.is_intact:
-            expected = self.manifest.size_bytes
-            raise WeightsError(
-                f"{path.name} of {self.ref} is damaged: the checksum does not match"
-                f" ({len(payload)} bytes, {expected} expected): {remedy}"
-            )
-        return snapshot
+_CLAIM, _MANIFEST, _ALIASES = "claim.json", "manifest.json", "aliases.json"
+LEFTOVER_S = 24 * 3600.0  # an incomplete version that old, by the store's clock, has no writer
 
 
 @contextmanager
 def _convert_os_errors() -> Iterator[None]:
-    """Raise RegistryError for an error of the disk (full, not permitted or read-only)."""
+    """Raise RegistryError for an error of the disk (full, not permitted or read-only) or of the store."""
     try:
         yield
+    except StoreError as error:
+        raise RegistryError(f"the registry cannot be read or written: {error}") from error
     except OSError as error:
         remedy = "give this user the right to it, or free disk space"
         raise RegistryError(f"the registry cannot be read or written ({error}): {remedy}") from error
 
 
 class Registry:
-    """The models under `root` (`$SHOAL_HOME/registry` when None).
+    """The models below `location`, a folder or a URL (`registry` of `$SHOAL_STORE` or `$SHOAL_HOME` when None).
 
     A reference is `name@3`, `name@champion`, or `name` for the newest version. All methods raise RegistryError for an
-    error of the disk.
+    error of the disk or of the store.
     """
 
     @_convert_os_errors()
-    def __init__(self, root: Path | None = None) -> None:
-        self.root = root if root is not None else home() / "registry"
-        make_folder(self.root)
+    def __init__(self, location: str | Path | None = None) -> None:
+        self.store = open_store().open_folder("registry") if location is None else open_store(location)
+        self._manifests: dict[tuple[str, int], Manifest] = {}  # read before: they never change
+
+    @property
+    def location(self) -> str:
+        """The folder or URL, which another process may open."""
+        return self.store.url
 
     def register(
         self,
@@ -126,52 +84,48 @@ class Registry:
     ) -> ModelVersion:
         """Add the next version of `name`, and point `aliases` at it. The snapshot's payload is of the model's format.
 
-        The number of a removed version is not used again, so that the two cannot be confused. Raises ConfigError for an
+        The number of a removed version, or of a killed registration, is not used again. Raises ConfigError for an
         invalid name, alias or format and for a name that differs from another's in capitals alone, WeightsError for a
         damaged snapshot, RegistryError when it cannot be written. An interrupted call leaves no version.
         """
         require_name("name", name)
-        _require_aliases(tuple(aliases))
+        require_aliases(tuple(aliases))
         find_format(model.format)
         check = snapshot.check if model.format == "module" else snapshot.verify
         check()  # rejects damage now instead of when the model is served
-        folder = self.root / name
         try:
-            with lock_folder(self.root, _CREATING):
-                self.require_distinct_name("name", name)
-                make_folder(folder)
-            with lock_folder(folder, _REGISTERING):
-                manifest = Manifest(
-                    name=name,
-                    version=max([_read_aliases(folder).find_highest_version(), *_versions_in(folder)]) + 1,
-                    created_at=time.time(),
-                    run_id=run_id,
-                    weights_version=snapshot.version,
-                    sha256=snapshot.sha256,
-                    size_bytes=len(snapshot.payload),
-                    model=model,
-                    signature=signature,
-                    metrics=dict(metrics or {}),
-                    data=dict(data or {}),
-                    lineage=dict(lineage or {}),
+            self.require_distinct_name("name", name)
+            version = self._claim_number(name)
+            manifest = Manifest(
+                name=name,
+                version=version,
+                created_at=time.time(),
+                run_id=run_id,
+                weights_version=snapshot.version,
+                sha256=snapshot.sha256,
+                size_bytes=len(snapshot.payload),
+                model=model,
+                signature=signature,
+                metrics=dict(metrics or {}),
+                data=dict(data or {}),
+                lineage=dict(lineage or {}),
+            )
+            with self._undo_on_failure(name, version, get_payload_file(model.format)):
+                folder = f"{name}/{version}"
+                self.store.write(f"{folder}/{get_payload_file(model.format)}", snapshot.payload)
+                self.store.create(f"{folder}/{_MANIFEST}", manifest.model_dump_json(indent=2).encode())
+                self._update_aliases(
+                    name, lambda now: now.with_version(version).with_promotion(version, aliases, time.time())
                 )
-                try:
-                    incoming = _write_version(folder, manifest, snapshot.payload)
-                    with lock_folder(folder):
-                        _publish_version(folder, incoming, manifest.version, aliases)
-                finally:  # an incomplete version takes disk space, which may be short
-                    shutil.rmtree(folder / _INCOMING, ignore_errors=True)
         except OSError as error:
-            raise RegistryError(f"{name!r} cannot be registered in {self.root}: {error}") from error
-        return self.get(f"{name}@{manifest.version}")
+            raise RegistryError(f"{name!r} cannot be registered in {self.location}: {error}") from error
+        return self.get(f"{name}@{version}")
 
     @_convert_os_errors()
     def get(self, ref: str) -> ModelVersion:
         """Find the version of `ref`. Raises RegistryError, with a list of the present ones, when there is none."""
         name, word = split_ref(ref)
-        folder = self._find_folder(name)
-        aliases = _read_aliases(folder)  # before the versions: an alias only moves to a present one
-        versions = _versions_in(folder)
+        aliases, versions = self._look_up(name)
         version = _resolve_version(word, versions, aliases)
         if version is None:
             known = ", ".join([f"versions {versions[0]} to {versions[-1]}", *sorted(aliases.moves)])
@@ -179,22 +133,22 @@ class Registry:
                 remedy = f"`shoal models promote {name}@N --alias {word}` points it at another; it has {known}"
                 raise RegistryError(f"{name}@{word} means version {gone}, which was removed: {remedy}")
             raise RegistryError(f"{name!r} has no {word!r}: it has {known}")
-        return _load_version(folder, version, aliases)
+        return self._load_version(name, version, aliases)
 
     @_convert_os_errors()
     def has(self, ref: str) -> bool:
         """Whether `ref` has a version now."""
         name, word = split_ref(ref)
-        aliases = _read_aliases(self.root / name)
-        return _resolve_version(word, _versions_in(self.root / name), aliases) is not None
+        aliases = self._read_aliases(name)
+        return _resolve_version(word, self._list_versions(name, aliases), aliases) is not None
 
     @_convert_os_errors()
     def list(self, name: str | None = None) -> tuple[ModelVersion, ...]:
         """Every version of `name`, or of every model, oldest first. Raises RegistryError when `name` is unknown."""
         found: Sequence[ModelVersion] = ()
-        for folder in [self.root / each for each in self._names()] if name is None else [self._find_folder(name)]:
-            aliases = _read_aliases(folder)
-            found = [*found, *(_load_version(folder, version, aliases) for version in _versions_in(folder))]
+        for each in self._list_names() if name is None else [name]:
+            aliases, versions = self._look_up(each)
+            found = [*found, *(self._load_version(each, version, aliases) for version in versions)]
         return tuple(found)
 
     @_convert_os_errors()
@@ -202,30 +156,32 @@ class Registry:
         """Point `alias` at the version of `ref`; no move when it is there already. Raises RegistryError."""
         require_alias(alias)
         found = self.get(ref)
-        with lock_folder(found.folder.parent):
-            before = _read_aliases(found.folder.parent)
-            moved = before.with_promotion(found.version, [alias], time.time())
-            if moved is not before:
-                _write_aliases(found.folder.parent, moved)
+
+        def promote(now: Aliases) -> Aliases:
+            if found.version in now.removed:
+                raise RegistryError(f"{found.ref} was removed: `shoal models list` shows what there is")
+            return now.with_promotion(found.version, [alias], time.time())
+
+        self._update_aliases(found.name, promote)
         return self.get(found.ref)
 
     @_convert_os_errors()
     def rollback(self, name: str, alias: str = "champion") -> ModelVersion:
         """Point `alias` at its version before the last promotion. Raises RegistryError when there is none."""
-        folder = self._find_folder(name)
-        with lock_folder(folder):
-            aliases = _read_aliases(folder)
-            stack = aliases.list_promoted(alias)
+        self._look_up(name)
+
+        def roll_back(now: Aliases) -> Aliases:
+            stack = now.list_promoted(alias)
             if len(stack) < 2:
-                now = f"is {name}@{stack[0]}, with no version to go back to" if stack else "was never promoted"
+                state = f"is {name}@{stack[0]}, with no version to go back to" if stack else "was never promoted"
                 remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
-                raise RegistryError(f"{name}@{alias} {now}: {remedy}")
-            if stack[-2] not in _versions_in(folder):
+                raise RegistryError(f"{name}@{alias} {state}: {remedy}")
+            if stack[-2] not in self._list_versions(name, now):
                 remedy = f"`shoal models promote {name}@N --alias {alias}` points it at another"
                 raise RegistryError(f"{name}@{alias} meant version {stack[-2]} before, which was removed: {remedy}")
-            _write_aliases(
-                folder, aliases.with_move(alias, AliasMove(version=stack[-2], time=time.time(), kind="rollback"))
-            )
+            return now.with_move(alias, AliasMove(version=stack[-2], time=time.time(), kind="rollback"))
+
+        self._update_aliases(name, roll_back)
         return self.get(f"{name}@{alias}")
 
     @_convert_os_errors()
@@ -235,69 +191,151 @@ class Registry:
         Raises RegistryError for a version that an alias names.
         """
         name, _ = split_ref(ref)
-        folder, is_one = self._find_folder(name), "@" in ref  # also for `name@latest`, which has no word
-        with lock_folder(folder):
-            found = [self.get(ref).version] if is_one else _versions_in(folder)
-            aliases = _read_aliases(folder)
-            if is_one and (names := aliases.list_names(found[0])):
-                remedy = (
-                    f"`shoal models promote {name}@N --alias {names[0]}` moves it, `shoal models rm {name}` removes all"
-                )
-                raise RegistryError(f"{name}@{found[0]} is {' and '.join(names)}: {remedy}")
-            moves = aliases.moves if is_one else {}
-            newest = max([aliases.find_highest_version(), *found])
-            _write_aliases(folder, aliases.model_copy(update={"moves": moves, "newest": newest}))
-            for version in found:  # in one step, whatever readers see meanwhile
-                shutil.rmtree(folder / _REMOVED, ignore_errors=True)
-                (folder / str(version)).rename(folder / _REMOVED)
-            shutil.rmtree(folder / _REMOVED, ignore_errors=True)
+        is_one = "@" in ref  # also for `name@latest`, which has no word
+        versions = [self.get(ref).version] if is_one else self._look_up(name)[1]
+
+        def mark_removed(now: Aliases) -> Aliases:
+            """From then on no version can be promoted, and none is seen."""
+            if is_one and (names := now.list_names(versions[0])):
+                remedy = f"`shoal models promote {name}@N --alias {names[0]}` moves it"
+                whole = f"`shoal models rm {name}` removes all"
+                raise RegistryError(f"{name}@{versions[0]} is {' and '.join(names)}: {remedy}, {whole}")
+            return now.with_removal(versions, keep_moves=is_one)
+
+        self._update_aliases(name, mark_removed)
+        self._delete_versions(name, versions)
 
     @_convert_os_errors()
     def remove_leftovers(self) -> None:
-        """Remove what interrupted registrations and removals left."""
-        for folder in filter(Path.is_dir, self.root.iterdir()):
-            with lock_folder(folder, _REGISTERING), lock_folder(folder):
-                for draft in (_INCOMING, _REMOVED):
-                    shutil.rmtree(folder / draft, ignore_errors=True)
+        """Remove what interrupted registrations and removals left a day ago.
+
+        A bucket may also have parts of interrupted uploads, which no listing shows: a rule of its provider removes them
+        (docs/store.md).
+        """
+        entries = self.store.list_entries()
+        newest_s = max((entry.modified_s for entry in entries), default=0.0)
+        found: dict[tuple[str, int], list[Entry]] = defaultdict(list)
+        for entry in entries:
+            if (place := _split_key(entry.key)) is not None:
+                found[place].append(entry)
+        for (name, version), parts in found.items():
+            is_complete = any(part.key.endswith(f"/{_MANIFEST}") for part in parts)
+            is_old = max(part.modified_s for part in parts) < newest_s - LEFTOVER_S
+            is_removed = is_complete and version in self._read_aliases(name).removed
+            if is_removed or (not is_complete and is_old):
+                self._delete_versions(name, [version])
 
     @_convert_os_errors()
     def aliases(self, name: str) -> Aliases:
         """Every alias of `name` with its history. Raises RegistryError when the model is unknown."""
-        return _read_aliases(self._find_folder(name))
+        return self._look_up(name)[0]
 
     @_convert_os_errors()
     def require_distinct_name(self, field: str, name: str) -> None:
         """Check that no other model's name differs in capitals alone: a file system without them, on which the registry
         may be, would mix up the two. Raises ConfigError for such a name, or an invalid one."""
         require_name(field, name)
-        if twin := [path.name for path in self.root.iterdir() if path.name != name and _is_twin(path.name, name)]:
+        if twin := [other for other in self.store.list_folders() if other != name and is_twin(other, name)]:
             remedy = f"add a version to {twin[0]!r}, or choose another name"
             raise ConfigError(field, name, f"differs from the model {twin[0]!r} in capitals alone", remedy)
 
-    def _names(self) -> Sequence[str]:
-        return sorted(path.name for path in self.root.iterdir() if _NAME.fullmatch(path.name) and _versions_in(path))
-
-    def _find_folder(self, name: str) -> Path:
+    def _look_up(self, name: str) -> tuple[Aliases, Sequence[int]]:
+        """The aliases of a model, and then its versions: an alias only moves to a present one."""
         require_name("name", name)
-        if _versions_in(self.root / name):
-            return self.root / name
-        names = self._names()
-        near = [each for each in names if _is_twin(each, name)] or difflib.get_close_matches(name, names, n=3)
+        aliases = self._read_aliases(name)
+        if versions := self._list_versions(name, aliases):
+            return aliases, versions
+        names = self._list_names()
+        near = [each for each in names if is_twin(each, name)] or difflib.get_close_matches(name, names, n=3)
         remedy = f"did you mean {' or '.join(near)}?" if near else "`shoal models list` shows what there is"
         raise RegistryError(f"there is no model {name!r}: {remedy}")
 
+    def _list_names(self) -> Sequence[str]:
+        return [
+            name
+            for name in self.store.list_folders()
+            if NAME.fullmatch(name) and self._list_versions(name, self._read_aliases(name))
+        ]
 
-def split_ref(ref: str) -> tuple[str, str]:
-    """Split `name@3` or `name@champion` into name and version or alias; the second is empty for `name` and
-    `name@latest`.
+    def _list_versions(self, name: str, aliases: Aliases) -> Sequence[int]:
+        """The complete versions that were not removed, in order."""
+        ends_complete = re.compile(rf"{re.escape(name)}/(\d+)/{re.escape(_MANIFEST)}")
+        keys = (ends_complete.fullmatch(entry.key) for entry in self.store.list_entries(name))
+        return sorted({int(match[1]) for match in keys if match} - set(aliases.removed))
 
-    Raises ConfigError for an invalid reference.
-    """
-    name, separator, word = ref.partition("@")
-    require_name("model", name)
-    if separator and not _ALIAS.fullmatch(word):
-        raise ConfigError("model", ref, "is not a model reference", "write name@3, name@champion, or name")
-    return name, "" if word == "latest" else word
+    def _load_version(self, name: str, version: int, aliases: Aliases) -> ModelVersion:
+        manifest = self._manifests.get((name, version))
+        if manifest is None:
+            manifest = self._manifests[name, version] = self._read_manifest(name, version)
+        return ModelVersion(name, version, manifest, aliases.list_names(version), self.store)
+
+    def _read_manifest(self, name: str, version: int) -> Manifest:
+        path = f"{self.location}/{name}/{version}/{_MANIFEST}"
+        try:
+            values = json.loads(self.store.read(f"{name}/{version}/{_MANIFEST}"))
+            _require_known_format(path, values, MANIFEST_FORMAT)
+            return Manifest.parse_known(values, path)
+        except (OSError, ValueError) as error:
+            remedy = "restore it from a copy, or remove its folder"
+            raise RegistryError(f"{path} cannot be read ({error}): {remedy}") from error
+
+    def _read_aliases(self, name: str) -> Aliases:
+        try:
+            return self._parse_aliases(name, self.store.read(f"{name}/{_ALIASES}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return Aliases()
+
+    def _parse_aliases(self, name: str, payload: bytes | None) -> Aliases:
+        if payload is None:
+            return Aliases()
+        path = f"{self.location}/{name}/{_ALIASES}"
+        try:
+            values = json.loads(payload)
+            _require_known_format(path, values, ALIASES_FORMAT)
+            found = Aliases.parse(values)
+        except ValueError as error:
+            remedy = "restore it from a copy, or remove it and promote"
+            raise RegistryError(f"{path} cannot be read ({error}): {remedy}") from error
+        log_unknown_fields(path, found.model_extra or ())
+        return found
+
+    def _update_aliases(self, name: str, change: Callable[[Aliases], Aliases]) -> None:
+        def change_payload(payload: bytes | None) -> bytes | None:
+            now = self._parse_aliases(name, payload)
+            changed = change(now)
+            return None if changed == now else changed.model_dump_json(indent=2).encode()
+
+        update(self.store, f"{name}/{_ALIASES}", change_payload)
+
+    def _claim_number(self, name: str) -> int:
+        """The number of a new version, which nobody else gets."""
+        folders = [int(folder) for folder in self.store.list_folders(name) if folder.isdigit()]
+        version = max([self._read_aliases(name).find_highest_version(), *folders])
+        claim = json.dumps({"token": secrets.token_hex(8), "time": time.time()}).encode()
+        while True:
+            version += 1
+            with suppress(KeyTaken):
+                self.store.create(f"{name}/{version}/{_CLAIM}", claim)
+                return version
+
+    @contextmanager
+    def _undo_on_failure(self, name: str, version: int, file: str) -> Iterator[None]:
+        """Remove a version that is not registered in the end: it takes space, which may be short."""
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError, RegistryError):
+                if not self._read_aliases(name).has_named(version):
+                    self.store.delete([f"{name}/{version}/{each}" for each in (_MANIFEST, file)])
+            raise
+
+    def _delete_versions(self, name: str, versions: Sequence[int]) -> None:
+        """The manifest first: without it there is no version. The claim stays, and with it the number is taken."""
+        for version in versions:
+            self.store.delete([f"{name}/{version}/{_MANIFEST}"])
+            parts = [entry.key for entry in self.store.list_entries(f"{name}/{version}")]
+            self.store.delete([key for key in parts if not key.endswith(f"/{_CLAIM}")])
+            self._manifests.pop((name, version), None)
 
 
 def _resolve_version(selector: str, versions: Sequence[int], aliases: Aliases) -> int | None:
@@ -308,121 +346,13 @@ def _resolve_version(selector: str, versions: Sequence[int], aliases: Aliases) -
     return version if version in versions else None
 
 
-def require_name(field: str, name: str) -> None:
-    """Check a model's name early. Raises ConfigError for an invalid one."""
-    if not _NAME.fullmatch(name):
-        remedy = "use A-Z, a-z, 0-9, '.', '_' and '-', 128 at most, and begin with a letter or a digit"
-        raise ConfigError(field, name, "is not a name", remedy)
+def _split_key(key: str) -> tuple[str, int] | None:
+    """The name and version of an object of a version."""
+    name, _, rest = key.partition("/")
+    folder, separator, _ = rest.partition("/")
+    return (name, int(folder)) if separator and folder.isdigit() else None
 
 
-def _is_twin(name: str, other: str) -> bool:
-    return name.lower() == other.lower()
-
-
-def require_alias(alias: str, field: str = "alias") -> None:
-    """Check an alias early. Raises ConfigError for an invalid one."""
-    if not _ALIAS.fullmatch(alias):
-        remedy = "use a-z, 0-9, '.', '_' and '-', 128 at most, and begin with a-z or 0-9"
-        raise ConfigError(field, alias, "is not a name", remedy)
-    if alias.isdigit() or alias == "latest":
-        raise ConfigError(
-            field, alias, "is already a reference to a version", "choose a name, such as champion or candidate"
-        )
-
-
-def _require_aliases(aliases: tuple[str, ...]) -> tuple[str, ...]:
-    for alias in aliases:
-        require_alias(alias)
-    return aliases
-
-
-# A field of a spec: an invalid alias is rejected when the spec is read, not after the training.
-AliasNames = Annotated[tuple[str, ...], AfterValidator(_require_aliases)]
-
-
-def _versions_in(folder: Path) -> list[int]:
-    """The versions in a model's folder, in order; none without the folder."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
-
-
-def _load_version(folder: Path, version: int, aliases: Aliases) -> ModelVersion:
-    place = folder / str(version)
-    return ModelVersion(folder.name, version, _read_manifest(place), aliases.list_names(version), place)
-
-
-def _write_version(folder: Path, manifest: Manifest, payload: bytes) -> Path:
-    """Write a version to a temporary folder, which the caller renames. The caller holds the registration lock, so an
-    incomplete folder found here has no writer."""
-    incoming = folder / _INCOMING
-    shutil.rmtree(incoming, ignore_errors=True)
-    make_folder(incoming)
-    write_synced(incoming / get_payload_file(manifest.model.format), payload)
-    write_synced(incoming / "manifest.json", manifest.model_dump_json(indent=2).encode())
-    sync_folder(incoming)
-    return incoming
-
-
-def _publish_version(folder: Path, incoming: Path, version: int, aliases: Sequence[str]) -> None:
-    """Publish a version and then its aliases, each in one step; when the second fails, the first is undone.
-
-    Raises OSError, and RegistryError for aliases that cannot be read.
-    """
-    moves = _read_aliases(folder).with_version(version).with_promotion(version, aliases, time.time())
-    place = folder / str(version)
-    incoming.rename(place)
-    try:
-        sync_folder(folder)
-        _write_aliases(folder, moves)
-    except BaseException:  # also on an interrupt, which may come after the second step
-        if _read_aliases(folder) != moves:
-            place.rename(incoming)
-        raise
-
-
-def _read_manifest(folder: Path) -> Manifest:
-    path = folder / "manifest.json"
-    try:
-        values = json.loads(path.read_text())
-        _require_known_format(path, values, MANIFEST_FORMAT)
-        return Manifest.parse_known(values, path)
-    except (OSError, ValueError) as error:
-        raise RegistryError(f"{path} cannot be read ({error}): restore it from a copy, or remove its folder") from error
-
-
-def _read_aliases(folder: Path) -> Aliases:
-    path = folder / "aliases.json"
-    try:
-        values = json.loads(path.read_text())
-        _require_known_format(path, values, ALIASES_FORMAT)
-        found = Aliases.parse(values)
-        log_unknown_fields(path, found.model_extra or ())
-        return found
-    except FileNotFoundError:
-        return Aliases()
-    except (OSError, ValueError) as error:
-        raise RegistryError(
-            f"{path} cannot be read ({error}): restore it from a copy, or remove it and promote"
-        ) from error
-
-
-def _require_known_format(path: Path, values: object, known: int) -> None:
+def _require_known_format(path: str, values: object, known: int) -> None:
     if isinstance(values, dict) and is_newer_format(found := values.get("format"), known):
         raise RegistryError(describe_newer_format(path, found, known))
-
-
-def _write_aliases(folder: Path, aliases: Aliases) -> None:
-    replace_synced(folder / "aliases.json", aliases.model_dump_json(indent=2).encode())
-
-
-LOCK_TIMEOUT_S = 60.0
-
-
-def lock_folder(folder: Path, name: str = ".lock") -> AbstractContextManager[None]:
-    """Keep every other holder of this lock, in this process or another, out; a killed holder lets go by dying.
-
-    Raises RegistryError when it stays locked for LOCK_TIMEOUT_S.
-    """
-    busy = RegistryError(f"{folder} is being written by another process; try again")
-    return file_lock(folder / name, LOCK_TIMEOUT_S, busy)

@@ -279,7 +279,7 @@ def safetensors_of(payload: bytes) -> dict[str, torch.Tensor]:
 
 
 def predictor_of(name: str) -> Any:
-    package = RegisteredModel("roots", str(Registry().root)).load_package(1)
+    package = RegisteredModel("roots", Registry().location).load_package(1)
     spec = load_serving_spec(ROOT / "serve_apps" / "roots.yaml")
     check(spec)
     predictor = Predictor(package.factory, package.signature, spec.endpoint.options(name))

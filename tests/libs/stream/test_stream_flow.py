@@ -58,7 +58,7 @@ def test_files_are_learnt_recorded_registered_and_answered(
     expected = network(torch.from_numpy(history)[None]).item()
 
     async def answer() -> float:
-        source = RegisteredModel("tides", str(Registry().root))
+        source = RegisteredModel("tides", Registry().location)
         async with ReplicaSet(EndpointModel("tides", source, "champion")) as endpoint:
             (replica,) = await endpoint.start()
             tensor = {"name": "values", "shape": [1, 9], "datatype": "FP32", "data": history.tolist()}

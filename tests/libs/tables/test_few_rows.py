@@ -271,7 +271,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
             }
         )  # fmt: skip
         outcome = fit_locally(spec)
-        package: ModelPackage = RegisteredModel("few-rows", str(Registry().root)).load_package(1)
+        package: ModelPackage = RegisteredModel("few-rows", Registry().location).load_package(1)
         version = Registry().get("few-rows@champion")
         yield {"package": package, "metrics": outcome.metrics, "version": version, "home": home}
         torch.set_num_threads(threads)

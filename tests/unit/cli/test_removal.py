@@ -154,7 +154,7 @@ def list_refs() -> list[str]:
 
 
 def serve(home: Path, version: int, previous: int = 0) -> None:
-    deployment = Deployment("tiny", str(Registry().root), "champion")
+    deployment = Deployment("tiny", Registry().location, "champion")
     state = ControllerState("a", models={"tiny": ModelState(deployment, Rollout(stable=version, previous=previous))})
     StateFile(home / "endpoints/tiny-a.json").save(state)
 

@@ -136,7 +136,7 @@ def show(model: str, as_json: bool) -> None:
         *((f"{part} data", fingerprint) for part, fingerprint in manifest.data.items()),
         ("weights" if manifest.model.format == "module" else "program", payload),
         ("sha256", manifest.sha256),
-        ("files", str(found.folder)),
+        ("files", found.location),
     ]
     for alias, moves in sorted(registry.aliases(found.name).moves.items()):
         facts += [
@@ -249,7 +249,7 @@ def remove(references: tuple[str, ...], yes: bool) -> None:
       shoal models rm cartpole --yes
     """
     registry = Registry()
-    served = find_served_versions(home() / "endpoints", registry.root)
+    served = find_served_versions(home() / "endpoints", registry.location)
     names: dict[str, None] = {}  # as they are now: `latest` may be another version when the answer comes
     for each in references:
         found = [registry.get(each)] if "@" in each else registry.list(each)
@@ -293,7 +293,7 @@ def prune(name: str | None, keep: int | None, older_than: float | None, dry_run:
         raise ConfigError("prune", "", "needs --keep, --older-than, or both", "as in shoal models prune --keep 5")
     registry = Registry()
     old = _choose_old_versions(registry.list(name), keep or 0, time.time() - (older_than or 0.0))
-    served = find_served_versions(home() / "endpoints", registry.root)
+    served = find_served_versions(home() / "endpoints", registry.location)
     references = [each.ref for each in old if (each.name, each.version) not in served]
     if dry_run or not references:
         click.echo("\n".join(["These would go:", *references]) if references else "Nothing is to be removed.")
@@ -362,7 +362,7 @@ def _format_rollback_command(found: ModelVersion, alias: str) -> str:
 
 def _as_dict(found: ModelVersion) -> dict[str, object]:
     described = json.loads(found.manifest.model_dump_json())
-    return {**described, "aliases": list(found.aliases), "folder": str(found.folder)}
+    return {**described, "aliases": list(found.aliases), "location": found.location}
 
 
 def _format_aliases(found: ModelVersion) -> Text:

@@ -118,7 +118,7 @@ def build_controller_config(
         if isinstance(model.source, RegisteredModel):
             registry = model.source.registry
             version = RegistryCatalogue(registry).resolve(model.name, model.version)
-            found = Registry(Path(registry)).get(f"{model.name}@{version}").manifest.model.format
+            found = Registry(registry).get(f"{model.name}@{version}").manifest.model.format
             if found != "module":
                 _require_one_worker(spec, f"{model.name!r} is of format {found}", "register the module itself")
         else:
@@ -132,7 +132,7 @@ def build_controller_config(
         secrets.token_hex(4),
         tuple(deployments.values()),
         home() / "endpoints",
-        str(Registry().root),
+        Registry().location,
         known,
         owner=find_owner(),
         url=spec.url,

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class Deployment:
     """A model as requested.
 
-    registry: folder with its versions; "" for a model that follows the weights of a run
+    registry: folder or URL of its versions; "" for a model that follows the weights of a run
     version:  a number or an alias; an alias is followed
     options:  a ModelOptions, as a plain mapping
     """
@@ -293,7 +293,7 @@ class StateFile:
             logger.error("%s cannot be removed, and is no longer used: %s", path, error)
 
 
-def find_served_versions(folder: Path, registry: Path) -> dict[tuple[str, int], Path]:
+def find_served_versions(folder: Path, registry: str) -> dict[tuple[str, int], Path]:
     """The versions of a registry that endpoints serve or go back to, by name and number, with the state file.
 
     folder: of the state files. Raises RunError for a file of a newer format, or one that cannot be read.
@@ -305,7 +305,7 @@ def find_served_versions(folder: Path, registry: Path) -> dict[tuple[str, int], 
             remedy = "restore it from a copy, or remove it if its cluster is gone"
             raise RunError(f"{path} cannot be read, so what its endpoint serves is not known: {remedy}")
         for name, model in state.models.items() if state is not None else ():
-            if model.deployment.registry == str(registry):
+            if model.deployment.registry == registry:
                 rollout = model.rollout
                 versions = filter(None, (rollout.stable, rollout.candidate, rollout.previous))
                 found |= {(name, version): path for version in versions}

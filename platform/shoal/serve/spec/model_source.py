@@ -8,7 +8,6 @@ an alias such as `champion`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from shoal.errors import RegistryError
@@ -29,7 +28,7 @@ class ModelPackage:
 
 @dataclass(frozen=True)
 class RegisteredModel:
-    """The versions of `name` in the registry at `registry`, a folder that every replica can read."""
+    """The versions of `name` in the registry at `registry`, a URL, or a folder that every replica can read."""
 
     name: str
     registry: str
@@ -45,7 +44,7 @@ class RegisteredModel:
         return ModelPackage(found.manifest.model, found.manifest.signature, found.weight_file())
 
     def _find(self, version: int) -> ModelVersion:
-        return Registry(Path(self.registry)).get(f"{self.name}@{version}")
+        return Registry(self.registry).get(f"{self.name}@{version}")
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,10 @@ class EndpointModel:
     options: ModelOptions | None = field(default=None)
 
 
-def model_from_ref(ref: str, options: ModelOptions | None = None, registry: Path | None = None) -> EndpointModel:
+def model_from_ref(ref: str, options: ModelOptions | None = None, registry: str | None = None) -> EndpointModel:
     """Parse `name@3`, `name@champion` or `name` of the registry. Raises ConfigError for an invalid reference."""
     name, word = split_ref(ref)
-    return EndpointModel(name, RegisteredModel(name, str(Registry(registry).root)), word, options)
+    return EndpointModel(name, RegisteredModel(name, Registry(registry).location), word, options)
 
 
 class Catalogue(Protocol):
@@ -106,10 +105,10 @@ class Catalogue(Protocol):
 
 
 class RegistryCatalogue:
-    """A Catalogue on the registry in a folder."""
+    """A Catalogue on the registry at a URL or folder."""
 
-    def __init__(self, folder: str) -> None:
-        self._registry = Registry(Path(folder))
+    def __init__(self, location: str) -> None:
+        self._registry = Registry(location)
 
     def resolve(self, name: str, selector: str) -> int:
         return self._registry.get(f"{name}@{selector}" if selector else name).version

@@ -1,0 +1,83 @@
+"""One registered version: its manifest, and its payload as a file of this host or in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import WeightsError
+from shoal.registry.manifest import Manifest
+from shoal.registry.model_format import get_payload_file
+from shoal.store import BlobCache, Store
+from shoal.weights import WeightFile, WeightSnapshot
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """One registered version. `aliases` are those that named it at the look-up."""
+
+    name: str
+    version: int
+    manifest: Manifest
+    aliases: tuple[str, ...]
+    store: Store
+
+    @property
+    def ref(self) -> str:
+        """The exact reference: name@version."""
+        return f"{self.name}@{self.version}"
+
+    @property
+    def location(self) -> str:
+        """The folder, or URL, of its objects."""
+        return f"{self.store.url}/{self.name}/{self.version}"
+
+    def weight_file(self) -> WeightFile:
+        """The payload as a file of this host, unread and unchecked; from a bucket, downloaded once.
+
+        Raises WeightsError when it is missing, or cannot be fetched whole.
+        """
+        manifest = self.manifest
+        return WeightFile(self.version, self._fetch(), manifest.sha256, manifest.created_at)
+
+    def snapshot(self) -> WeightSnapshot:
+        """The payload, as version `self.version`: the weights, or the model's file.
+
+        Raises WeightsError when it is missing or damaged.
+        """
+        snapshot = self._read(self._fetch())
+        if not snapshot.is_intact and self.store.locate(self._key) is None:  # the copy on this host is damaged
+            BlobCache().forget(self.manifest.sha256)
+            snapshot = self._read(self._fetch())
+        if not snapshot.is_intact:
+            expected = self.manifest.size_bytes
+            raise WeightsError(
+                f"{self._file} of {self.ref} is damaged: the checksum does not match"
+                f" ({len(snapshot.payload)} bytes, {expected} expected): {self._remedy}"
+            )
+        return snapshot
+
+    @property
+    def _file(self) -> str:
+        return get_payload_file(self.manifest.model.format)
+
+    @property
+    def _key(self) -> str:
+        return f"{self.name}/{self.version}/{self._file}"
+
+    @property
+    def _remedy(self) -> str:
+        return f"restore {self.location}/{self._file} from a copy, or register the model again"
+
+    def _fetch(self) -> Path:
+        try:
+            return BlobCache().fetch(self.store, self._key, self.manifest.sha256)
+        except OSError as error:
+            raise WeightsError(f"{self._file} of {self.ref} cannot be read ({error}): {self._remedy}") from error
+
+    def _read(self, path: Path) -> WeightSnapshot:
+        try:
+            payload = path.read_bytes()
+        except OSError as error:
+            raise WeightsError(f"{self._file} of {self.ref} cannot be read ({error}): {self._remedy}") from error
+        return WeightSnapshot(self.version, payload, self.manifest.sha256, self.manifest.created_at)

@@ -1,0 +1,22 @@
+"""Files that need not lie on a disk: one `Store` over a folder, S3, Google Cloud Storage or Azure.
+
+Called by all that must outlive a host or be seen by several. Knows nothing of what it stores.
+"""
+
+from shoal.store.cache import BlobCache
+from shoal.store.location import open_store, require_location, store_url
+from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, Tagged, TaggedUpdate, update
+
+__all__ = [
+    "BlobCache",
+    "Entry",
+    "KeyChanged",
+    "KeyTaken",
+    "Store",
+    "Tagged",
+    "TaggedUpdate",
+    "open_store",
+    "require_location",
+    "store_url",
+    "update",
+]

@@ -1,0 +1,149 @@
+"""A store that is a folder of this host, or of a file system that hosts share. Standard library only.
+
+Readers never see drafts, whose names begin with a dot. Replacing holds a lock, which a killed holder releases by dying.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shoal.atomic_file import make_folder, move_synced, sync_folder, write_synced
+from shoal.errors import StoreError
+from shoal.home import file_lock
+from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, Tagged
+
+LOCK_TIMEOUT_S = 60.0
+_LOCK = ".lock"
+
+
+class FolderStore(Store):
+    """Objects as files below `root`, readable by their owner alone. Raises OSError when it cannot be created."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = str(root)
+        make_folder(root)
+
+    def read_tagged(self, key: str) -> Tagged:
+        payload = (self.root / key).read_bytes()
+        return Tagged(payload, hashlib.sha256(payload).hexdigest())
+
+    def read(self, key: str) -> bytes:
+        return (self.root / key).read_bytes()
+
+    def download(self, key: str, path: Path) -> None:
+        shutil.copyfile(self.root / key, path)
+
+    def write(self, key: str, content: bytes | Path) -> None:
+        with self._draft(key, content) as draft:
+            move_synced(draft, self.root / key)
+
+    def create(self, key: str, payload: bytes) -> None:
+        path = self.root / key
+        with self._draft(key, payload) as draft:
+            try:
+                os.link(draft, path)
+            except FileExistsError:
+                raise KeyTaken(f"{path} exists") from None
+            sync_folder(path.parent)
+
+    def replace(self, key: str, payload: bytes, tag: str) -> None:
+        path = self.root / key
+        busy = StoreError(f"{path.parent} is being written by another process; try again")
+        try:
+            with file_lock(path.parent / _LOCK, LOCK_TIMEOUT_S, busy):
+                if self.read_tagged(key).tag != tag:
+                    raise KeyChanged(f"{path} was changed")
+                self.write(key, payload)
+        except FileNotFoundError:
+            raise KeyChanged(f"{path} was removed") from None
+
+    def list_entries(self, folder: str = "") -> list[Entry]:
+        found = [Entry(self._key(path), status.st_size, status.st_mtime) for path, status in _walk(self.root / folder)]
+        return sorted(found)
+
+    def list_folders(self, folder: str = "") -> list[str]:
+        try:
+            with os.scandir(self.root / folder) as entries:
+                return sorted(each.name for each in entries if each.is_dir() and not each.name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = self.root / key
+            path.unlink(missing_ok=True)
+            for parent in path.parents:
+                if parent == self.root or not _remove_if_empty(parent):
+                    break
+
+    def open_folder(self, folder: str) -> FolderStore:
+        return FolderStore(self.root / folder)
+
+    def locate(self, key: str) -> Path:
+        return self.root / key
+
+    def _key(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    @contextmanager
+    def _draft(self, key: str, content: bytes | Path) -> Iterator[Path]:
+        """The content in a file beside its place, on the disk. It is removed at the end, if it is still there."""
+        path = self.root / key
+        draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+        for _ in range(3):  # `delete` removes a folder that is empty at the moment
+            make_folder(path.parent)
+            try:
+                _write(draft, content)
+                break
+            except FileNotFoundError:
+                if path.parent.exists():
+                    raise
+            except OSError:
+                draft.unlink(missing_ok=True)
+                raise
+        try:
+            yield draft
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _write(draft: Path, content: bytes | Path) -> None:
+    if isinstance(content, bytes):
+        write_synced(draft, content)
+        return
+    with content.open("rb") as source, draft.open("xb") as target:
+        draft.chmod(0o600)
+        shutil.copyfileobj(source, target, 1 << 22)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:  # also one that is removed now
+        for each in entries:
+            if each.name.startswith("."):
+                continue
+            if each.is_dir():
+                yield from _walk(Path(each.path))
+            else:
+                with suppress(FileNotFoundError):
+                    yield Path(each.path), each.stat()
+
+
+def _remove_if_empty(folder: Path) -> bool:
+    """A folder's lock is no content."""
+    try:
+        if set(os.listdir(folder)) - {_LOCK}:
+            return False
+        (folder / _LOCK).unlink(missing_ok=True)
+        folder.rmdir()
+    except OSError:  # another has written to it, or removed it
+        return False
+    return True

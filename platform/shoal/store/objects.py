@@ -1,0 +1,141 @@
+"""A store in S3, Google Cloud Storage or Azure, by `obstore`, which the extra `store` installs.
+
+A process that was forked from one that had used such a store cannot use any: the client's threads are gone. It gets an
+error in place of waiting for ever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import ConfigError, StoreError, needs_extra
+from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, Tagged
+
+if TYPE_CHECKING:
+    import obstore
+
+PART_BYTES = 16 << 20
+MAX_PARALLEL_PARTS = 4
+# Of a store that is down, a caller hears within seconds: what runs goes on without it.
+CLIENT_OPTIONS: dict[str, Any] = {"connect_timeout": "5s", "timeout": "300s"}
+RETRIES: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
+
+_first_pid = 0  # of the process in which the first store was opened
+
+
+class ObjectStore(Store):
+    """Objects below `url` (s3://BUCKET/PREFIX, gs://..., az://...).
+
+    The client takes credentials and the endpoint from the environment, as the provider's own tools do: AWS_*, GOOGLE_*,
+    AZURE_*. Raises ConfigError for a URL that is none of a bucket.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._client = self._open_client()
+
+    def _open_client(self) -> Any:
+        global _first_pid
+        with needs_extra("store"):
+            from obstore.exceptions import BaseError
+            from obstore.store import from_url
+        _first_pid = _first_pid or os.getpid()
+        options = dict(CLIENT_OPTIONS)
+        if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+            options["allow_http"] = True
+        try:
+            open_url: Any = from_url  # its overloads name each provider's own options
+            return open_url(self.url, client_options=options, retry_config=RETRIES)
+        except (BaseError, ValueError) as error:
+            raise ConfigError("store", self.url, f"cannot be opened ({_summarize(error)})", _REMEDY) from None
+
+    def read_tagged(self, key: str) -> Tagged:
+        with self._calls(key) as client:
+            found = client.get(self._client, key)
+            return Tagged(bytes(found.bytes()), found.meta["e_tag"] or "")
+
+    def download(self, key: str, path: Path) -> None:
+        with self._calls(key) as client:
+            found = client.get(self._client, key)
+            with path.open("wb") as file:
+                for chunk in found.stream(min_chunk_size=4 << 20):
+                    file.write(chunk)
+
+    def write(self, key: str, content: bytes | Path) -> None:
+        with self._calls(key) as client:
+            client.put(self._client, key, content, chunk_size=PART_BYTES, max_concurrency=MAX_PARALLEL_PARTS)
+
+    def create(self, key: str, payload: bytes) -> None:
+        from obstore.exceptions import AlreadyExistsError
+
+        with self._calls(key) as client:
+            try:
+                client.put(self._client, key, payload, mode="create")
+            except AlreadyExistsError:
+                if not self._has(key, payload):
+                    raise KeyTaken(f"{key} in {self.url} exists") from None
+
+    def replace(self, key: str, payload: bytes, tag: str) -> None:
+        from obstore.exceptions import PreconditionError
+
+        with self._calls(key) as client:
+            try:
+                client.put(self._client, key, payload, mode={"e_tag": tag})
+            except PreconditionError:
+                if not self._has(key, payload):
+                    raise KeyChanged(f"{key} in {self.url} was changed") from None
+
+    def _has(self, key: str, payload: bytes) -> bool:
+        """Whether an earlier attempt of this call, whose answer was lost, has written it."""
+        with suppress(FileNotFoundError):
+            return self.read(key) == payload
+        return False
+
+    def list_entries(self, folder: str = "") -> list[Entry]:
+        with self._calls(folder) as client:
+            found = [each for page in client.list(self._client, folder or None) for each in page]
+        return sorted(Entry(each["path"], each["size"], each["last_modified"].timestamp()) for each in found)
+
+    def list_folders(self, folder: str = "") -> list[str]:
+        with self._calls(folder) as client:
+            found = client.list_with_delimiter(self._client, folder or None)
+        return sorted(each.rpartition("/")[2] for each in found["common_prefixes"])
+
+    def delete(self, keys: Iterable[str]) -> None:
+        if listed := list(keys):
+            with self._calls(listed[0]) as client:
+                client.delete(self._client, listed)
+
+    def open_folder(self, folder: str) -> ObjectStore:
+        return ObjectStore(f"{self.url}/{folder}")
+
+    @contextmanager
+    def _calls(self, key: str) -> Iterator[obstore]:  # type: ignore[valid-type]
+        """Raises StoreError for the client's errors; one that it was forked away from is an error too."""
+        import obstore
+        from obstore.exceptions import BaseError
+
+        if os.getpid() != _first_pid:
+            problem = "cannot be used in a process forked from one that has used a store"
+            raise StoreError(f"{self.url} {problem}: read it before, or start the process afresh")
+        try:
+            yield obstore
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+                raise StoreError(f"{self.url} does not exist: create the bucket, or correct the URL") from None
+            raise FileNotFoundError(f"{self.url} has no {key}") from None
+        except (BaseError, PermissionError) as error:
+            raise StoreError(f"{self.url} cannot be used ({_summarize(error)}): {_REMEDY}") from error
+
+
+_REMEDY = "check the URL, the credentials (AWS_*, GOOGLE_* or AZURE_* in the environment) and the network"
+
+
+def _summarize(error: BaseException) -> str:
+    """The first line: the rest is the client's own source."""
+    return str(error).partition("\n")[0].strip()[:300]

@@ -1,0 +1,41 @@
+"""An S3 server for tests: moto's, which honours conditional writes, on a free port of the loopback."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing-secret",
+    "AWS_REGION": "us-east-1",
+}
+BUCKET = "shoal-tests"
+
+
+@contextmanager
+def running_bucket(host: str = "127.0.0.1") -> Iterator[dict[str, str]]:
+    """The environment of those who use the bucket `s3://shoal-tests`, empty at first."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+    server = ThreadedMotoServer(ip_address=host, port=0, verbose=False)
+    server.start()
+    try:
+        address, port = server.get_host_and_port()
+        url = f"http://{address}:{port}"
+        keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing-secret", "region_name": "us-east-1"}
+        client = boto3.client("s3", endpoint_url=url, **keys)
+        client.create_bucket(Bucket=BUCKET)
+        yield ENVIRONMENT | {"AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"}
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def bucket_environment() -> Iterator[dict[str, str]]:
+    with running_bucket() as environment:
+        yield environment
