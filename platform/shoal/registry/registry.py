@@ -224,6 +224,7 @@ class Registry:
             is_removed = is_complete and version in self._read_aliases(name).removed
             if is_removed or (not is_complete and is_old):
                 self._delete_versions(name, [version])
+        self.store.remove_drafts(LEFTOVER_S)
 
     @_convert_os_errors()
     def aliases(self, name: str) -> Aliases:

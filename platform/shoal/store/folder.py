@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +22,7 @@ from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, Tagged
 
 LOCK_TIMEOUT_S = 60.0
 _LOCK = ".lock"
+_DRAFT = re.compile(r"\..+-[0-9a-f]{16}")
 
 
 class FolderStore(Store):
@@ -41,8 +44,7 @@ class FolderStore(Store):
         shutil.copyfile(self.root / key, path)
 
     def write(self, key: str, content: bytes | Path) -> None:
-        with self._draft(key, content) as draft:
-            move_synced(draft, self.root / key)
+        self._put(key, content)
 
     def create(self, key: str, payload: bytes) -> None:
         path = self.root / key
@@ -60,7 +62,7 @@ class FolderStore(Store):
             with file_lock(path.parent / _LOCK, LOCK_TIMEOUT_S, busy):
                 if self.read_tagged(key).tag != tag:
                     raise KeyChanged(f"{path} was changed")
-                self.write(key, payload)
+                self._put(key, payload)
         except FileNotFoundError:
             raise KeyChanged(f"{path} was removed") from None
 
@@ -88,6 +90,17 @@ class FolderStore(Store):
 
     def locate(self, key: str) -> Path:
         return self.root / key
+
+    def remove_drafts(self, older_than_s: float) -> None:
+        newest_s = time.time() - older_than_s
+        for path in self.root.rglob(".*"):
+            with suppress(FileNotFoundError):
+                if _DRAFT.fullmatch(path.name) and path.stat().st_mtime < newest_s:
+                    path.unlink()
+
+    def _put(self, key: str, content: bytes | Path) -> None:
+        with self._draft(key, content) as draft:
+            move_synced(draft, self.root / key)
 
     def _key(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()

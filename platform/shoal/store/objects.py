@@ -7,8 +7,9 @@ error in place of waiting for ever.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,30 +72,28 @@ class ObjectStore(Store):
             client.put(self._client, key, content, chunk_size=PART_BYTES, max_concurrency=MAX_PARALLEL_PARTS)
 
     def create(self, key: str, payload: bytes) -> None:
-        from obstore.exceptions import AlreadyExistsError
-
-        with self._calls(key) as client:
-            try:
-                client.put(self._client, key, payload, mode="create")
-            except AlreadyExistsError:
-                if not self._has(key, payload):
-                    raise KeyTaken(f"{key} in {self.url} exists") from None
+        if not self._put_if(key, payload, "create"):
+            raise KeyTaken(f"{key} in {self.url} exists")
 
     def replace(self, key: str, payload: bytes, tag: str) -> None:
-        from obstore.exceptions import PreconditionError
+        if not self._put_if(key, payload, {"e_tag": tag}):
+            raise KeyChanged(f"{key} in {self.url} was changed")
 
+    def _put_if(self, key: str, payload: bytes, mode: Any) -> bool:
+        """Whether the condition held. A request whose answer was lost is sent again, and then fails by its own success:
+        the object's writer tells."""
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        writer = {"writer": secrets.token_hex(8)}
         with self._calls(key) as client:
             try:
-                client.put(self._client, key, payload, mode={"e_tag": tag})
-            except PreconditionError:
-                if not self._has(key, payload):
-                    raise KeyChanged(f"{key} in {self.url} was changed") from None
-
-    def _has(self, key: str, payload: bytes) -> bool:
-        """Whether an earlier attempt of this call, whose answer was lost, has written it."""
-        with suppress(FileNotFoundError):
-            return self.read(key) == payload
-        return False
+                client.put(self._client, key, payload, mode=mode, attributes=writer)
+            except (AlreadyExistsError, PreconditionError):
+                try:
+                    return bool(client.get(self._client, key).attributes.get("writer") == writer["writer"])
+                except FileNotFoundError:
+                    return False
+        return True
 
     def list_entries(self, folder: str = "") -> list[Entry]:
         with self._calls(folder) as client:
@@ -114,6 +113,10 @@ class ObjectStore(Store):
     def open_folder(self, folder: str) -> ObjectStore:
         return ObjectStore(f"{self.url}/{folder}")
 
+    def _require_bucket(self, error: Exception) -> None:
+        if any(code in str(error) for code in ("NoSuchBucket", "ContainerNotFound")):
+            raise StoreError(f"{self.url} does not exist: create the bucket, or correct the URL") from None
+
     @contextmanager
     def _calls(self, key: str) -> Iterator[obstore]:  # type: ignore[valid-type]
         """Raises StoreError for the client's errors; one that it was forked away from is an error too."""
@@ -126,10 +129,10 @@ class ObjectStore(Store):
         try:
             yield obstore
         except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
-                raise StoreError(f"{self.url} does not exist: create the bucket, or correct the URL") from None
+            self._require_bucket(error)
             raise FileNotFoundError(f"{self.url} has no {key}") from None
         except (BaseError, PermissionError) as error:
+            self._require_bucket(error)
             raise StoreError(f"{self.url} cannot be used ({_summarize(error)}): {_REMEDY}") from error
 
 

@@ -93,6 +93,10 @@ class Store(ABC):
         """The object. Raises FileNotFoundError."""
         return self.read_tagged(key).payload
 
+    def remove_drafts(self, older_than_s: float) -> None:
+        """Remove what writers that were killed so long ago left, where the store can list it."""
+        return
+
     def locate(self, key: str) -> Path | None:
         """The object's file, where the store is a folder of this host; else None."""
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -216,10 +217,12 @@ def test_prune_of_models_spares_the_newest_the_aliased_and_the_served(home: Path
     register(2, "other")
     Registry().promote("tiny@1")
     serve(home, 2)
-    (home / "registry/tiny/.incoming").mkdir()
+    draft = home / "registry/tiny/2/.weights.safetensors-0123456789abcdef"
+    draft.touch()
+    os.utime(draft, (0, 0))
     shown = typed(models, "prune", "--keep", "1", "--dry-run")
     assert shown == "These would go:\nother@1\ntiny@3\ntiny@4\n"
     assert "Nothing" in typed(models, "prune", "--older-than", "1d")
     typed(models, "prune", "tiny", "--keep", "1", answer="2\n")
     assert list_refs() == ["other@1", "other@2", "tiny@1", "tiny@2", "tiny@5"]
-    assert not (home / "registry/tiny/.incoming").exists()
+    assert not draft.exists()

@@ -1,4 +1,4 @@
-"""The registry keeps its word: versions are whole, distinct and immutable, and an alias can always go back."""
+"""Versions are whole, distinct and immutable, and an alias can always go back; in a folder and in a bucket."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import Never
+from typing import Any, Never
 
 import numpy as np
 import pytest
 
-from shoal.atomic_file import write_synced
+from bucket_server import BUCKET, ENVIRONMENT, bucket_environment  # noqa: F401 - a fixture
 from shoal.errors import ConfigError, RegistryError, WeightsError
 from shoal.home import file_lock
 from shoal.registry import (
@@ -28,7 +29,7 @@ from shoal.registry import (
     Signature,
     TensorSignature,
 )
-from shoal.registry import registry as module
+from shoal.store import folder as folder_module
 from shoal.weights import WeightSnapshot
 
 MODEL = ModelFactory(factory="collections:Counter", kwargs={"a": 2})
@@ -52,11 +53,25 @@ def registry(tmp_path: Path) -> Registry:
     return Registry(tmp_path)
 
 
-def test_what_is_registered_comes_back(registry: Registry) -> None:
-    made = register(registry, 1.5, run_id="run-1", metrics={"return": 480.0, "loss": math.nan})
-    found = Registry(registry.root).get("cartpole")
+@pytest.fixture(params=["folder", "bucket"])
+def any_registry(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    if request.param == "folder":
+        return Registry(tmp_path / "registry")
+    for name, value in request.getfixturevalue("bucket_environment").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    return Registry(f"s3://{BUCKET}/{request.node.name}-{time.time_ns()}")
+
+
+def list_keys(registry: Registry) -> list[str]:
+    return [entry.key for entry in registry.store.list_entries()]
+
+
+def test_what_is_registered_comes_back(any_registry: Registry) -> None:
+    made = register(any_registry, 1.5, run_id="run-1", metrics={"return": 480.0, "loss": math.nan})
+    found = Registry(any_registry.location).get("cartpole")
     assert (found.name, found.version, found.ref, found.aliases) == ("cartpole", 1, "cartpole@1", ("champion",))
-    assert found.folder == made.folder
+    assert found.location == made.location
     assert found.manifest.run_id == "run-1"
     assert found.manifest.weights_version == 7
     assert found.manifest.metrics["return"] == 480.0
@@ -74,20 +89,20 @@ def test_the_manifest_on_disk_is_strict_json(registry: Registry) -> None:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
 
-    json.loads((made.folder / "manifest.json").read_text(), parse_constant=refuse)
+    json.loads((Path(made.location) / "manifest.json").read_text(), parse_constant=refuse)
 
 
-def test_references_mean_a_number_an_alias_or_the_newest(registry: Registry) -> None:
-    register(registry, 1.0)
-    register(registry, 2.0, aliases=("candidate",))
+def test_references_mean_a_number_an_alias_or_the_newest(any_registry: Registry) -> None:
+    register(any_registry, 1.0)
+    register(any_registry, 2.0, aliases=("candidate",))
     versions = {
-        ref: registry.get(ref).version
+        ref: any_registry.get(ref).version
         for ref in ("cartpole", "cartpole@latest", "cartpole@1", "cartpole@champion", "cartpole@candidate")
     }
     assert list(versions.values()) == [2, 2, 1, 1, 2]
-    assert registry.has("cartpole@1")
-    assert not registry.has("cartpole@3")
-    assert not registry.has("nothing")
+    assert any_registry.has("cartpole@1")
+    assert not any_registry.has("cartpole@3")
+    assert not any_registry.has("nothing")
 
 
 @pytest.mark.parametrize(
@@ -110,21 +125,21 @@ def test_a_name_cannot_leave_its_folder(registry: Registry, name: str) -> None:
         registry.register(name, snapshot_of(1), model=MODEL, signature=SIGNATURE)
     with pytest.raises(ConfigError):
         registry.get(f"{name}@1")
-    assert list(registry.root.iterdir()) == []
+    assert list(Path(registry.location).iterdir()) == []
 
 
-def test_names_may_have_capitals_but_not_differ_in_them_alone(registry: Registry) -> None:
+def test_names_may_have_capitals_but_not_differ_in_them_alone(any_registry: Registry) -> None:
     name = "Qwen2.5-0.5B_Instruct"
-    registry.register(name, snapshot_of(1), model=MODEL, signature=SIGNATURE)
-    assert registry.get(f"{name}@champion").ref == f"{name}@1"
-    assert [each.name for each in registry.list()] == [name]
+    any_registry.register(name, snapshot_of(1), model=MODEL, signature=SIGNATURE)
+    assert any_registry.get(f"{name}@champion").ref == f"{name}@1"
+    assert [each.name for each in any_registry.list()] == [name]
     for other in (name.lower(), name.upper()):
         with pytest.raises(ConfigError, match=rf"name = '{other}': differs from the model '{name}' in capitals alone"):
-            registry.register(other, snapshot_of(1), model=MODEL, signature=SIGNATURE)
+            any_registry.register(other, snapshot_of(1), model=MODEL, signature=SIGNATURE)
         with pytest.raises(RegistryError, match=rf"no model '{other}': did you mean {name}\?"):
-            registry.get(other)
-    assert registry.register(name, snapshot_of(2), model=MODEL, signature=SIGNATURE).version == 2
-    assert sorted(path.name for path in registry.root.iterdir() if not path.name.startswith(".")) == [name]
+            any_registry.get(other)
+    assert any_registry.register(name, snapshot_of(2), model=MODEL, signature=SIGNATURE).version == 2
+    assert any_registry.store.list_folders() == [name]
 
 
 @pytest.mark.parametrize("alias", ["7", "latest", "../x", "", "Champion"])
@@ -134,39 +149,39 @@ def test_an_alias_cannot_be_mistaken_for_a_version(registry: Registry, alias: st
     assert registry.list() == ()
 
 
-def test_list_gives_every_version_of_every_model(registry: Registry) -> None:
-    assert registry.list() == ()
-    register(registry, 1.0)
-    registry.register("acrobot", snapshot_of(0), model=MODEL, signature=SIGNATURE)
-    register(registry, 2.0)
-    assert [found.ref for found in registry.list()] == ["acrobot@1", "cartpole@1", "cartpole@2"]
-    assert [found.aliases for found in registry.list("cartpole")] == [(), ("champion",)]
+def test_list_gives_every_version_of_every_model(any_registry: Registry) -> None:
+    assert any_registry.list() == ()
+    register(any_registry, 1.0)
+    any_registry.register("acrobot", snapshot_of(0), model=MODEL, signature=SIGNATURE)
+    register(any_registry, 2.0)
+    assert [found.ref for found in any_registry.list()] == ["acrobot@1", "cartpole@1", "cartpole@2"]
+    assert [found.aliases for found in any_registry.list("cartpole")] == [(), ("champion",)]
     with pytest.raises(RegistryError):
-        registry.list("pendulum")
+        any_registry.list("pendulum")
 
 
-def test_rollback_goes_back_one_promotion_at_a_time_and_keeps_the_history(registry: Registry) -> None:
+def test_rollback_goes_back_one_promotion_at_a_time_and_keeps_the_history(any_registry: Registry) -> None:
     for value in (1.0, 2.0, 3.0):
-        register(registry, value)
-    registry.promote("cartpole@3")  # it is already: not a move
-    assert registry.rollback("cartpole").version == 2
-    assert registry.rollback("cartpole").version == 1
+        register(any_registry, value)
+    any_registry.promote("cartpole@3")  # it is already: not a move
+    assert any_registry.rollback("cartpole").version == 2
+    assert any_registry.rollback("cartpole").version == 1
     with pytest.raises(RegistryError, match=r"no version to go back to.*shoal models promote cartpole@N"):
-        registry.rollback("cartpole")
-    assert registry.promote("cartpole@3").aliases == ("champion",)
-    assert registry.rollback("cartpole").version == 1
-    moves = [(move.kind, move.version) for move in registry.aliases("cartpole").moves["champion"]]
+        any_registry.rollback("cartpole")
+    assert any_registry.promote("cartpole@3").aliases == ("champion",)
+    assert any_registry.rollback("cartpole").version == 1
+    moves = [(move.kind, move.version) for move in any_registry.aliases("cartpole").moves["champion"]]
     assert moves == [
         *(("promote", 1), ("promote", 2), ("promote", 3), ("rollback", 2), ("rollback", 1)),
         *(("promote", 3), ("rollback", 1)),
     ]
     with pytest.raises(RegistryError, match="never promoted"):
-        registry.rollback("cartpole", alias="candidate")
+        any_registry.rollback("cartpole", alias="candidate")
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_damaged_weights_are_refused(registry: Registry, damage: str) -> None:
-    path = register(registry, 1.0).folder / "weights.safetensors"
+    path = register(registry, 1.0).weight_file().path
     payload = bytearray(path.read_bytes())
     payload[-1] ^= 1
     if damage == "remove":
@@ -188,17 +203,17 @@ def test_a_damaged_snapshot_is_never_registered(registry: Registry, model: Model
 
 
 def test_a_damaged_manifest_is_a_registry_error(registry: Registry) -> None:
-    path = register(registry, 1.0).folder / "manifest.json"
+    path = Path(register(registry, 1.0).location) / "manifest.json"
     path.write_text(path.read_text()[:-20])
     with pytest.raises(RegistryError, match=r"manifest\.json"):
-        registry.get("cartpole")
+        Registry(registry.location).get("cartpole")
 
 
 @pytest.mark.parametrize("aliases", [("champion",), ()])
 def test_the_number_of_a_removed_version_is_not_given_again(registry: Registry, aliases: tuple[str, ...]) -> None:
     for value in (1.0, 2.0, 3.0):
         made = register(registry, value, aliases=aliases)
-    shutil.rmtree(made.folder)
+    shutil.rmtree(made.location)
     assert register(registry, 4.0, aliases=()).version == 4
     registry.promote("cartpole@1")
     assert register(registry, 5.0).version == 5
@@ -207,14 +222,14 @@ def test_the_number_of_a_removed_version_is_not_given_again(registry: Registry, 
 def test_what_an_alias_has_meant_counts_where_nothing_else_is_known(registry: Registry) -> None:
     for value in (1.0, 2.0, 3.0):
         made = register(registry, value)
-    shutil.rmtree(made.folder)
-    path = registry.root / "cartpole" / "aliases.json"
+    shutil.rmtree(made.location)
+    path = Path(registry.location) / "cartpole" / "aliases.json"
     path.write_text(json.dumps({"moves": json.loads(path.read_text())["moves"]}))  # as earlier releases wrote it
     assert register(registry, 4.0).version == 4
 
 
 def test_aliases_that_somebody_has_edited_into_nonsense_are_a_registry_error(registry: Registry) -> None:
-    path = register(registry, 1.0).folder.parent / "aliases.json"
+    path = Path(register(registry, 1.0).location).parent / "aliases.json"
     path.write_text('{"moves": {"champion": [{"version": 1, "time": 0.0, "kind": "rollback"}]}, "newest": 1}')
     for ask in (lambda: registry.get("cartpole@champion"), registry.list, lambda: register(registry, 2.0)):
         with pytest.raises(RegistryError, match=r"aliases.json cannot be read .*champion is rolled back, with nothing"):
@@ -224,7 +239,7 @@ def test_aliases_that_somebody_has_edited_into_nonsense_are_a_registry_error(reg
 def test_an_alias_whose_version_was_removed_is_named(registry: Registry) -> None:
     for value in (1.0, 2.0):
         made = register(registry, value)
-    shutil.rmtree(made.folder)
+    shutil.rmtree(made.location)
     assert not registry.has("cartpole@champion")
     with pytest.raises(RegistryError, match=r"cartpole@champion means version 2, which was removed: `shoal models"):
         registry.get("cartpole@champion")
@@ -240,14 +255,14 @@ root, value, num_versions = sys.argv[1:]
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(int(num_versions)):
-    Registry(Path(root)).register("cartpole", WeightSnapshot.of(1, {"w": np.array([float(value)])}), run_id=value,
+    Registry(root).register("cartpole", WeightSnapshot.of(1, {"w": np.array([float(value)])}), run_id=value,
                                   model=ModelFactory(factory="a:b"), signature=Signature(inputs=[], outputs=[]))
 """
 
 
 def test_processes_that_register_at_once_get_distinct_versions(registry: Registry) -> None:
     num_processes, num_versions = 3, 8
-    arguments = [[str(registry.root), str(value), str(num_versions)] for value in range(num_processes)]
+    arguments = [[registry.location, str(value), str(num_versions)] for value in range(num_processes)]
     writers = [
         subprocess.Popen(
             [sys.executable, "-c", REGISTER_MANY, *each], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -271,83 +286,116 @@ def test_processes_that_register_at_once_get_distinct_versions(registry: Registr
     assert len(registry.aliases("cartpole").list_promoted("champion")) == num_processes * num_versions
 
 
-def test_a_writer_killed_half_way_leaves_nothing_to_see(registry: Registry) -> None:
-    register(registry, 1.0)
-    script = f"""
-import os, signal
-from pathlib import Path
+KILLED_WRITER = """
+import os, signal, sys
 import numpy as np
-from shoal.registry import ModelFactory, Registry, Signature, registry as module
+from shoal.registry import ModelFactory, Registry, Signature
 from shoal.weights import WeightSnapshot
-write = module.write_synced
-def killed(path, payload):
-    if path.name == "manifest.json":
-        write(path, payload[:10])
+location, method, file = sys.argv[1:]
+registry = Registry(location)
+real = getattr(registry.store, method)
+def killed(key, payload, *rest):
+    if key.endswith(file):
         os.kill(os.getpid(), signal.SIGKILL)
-    write(path, payload)
-module.write_synced = killed
-Registry(Path({str(registry.root)!r})).register(
-    "cartpole", WeightSnapshot.of(1, {{"w": np.zeros(3)}}), model=ModelFactory(factory="a:b"),
-    signature=Signature(inputs=[], outputs=[]))
+    real(key, payload, *rest)
+setattr(registry.store, method, killed)
+registry.register("cartpole", WeightSnapshot.of(1, {"w": np.zeros(3)}), model=ModelFactory(factory="a:b"),
+                  signature=Signature(inputs=[], outputs=[]))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert [found.ref for found in registry.list()] == ["cartpole@1"]
-    assert registry.get("cartpole").snapshot().tensors()["layer.weight"][0, 0] == 1.0
-    assert register(registry, 2.0).version == 2
-    assert sorted(os.listdir(registry.root / "cartpole")) == [".lock", ".registering", "1", "2", "aliases.json"]
 
 
-@pytest.mark.parametrize("refuses", ["replace_synced", "sync_folder"])
-def test_a_disk_that_refuses_the_aliases_leaves_no_version_either(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch, refuses: str
+@pytest.mark.parametrize(
+    ("method", "file"), [("write", "weights.safetensors"), ("create", "manifest.json"), ("replace", "aliases.json")]
+)
+def test_a_writer_killed_between_two_objects_leaves_no_version_or_all_of_it(
+    any_registry: Registry, method: str, file: str
 ) -> None:
+    register(any_registry, 1.0)
+    command = [sys.executable, "-c", KILLED_WRITER, any_registry.location, method, file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    is_whole = file == "aliases.json"
+    assert [found.ref for found in any_registry.list()] == ["cartpole@1", "cartpole@2"][: 1 + is_whole]
+    assert any_registry.get("cartpole@champion").snapshot().tensors()["layer.weight"][0, 0] == 1.0
+    assert register(any_registry, 2.0).version == 3  # its number is not used again
+
+
+def test_leftovers_are_removed_once_they_are_a_day_old(registry: Registry, tmp_path: Path) -> None:
     register(registry, 1.0)
-    real = getattr(module, refuses)
+    register(registry, 2.0)
+    manifest = tmp_path / "cartpole/2/manifest.json"
+    manifest.unlink()  # a registration that was killed
+    (tmp_path / "cartpole/2/.weights.safetensors-0123456789abcdef").write_bytes(b"draft")
+    registry.remove_leftovers()
+    assert "cartpole/2/weights.safetensors" in list_keys(registry)
+    long_ago_s = time.time() - 2 * 24 * 3600
+    for path in [*(tmp_path / "cartpole/2").iterdir()]:
+        os.utime(path, (long_ago_s, long_ago_s))
+    registry.remove_leftovers()
+    assert list_keys(registry) == [
+        *("cartpole/1/claim.json", "cartpole/1/manifest.json", "cartpole/1/weights.safetensors"),
+        *("cartpole/2/claim.json", "cartpole/aliases.json"),
+    ]
+    assert not list(tmp_path.rglob(".weights*"))
+    assert register(registry, 3.0).version == 3
 
-    def full(path: Path, *payload: bytes) -> None:
-        if path.name != ".incoming":
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        real(path, *payload)
 
+def refuse(registry: Registry, patch: pytest.MonkeyPatch, method: str, file: str, error: BaseException) -> None:
+    """Make the store's method raise for objects of this name."""
+    real = getattr(registry.store, method)
+
+    def refusing(key: str, *arguments: Any) -> None:
+        if key.endswith(file):
+            raise error
+        real(key, *arguments)
+
+    patch.setattr(registry.store, method, refusing)
+
+
+def test_a_store_that_refuses_the_aliases_has_no_version_either(
+    any_registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(any_registry, 1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(module, refuses, full)
+        refuse(any_registry, patch, "replace", "aliases.json", OSError(errno.ENOSPC, "No space left on device"))
         with pytest.raises(RegistryError, match="No space left"):
-            register(registry, 2.0, aliases=("champion", "candidate"))
-    assert [found.ref for found in registry.list()] == ["cartpole@1"]
-    assert registry.get("cartpole").aliases == ("champion",)
-    assert register(registry, 3.0, aliases=("champion", "candidate")).aliases == ("candidate", "champion")
-    assert registry.get("cartpole@2").snapshot().tensors()["layer.weight"][0, 0] == 3.0
+            register(any_registry, 2.0, aliases=("champion", "candidate"))
+    assert [found.ref for found in any_registry.list()] == ["cartpole@1"]
+    assert any_registry.get("cartpole").aliases == ("champion",)
+    made = register(any_registry, 3.0, aliases=("champion", "candidate"))
+    assert (made.version, made.aliases) == (3, ("candidate", "champion"))
+    assert made.snapshot().tensors()["layer.weight"][0, 0] == 3.0
 
 
 def test_an_interruption_between_version_and_aliases_leaves_neither(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
+    any_registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register(registry, 1.0)
+    register(any_registry, 1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_write_aliases", lambda *_: signal.raise_signal(signal.SIGINT))
+        refuse(any_registry, patch, "replace", "aliases.json", KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
-            register(registry, 2.0)
-    assert [found.ref for found in registry.list()] == ["cartpole@1"]
+            register(any_registry, 2.0)
+    assert [found.ref for found in any_registry.list()] == ["cartpole@1"]
 
 
 def test_no_alias_is_left_without_its_version_by_a_disk_that_fails_at_the_last_moment(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(folder: Path) -> None:
-        raise OSError(errno.EIO, "Input/output error", str(folder))
+        if (folder / "aliases.json").exists():
+            raise OSError(errno.EIO, "Input/output error", str(folder))
 
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.atomic_file.sync_folder", fails)  # the aliases are replaced already
+        patch.setattr(folder_module, "sync_folder", fails)  # the aliases are there already
         with pytest.raises(RegistryError, match="Input/output error"):
             register(registry, 1.0)
     assert registry.get("cartpole@champion").snapshot().tensors()["layer.weight"][0, 0] == 1.0
 
 
 @pytest.mark.parametrize("full", ["weights.safetensors", "manifest.json", "aliases.json"])
-def test_a_full_disk_gets_its_room_back(registry: Registry, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
+def test_a_full_disk_gets_its_space_back(registry: Registry, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
     register(registry, 1.0)
-    before = sorted(registry.root.rglob("*"))
+    before = list_keys(registry)
     real = os.fsync
 
     def refuse(descriptor: int) -> None:
@@ -359,91 +407,111 @@ def test_a_full_disk_gets_its_room_back(registry: Registry, monkeypatch: pytest.
         patch.setattr(os, "fsync", refuse)
         with pytest.raises(RegistryError, match="No space left"):
             register(registry, 2.0)
-    assert sorted(registry.root.rglob("*")) == before
+    assert set(list_keys(registry)) - set(before) <= {"cartpole/2/claim.json"}
+    assert not [path for path in Path(registry.location).rglob(".*") if path.name != ".lock"]
 
 
-def test_all_aliases_of_a_new_version_move_at_once(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    register(registry, 1.0, aliases=("champion", "candidate"))
+def test_all_aliases_of_a_new_version_move_at_once(any_registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    register(any_registry, 1.0, aliases=("champion", "candidate"))
     seen: list[tuple[str, ...]] = []
-    real = module.replace_synced
+    real = any_registry.store.replace
 
-    def watched(path: Path, payload: bytes) -> None:
-        real(path, payload)
-        seen.append(registry.get("cartpole@2").aliases)
+    def watched(key: str, payload: bytes, tag: str) -> None:
+        real(key, payload, tag)
+        seen.append(any_registry.get("cartpole@2").aliases)
 
-    monkeypatch.setattr(module, "replace_synced", watched)
-    register(registry, 2.0, aliases=("champion", "candidate"))
+    monkeypatch.setattr(any_registry.store, "replace", watched)
+    register(any_registry, 2.0, aliases=("champion", "candidate"))
     assert seen == [("candidate", "champion")]
 
 
 def test_rollback_to_a_version_that_was_removed_moves_nothing(registry: Registry) -> None:
     made = [register(registry, value) for value in (1.0, 2.0, 3.0)]
-    shutil.rmtree(made[1].folder)
+    shutil.rmtree(made[1].location)
     with pytest.raises(RegistryError, match=r"cartpole@champion meant version 2 before, which was removed: .*promote"):
         registry.rollback("cartpole")
     assert registry.get("cartpole@champion").version == 3
 
 
-def test_an_alias_moves_while_a_large_version_is_written(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_alias_moves_while_a_large_version_is_written(
+    any_registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for value in (1.0, 2.0):
-        register(registry, value)
+        register(any_registry, value)
     writes, goes_on = threading.Event(), threading.Event()
+    real = any_registry.store.write
 
-    def slow_write(path: Path, payload: bytes) -> None:
-        if path.name == "weights.safetensors":
-            writes.set()
-            assert goes_on.wait(DEADLINE_S)
-        write_synced(path, payload)
+    def slow_write(key: str, payload: bytes | Path) -> None:
+        writes.set()
+        assert goes_on.wait(DEADLINE_S)
+        real(key, payload)
 
-    monkeypatch.setattr("shoal.registry.registry.write_synced", slow_write)
-    monkeypatch.setattr("shoal.registry.registry.LOCK_TIMEOUT_S", 0.0)  # who has to wait is refused
-    writer = threading.Thread(target=register, args=(registry, 3.0), kwargs={"aliases": ["candidate"]})
+    monkeypatch.setattr(any_registry.store, "write", slow_write)
+    writer = threading.Thread(target=register, args=(any_registry, 3.0), kwargs={"aliases": ["candidate"]})
     writer.start()
     try:
         assert writes.wait(DEADLINE_S)
-        assert registry.promote("cartpole@1").aliases == ("champion",)
-        assert registry.rollback("cartpole").version == 2
-        assert [found.version for found in registry.list("cartpole")] == [1, 2]
+        assert any_registry.promote("cartpole@1").aliases == ("champion",)
+        assert any_registry.rollback("cartpole").version == 2
+        assert [found.version for found in any_registry.list("cartpole")] == [1, 2]
     finally:
         goes_on.set()
         writer.join(DEADLINE_S)
-    assert registry.get("cartpole@candidate").version == 3
-    assert registry.aliases("cartpole").list_promoted("champion") == [1, 2]
+    assert any_registry.get("cartpole@candidate").version == 3
+    assert any_registry.aliases("cartpole").list_promoted("champion") == [1, 2]
 
 
-@pytest.mark.parametrize("look", [1, 2, 3])
+@pytest.mark.parametrize("look", [1, 2])
 def test_a_version_that_is_registered_between_two_looks_of_a_reader_is_there_or_not_yet(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, look: int
 ) -> None:
     register(registry, 1.0)
-    looks = 0
+    looks, other = 0, Registry(registry.location)
 
-    def watched(name: str) -> None:
-        wrapped = getattr(module, name)
+    def watch(name: str) -> None:
+        wrapped = getattr(registry.store, name)
 
-        def then_registers(folder: Path) -> object:
+        def then_register(key: str) -> object:
             nonlocal looks
-            found, looks = wrapped(folder), looks + 1
+            found, looks = wrapped(key), looks + 1
             if looks == look:
-                register(registry, 2.0)
+                register(other, 2.0)
             return found
 
-        monkeypatch.setattr(module, name, then_registers)
+        monkeypatch.setattr(registry.store, name, then_register)
 
-    watched("_versions_in")
-    watched("_read_aliases")
+    watch("read")
+    watch("list_entries")
     assert registry.get("cartpole@champion").version in (1, 2)
     assert len(registry.list("cartpole")) == 2
     looks = look - 1
     assert registry.has("cartpole@champion")
 
 
+def test_a_version_that_is_removed_meanwhile_is_not_promoted(
+    any_registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in (1.0, 2.0):
+        register(any_registry, value)
+    other, real = Registry(any_registry.location), any_registry._update_aliases
+
+    def remove_first(name: str, change: Any) -> None:
+        other.remove("cartpole@1")
+        real(name, change)
+
+    monkeypatch.setattr(any_registry, "_update_aliases", remove_first)
+    with pytest.raises(RegistryError, match="cartpole@1 was removed"):
+        any_registry.promote("cartpole@1")
+    assert any_registry.get("cartpole@champion").version == 2
+    assert [found.version for found in any_registry.list()] == [2]
+
+
 def test_a_registry_that_stays_locked_is_given_up(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (1.0, 2.0):
         register(registry, value)
-    monkeypatch.setattr("shoal.registry.registry.LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(folder_module, "LOCK_TIMEOUT_S", 0.0)
     is_refused = pytest.raises(RegistryError, match=r"cartpole is being written by another process; try again$")
-    with file_lock(registry.get("cartpole@1").folder.parent / ".lock", 0.0), is_refused:
+    with file_lock(Path(registry.location) / "cartpole/.lock", 0.0), is_refused:
         registry.promote("cartpole@1")
     registry.promote("cartpole@1")
 
@@ -454,22 +522,45 @@ def test_what_the_disk_refuses_is_a_registry_error(
     for value in (1.0, 2.0):
         register(registry, value)
 
-    def refuses(folder: Path) -> Never:
-        raise OSError(errno.EROFS, "Read-only file system", str(folder))
+    def refuses(*_: object) -> Never:
+        raise OSError(errno.EROFS, "Read-only file system", "cartpole")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.registry.registry.lock_folder", refuses)
+        patch.setattr(registry.store, "replace", refuses)
         for change in (lambda: registry.promote("cartpole@1"), lambda: registry.rollback("cartpole")):
             with pytest.raises(RegistryError, match=r"Read-only file system.*: give this user the right to it"):
                 change()
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.registry.registry._versions_in", refuses)
+        patch.setattr(registry.store, "list_entries", refuses)
         for look in (registry.get, registry.has, registry.list, registry.aliases):
             with pytest.raises(RegistryError, match="Read-only file system"):
                 look("cartpole")
     (tmp_path / "file").touch()
     with pytest.raises(RegistryError, match="Not a directory"):
         Registry(tmp_path / "file" / "registry")
+
+
+def test_a_bucket_that_cannot_be_reached_is_a_registry_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("shoal.store.objects.RETRIES", {"max_retries": 0})
+    registry = Registry("s3://nowhere/registry")
+    with pytest.raises(RegistryError, match=r"s3://nowhere/registry cannot be used .*AWS_\*"):
+        registry.list()
+
+
+@pytest.mark.parametrize("any_registry", ["bucket"], indirect=True)
+def test_damaged_weights_on_this_host_are_downloaded_again(any_registry: Registry) -> None:
+    made = register(any_registry, 1.0)
+    path = made.weight_file().path
+    assert made.snapshot().payload == path.read_bytes()
+    path.write_bytes(b"damaged")
+    assert made.snapshot().payload == snapshot_of(1.0).payload
+    made.store.write("cartpole/1/weights.safetensors", b"damaged")
+    path.unlink()
+    with pytest.raises(WeightsError, match=r"cartpole@1 .*is damaged.*register the model again"):
+        made.snapshot()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,291 @@
+"""Every store keeps the same promises: a folder, and a bucket of an S3 server that honours conditional writes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import multiprocessing
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bucket_server import BUCKET, bucket_environment  # noqa: F401 - a fixture
+from shoal.errors import ConfigError, StoreError
+from shoal.store import BlobCache, KeyChanged, KeyTaken, Store, open_store, require_location, store_url, update
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    if request.param == "folder":
+        return open_store(tmp_path / "store")
+    for name, value in request.getfixturevalue("bucket_environment").items():
+        monkeypatch.setenv(name, value)
+    return open_store(f"s3://{BUCKET}/{os.getpid()}-{next(_numbers)}")
+
+
+def test_what_is_written_is_read_listed_and_deleted(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"from a file")
+    store.write("a/b/one", b"1")
+    store.write("a/two", tmp_path / "file")
+    store.write("ab", b"333")
+    store.write("ab", b"4444")
+    assert [(entry.key, entry.size_bytes) for entry in store.list_entries()] == [
+        ("a/b/one", 1),
+        ("a/two", 11),
+        ("ab", 4),
+    ]
+    assert [entry.key for entry in store.list_entries("a")] == ["a/b/one", "a/two"]
+    assert store.list_entries("nothing") == []
+    assert (store.list_folders(), store.list_folders("a"), store.list_folders("nothing")) == (["a"], ["b"], [])
+    assert (store.read("ab"), store.read("a/two")) == (b"4444", b"from a file")
+    store.download("a/two", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"from a file"
+    assert store.open_folder("a").read("b/one") == b"1"
+    store.delete(["a/b/one", "never there"])
+    store.delete([])
+    assert store.list_folders("a") == []
+    for missing in ("a/b/one", "a/b"):
+        with pytest.raises(FileNotFoundError):
+            store.read(missing)
+        with pytest.raises(FileNotFoundError):
+            store.download(missing, tmp_path / "missing")
+
+
+def test_the_times_of_objects_are_those_of_the_store(store: Store) -> None:
+    store.write("one", b"")
+    store.write("two", b"")
+    one, two = store.list_entries()
+    assert 1.6e9 < one.modified_s <= two.modified_s + 1.0
+
+
+def test_a_large_object_is_written_in_parts(store: Store, tmp_path: Path) -> None:
+    payload = os.urandom(1 << 20) * 40
+    (tmp_path / "large").write_bytes(payload)
+    store.write("from file", tmp_path / "large")
+    store.write("from memory", payload)
+    assert store.read("from file") == payload == store.read("from memory")
+
+
+def test_one_of_several_creates_an_object(store: Store) -> None:
+    def create(number: int) -> bool:
+        try:
+            store.create("key", b"%d" % number)
+        except KeyTaken:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(create, range(16)))
+    assert sum(won) == 1
+    assert store.read("key") == b"%d" % won.index(True)
+
+
+def test_an_object_is_replaced_only_by_who_has_read_it(store: Store) -> None:
+    store.create("key", b"1")
+    found = store.read_tagged("key")
+    store.replace("key", b"2", found.tag)
+    with pytest.raises(KeyChanged):
+        store.replace("key", b"3", found.tag)
+    assert store.read("key") == b"2"
+    tag = store.read_tagged("key").tag
+    store.delete(["key"])
+    with pytest.raises(KeyChanged):
+        store.replace("key", b"4", tag)
+    with pytest.raises(FileNotFoundError):
+        store.read("key")
+
+
+def test_no_update_is_lost(store: Store) -> None:
+    def increment(_: int) -> None:
+        update(store, "count", lambda payload: b"%d" % (int(payload or b"0") + 1))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(increment, range(32)))
+    assert store.read("count") == b"32"
+    assert update(store, "count", lambda payload: None) == b"32"
+    assert update(store, "nothing", lambda payload: None) is None
+
+
+@pytest.mark.parametrize("store", ["bucket"], indirect=True)
+def test_a_write_whose_answer_was_lost_has_succeeded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client sends a request again when its connection breaks: the first may have been carried out."""
+    import obstore
+
+    real = obstore.put
+
+    def put_twice(*arguments: Any, **options: Any) -> object:
+        real(*arguments, **options)
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "put", put_twice)
+        store.create("key", b"mine")
+        store.replace("key", b"next", store.read_tagged("key").tag)
+    with pytest.raises(KeyTaken):  # the same payload of another writer
+        store.create("key", b"next")
+    assert store.read("key") == b"next"
+
+
+def test_drafts_of_killed_writers_are_never_seen_and_removed_when_old(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.write("a/one", b"1")
+    draft = tmp_path / "a/.one-0123456789abcdef"
+    draft.write_bytes(b"half")
+    assert [entry.key for entry in store.list_entries()] == ["a/one"]
+    store.remove_drafts(3600.0)
+    assert draft.exists()
+    os.utime(draft, (0, 0))
+    store.remove_drafts(3600.0)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["one"]
+
+
+def test_files_of_a_folder_are_for_their_owner_alone(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    (tmp_path / "source").write_bytes(b"x")
+    (tmp_path / "source").chmod(0o644)
+    for key, content in (("a/one", b"1"), ("a/two", tmp_path / "source")):
+        store.write(key, content)
+        assert ((tmp_path / "store" / key).stat().st_mode & 0o777) == 0o600
+    assert ((tmp_path / "store/a").stat().st_mode & 0o777) == 0o700
+
+
+# -- the copies on this host
+
+
+@pytest.mark.parametrize("store", ["bucket"], indirect=True)
+def test_an_object_is_downloaded_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = os.urandom(1000)
+    sha256 = hashlib.sha256(payload).hexdigest()
+    store.write("weights", payload)
+    cache = BlobCache(tmp_path / "cache")
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(lambda _: cache.fetch(store, "weights", sha256), range(8)))
+    (path,) = paths
+    assert path.read_bytes() == payload
+    monkeypatch.setattr(store, "download", None)  # not called again
+    assert BlobCache(tmp_path / "cache").fetch(store, "weights", sha256) == path
+    assert [each.name for each in path.parent.iterdir()] == [sha256]
+
+
+@pytest.mark.parametrize("store", ["bucket"], indirect=True)
+def test_an_object_with_another_hash_is_refused(store: Store, tmp_path: Path) -> None:
+    store.write("weights", b"damaged")
+    with pytest.raises(StoreError, match=r"weights in s3://.* is damaged: its hash is"):
+        BlobCache(tmp_path).fetch(store, "weights", hashlib.sha256(b"whole").hexdigest())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("store", ["bucket"], indirect=True)
+def test_copies_used_longest_ago_leave_first(store: Store, tmp_path: Path) -> None:
+    cache, paths = BlobCache(tmp_path, capacity_bytes=2500), []
+    hashes = []
+    for number in range(3):
+        payload = bytes([number]) * 1000
+        hashes.append(hashlib.sha256(payload).hexdigest())
+        store.write(f"{number}", payload)
+        paths.append(cache.fetch(store, f"{number}", hashes[-1]))
+        os.utime(paths[-1], (number + 1, number + 1))
+        if number == 1:
+            cache.fetch(store, "0", hashes[0])  # used again
+    assert [path.exists() for path in paths] == [True, False, True]
+
+
+def test_a_folder_needs_no_copies(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    store.write("weights", b"x")
+    assert BlobCache(tmp_path / "cache").fetch(store, "weights", "") == tmp_path / "store/weights"
+    assert not (tmp_path / "cache").exists()
+
+
+# -- where
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("/somewhere/", "/somewhere"),
+        ("file:///somewhere", "/somewhere"),
+        ("s3://bucket", "s3://bucket"),
+        ("gs://bucket/pre/fix/", "gs://bucket/pre/fix"),
+        ("az://container/x", "az://container/x"),
+    ],
+)
+def test_a_location_is_a_folder_or_a_bucket(url: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert require_location("store", url) == found
+    monkeypatch.setenv("SHOAL_STORE", f" {url}\n")
+    assert store_url() == found
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("http://host/x", "none of the kinds file, s3, gs, az"),
+        ("s3:bucket", "names no bucket"),
+        ("s3://", "names no bucket"),
+        ("s3://bucket/a//b", "names no bucket"),
+        ("s3://bucket/.hidden", "with a dot"),
+        ("s3://bucket/a?b=c", "more than a place"),
+        ("s3://key:secret@bucket/a", "more than a place"),
+        ("file://host/x", "not a folder of this host"),
+        ("file:x", "not a folder of this host"),
+    ],
+)
+def test_any_other_location_is_an_error(url: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_STORE", url)
+    with pytest.raises(ConfigError, match=f"SHOAL_STORE.*{problem}"):
+        store_url()
+    with pytest.raises(ConfigError, match=f"store.*{problem}"):
+        open_store(url)
+
+
+def test_without_a_location_files_lie_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    monkeypatch.delenv("SHOAL_STORE", raising=False)
+    assert open_store().url == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "url", "problem"),
+    [
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, f"s3://{BUCKET}", "cannot be used"),
+        ({}, "s3://no-such-bucket", "does not exist: create the bucket"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_an_error_within_seconds(
+    bucket_environment: dict[str, str],  # noqa: F811
+    change: dict[str, str],
+    url: str,
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (bucket_environment | change).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("shoal.store.objects.RETRIES", {"max_retries": 0})
+    store = open_store(f"{url}/{next(_numbers)}")
+    for call in (lambda: store.write("x", b"1"), lambda: store.read("x"), store.list_entries, store.list_folders):
+        with pytest.raises(StoreError, match=problem):
+            call()
+
+
+def _read_in_child(store: Store, answers: multiprocessing.Queue[str]) -> None:
+    try:
+        store.read("x")
+    except StoreError as error:
+        answers.put(str(error))
+
+
+@pytest.mark.parametrize("store", ["bucket"], indirect=True)
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_forked_process_gets_an_error_instead_of_waiting_for_ever(store: Store) -> None:
+    store.write("x", b"1")
+    context = multiprocessing.get_context("fork")
+    answers: multiprocessing.Queue[str] = context.Queue()
+    child = context.Process(target=_read_in_child, args=(store, answers))
+    child.start()
+    assert "forked from one that has used a store" in answers.get(timeout=60)
+    child.join(60)
