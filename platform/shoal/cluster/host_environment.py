@@ -17,6 +17,7 @@ from shoal.cluster.cluster_handle import HIDE_GPUS
 from shoal.cluster.ingress.serve_environment import prepare_ingress, serve_environment
 from shoal.errors import ClusterError, ConfigError, ShoalError
 from shoal.home import ray_token_path
+from shoal.store import store_variable
 
 FOLDER = Path("/tmp/shoal-host")
 
@@ -36,6 +37,7 @@ def build_host_environment(folder: Path) -> dict[str, str]:
         **serve_environment(folder),
         **PORTS,
         **HIDE_GPUS,
+        **store_variable(),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(ray_token_path()),
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",

@@ -23,6 +23,11 @@ def store_url() -> str:
     return require_location("SHOAL_STORE", url) if url else str(home())
 
 
+def store_variable() -> dict[str, str]:
+    """`$SHOAL_STORE`, if set, for processes elsewhere. Raises ConfigError for an invalid one."""
+    return {"SHOAL_STORE": store_url()} if os.environ.get("SHOAL_STORE", "").strip() else {}
+
+
 def require_location(field: str, url: str) -> str:
     """Check a URL or folder without opening it; returns it, a folder as an absolute path. Raises ConfigError."""
     scheme, separator, _ = url.partition(":")

@@ -43,6 +43,9 @@ class FakeCatalogue:
             raise RegistryError(f"{name!r} has no {word!r}")
         return version
 
+    def follow(self, name: str, selector: str) -> int:
+        return self.resolve(name, selector)
+
     def describe(self, name: str, version: int) -> tuple[Signature, int]:
         self.resolve(name, str(version))
         return Signature(inputs=[], outputs=[]), 100

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 
 from shoal.errors import InferenceError, RegistryError
 from shoal.serve.controller import alias_sync
@@ -61,7 +62,7 @@ class EndpointController:
 
     deployments:   the models that the endpoint was deployed with; the state file takes precedence
     deployment_id: of the call of `deploy`: another id starts with a fresh state
-    catalogue:     opens the registry in a folder
+    catalogue:     opens the registry at a URL or folder, once
     audit:         logs every change
     memory_bytes:  of each replica's models; None: every replica has every model
     """
@@ -83,7 +84,7 @@ class EndpointController:
         self.name = name
         self._audit = audit
         self._file = state_file or StateFile(None)
-        self.catalogue, self._clock = catalogue, clock
+        self.catalogue, self._clock = cache(catalogue), clock
         self._lease_s, self._stage_timeout_s = lease_s, stage_timeout_s
         self.reports: dict[str, ReplicaReport] = {}
         self._last_seen_s: dict[str, float] = {}
@@ -99,7 +100,7 @@ class EndpointController:
         for replica in self.state.replicas:  # each has one lease to report again
             self._add_replica(replica)
         self.assignments = Assignments(
-            memory_bytes, self.state, self.reports, catalogue, self._commit, self.wait_until, clock
+            memory_bytes, self.state, self.reports, self.catalogue, self._commit, self.wait_until, clock
         )
         self._failures = FailureEvents(self.record_event, clock)
         self.live = LiveControl(
@@ -221,7 +222,7 @@ class EndpointController:
         if not alias_sync.is_following_alias(model):
             return
         try:
-            meant = self.catalogue(model.deployment.registry).resolve(name, model.deployment.version)
+            meant = self.catalogue(model.deployment.registry).follow(name, model.deployment.version)
         except RegistryError as error:
             if self.registry_errors.get(name) != str(error):
                 logger.error("%s: serving continues: %s", name, error)

@@ -7,6 +7,9 @@ an alias such as `champion`.
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +18,8 @@ from shoal.open_inference.episodes import EpisodeService
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, split_ref
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot, WeightSource
+
+FOLLOW_S = 5.0  # between two looks at a bucket
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,11 @@ class Catalogue(Protocol):
         """The version to which `name@word` resolves now."""
         ...
 
+    def follow(self, name: str, selector: str) -> int:
+        """The same for a caller that asks again and again: it never waits for a bucket, and hears of a move within
+        seconds."""
+        ...
+
     def describe(self, name: str, version: int) -> tuple[Signature, int]:
         """A version's signature, and the bytes of its payload."""
         ...
@@ -104,14 +114,46 @@ class Catalogue(Protocol):
         ...
 
 
+@dataclass
+class _Followed:
+    """What a reference in a bucket meant at `asked_s`, or why it could not be read then."""
+
+    version: int
+    asked_s: float
+    error: RegistryError | None = None
+
+
 class RegistryCatalogue:
     """A Catalogue on the registry at a URL or folder."""
 
     def __init__(self, location: str) -> None:
         self._registry = Registry(location)
+        self._is_remote = self._registry.store.locate("") is None
+        self._followed: dict[tuple[str, str], _Followed] = {}
 
     def resolve(self, name: str, selector: str) -> int:
         return self._registry.get(f"{name}@{selector}" if selector else name).version
+
+    def follow(self, name: str, selector: str) -> int:
+        if not self._is_remote:
+            return self.resolve(name, selector)
+        key = name, selector
+        if key not in self._followed:
+            self._followed[key] = _Followed(self.resolve(*key), time.monotonic())
+        followed = self._followed[key]
+        if time.monotonic() - followed.asked_s > FOLLOW_S:
+            followed.asked_s = math.inf  # until it is answered
+            threading.Thread(target=self._ask, args=(key, followed), daemon=True).start()
+        if followed.error is not None:
+            raise followed.error
+        return followed.version
+
+    def _ask(self, key: tuple[str, str], followed: _Followed) -> None:
+        try:
+            followed.version, followed.error = self.resolve(*key), None
+        except RegistryError as error:
+            followed.error = error
+        followed.asked_s = time.monotonic()
 
     def describe(self, name: str, version: int) -> tuple[Signature, int]:
         manifest = self._registry.get(f"{name}@{version}").manifest
