@@ -360,6 +360,8 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
         if not departure.is_over:
             calls.call(ReportDeparture(index))
         return
+    except ConnectionLost:
+        raise  # another may reach the others
     except Exception as error:  # noqa: BLE001 - the run ends with it
         _report_failure(f"worker {index}", addresses, error)
         return
