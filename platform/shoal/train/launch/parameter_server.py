@@ -49,7 +49,7 @@ from shoal.train.spec import TrainSpec
 from shoal.train.task import build_model, make_task
 
 CALL_TIMEOUT_S = 120.0
-WAIT_TIMEOUT_S = 900.0  # the same for a worker that may have to wait for others to join
+WAIT_TIMEOUT_S = 900.0  # the same for a worker that may have to wait for others to join, or for the loss of a host
 POLL_S = 0.05
 
 
@@ -345,7 +345,7 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
         # With servers, the chief stays until it is killed: it has the run to save when all processes are told to end.
         is_leaving = spec.applied_sync.chief_may_leave or index != 0
         signal.signal(signal.SIGTERM, (lambda number, frame: notice.set()) if is_leaving else signal.SIG_IGN)
-    timeout_s = CALL_TIMEOUT_S if spec.min_workers is None else WAIT_TIMEOUT_S
+    timeout_s = CALL_TIMEOUT_S if spec.min_workers is None and addresses.keys is None else WAIT_TIMEOUT_S
     place = index, spec.workers, addresses.controller, addresses.servers
     try:
         trainer = Trainer(

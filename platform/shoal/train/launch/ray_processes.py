@@ -21,6 +21,15 @@ from shoal.train.launch.replica_placement import Host, ReplicaPlacement
 from shoal.train.spec import TrainSpec
 
 
+class _Worker:
+    """An actor, since Ray fails the calls of one when its host is lost: it notices that of a task minutes later."""
+
+    def run(self, folder: Path, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if folder.is_dir():  # else this is another node, where Ray has chosen the folder with the job's files
+            os.chdir(folder)
+        target(*arguments)
+
+
 class RayProcess:
     """One Ray worker, as a ProcessHandle of `parameter_server`. Workers reserve a CPU each, servers nothing.
 
@@ -42,8 +51,8 @@ class RayProcess:
         is_worker, is_free = name.startswith("worker"), not is_fixed
         there = NodeAffinitySchedulingStrategy(host, is_free, is_free) if host else "SPREAD"
         reserved = {"num_cpus": int(is_worker and not has_gpu), "num_gpus": int(is_worker and has_gpu)}
-        task = ray.remote(**reserved, max_retries=0, max_calls=1, name=name)(_run_in)
-        self._reference = task.options(scheduling_strategy=there).remote(Path.cwd(), target, arguments)
+        self._worker: Any = ray.remote(**reserved, scheduling_strategy=there)(_Worker).remote()
+        self._reference = self._worker.run.options(name=name).remote(Path.cwd(), target, arguments)
         self._cause: str | None = None
 
     def poll(self) -> str | None:
@@ -53,11 +62,12 @@ class RayProcess:
                 self._cause = ""
             except RayError as error:
                 self._cause = summarize_error(error, line=-1)
+            ray.kill(self._worker)  # what it has reserved is free
         return self._cause
 
     def end(self) -> None:
         if self.poll() is None:
-            ray.cancel(self._reference, force=True)
+            ray.kill(self._worker)
 
 
 class RayProcesses:
@@ -84,9 +94,3 @@ class RayProcesses:
     def _list_hosts(self) -> list[Host]:
         resource = "GPU" if self._has_gpu else "CPU"
         return [Host(node["NodeID"], int(node["Resources"].get(resource, 0))) for node in ray.nodes() if node["Alive"]]
-
-
-def _run_in(folder: Path, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    if folder.is_dir():  # else this is another node, where Ray has chosen the folder with the job's files
-        os.chdir(folder)
-    target(*arguments)
