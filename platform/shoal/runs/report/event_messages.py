@@ -27,8 +27,6 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
             return f"the learner with the process id {details['pid']} is gone: the others go on"
         case "worker_departed":
             return f"worker {details['index']} was asked to leave: another takes its place, the others go on"
-        case "chief_waits":
-            return f"worker 0, which evaluates and saves, has no place: worker {details['gives_way']} gives way to it"
         case "hosts_missing":
             least = f"{details['workers']} workers have no room on the hosts that are left, which hold {details['fit']}"
             return f"{least}: waiting up to {details['wait_s'] / 60:.0f} min for another"

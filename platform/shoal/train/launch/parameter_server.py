@@ -204,11 +204,7 @@ def fit_replicas(
             time.sleep(POLL_S)
             if inbox.problem:
                 raise inbox.error(inbox.problem)
-            now_s = time.monotonic()
-            group.replace_dead(now_s)
-            group.make_way_for_chief(now_s)
-            group.replace_departed()
-            group.note_workers(now_s)
+            group.maintain(time.monotonic())
             tick()
         assert inbox.outcome is not None
         outcome = msgspec.convert(inbox.outcome, TrainResult, dec_hook=lambda kind, value: kind(value))

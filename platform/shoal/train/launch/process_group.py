@@ -115,6 +115,13 @@ class ProcessGroup:
         workers = [process for name, process in self._processes.items() if name.startswith("worker")]
         return bool(self._departed) or any(process.poll() != "" for process in workers)  # all may die at once
 
+    def maintain(self, now_s: float) -> None:
+        """Replace what has ended, and note who takes part; called a few times a second. Raises RankLost, TrainError."""
+        self.replace_dead(now_s)
+        self.make_way_for_chief(now_s)
+        self.replace_departed()
+        self.note_workers(now_s)
+
     def replace_dead(self, now_s: float) -> None:
         """Start another process for each that has died. Raises RankLost."""
         for name, process in list(self._processes.items()):
