@@ -49,7 +49,8 @@ class RayProcess:
         has_gpu: bool = False,
     ) -> None:
         is_worker, is_free = name.startswith("worker"), not is_fixed
-        there = NodeAffinitySchedulingStrategy(host, is_free, is_free) if host else "SPREAD"
+        # A server needs no place: with the leave to go elsewhere, one was seen beside what it should outlive.
+        there = NodeAffinitySchedulingStrategy(host, is_free, is_free and is_worker) if host else "SPREAD"
         reserved = {"num_cpus": int(is_worker and not has_gpu), "num_gpus": int(is_worker and has_gpu)}
         self._worker: Any = ray.remote(**reserved, scheduling_strategy=there)(_Worker).remote()
         self._reference = self._worker.run.options(name=name).remote(Path.cwd(), target, arguments)
