@@ -1,6 +1,6 @@
 """A driver that starts workers of every kind, which asked for other numbers of GPUs, and prints what each of them sees.
 
-    python tests/gpu_workers.py [all]      on the cluster of $RAY_ADDRESS, with two GPUs, real ones or not
+    python tests/gpu_workers.py [all]      on the cluster of $RAY_ADDRESS, with four GPUs, real ones or not
 
 Each line is JSON: the kind, the number of GPUs that it reserves, its CUDA_VISIBLE_DEVICES, its process.
 """
@@ -21,7 +21,7 @@ from shoal.cluster.job_main import connect, disconnect
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.rl.spec import RLSpec
 from shoal.runs.ray_event_channel import start_mailbox
-from shoal.train.launch.ray_processes import RayProcess
+from shoal.train.launch.ray_processes import RayProcesses
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
 
@@ -64,20 +64,26 @@ def report_actors() -> None:
         ray.kill(actor)
 
 
-def write(file: str) -> None:
+def write(file: str, go: str) -> None:
+    """What the process sees, which it retains until `go` is there."""
     Path(file).write_text(json.dumps(see()))
+    wait_for(lambda: Path(go).exists(), STATE_S, go)
 
 
 def report_processes(folder: Path) -> None:
-    """Workers and servers of asynchronous and elastic training."""
-    processes = [("worker 0", True), ("worker 1", True), ("worker 2", False), ("server 0", True)]
-    started = [
-        (name, asked, RayProcess(name, write, (str(folder / name),), has_gpu=asked)) for name, asked in processes
-    ]
-    for name, has_gpu, process in started:
-        wait_for(lambda process=process: process.poll() == "", STATE_S, name)  # type: ignore[misc]
-        asked = int(has_gpu and name.startswith("worker"))
-        report(f"{name.split()[0]} of replicas", asked, tuple(json.loads((folder / name).read_text())))
+    """Workers and servers of asynchronous and elastic training, all at once."""
+    started = {}
+    for device, workers in (("cuda", 4), ("cpu", 1)):
+        processes = RayProcesses(TrainSpec.parse({"device": device, "workers": workers, "sync": "diloco"}))
+        for name in ["server 0", *(f"worker {index}" for index in range(workers))]:
+            file = folder / f"{name} {device}"
+            started[file] = processes.start(name, write, (str(file), str(folder / "go")))
+    wait_for(lambda: all(file.exists() and file.read_text() for file in started), STATE_S, "all of them")
+    (folder / "go").touch()
+    for file, process in started.items():
+        wait_for(lambda process=process: process.poll() == "", STATE_S, file.name)  # type: ignore[misc]
+        kind, _, device = file.name.split()
+        report(f"{kind} of replicas", int((kind, device) == ("worker", "cuda")), tuple(json.loads(file.read_text())))
 
 
 def report_loop(folder: Path, *numbers: float) -> None:

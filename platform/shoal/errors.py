@@ -196,7 +196,7 @@ class OutOfMemory(TrainError):
 class WorkerDeparted(ShoalError):
     """A worker has left a run in order, between two steps, after a notice (SIGTERM).
 
-    is_over: it came when the run had ended
+    is_over: it came when the run had ended, or another has its place, since its host was lost for a while
     """
 
     def __init__(self, problem: str, *, is_over: bool = False) -> None:

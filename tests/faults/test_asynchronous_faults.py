@@ -162,6 +162,25 @@ def test_a_durable_run_loses_no_update_when_servers_are_killed(tmp_path: Path, h
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_a_server_that_is_lost_with_its_disk_ends_the_attempt_and_the_next_has_the_checkpoint(tmp_path: Path) -> None:
+    class OnOtherHosts(Processes):
+        """Each server's state is on the disk of its host."""
+
+        def start(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> ForkedProcess:
+            (tmp_path / f"{name.replace(' ', '-')}.safetensors").unlink(missing_ok=True)
+            return super().start(name, target, arguments)
+
+    spec = spec_of(checkpoint={"every_steps": 10}, stop={"steps": 60})
+    processes = OnOtherHosts()
+    with pytest.raises(RankLost, match="server 1: server 1 has died, and its state is lost"):
+        fit_replicas(spec, "run", tmp_path, KillingLog(processes, {25: "server 1"}), lambda: False, processes.start)
+    log = KillingLog(processes, {})
+    outcome = fit_replicas(spec, "run", tmp_path, log, lambda: False, processes.start)
+    assert outcome.steps == 60
+    [restored] = log.find("restored")
+    assert restored["step"] >= 10
+
+
 def test_a_process_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
     processes = Processes()
     spec = spec_of(task=f"{__file__}:Dying")

@@ -1,7 +1,8 @@
-"""Workers see the GPUs that they reserve: with two that are not real, on clusters of ours and of others."""
+"""Workers see the GPUs that they reserve: with four that are not real, on clusters of ours and of others."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -25,8 +26,7 @@ from shoal.flows.training import RayBackend
 from shoal.libs.population.flow.run import _choose_workers
 from shoal.libs.population.loop.spec import RLPopulationSpec
 from shoal.libs.population.spec import PopulationSpec
-from shoal.train.launch.ray_capacity import resolve_device
-from shoal.train.launch.ray_processes import RayProcess
+from shoal.train.launch.ray_capacity import require_capacity, resolve_device
 from shoal.train.launch.validate import validate_run
 from shoal.train.reporting.event_log import NullLog
 from shoal.train.spec import TrainSpec
@@ -35,7 +35,9 @@ from shoal_program import Program
 pytestmark = pytest.mark.timeout(1500)
 REPLICAS = ("parameter_server", "local_sgd", "diloco")
 CPU = torch.device("cpu")
-DEVICES: dict[float, set[str]] = {0: {""}, 0.5: {"0", "1"}, 1: {"0", "1"}, 2: {"0,1", "1,0"}}
+GPUS = ["0", "1", "2", "3"]
+PAIRS = {",".join(pair) for pair in itertools.permutations(GPUS, 2)}
+DEVICES: dict[float, set[str]] = {0: {""}, 0.5: set(GPUS), 1: set(GPUS), 2: PAIRS}
 KINDS: dict[str, set[float]] = {
     **{"task": {0, 0.5, 1, 2}, "actor": {0, 0.5, 1, 2}, "task of an actor": {0}, "mailbox": {0}},
     **{"worker of replicas": {0, 1}, "server of replicas": {0}},
@@ -67,7 +69,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     numbers = {"here": 0.0, "there": 0.0}
 
     def list_nodes() -> list[dict[str, Any]]:
-        return [{"NodeID": name, "Alive": True, "Resources": {"GPU": number}} for name, number in numbers.items()]
+        found = {name: {"GPU": number, "CPU": 2.0} for name, number in numbers.items()}
+        return [{"NodeID": name, "Alive": True, "Resources": each} for name, each in found.items()]
 
     monkeypatch.setattr(ray, "nodes", list_nodes)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": sum(numbers.values())})
@@ -75,13 +78,39 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return numbers
 
 
-def test_workers_that_share_memory_count_the_gpus_of_their_host(gpus: dict[str, float]) -> None:
-    gpus["there"] = 2.0
+def test_workers_that_share_memory_count_the_gpus_of_one_host(gpus: dict[str, float]) -> None:
+    gpus.update(here=1.0, there=1.0)
     assert resolve_device(spec_of(sync={"kind": "local_sgd"})).device == "cuda"
-    shared = spec_of(workers=[1, 2])
+    shared = spec_of(sync={"kind": "local_sgd", "transport": "shared_memory"})
     assert resolve_device(shared).device == "cpu"
-    gpus["here"] = 2.0
+    gpus["there"] = 2.0
     assert resolve_device(shared).device == "cuda"
+
+
+def test_a_range_of_workers_begins_on_gpus_that_the_fewest_have(gpus: dict[str, float]) -> None:
+    gpus["here"] = 1.0
+    assert resolve_device(spec_of(workers=[1, 2])).device == "cuda"
+    assert resolve_device(spec_of(workers=[2, 2])).device == "cpu"
+
+
+def test_lanes_train_on_the_cpus_of_one_host(gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus["here"] = 1.0
+    assert resolve_device(spec_of(workers=1, sync={"hogwild": 2})).device == "cpu"
+    with pytest.raises(ConfigError, match=r"device=cuda does not go with sync\.hogwild=2: use device=cpu"):
+        spec_of(workers=1, sync={"hogwild": 2}, device="cuda")
+
+
+def test_what_shares_memory_is_refused_where_no_host_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [{"NodeID": name, "Alive": True, "Resources": {"CPU": 2.0}} for name in ("here", "there")]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr("shoal.train.launch.ray_capacity.find_growth", lambda: Growth({}))
+    lanes = spec_of(workers=1, batch_size=64, sync={"hogwild": 4}, device="cpu")
+    with pytest.raises(PlanError, match=r"sync\.hogwild = 4: .*largest has 2 CPUs\. use sync\.hogwild=2"):
+        require_capacity(lanes, ignore)
+    shared = spec_of(workers=4, sync={"kind": "diloco", "transport": "shared_memory"}, device="cpu")
+    with pytest.raises(PlanError, match=r"workers = 4: .*largest has 2 CPUs\. use sync\.transport=auto"):
+        require_capacity(shared, ignore)
 
 
 def test_a_precision_is_judged_by_the_device_of_the_workers(gpus: dict[str, float]) -> None:
@@ -96,15 +125,19 @@ def test_a_precision_is_judged_by_the_device_of_the_workers(gpus: dict[str, floa
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("changes", [{"workers": [1, 2]}, *({"sync": {"kind": kind}} for kind in REPLICAS)])
 def test_replicas_reserve_a_gpu_each_where_they_train_on_one(
-    changes: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], device: str, gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr("shoal.train.launch.parameter_server.fit_replicas", lambda *words: started.append(words[5]))
-    monkeypatch.setattr("shoal.train.launch.ray_processes.find_host_address", lambda: "")
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "shoal.train.launch.parameter_server.fit_replicas", lambda *words: words[5]("worker 0", ignore, ())
+    )
+    monkeypatch.setattr("shoal.train.launch.ray_processes.RayProcess", lambda *_, **words: started.append(words))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    gpus["there"] = 2.0
     spec = spec_of(device=device, **changes)
     RayBackend(spec, SimpleNamespace(id="r", folder=None), NullLog()).attempt(None)  # type: ignore[arg-type]
-    assert started[0].func is RayProcess
-    assert started[0].keywords["has_gpu"] == (device == "cuda")
+    is_there = device == "cuda"  # no other has a GPU
+    assert started == [{"host": "there" if is_there else "here", "is_fixed": False, "has_gpu": is_there}]
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
@@ -185,12 +218,14 @@ def require_own_devices(rows: list[list[Any]], kinds: dict[str, set[float]]) -> 
         asked_by_kind[kind].add(asked)
         processes[kind].add(process)
     assert asked_by_kind == kinds
+    held = [seen for kind, asked, seen, _ in rows if kind == "worker of replicas" and asked]
+    assert sorted(held) == GPUS, "four workers at once, each on a GPU of its own"
     assert len(processes["task"]) == 2  # of eight tasks: used again, by those with a GPU and by those without
 
 
 def test_workers_see_what_they_reserve_on_a_cluster_that_hides_nothing() -> None:
     """As others start it. The driver, which finds no HIDE_GPUS in its environment, brings them along."""
-    with start_cluster(num_cpus=8, num_gpus=2, environment=dict.fromkeys(HIDE_GPUS, "0")) as cluster:
+    with start_cluster(num_cpus=8, num_gpus=4, environment=dict.fromkeys(HIDE_GPUS, "0")) as cluster:
         require_own_devices(read_rows(cluster, **dict.fromkeys(HIDE_GPUS, "")), KINDS)
 
 
@@ -198,5 +233,5 @@ def test_workers_see_what_they_reserve_on_a_cluster_that_hides_nothing() -> None
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_every_kind_of_worker_sees_what_it_reserves(is_ours: bool) -> None:
     off = {} if is_ours else dict.fromkeys(HIDE_GPUS, "0")
-    with start_cluster(num_cpus=8, num_gpus=2, environment=off) as cluster:
+    with start_cluster(num_cpus=8, num_gpus=4, environment=off) as cluster:
         require_own_devices(read_rows(cluster, "all", **dict.fromkeys(off, "")), ALL_KINDS)

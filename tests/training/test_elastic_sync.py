@@ -1,4 +1,5 @@
-"""Elastic synchronous training in one process: the steps are those of the living, whoever dies when."""
+"""Elastic synchronous training in one process: the steps are those of the living, whoever dies when, and on whatever
+hosts they are: as on others, a worker cannot open the run's memory."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from shoal.errors import TrainError, WorkerDeparted
 from shoal.sync.elastic.controller import ElasticController
+from shoal.sync.elastic.run_memory import RunAddress
 from shoal.sync.elastic.worker import ElasticSync
 from shoal.sync.messages import GetWorkers, LeaveRun
 from shoal.sync.parameter_server.clock import Clock
@@ -51,7 +53,9 @@ def compute_gradients(network: nn.Module, step: int, worker: int, num_samples: i
 class Member:
     """A worker in a thread of its own."""
 
-    def __init__(self, address: str, worker: int, num_workers: int, make_optimizer: MakeOptimizer) -> None:
+    def __init__(
+        self, address: str, worker: int, num_workers: int, make_optimizer: MakeOptimizer, is_elsewhere: bool = False
+    ) -> None:
         self.worker, self.network = worker, make_network()
         self.optimizer = make_optimizer(self.network)
         self.is_noticed = self.dies_giving = False
@@ -61,6 +65,13 @@ class Member:
         self.sync = ElasticSync(
             self.optimizer, state, worker, num_workers, address, TIMEOUT_S, is_noticed=lambda: self.is_noticed
         )
+        if is_elsewhere:
+            self._open_memory, self.sync._open_memory = self.sync._open_memory, self._find_no_memory  # type: ignore[method-assign]
+
+    def _find_no_memory(self, address: RunAddress) -> None:
+        gradients = address.gradients._replace(boot="another host's")
+        self._open_memory(address._replace(gradients=gradients))
+        assert self.sync._memory is None
 
     def _get_weights(self) -> tuple[float, float]:
         return self.factor, self.factor * self.num_samples / NUM_SAMPLES
@@ -98,15 +109,23 @@ class Member:
 class Group:
     """A controller, and the members of one run."""
 
-    def __init__(self, folder: Path, num_workers: int, make_optimizer: MakeOptimizer = make_adam) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_workers: int,
+        make_optimizer: MakeOptimizer = make_adam,
+        elsewhere: tuple[int, ...] = (),
+    ) -> None:
         self.address, self._num_workers, self._make = f"ipc://{folder}/controller", num_workers, make_optimizer
+        self._elsewhere = elsewhere
         self.controller = ElasticController(self.address, Clock(num_workers, 0, min_workers=1), TIMEOUT_S)
         self.controller.start()
         self._calls = RpcClient(self.address, TIMEOUT_S)
         self._members: list[Member] = []
 
     def make(self, worker: int) -> Member:
-        self._members.append(Member(self.address, worker, self._num_workers, self._make))
+        where = worker in self._elsewhere
+        self._members.append(Member(self.address, worker, self._num_workers, self._make, where))
         return self._members[-1]
 
     def begin(self, *workers: int) -> list[Member]:
@@ -134,9 +153,9 @@ class Group:
         self._calls.close()
 
 
-@pytest.fixture
+@pytest.fixture(params=[(), (1,), (0, 2), (0, 1, 2)], ids=lambda elsewhere: f"elsewhere: {elsewhere}")
 def group(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Group]:
-    made = Group(tmp_path, 3, getattr(request, "param", make_adam))
+    made = Group(tmp_path, 3, elsewhere=request.param)
     yield made
     made.close()
 
@@ -169,10 +188,11 @@ def assert_equal(members: list[Member]) -> None:
         assert all(torch.equal(*pair) for pair in zip(members[0].weights, each.weights, strict=True))
 
 
-def test_the_steps_are_those_of_synchronous_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elsewhere", [(), (1,), (0, 1, 2)])
+def test_the_steps_are_those_of_synchronous_training(tmp_path: Path, elsewhere: tuple[int, ...]) -> None:
     for index, make in enumerate((make_sgd, make_adam)):
         (tmp_path / str(index)).mkdir()
-        group = Group(tmp_path / str(index), 3, make)
+        group = Group(tmp_path / str(index), 3, make, elsewhere)
         members = group.begin(0, 1, 2)
         for number in range(6):
             take_steps(members, range(number, number + 1))
@@ -253,6 +273,25 @@ def test_a_replacement_has_the_weights_and_the_optimiser_of_the_others(group: Gr
     expected = train_alone([*3 * [every], *2 * [living], *4 * [every]], make_adam)
     torch.testing.assert_close(new.weights, expected, rtol=1e-5, atol=1e-7)
     assert group.controller.num_healed == 2 + 1
+
+
+def test_who_was_taken_for_dead_ends_and_changes_nothing(group: Group) -> None:
+    """Its host could not be reached for a while: what it sends then is of an earlier life."""
+    members = group.begin(0, 1, 2)
+    take_steps(members, range(3))
+    group.bury(members[1])
+    new = group.make(1)
+    begun = new.begin()
+    group.wait_for(3)
+    futures = [members[0].step(3), members[2].step(3)]
+    assert begun.result(TIMEOUT_S) == 3
+    with pytest.raises(WorkerDeparted, match="taken for dead") as found:
+        members[1].step(777).result(TIMEOUT_S)
+    assert found.value.is_over, "the run goes on"
+    futures.append(new.step(3))
+    assert [each.result(TIMEOUT_S) for each in futures] == [4, 4, 4]
+    every = dict.fromkeys(range(3), NUM_SAMPLES)
+    torch.testing.assert_close(new.weights, train_alone(4 * [every], make_adam), rtol=1e-5, atol=1e-7)
 
 
 def test_another_gives_its_state_when_the_one_that_gives_dies(group: Group) -> None:

@@ -14,7 +14,7 @@ import zmq
 from torch import nn
 from torch.optim import SGD
 
-from shoal.errors import TrainError, WorkerDeparted
+from shoal.errors import WorkerDeparted
 from shoal.parallel import World
 from shoal.sync.config import SyncConfig
 from shoal.sync.messages import LeaveRun
@@ -127,7 +127,7 @@ def test_a_worker_that_dies_is_not_waited_for_and_its_replacement_begins_with_th
     replacement.step(1.0).result(TIMEOUT_S)
     waiting = replacement.step(1.0)
     second.step(1.0).result(TIMEOUT_S)
-    with pytest.raises(TrainError, match="was taken for dead"):
+    with pytest.raises(WorkerDeparted, match="was taken for dead"):
         second.step(777.0).result(TIMEOUT_S)
     both = first.step(0.0), first.step(0.0), waiting
     assert both[1].result(TIMEOUT_S) == both[2].result(TIMEOUT_S) == (13, -4.0), "not what the dead one gave"

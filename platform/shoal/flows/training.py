@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -182,10 +181,9 @@ class RayBackend:
 
     def _attempt_replicas(self) -> TrainResult:
         from shoal.train.launch.parameter_server import fit_replicas
-        from shoal.train.launch.ray_processes import RayProcess, find_host_address
+        from shoal.train.launch.ray_processes import RayProcesses
 
-        host = "" if self.spec.applied_sync.shares_memory else find_host_address()
-        start = partial(RayProcess, is_anywhere=bool(host), has_gpu=self.spec.device == "cuda")
+        processes = RayProcesses(self.spec)
         with shutdown_event() as asked:
             folder = self.recorder.folder
             return fit_replicas(
@@ -194,9 +192,9 @@ class RayBackend:
                 folder,
                 self._log,
                 lambda: asked.is_set() or self._should_stop(),
-                start,
+                processes.start,
                 self._send_heartbeat,
-                host,
+                processes.find_address(),
             )
 
     def _send_heartbeat(self) -> bool:

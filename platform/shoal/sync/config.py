@@ -35,6 +35,7 @@ class SyncConfig(Spec):
     has_replicas:    each worker is a replica of its own, which may be replaced while the others go on
     admits_parallel: `parallel` may divide the model, or the workers among copies of it
     has_every_step:  each worker has the weights after every step of the run; `average` needs them
+    admits_cuda:     workers may train on a GPU
     chief_may_leave: worker 0, too, leaves when it is asked to, and is replaced
     one_optimizer:   where a Task with several optimizers is rejected: why, and what else to use
     """
@@ -46,6 +47,7 @@ class SyncConfig(Spec):
     has_replicas: ClassVar[bool] = True
     admits_parallel: ClassVar[bool] = False
     has_every_step: ClassVar[bool] = False
+    admits_cuda: ClassVar[bool] = True
     chief_may_leave: ClassVar[bool] = False
     one_optimizer: ClassVar[tuple[str, str] | None] = None
 
@@ -152,10 +154,6 @@ class ElasticConfig(SyncConfig):
     def chosen_by(self) -> tuple[str, object]:
         return "workers", f"[{self.min_workers},{self.workers}]"
 
-    @property
-    def shares_memory(self) -> bool:
-        return True
-
 
 class HogwildConfig(SyncConfig):
     """`all_reduce` with `sync.hogwild` > 1: lanes of one process."""
@@ -166,6 +164,7 @@ class HogwildConfig(SyncConfig):
 
     synchronizer: ClassVar[str] = "shoal.train.launch.hogwild:HogwildSync"
     has_replicas: ClassVar[bool] = False
+    admits_cuda: ClassVar[bool] = False
     one_optimizer: ClassVar[tuple[str, str] | None] = ("a lane has one", "leave it out")
 
     @property

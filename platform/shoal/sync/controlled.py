@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from shoal.errors import WorkerDeparted
 from shoal.sync.messages import ExchangeSignals, LeaveRun, StopRun
@@ -46,6 +47,11 @@ class ControlledSync(Synchronizer):
         if self.is_noticed():
             self._controller.call(LeaveRun(self._worker))
             raise WorkerDeparted(f"worker {self._worker} left after {self.num_steps:,} steps of its own")
+
+    def _end_as_lost(self) -> NoReturn:
+        """This worker was taken for dead, as after its host could not be reached. Raises WorkerDeparted."""
+        problem = f"worker {self._worker} was taken for dead, and another has its place"
+        raise WorkerDeparted(problem, is_over=True)
 
     def is_exchange_due(self) -> bool:
         return self._is_stopping or time.monotonic() - self._exchanged_s > EXCHANGE_S

@@ -140,8 +140,11 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
     updates: list[Update]
 
 
-class ResumeServer(Request[Resumed], frozen=True):
-    """A server begins at `address`, for the first time or again, with the state of `version` (-1: none)."""
+class ResumeServer(Request[Resumed | None], frozen=True):
+    """A server begins at `address`, for the first time or again, with the state of `version` (-1: none).
+
+    None: the run has weights, and this server none: its state is lost.
+    """
 
     server: int
     version: int

@@ -17,7 +17,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from shoal.errors import TrainError
 from shoal.sync.config import SyncConfig
 from shoal.sync.controlled import ControlledSync
 from shoal.sync.messages import Join, RunPosition, SetSteps
@@ -149,14 +148,14 @@ class PeerSync(ControlledSync):
 
         Returns them by worker, on the device of `tensors`. One that has died or left is missing; when the
         run ends, all are.
-        Raises TrainError when this worker was taken for dead.
+        Raises WorkerDeparted when this worker was taken for dead.
         """
         began_s = time.perf_counter()
         push = Push(self._worker, self._incarnation, self._clock, self.round)
         wanted = None if workers is None else list(workers)
         answer = self._pushes.call(Gather(push, _encode(tensors), wanted))
         if answer is None:
-            raise TrainError(f"worker {self._worker} was taken for dead, and another has its place")
+            self._end_as_lost()
         self._clock, self.round, self._is_stopping = answer.clock, answer.round, answer.is_stopping
         self.waited_s += time.perf_counter() - began_s
         device = tensors[0].device if tensors else torch.device("cpu")

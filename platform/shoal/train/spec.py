@@ -206,6 +206,9 @@ class TrainSpec(Spec):
         if not self.applied_sync.admits_parallel:
             self._require_full_models(self.applied_sync)
         self.applied_sync.check_run(self.workers, self.batch_size)
+        if self.device == "cuda" and not self.applied_sync.admits_cuda:
+            field, value = self.applied_sync.chosen_by
+            raise ValueError(f"device=cuda does not go with {field}={value}: use device=cpu, whose memory lanes share")
         if self.min_workers is not None and self.min_workers > self.workers:
             raise ValueError(f"min_workers={self.min_workers} is more than workers={self.workers}")
         return self

@@ -2,7 +2,8 @@
 
 Owns the membership and the run's memory. The order of steps is the `Clock`'s with staleness 0: a step is taken by all
 that take part or by none, at the moment when this process decides so. By then the gradients lie in memory that no
-worker owns, so the death of a worker afterwards takes nothing from the others.
+worker owns, so the death of a worker afterwards takes nothing from the others. For workers of other hosts this process
+writes their gradients there, adds them all up in the order in which the others do, and reads and writes the state.
 
     a worker joins ► no step is taken without it ► one that waits writes its state ► the new one reads it ► it pushes
 
@@ -16,10 +17,11 @@ import math
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 
 from shoal.errors import TrainError
 from shoal.sync.config import ElasticConfig, SyncConfig
-from shoal.sync.elastic.run_memory import RunAddress, RunMemory
+from shoal.sync.elastic.run_memory import RunAddress, RunMemory, require_message
 from shoal.sync.messages import SetSteps
 from shoal.sync.parameter_server.clock import Clock, Push, Update
 from shoal.sync.parameter_server.controller import Controller, ControllerSetting
@@ -46,12 +48,16 @@ class JoinElastic(Request[Admitted | None], frozen=True):
 
 
 class StepTaken(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The step's pushes: worker, weight, parameters without a gradient. None are there when the run ends."""
+    """The step's pushes: worker, weight, parameters without a gradient. None are there when the run ends.
+
+    total: for a worker that has sent its gradient: the sum of those of the pushes, [elements], float32
+    """
 
     version: int
     clock: int
     is_stopping: bool
     pushes: list[tuple[int, float, list[int]]]
+    total: bytes = b""
 
 
 class GiveState(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -59,16 +65,28 @@ class GiveState(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class PrepareElastic(Request[StepTaken | GiveState | None], frozen=True):
-    """A gradient is in the memory. None: the worker was taken for dead."""
+    """A gradient is in the memory. None: the worker was taken for dead.
+
+    gradient: of a worker that cannot open the memory, [elements], float32; None: it is there
+    """
 
     push: Push
+    gradient: bytes | None = None
 
 
 class StateGiven(Request[StepTaken | GiveState | None], frozen=True):
-    """The worker has written its state. Answered as its push, unless it leaves now."""
+    """The worker has written its state. Answered as its push, unless it leaves now.
+
+    state: of a worker that cannot open the memory; None: it is there
+    """
 
     worker: int
     leaves: bool
+    state: bytes | None = None
+
+
+class GetState(Request[bytes], frozen=True):
+    """Of a worker that was admitted with a state, and cannot open the memory."""
 
 
 class Depart(Request[bool], frozen=True):
@@ -91,9 +109,12 @@ class ElasticController(Controller):
         self._unhealed: dict[int, CallId] = {}  # workers that have joined, and wait for a state
         self._healed: set[int] = set()  # those that have the state, or may read it now
         self._donor: int | None = None  # the worker that writes its state
+        self._writing = b""  # its identity: of another life of this worker, a state comes too late
         self._owed: StepTaken | None = None  # the donor's answer, when its step was taken meanwhile
         self._given_at = self._giving_at = -1  # steps that are in the state in memory; in the one that is written
         self._pushes: list[tuple[int, float, list[int]]] = []  # of the step that is taken now: worker, weight, absent
+        self._senders: set[int] = set()  # workers whose gradients came in messages
+        self._total = b""  # of the step that is taken now, once one of them needs it
         self.num_restarts = self.num_healed = 0
         super().__init__(address, [], clock, timeout_s, keys)
 
@@ -113,6 +134,7 @@ class ElasticController(Controller):
             PrepareElastic: self._prepare_elastic,
             StateGiven: self._take_state,
             Depart: self._depart,
+            GetState: self._get_state,
         }
 
     # -- joining
@@ -150,6 +172,7 @@ class ElasticController(Controller):
                 self._admit(CHIEF, self._unhealed.pop(CHIEF), has_state=False)
         elif donors := sorted(self._healed & self._waiting.keys()):
             self._donor, self._giving_at = donors[0], self.clock.sequence
+            self._writing = self._waiting[donors[0]].identity
             self.service.reply(self._waiting[donors[0]], GiveState())
 
     def _admit(self, worker: int, caller: CallId, *, has_state: bool) -> None:
@@ -166,7 +189,16 @@ class ElasticController(Controller):
         self._heal()
         return request.steps
 
+    def _get_state(self, caller: CallId, request: GetState) -> bytes:
+        assert self._memory is not None
+        return require_message(self._memory.state_file.read_bytes())
+
     def _take_state(self, caller: CallId, request: StateGiven) -> object:
+        if caller.identity != self._writing:
+            return None  # it was taken for dead
+        if request.state is not None:
+            assert self._memory is not None
+            self._memory.state_file.write_bytes(request.state)
         self._donor, self._given_at = None, self._giving_at
         if request.leaves:
             self._leave(request.worker)
@@ -180,18 +212,29 @@ class ElasticController(Controller):
     # -- steps
 
     def _prepare_elastic(self, caller: CallId, request: PrepareElastic) -> object:
-        answer = self._take_push(caller, request.push)
+        push, sent = request.push, request.gradient
+        self._senders.discard(push.worker)
+        if sent is not None and self._incarnations.get(push.worker) == push.incarnation:
+            assert self._memory is not None
+            self._memory.get_gradient(push.worker, push.version).numpy()[:] = np.frombuffer(sent, np.float32)
+            self._senders.add(push.worker)
+        answer = self._take_push(caller, push)
         self._heal()
         return answer
 
     def _commit(self, updates: list[Update]) -> None:
         self._pushes = [(each.worker, each.weight, each.absent) for update in updates for each in update.pushes]
         super()._commit(updates)
-        self._pushes = []
+        self._pushes, self._total = [], b""
 
     def _answer(self, worker: int, caller: CallId) -> None:
         """The pushes of the step that is taken; none when the run ends."""
-        answer = StepTaken(self.clock.sequence, self.clock.get_clock(worker), self._is_stopping, self._pushes)
+        if worker in self._senders and self._pushes and not self._total:
+            assert self._memory is not None
+            added = self._memory.add_up([each for each, _, _ in self._pushes], self.clock.sequence - 1)
+            self._total = added.numpy().tobytes()
+        total = self._total if worker in self._senders else b""
+        answer = StepTaken(self.clock.sequence, self.clock.get_clock(worker), self._is_stopping, self._pushes, total)
         if worker == self._donor:
             self._owed = answer
         else:
@@ -201,7 +244,7 @@ class ElasticController(Controller):
 
     def _depart(self, caller: CallId, request: Depart) -> bool:
         if self._healed == {request.worker} and self._given_at != self.clock.sequence:
-            self._donor, self._giving_at = request.worker, self.clock.sequence
+            self._donor, self._giving_at, self._writing = request.worker, self.clock.sequence, caller.identity
             return True
         self._leave(request.worker)
         return False
@@ -209,6 +252,7 @@ class ElasticController(Controller):
     def _leave(self, worker: int) -> None:
         if worker == self._donor:
             self._donor = self._owed = None
+            self._writing = b""
         if worker in self._unhealed:
             self.service.reply(self._unhealed.pop(worker), None)
         self._healed.discard(worker)

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from shoal.errors import TrainError
 from shoal.plugins.find import load_reference
 from shoal.sync.config import SyncConfig
 from shoal.sync.messages import (
@@ -298,12 +297,12 @@ class Controller:
 
     # -- calls of servers
 
-    def _resume_server(self, caller: CallId, request: ResumeServer) -> Resumed:
+    def _resume_server(self, caller: CallId, request: ResumeServer) -> Resumed | None:
         """Without a log, the updates that the server does not have are lost for its part. Pushes that a worker has
         brought to its earlier life are made again."""
         server, version, address = request.server, request.version, request.address
         if self._has_weights and version < 0:
-            raise TrainError(f"server {server} died and left no state")
+            return None
         self._server_incarnations[server] += 1
         if server not in self._servers or self._servers[server].address != address:
             if server in self._servers:

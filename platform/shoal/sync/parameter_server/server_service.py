@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 
 from shoal.atomic_file import replace_synced
+from shoal.errors import RankLost
 from shoal.sync.messages import (
     AppendGradient,
     CommitUpdate,
@@ -95,12 +96,18 @@ class ServerService:
         )
 
     def start(self) -> None:
-        """Begin, or begin again where the file is. Raises ConnectionLost without a controller."""
+        """Begin, or begin again where the file is.
+
+        Raises ConnectionLost without a controller, and RankLost when it was on a host that is lost with its disk.
+        """
         version = -1
         if self._file is not None and self._file.exists():
             self._server.load(safetensors.torch.load(self._file.read_bytes()))
             version = self._server.version
         resumed = self._controller.call(ResumeServer(self._index, version, self.service.address))
+        if resumed is None:
+            problem = f"server {self._index} has died, and its state is lost: there is no {self._file}"
+            raise RankLost(f"{problem}. The run goes on from its newest checkpoint")
         self._incarnation = resumed.incarnation
         for each in resumed.updates:
             self._replay(each)

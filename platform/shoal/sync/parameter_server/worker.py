@@ -213,7 +213,7 @@ class ParameterServerSync(ControlledSync):
             self._bring_push()
         self.waited_s += time.perf_counter() - began_s
         if answer is None:
-            raise TrainError(f"worker {self._worker} was taken for dead, and another has its place")
+            self._end_as_lost()
         self._needed, self._clock, self._steps = answer.version, answer.clock, answer.steps
         self._is_stopping, self._num_batches = answer.is_stopping, answer.num_batches
 

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import torch
 
-from shoal.errors import ConnectionLost, ShoalError, TrainError, WorkerDeparted
+from shoal.errors import ConnectionLost, RankLost, ShoalError, TrainError, WorkerDeparted
 from shoal.network_address import find_local_address
 from shoal.parallel import World
 from shoal.random_state import seed_everything
@@ -49,7 +49,7 @@ from shoal.train.spec import TrainSpec
 from shoal.train.task import build_model, make_task
 
 CALL_TIMEOUT_S = 120.0
-WAIT_TIMEOUT_S = 900.0  # the same for a worker that may have to wait for others to join
+WAIT_TIMEOUT_S = 900.0  # the same for a worker that may have to wait for others to join, or for the loss of a host
 POLL_S = 0.05
 
 
@@ -118,9 +118,10 @@ class PollStop(Request[bool], frozen=True):
 
 
 class ReportFailure(Request[None], frozen=True):
-    """An error that would recur in a replacement ends the run."""
+    """An error that would recur in a replacement ends the run, or its attempt if another may succeed."""
 
     error: str
+    is_loss: bool
 
 
 class ReportOutcome(Request[None], frozen=True):
@@ -141,7 +142,8 @@ class ReportDeparture(Request[None], frozen=True):
 class _Inbox:
     """What the processes of a run have reported."""
 
-    error: str = ""
+    error: type[TrainError] = TrainError
+    problem: str = ""
     outcome: dict[str, Any] | None = None
     departed: set[int] = field(default_factory=set)  # workers that have left in order, and are not replaced yet
     traffic: list[Traffic] = field(default_factory=list)
@@ -174,7 +176,7 @@ def fit_replicas(
     host:  the address of this host for the others on which processes may begin; "": all are on this one
 
     A worker or server that dies is replaced, while the others go on. Raises the error of a process that failed of
-    itself, and RankLost when one has died MAX_DEATHS times that the run cannot do without.
+    itself, and RankLost when one has died MAX_DEATHS times that the run cannot do without, or with its state.
     """
     with ExitStack() as closing:
         sockets = closing.enter_context(tempfile.TemporaryDirectory(prefix="shoal-sync-"))
@@ -200,11 +202,9 @@ def fit_replicas(
         group.start()
         while group.is_running(has_outcome=inbox.outcome is not None):
             time.sleep(POLL_S)
-            if inbox.error:
-                raise TrainError(inbox.error)
-            group.replace_dead()
-            group.replace_departed()
-            group.note_workers(time.monotonic())
+            if inbox.problem:
+                raise inbox.error(inbox.problem)
+            group.maintain(time.monotonic())
             tick()
         assert inbox.outcome is not None
         outcome = msgspec.convert(inbox.outcome, TrainResult, dec_hook=lambda kind, value: kind(value))
@@ -255,7 +255,8 @@ def _serve_journal(
         return should_stop()
 
     def fail(caller: CallId, request: ReportFailure) -> None:
-        inbox.error = inbox.error or request.error
+        if not inbox.problem:
+            inbox.error, inbox.problem = RankLost if request.is_loss else TrainError, request.error
 
     def finish(caller: CallId, request: ReportOutcome) -> None:
         inbox.outcome = request.outcome
@@ -300,7 +301,7 @@ def _report_failure(name: str, addresses: Addresses, error: BaseException) -> No
     if not isinstance(error, ShoalError):
         words = "".join([f"{type(error).__name__}: {words}\n", *traceback.format_exception(error)])
     calls = RpcClient(addresses.journal, CALL_TIMEOUT_S, keys=addresses.keys)
-    calls.call(ReportFailure(f"{name}: {words}"))
+    calls.call(ReportFailure(f"{name}: {words}", isinstance(error, RankLost)))
     calls.close()
 
 
@@ -342,7 +343,7 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
         # With servers, the chief stays until it is killed: it has the run to save when all processes are told to end.
         is_leaving = spec.applied_sync.chief_may_leave or index != 0
         signal.signal(signal.SIGTERM, (lambda number, frame: notice.set()) if is_leaving else signal.SIG_IGN)
-    timeout_s = CALL_TIMEOUT_S if spec.min_workers is None else WAIT_TIMEOUT_S
+    timeout_s = CALL_TIMEOUT_S if spec.min_workers is None and addresses.keys is None else WAIT_TIMEOUT_S
     place = index, spec.workers, addresses.controller, addresses.servers
     try:
         trainer = Trainer(
@@ -360,6 +361,8 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
         if not departure.is_over:
             calls.call(ReportDeparture(index))
         return
+    except ConnectionLost:
+        raise  # another may reach the others
     except Exception as error:  # noqa: BLE001 - the run ends with it
         _report_failure(f"worker {index}", addresses, error)
         return

@@ -22,6 +22,7 @@ END_TIMEOUT_S = 10.0
 MAX_DEATHS = 3  # of one process
 SHORTAGE_TIMEOUT_S = 600.0  # for enough workers to join
 REPORT_AFTER_S = 10.0  # a run says that it waits for its first workers
+CHIEF_WAIT_S = 120.0  # for the chief to begin again, before another worker gives up its place
 
 
 class ProcessHandle(Protocol):
@@ -100,6 +101,7 @@ class ProcessGroup:
         self._present: set[int] = set()  # workers that take part
         self._has_started = self._is_shortage_reported = False
         self._short_since_s: float | None = None
+        self._chief_lost_s: float | None = None  # since when the others train without it
 
     def start(self) -> None:
         for name, (target, arguments) in self._targets.items():
@@ -113,7 +115,14 @@ class ProcessGroup:
         workers = [process for name, process in self._processes.items() if name.startswith("worker")]
         return bool(self._departed) or any(process.poll() != "" for process in workers)  # all may die at once
 
-    def replace_dead(self) -> None:
+    def maintain(self, now_s: float) -> None:
+        """Replace what has ended, and note who takes part; called a few times a second. Raises RankLost, TrainError."""
+        self.replace_dead(now_s)
+        self.make_way_for_chief(now_s)
+        self.replace_departed()
+        self.note_workers(now_s)
+
+    def replace_dead(self, now_s: float) -> None:
         """Start another process for each that has died. Raises RankLost."""
         for name, process in list(self._processes.items()):
             cause = process.poll()
@@ -125,6 +134,8 @@ class ProcessGroup:
             if kind == "worker":
                 self._controller.call(LeaveRun(int(index)))
                 self._present.discard(int(index))
+            if name == "worker 0":
+                self._chief_lost_s = now_s
             if self._num_deaths[name] < MAX_DEATHS:
                 self._processes[name] = self._start_process(name, *self._targets[name])
             elif self._is_dispensable(name):
@@ -132,6 +143,17 @@ class ProcessGroup:
                 del self._processes[name]
             else:
                 raise RankLost(f"{name} died {MAX_DEATHS} times: {cause}")
+
+    def make_way_for_chief(self, now_s: float) -> None:
+        """End another worker when the chief has waited long, as for a place: without it nothing is saved."""
+        if self._chief_lost_s is None or now_s - self._chief_lost_s < CHIEF_WAIT_S:
+            return
+        present, self._chief_lost_s = self._controller.call(GetWorkers()).workers, now_s
+        if 0 in present:
+            self._chief_lost_s = None
+        elif present:
+            self._journal.record_event("chief_waits", gives_way=max(present))
+            self._processes[f"worker {max(present)}"].end()
 
     def replace_departed(self) -> None:
         """Start another process for each worker that has left in order, once its process has ended."""

@@ -20,12 +20,12 @@ CAPACITY_WAIT_S = 10.0  # the default wait without an autoscaler: for a run that
 
 
 def resolve_device(spec: TrainSpec) -> TrainSpec:
-    """The spec with its device chosen: `auto` becomes CUDA if there is a GPU for each worker.
+    """The spec with its device chosen: `auto` becomes CUDA if there is a GPU for each worker (a range: for the fewest).
 
     Raises PlanError when the workers' device cannot train in `parallel.precision`.
     """
     if spec.device == "auto":
-        has_gpus = _count_resource(spec, "GPU") >= spec.workers
+        has_gpus = spec.applied_sync.admits_cuda and _count_workers(spec, "GPU") >= _count_needed(spec)
         spec = spec.model_copy(update={"device": "cuda" if has_gpus else "cpu"})
     check_precision(spec.parallel.precision, spec.device)
     return spec
@@ -33,20 +33,31 @@ def resolve_device(spec: TrainSpec) -> TrainSpec:
 
 def count_workers_that_fit(spec: TrainSpec) -> int:
     """How many workers fit on the present hosts when they are empty."""
-    return _count_resource(spec, _resource_name(spec))
+    return _count_workers(spec, _resource_name(spec))
 
 
-def _count_resource(spec: TrainSpec, resource: str) -> int:
-    """Of the cluster; where the workers share memory, of the driver's host, on which they all are."""
-    if not (spec.has_replicas and spec.applied_sync.shares_memory):
+def _count_workers(spec: TrainSpec, resource: str) -> int:
+    """That the cluster holds; where they share memory, that its largest host holds. A lane has a CPU."""
+    if not _is_on_one_host(spec):
         return int(ray.cluster_resources().get(resource, 0))
-    here = ray.get_runtime_context().get_node_id()
-    return int(next(node["Resources"].get(resource, 0) for node in ray.nodes() if node["NodeID"] == here))
+    return _get_largest_host(resource) // spec.applied_sync.num_lanes
+
+
+def _is_on_one_host(spec: TrainSpec) -> bool:
+    return spec.applied_sync.shares_memory or spec.applied_sync.num_lanes > 1
+
+
+def _get_largest_host(resource: str) -> int:
+    return max(int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"])
+
+
+def _count_needed(spec: TrainSpec) -> int:
+    return spec.min_workers or spec.workers
 
 
 def count_free_workers(spec: TrainSpec) -> int:
     """How many workers fit now, alongside running work."""
-    return int(ray.available_resources().get(_resource_name(spec), 0))
+    return int(ray.available_resources().get(_resource_name(spec), 0)) // spec.applied_sync.num_lanes
 
 
 class WorkerPlacement:
@@ -76,29 +87,44 @@ def require_capacity(spec: TrainSpec, record: Callable[..., None]) -> None:
 
     record: records an event: `EventLog.record_event`
     """
-    resource, needed = _resource_name(spec), spec.min_workers or spec.workers
-    there = count_workers_that_fit(spec)
+    resource, needed = _resource_name(spec), _count_needed(spec)
+    there, lanes = count_workers_that_fit(spec), spec.applied_sync.num_lanes
     if min(there, count_free_workers(spec)) >= needed:
         return
     growth, bundles = find_growth(), [{resource: 1.0}] * needed
+    if _is_on_one_host(spec):
+        bundles = [{resource: float(needed * lanes)}]
     if there < needed and not growth.can_hold(bundles):
-        remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"
         added = f", and its autoscaler may add no more than {growth}" if growth else ""
+        if _is_on_one_host(spec):
+            raise _explain_one_host(spec, resource, added)
+        remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"
         raise PlanError("workers", needed, f"the cluster has {there} {resource}s{added}", remedy)
     wait_s = spec.wait if spec.wait is not None else NODES_WAIT_S if growth else CAPACITY_WAIT_S
-    log, lack = WaitLog(record, wait_s), f"{needed} workers need a {resource} each"
+    each = f"{lanes} {resource}s" if lanes > 1 else f"a {resource}"
+    log, lack = WaitLog(record, wait_s), f"{needed} workers need {each} each"
     if growth:
         if not wait_for_nodes(bundles, wait_s, log):
             raise ClusterError(f"{lack}, for which no nodes came within {wait_s:g} s: give it more with wait=1h")
         return
-    free = wait_for_resource(resource, needed, min(wait_s, CAPACITY_WAIT_S))
-    if free < needed and wait_s > CAPACITY_WAIT_S:
+    amount = needed * lanes
+    free = wait_for_resource(resource, amount, min(wait_s, CAPACITY_WAIT_S))
+    if free < amount and wait_s > CAPACITY_WAIT_S:
         log.report(f"{lack}, which other work has")
-        free = wait_for_resource(resource, needed, wait_s - CAPACITY_WAIT_S)
-    if free < needed:
+        free = wait_for_resource(resource, amount, wait_s - CAPACITY_WAIT_S)
+    if free < amount:
         remedy = "wait for what runs (wait=30m), or end it (`shoal status`), or use fewer workers"
         raise ClusterError(f"{lack}, and {int(free)} of {there} are free: {remedy}")
     log.report("")
+
+
+def _explain_one_host(spec: TrainSpec, resource: str, added: str) -> PlanError:
+    """Workers, or lanes, that share memory are more than any host holds."""
+    there, lanes = _get_largest_host(resource), spec.applied_sync.num_lanes
+    problem = f"share the memory of one host, and the largest has {there} {resource}s{added}"
+    if lanes > 1:
+        return PlanError("sync.hogwild", lanes, f"lanes {problem}", f"use sync.hogwild={there}, or a larger host")
+    return PlanError("workers", spec.workers, f"workers {problem}", f"use sync.transport=auto, or workers={there}")
 
 
 def _resource_name(spec: TrainSpec) -> str:

@@ -1,7 +1,7 @@
 """Processes of a run that are Ray workers: each runs one function to its end.
 
-Called by `flows.training` for asynchronous training. Its processes share memory and sockets of this node, or are on any
-nodes of the cluster, as Ray places them.
+Called by `flows.training` for asynchronous and elastic training. Reserves what the processes use, and starts each on
+the host that `replica_placement` chooses.
 """
 
 from __future__ import annotations
@@ -16,13 +16,26 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import summarize_error
+from shoal.network_address import is_loopback
+from shoal.train.launch.replica_placement import Host, ReplicaPlacement
+from shoal.train.spec import TrainSpec
+
+
+class _Worker:
+    """An actor, since Ray fails the calls of one when its host is lost: it notices that of a task minutes later."""
+
+    def run(self, folder: Path, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if folder.is_dir():  # else this is another node, where Ray has chosen the folder with the job's files
+            os.chdir(folder)
+        target(*arguments)
 
 
 class RayProcess:
     """One Ray worker, as a ProcessHandle of `parameter_server`. Workers reserve a CPU each, servers nothing.
 
-    is_anywhere: on any node; otherwise on this one
-    has_gpu:     workers reserve a GPU in place of the CPU, as those of Ray Train do, and see no other
+    host:     the id of the node on which it begins; "": any
+    is_fixed: on no other one; else on another when that is lost or occupied
+    has_gpu:  workers reserve a GPU in place of the CPU, as those of Ray Train do, and see no other
     """
 
     def __init__(
@@ -31,15 +44,16 @@ class RayProcess:
         target: Callable[..., None],
         arguments: tuple[Any, ...],
         *,
-        is_anywhere: bool = False,
+        host: str = "",
+        is_fixed: bool = False,
         has_gpu: bool = False,
     ) -> None:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        is_worker = name.startswith("worker")
+        is_worker, is_free = name.startswith("worker"), not is_fixed
+        # A server needs no place: with the leave to go elsewhere, one was seen beside what it should outlive.
+        there = NodeAffinitySchedulingStrategy(host, is_free, is_free and is_worker) if host else "SPREAD"
         reserved = {"num_cpus": int(is_worker and not has_gpu), "num_gpus": int(is_worker and has_gpu)}
-        task = ray.remote(**reserved, max_retries=0, max_calls=1, name=name)(_run_in)
-        where = "SPREAD" if is_anywhere else here
-        self._reference = task.options(scheduling_strategy=where).remote(Path.cwd(), target, arguments)
+        self._worker: Any = ray.remote(**reserved, scheduling_strategy=there)(_Worker).remote()
+        self._reference = self._worker.run.options(name=name).remote(Path.cwd(), target, arguments)
         self._cause: str | None = None
 
     def poll(self) -> str | None:
@@ -49,20 +63,35 @@ class RayProcess:
                 self._cause = ""
             except RayError as error:
                 self._cause = summarize_error(error, line=-1)
+            ray.kill(self._worker)  # what it has reserved is free
         return self._cause
 
     def end(self) -> None:
         if self.poll() is None:
-            ray.cancel(self._reference, force=True)
+            ray.kill(self._worker)
 
 
-def find_host_address() -> str:
-    """The address of this node for processes on others; "" when the cluster has one node."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    return str(ray.util.get_node_ip_address()) if len(nodes) > 1 else ""
+class RayProcesses:
+    """Starts the processes of one run."""
 
+    def __init__(self, spec: TrainSpec) -> None:
+        self._is_shared = spec.applied_sync.shares_memory
+        self._has_gpu = spec.device == "cuda"
+        self._home = str(ray.get_runtime_context().get_node_id())
+        self._placement = ReplicaPlacement(self._home, spec.workers if self._is_shared else 0)
 
-def _run_in(folder: Path, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    if folder.is_dir():  # else this is another node, where Ray has chosen the folder with the job's files
-        os.chdir(folder)
-    target(*arguments)
+    def start(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> RayProcess:
+        """Begin a process. Its name says what it reserves."""
+        host = self._placement.choose(name, self._list_hosts())
+        return RayProcess(name, target, arguments, host=host, is_fixed=self._is_shared, has_gpu=self._has_gpu)
+
+    def find_address(self) -> str:
+        """The address of this host for processes on others; "" where all of them, also later ones, are on this one."""
+        address, hosts = str(ray.util.get_node_ip_address()), self._list_hosts()
+        if self._is_shared:
+            return "" if self._placement.find_anchor(hosts) == self._home else address
+        return "" if len(hosts) == 1 and is_loopback(address) else address
+
+    def _list_hosts(self) -> list[Host]:
+        resource = "GPU" if self._has_gpu else "CPU"
+        return [Host(node["NodeID"], int(node["Resources"].get(resource, 0))) for node in ray.nodes() if node["Alive"]]

@@ -131,7 +131,8 @@ class RayTrainAttempt:
         self._unexpected_error: Exception | None = None
         config = {"setting": setting, "mailbox": self._mailbox}
         spec = setting.spec
-        scaling = ScalingConfig(num_workers=spec.workers, use_gpu=spec.device == "cuda")
+        lanes = {"CPU": float(spec.applied_sync.num_lanes)} if spec.applied_sync.num_lanes > 1 else None
+        scaling = ScalingConfig(num_workers=spec.workers, use_gpu=spec.device == "cuda", resources_per_worker=lanes)
         storage = RunConfig(
             name=setting.run_id, storage_path=str(setting.folder / "ray"), failure_config=FailureConfig(max_failures=0)
         )
