@@ -10,13 +10,11 @@ from collections.abc import Callable
 import ray
 from ray.util.placement_group import placement_group_table
 
-from shoal.cluster.capacity import NODES_WAIT_S, WaitLog, wait_for_nodes, wait_for_resource
+from shoal.cluster.admission import RunAdmission
 from shoal.cluster.growth import find_growth
-from shoal.errors import ClusterError, PlanError
+from shoal.errors import PlanError
 from shoal.parallel.layers.precision import check_precision
 from shoal.train.spec import TrainSpec
-
-CAPACITY_WAIT_S = 10.0  # the default wait without an autoscaler: for a run that has just ended to release its resources
 
 
 def resolve_device(spec: TrainSpec) -> TrainSpec:
@@ -68,37 +66,22 @@ class WorkerPlacement:
         return {name: each["state"] for name, each in placement_group_table().items() if name.endswith(self._job)}
 
 
-def require_capacity(spec: TrainSpec, record: Callable[..., None]) -> None:
-    """Wait until the workers fit: for nodes that an autoscaler adds, or for other work to end.
+def require_capacity(spec: TrainSpec, record: Callable[..., None], admission: RunAdmission) -> None:
+    """Wait until the workers fit and it is the run's turn: for nodes that an autoscaler adds, or for other work to end.
 
     Of a range of workers the smallest number must fit. Raises PlanError when the cluster can never hold so many
-    workers, ClusterError when they have not fitted within the spec's `wait`.
+    workers, NoCapacity when they have not fitted within the spec's `wait`.
 
     record: records an event: `EventLog.record_event`
     """
     resource, needed = _resource_name(spec), spec.min_workers or spec.workers
-    there = count_workers_that_fit(spec)
-    if min(there, count_free_workers(spec)) >= needed:
-        return
-    growth, bundles = find_growth(), [{resource: 1.0}] * needed
-    if there < needed and not growth.can_hold(bundles):
+    there, bundles = count_workers_that_fit(spec), [{resource: 1.0}] * needed
+    if there < needed and not (growth := find_growth()).can_hold(bundles):
         remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"
         added = f", and its autoscaler may add no more than {growth}" if growth else ""
         raise PlanError("workers", needed, f"the cluster has {there} {resource}s{added}", remedy)
-    wait_s = spec.wait if spec.wait is not None else NODES_WAIT_S if growth else CAPACITY_WAIT_S
-    log, lack = WaitLog(record, wait_s), f"{needed} workers need a {resource} each"
-    if growth:
-        if not wait_for_nodes(bundles, wait_s, log):
-            raise ClusterError(f"{lack}, for which no nodes came within {wait_s:g} s: give it more with wait=1h")
-        return
-    free = wait_for_resource(resource, needed, min(wait_s, CAPACITY_WAIT_S))
-    if free < needed and wait_s > CAPACITY_WAIT_S:
-        log.report(f"{lack}, which other work has")
-        free = wait_for_resource(resource, needed, wait_s - CAPACITY_WAIT_S)
-    if free < needed:
-        remedy = "wait for what runs (wait=30m), or end it (`shoal status`), or use fewer workers"
-        raise ClusterError(f"{lack}, and {int(free)} of {there} are free: {remedy}")
-    log.report("")
+    each = f"{needed} workers need a {resource} each" if needed > 1 else f"a worker needs a {resource}"
+    admission.wait(bundles, each, spec.wait, record)
 
 
 def _resource_name(spec: TrainSpec) -> str:
