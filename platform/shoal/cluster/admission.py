@@ -27,7 +27,7 @@ from shoal.cluster.growth import Bundle, Growth, describe_launches, find_growth
 from shoal.cluster.run_queue import (
     AdmissionState,
     QueuedRun,
-    describe_wait,
+    describe_shortage,
     has_capacity,
     list_ahead,
     order_waiting,
@@ -189,7 +189,7 @@ class RunAdmission:
             if not may_ask:
                 request.close()
                 time.sleep(timeout_s)
-            said = describe_wait(self._run, runs, free, total)
+            said = describe_shortage(self._run, runs, free, total)
             if waited_s >= wait_s:
                 launches = f"no nodes came{_after_colon(describe_launches())}; " if growth else ""
                 raise NoCapacity(lack, f"{launches}{said}", wait_s)

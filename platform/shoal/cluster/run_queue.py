@@ -73,7 +73,7 @@ def has_capacity(own: QueuedRun, runs: Sequence[QueuedRun], free: Resources) -> 
     )
 
 
-def describe_wait(own: QueuedRun, runs: Sequence[QueuedRun], free: Resources, total: Resources) -> str:
+def describe_shortage(own: QueuedRun, runs: Sequence[QueuedRun], free: Resources, total: Resources) -> str:
     """What is free of what `own` needs, who has the rest, and its position."""
     amounts = [f"{_round(free.get(name, 0.0))} of {total.get(name, 0.0):g} {name}s free" for name in own.needs]
     started = [each for each in runs if each.state is not AdmissionState.WAITING and each.run_id != own.run_id]

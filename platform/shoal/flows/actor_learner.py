@@ -31,7 +31,7 @@ import shoal.runs
 from shoal.actor.connection import format_actor_command
 from shoal.cluster.admission import RunAdmission
 from shoal.cluster.capacity import count_gpu_slots, gpus_by_host, require_cpus, require_gpus
-from shoal.cluster.job_main import expected_run_id
+from shoal.cluster.job_main import expected_run_id, print_too
 from shoal.cluster.run_queue import format_needs
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError, needs_extra
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
@@ -173,7 +173,7 @@ class LoopRun:
                 each.spec = each.spec.update({"learner": {"device": "cpu"}})
         if not list_driver_endpoints().abandoned:  # otherwise `deploy` frees what those hold
             wait_s = spec.endpoint.wait if spec.wait is None else spec.wait
-            admission.wait(bundles, f"learners and replicas need {format_needs(needs)}", wait_s, self._note)
+            admission.wait(bundles, f"learners and replicas need {format_needs(needs)}", wait_s, print_too(self._note))
 
     def _announce_gateways(self) -> None:
         address = ",".join(each.address for each in self.policies)  # an actor needs all of them

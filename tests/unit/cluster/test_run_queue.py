@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.cluster.run_queue import AdmissionState, QueuedRun, describe_wait, has_capacity, list_ahead, order_waiting
+from shoal.cluster.run_queue import (
+    AdmissionState,
+    QueuedRun,
+    describe_shortage,
+    has_capacity,
+    list_ahead,
+    order_waiting,
+)
 
 GPUS = {"GPU": 4.0}
 
@@ -68,11 +75,11 @@ def test_two_runs_that_take_the_same_places_see_each_other() -> None:
 def test_a_waiting_run_says_what_is_free_who_has_the_rest_and_its_position() -> None:
     running, first, own = start(make_run("running", owner="bob@b")), make_run("first", 1.0), make_run("own", 2.0)
     total = {"GPU": 8.0, "CPU": 32.0}
-    assert describe_wait(own, [running, own], {"GPU": 1.0}, total) == (
+    assert describe_shortage(own, [running, own], {"GPU": 1.0}, total) == (
         "1 of 8 GPUs free; running (bob@b) has 4 GPU; other work has 3 GPU"
     )
-    assert describe_wait(own, [running, own, first], GPUS, total) == (
+    assert describe_shortage(own, [running, own, first], GPUS, total) == (
         "4 of 8 GPUs free; running (bob@b) has 4 GPU; after first, 2 of 2 in the queue"
     )
     many = [start(make_run(f"r{number}", gpus=1.0)) for number in range(5)]
-    assert "r2 (ann) has 1 GPU; 2 more runs have others" in describe_wait(own, [*many, own], {"GPU": 3.0}, total)
+    assert "r2 (ann) has 1 GPU; 2 more runs have others" in describe_shortage(own, [*many, own], {"GPU": 3.0}, total)

@@ -20,6 +20,7 @@ from ray.tune.experiment import Trial
 import shoal.runs
 from shoal.cluster.admission import RunAdmission
 from shoal.cluster.growth import find_growth
+from shoal.cluster.job_main import print_too
 from shoal.cluster.run_queue import format_needs
 from shoal.errors import PlanError
 from shoal.flows.sweep.ray_search import TuneSearcher, make_scheduler
@@ -113,7 +114,7 @@ def _run_trials(
     is_asked = spec.search in ("optuna", "bohb")
     os.environ.update(_SETTINGS)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
-    concurrent = count_concurrent_trials(spec, log.record_event, admission)
+    concurrent = count_concurrent_trials(spec, print_too(log.record_event), admission)
     if spec.search == "pbt" and spec.starts_workers and concurrent < spec.trials:
         problem = f"the cluster has room for {concurrent} of these trials, and those with workers take no turns"
         raise PlanError("trials", spec.trials, problem, "use fewer trials or workers, or a larger cluster")
