@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
-from typing import Self
+from typing import Any, Self
 
 import ray
 from ray._private import state
@@ -37,7 +37,7 @@ from shoal.runs.record.provenance import find_owner
 
 POLL_S = 0.5
 QUIET_S = 2.0  # before a wait is reported: a run that has just ended releases its places
-REPORT_S = 10.0  # between two reports, unless the position changes
+REPORT_S = 10.0  # between two reports, unless the position or what the autoscaler starts changes
 BUSY_WAIT_S = 600.0  # the default wait where other runs wait or run
 CAPACITY_WAIT_S = 10.0  # the default wait where nothing is known to end: for what has just ended
 _NAMESPACE, _PREFIX = b"shoal", "run/"
@@ -190,18 +190,20 @@ class RunAdmission:
                 request.close()
                 time.sleep(timeout_s)
             said = describe_shortage(self._run, runs, free, total)
+            launches = describe_launches() if growth else ""
             if waited_s >= wait_s:
-                launches = f"no nodes came{_after_colon(describe_launches())}; " if growth else ""
-                raise NoCapacity(lack, f"{launches}{said}", wait_s)
+                missing = f"no nodes came{_after_colon(launches)}; " if growth else ""
+                raise NoCapacity(lack, f"{missing}{said}", wait_s)
             if waited_s >= QUIET_S:
-                nodes = f"; waiting for nodes{_after_colon(describe_launches())}" if growth else ""
-                self._report(log, f"{lack}: {said}{nodes}", runs)
+                nodes = f"; waiting for nodes{_after_colon(launches)}" if growth else ""
+                entry = self._describe(runs)
+                log.report(f"{lack}: {said}{nodes}", REPORT_S, (entry["position"], launches), **entry)
 
-    def _report(self, log: WaitLog, reason: str, runs: Sequence[QueuedRun]) -> None:
-        waiting = [each.run_id for each in order_waiting(runs)]
-        named = asdict(self._run)
-        details = {name: named[name] for name in ("owner", "priority", "since_s", "needs")}
-        log.report(reason, REPORT_S, position=waiting.index(self._run.run_id) + 1, **details)
+    def _describe(self, runs: Sequence[QueuedRun]) -> dict[str, Any]:
+        """The run's entry in the queue, for the record."""
+        waiting, fields = [each.run_id for each in order_waiting(runs)], asdict(self._run)
+        shown = {name: fields[name] for name in ("owner", "priority", "since_s", "needs")}
+        return {"position": waiting.index(self._run.run_id) + 1, **shown}
 
 
 def _after_colon(text: str) -> str:

@@ -132,18 +132,18 @@ class WaitLog:
 
     def __init__(self, record: Callable[..., None], wait_s: float | None = None) -> None:
         self._record, self._wait_s, self._reason = record, wait_s, ""
-        self._position, self._reported_at = 0, -math.inf
+        self._main: object = None
+        self._reported_at = -math.inf
 
-    def report(self, reason: str, every_s: float = 0.0, *, position: int = 0, **details: object) -> None:
+    def report(self, reason: str, every_s: float = 0.0, main: object = None, **details: object) -> None:
         """reason:  "" when it has its places
-        every_s:  between two reasons with the same position in the queue
-        details:  of the event, besides: its entry in the queue
+        every_s:  between two reasons whose main part is the same
+        details:  of the event, besides
         """
-        is_due = not reason or position != self._position or time.monotonic() - self._reported_at >= every_s
+        is_due = not reason or main != self._main or time.monotonic() - self._reported_at >= every_s
         if reason != self._reason and is_due:
-            self._reason, self._position, self._reported_at = reason, position, time.monotonic()
-            queued = {"position": position, **details} if position else {}
-            self._record(WAITING, reason=reason, wait_s=self._wait_s, **queued)
+            self._reason, self._main, self._reported_at = reason, main, time.monotonic()
+            self._record(WAITING, reason=reason, wait_s=self._wait_s, **details)
 
 
 def describe_wait() -> str:
