@@ -167,11 +167,14 @@ def load_and_rest(endpoint: DeployedEndpoint) -> None:
 
 def place_workers() -> None:
     """Wait for a node, as a training run does before it starts its workers."""
+    from shoal.cluster.admission import RunAdmission
     from shoal.train.launch.ray_capacity import require_capacity
 
-    require_capacity(
-        make_training(1), lambda kind, **details: say(f"{kind}: {format_warning(kind, details) or 'over'}")
-    )
+    def record(kind: str, **details: object) -> None:
+        say(f"{kind}: {format_warning(kind, details) or 'over'}")
+
+    with RunAdmission("rehearsal") as admission:
+        require_capacity(make_training(1), record, admission)
     say(f"a worker has a place; nodes: {count_nodes()}")
 
 

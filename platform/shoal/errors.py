@@ -27,6 +27,7 @@
     │   └── LedgerUnwritable   the accounts of its experience cannot be written for now
     ├── InferenceError         a request that an endpoint rejects; carries an HTTP status
     ├── ClusterError           Ray could not be started, reached or stopped
+    │   └── NoCapacity         a run has waited in vain for the places of its workers (need, found, wait_s)
     └── MissingExtra           a library of an extra of the package is not installed
 
 Imported everywhere; imports nothing of Shoal.
@@ -241,6 +242,18 @@ class ModelError(InferenceError):
 
 class ClusterError(ShoalError):
     """Ray could not be started, reached or stopped. The message says what to do."""
+
+
+class NoCapacity(ClusterError):
+    """A run has waited `wait_s` seconds for the places of its workers: what it needs, and what there was at the end."""
+
+    def __init__(self, need: str, found: str, wait_s: float) -> None:
+        self.need, self.found, self.wait_s = need, found, wait_s
+        remedy = "give it longer (wait=1h), end what runs (`shoal status`), or ask for less"
+        super().__init__(f"{need}, and has waited {wait_s:g} s: {found}. {remedy}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.need, self.found, self.wait_s))
 
 
 class MissingExtra(ShoalError, ImportError):

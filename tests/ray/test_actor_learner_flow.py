@@ -11,11 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fake_cluster import FakeRequest, replace_cluster
 from rl_setting import EXPERIENCE
+from shoal.cluster import admission as run_admission
+from shoal.cluster.admission import RunAdmission
+from shoal.cluster.growth import Growth, NodeType
 from shoal.errors import (
     ClusterError,
     ConnectionLost,
     InferenceError,
+    NoCapacity,
     RecordUnwritable,
     RunError,
     ShoalError,
@@ -27,6 +32,7 @@ from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policies_spec import PoliciesSpec
 from shoal.flows.policy_connection import ActionAnswer
 from shoal.flows.policy_evaluation import Evaluation, evaluate, hold_trial
+from shoal.serve.on_ray.ownership import EndpointOwnership
 from shoal.weights import WeightSnapshot
 
 SNAPSHOT = WeightSnapshot.of(7, {"w": np.zeros(1, np.float32)})
@@ -213,23 +219,29 @@ def test_a_record_that_cannot_be_written_for_now_does_not_end_the_loop(monkeypat
 
 
 def test_learners_and_replicas_wait_for_nodes_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    import ray
 
-    def wait_for_nodes(bundles: Any, wait_s: float, log: Any) -> bool:
-        asked.append((bundles, wait_s))
-        return len(asked) == 1
-
-    monkeypatch.setattr(actor_learner, "wait_for_nodes", wait_for_nodes)
+    replace_cluster(monkeypatch, Growth({"CPU": 3.0}, (NodeType("small", {"CPU": 2.0}, 1),)))
+    abandoned: dict[str, str] = {}
+    monkeypatch.setattr(actor_learner, "list_driver_endpoints", lambda: EndpointOwnership(abandoned=abandoned))
     monkeypatch.setattr(actor_learner, "gpus_by_host", lambda: [0.0])
-    monkeypatch.setattr(actor_learner, "require_cpus", lambda num_cpus, fields, bundles: num_cpus > 3)
+    monkeypatch.setattr("shoal.cluster.capacity.find_growth", run_admission.find_growth)
+    for name in ("cluster_resources", "available_resources"):
+        monkeypatch.setattr(ray, name, lambda: {"CPU": 3.0})
     spec = ActorLearnerSpec.parse({"learner": {"num_cpus": 2}, "endpoint": {"num_cpus": 0.5, "wait": "2m"}})
-    make_flow(spec, SimpleNamespace())._require_capacity()
-    assert asked == [], "there is room for them"
-    flow = make_flow(spec.update({"endpoint": {"num_replicas": 3}}), SimpleNamespace())
-    flow._require_capacity()
-    assert asked == [([{"CPU": 2.0}, *[{"CPU": 0.5}] * 3], 120.0)]
-    with pytest.raises(ClusterError, match="no nodes came within 120 s"):
-        flow._require_capacity()
+    admission = RunAdmission("loop")
+    make_flow(spec, SimpleNamespace())._require_capacity(admission)
+    assert FakeRequest.asked == [], "there is room for them"
+    larger = spec.update({"endpoint": {"num_replicas": 3}})
+    monkeypatch.setattr(FakeRequest, "answers", [True, False])
+    make_flow(larger, SimpleNamespace())._require_capacity(admission)
+    assert FakeRequest.asked == [[{"CPU": 2.0}, *[{"CPU": 0.5}] * 3]]
+    flow = make_flow(larger.update({"wait": 0}), SimpleNamespace())
+    with pytest.raises(NoCapacity, match=r"learners and replicas need 3.5 CPU, and has waited 0 s"):
+        flow._require_capacity(admission)
+    abandoned["old"] = "controller"
+    flow._require_capacity(admission)
+    assert len(FakeRequest.asked) == 2, "what the endpoint of a dead driver has becomes free"
 
 
 def make_policies_flow(monkeypatch: pytest.MonkeyPatch, **stats: dict[str, Any]) -> tuple[Any, list[tuple[Any, ...]]]:

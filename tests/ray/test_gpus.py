@@ -14,9 +14,10 @@ import pytest
 import ray
 import torch
 
+from fake_cluster import FakeRequest, replace_cluster
+from shoal.cluster.admission import RunAdmission
 from shoal.cluster.cluster_handle import HIDE_GPUS
 from shoal.cluster.embedded_cluster import EmbeddedCluster, start_cluster
-from shoal.cluster.growth import Growth
 from shoal.cluster.job_main import connect
 from shoal.errors import ConfigError, PlanError
 from shoal.flows.sweep.loop_spec import LoopTrialSpec
@@ -146,13 +147,12 @@ def test_members_of_a_population_on_a_gpu_are_in_a_worker(
 ) -> None:
     """The driver reserves none."""
     spec = PopulationSpec(device=device)
-    monkeypatch.setattr("shoal.libs.population.flow.run.is_connected", lambda: False)
-    assert _choose_workers(PopulationSpec(device="cpu"), ignore)[1:] == (CPU, None)
-    monkeypatch.setattr("shoal.libs.population.flow.run.is_connected", lambda: True)
-    assert _choose_workers(PopulationSpec(), ignore)[1:] == (CPU, None)
+    replace_cluster(monkeypatch)
+    assert _choose_workers(PopulationSpec(device="cpu"), None, ignore)[1:] == (CPU, None)
+    assert _choose_workers(PopulationSpec(), RunAdmission("run"), ignore)[1:] == (CPU, None)
     gpus["here"] = 1.0
     monkeypatch.setattr(ray, "available_resources", ray.cluster_resources)
-    chosen, here, make = _choose_workers(spec, ignore)
+    chosen, here, make = _choose_workers(spec, RunAdmission("run"), ignore)
     assert (chosen.device, here) == ("cuda", CPU)
     assert make is not None
 
@@ -180,11 +180,12 @@ def test_a_sweep_on_gpus_says_how_many_a_trial_has() -> None:
 def test_as_many_trials_run_as_have_gpus_for_their_workers(
     gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.flows.sweep.ray_sweep.find_growth", lambda: Growth({}))
-    spec = SweepSpec(train=spec_of())  # workers=2
-    assert count_concurrent_trials(spec, ignore) == 2  # of four CPUs
+    replace_cluster(monkeypatch)
+    monkeypatch.setattr(FakeRequest, "answers", [True, True])
+    spec, admission = SweepSpec(train=spec_of()), RunAdmission("sweep")  # workers=2
+    assert count_concurrent_trials(spec, ignore, admission) == 2  # of four CPUs
     gpus["there"] = 2.0
-    assert count_concurrent_trials(spec, ignore) == 1
+    assert count_concurrent_trials(spec, ignore, admission) == 1
 
 
 def test_a_job_brings_the_switch_along_unless_its_cluster_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,11 @@ import psutil
 import pytest
 
 import shoal.runs
+from fake_cluster import FakeRequest, replace_cluster
 from leftovers import pids_of, still_alive
+from shoal.cluster.admission import RunAdmission
 from shoal.cluster.growth import Growth, NodeType
-from shoal.errors import ClusterError, PlanError, RunError
+from shoal.errors import NoCapacity, PlanError, RunError
 from shoal.flows.sweep.ray_search import make_scheduler
 from shoal.flows.sweep.spec import SweepSpec, check_sweep
 from shoal.flows.sweep.sweep import run_sweep
@@ -61,32 +63,28 @@ def test_trials_run_on_nodes_that_are_still_to_come(monkeypatch: pytest.MonkeyPa
 
     from shoal.flows.sweep import ray_sweep
 
-    asked: list[object] = []
-
-    def wait_for_nodes(bundles: object, wait_s: float, log: object) -> bool:
-        asked.append((bundles, wait_s))
-        return wait_s > 60
-
     def count(**fields: object) -> int:
         train = {name: fields.pop(name) for name in ("workers", "wait") if name in fields}
         spec = SweepSpec.parse({"train": {"task": "t.py:T", **train}, **fields})
-        return ray_sweep.count_concurrent_trials(spec, lambda kind, **details: None)
+        with RunAdmission("sweep") as admission:
+            return ray_sweep.count_concurrent_trials(spec, lambda kind, **details: None, admission)
 
-    growth = Growth({}, (NodeType("big", {"CPU": 4.0}, 2),))
-    monkeypatch.setattr(ray, "cluster_resources", dict)
-    monkeypatch.setattr(ray_sweep, "find_growth", lambda: growth)
-    monkeypatch.setattr(ray_sweep, "wait_for_nodes", wait_for_nodes)
+    replace_cluster(monkeypatch, Growth({}, (NodeType("big", {"CPU": 4.0}, 2),)))
+    there: dict[str, float] = {}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: there)
+    monkeypatch.setattr(ray, "available_resources", lambda: there)
+    monkeypatch.setattr(FakeRequest, "answers", [False, True, True, False])
     assert count(cpus_per_trial=2) == 4
     assert count(workers=3, trials=2, concurrent=1, wait="5m") == 1
-    assert asked == [([{"CPU": 2.0, "GPU": 0.0}], 1800.0), ([{"CPU": 1.0}] * 3, 300.0)]
-    with pytest.raises(ClusterError, match="no nodes came for a trial within 30 s"):
-        count(wait=30)
+    assert FakeRequest.asked == [[{"CPU": 2.0}], [{"CPU": 1.0}] * 3]
+    with pytest.raises(NoCapacity, match="a trial needs 1 CPU, and has waited 0 s: no nodes came; 0 of 0 CPUs free"):
+        count(wait=0)
     with pytest.raises(PlanError, match=r"its autoscaler may add no more than 2 big \(4 CPU\)"):
         count(cpus_per_trial=5)
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
+    there["CPU"] = 4.0
     assert count(cpus_per_trial=2) == 4, "the nodes that are there need no wait"
-    assert len(asked) == 3
-    growth = Growth({"CPU": 4.0})
+    assert len(FakeRequest.asked) == 3
+    replace_cluster(monkeypatch, Growth({"CPU": 4.0}))
     assert count(cpus_per_trial=2) == 2
 
 

@@ -13,8 +13,21 @@ from typing import Any
 import pytest
 
 import shoal.runs
+from fake_cluster import FakeEntries, FakeRequest, replace_cluster
+from shoal.cluster import admission as run_admission
+from shoal.cluster.admission import RunAdmission
 from shoal.cluster.growth import Growth, NodeType
-from shoal.errors import ClusterError, DataError, NotFinite, PlanError, RankLost, RecordUnwritable, RunError, TrainError
+from shoal.errors import (
+    ClusterError,
+    DataError,
+    NoCapacity,
+    NotFinite,
+    PlanError,
+    RankLost,
+    RecordUnwritable,
+    RunError,
+    TrainError,
+)
 from shoal.home import home
 from shoal.registry import Registry
 from shoal.runs import Run, Status
@@ -90,7 +103,7 @@ def fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeFit]:
     monkeypatch.setattr(FakeGroup, "states", ())
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 4.0})
-    monkeypatch.setattr("shoal.train.launch.ray_capacity.find_growth", lambda: Growth({}))
+    replace_cluster(monkeypatch)
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     return made
 
@@ -269,7 +282,7 @@ def test_more_workers_than_the_cluster_has(fit: type[FakeFit], monkeypatch: pyte
     with pytest.raises(PlanError, match="start a cluster with GPUs"):
         run(spec_of(device="cuda"))
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0})
-    with pytest.raises(ClusterError, match="1 of 4 are free"):
+    with pytest.raises(ClusterError, match="1 of 4 CPUs free"):
         run(spec_of(wait=0))
     assert not fit.made
 
@@ -298,9 +311,9 @@ def test_a_place_that_becomes_free_is_waited_for(fit: type[FakeFit], monkeypatch
     from shoal.train.launch.ray_capacity import require_capacity
 
     recorded: list[object] = []
-    free = iter([{"CPU": 1.0}, {}, {"CPU": 2.0}])
-    monkeypatch.setattr(ray, "available_resources", lambda: next(free))
-    require_capacity(spec_of(), recorded.append)
+    free = iter([{"CPU": 1.0}, {}])
+    monkeypatch.setattr(ray, "available_resources", lambda: next(free, {"CPU": 2.0}))
+    require_capacity(spec_of(), recorded.append, RunAdmission("waits"))
     assert next(free, None) is None
     assert not recorded, "a run that has just ended is worth no event"
 
@@ -310,40 +323,35 @@ def test_a_busy_cluster_is_waited_for_and_the_run_says_so(
 ) -> None:
     import ray
 
-    from shoal.train.launch import ray_capacity
-
     free = iter([{"CPU": 1.0}] * 3)
     monkeypatch.setattr(ray, "available_resources", lambda: next(free, {"CPU": 4.0}))
-    monkeypatch.setattr(ray_capacity, "CAPACITY_WAIT_S", 0.0)
-    fit.script = [([logged(1)], ended(tmp_path))]
-    found = run(spec_of(wait="30m"))
-    waits = [details for kind, details in found.list_events("waiting")]
-    assert waits == [
-        {"reason": "2 workers need a CPU each, which other work has", "wait_s": 1800.0},
-        {"reason": "", "wait_s": 1800.0},
-    ]
-    assert describe_wait({"waiting": waits[0]}).endswith("which other work has (up to 30 min)")
+    monkeypatch.setattr(run_admission, "QUIET_S", 0.0)
+    begun = [("event", ("training", {"step": 0}))]
+    fit.script = [([begun, logged(1)], ended(tmp_path))]
+    found = run(spec_of(wait="30m", priority=3))
+    first, last = [details for kind, details in found.list_events("waiting")]
+    reason = "2 workers need a CPU each: 1 of 4 CPUs free; other work has 3 CPU"
+    assert first["reason"], first["wait_s"] == (reason, 1800.0)
+    assert (first["position"], first["priority"], first["needs"]) == (1, 3, {"CPU": 2.0})
+    assert last == {"reason": "", "wait_s": 1800.0}
+    assert describe_wait({"waiting": first}) == f"{reason} (up to 30 min)"
     assert not describe_wait(found.last_events())
+    assert [each.state for each in FakeEntries.seen] == ["waiting", "starting", "running"]
+    assert not FakeEntries.present, "a run that has ended is in no queue"
 
 
 def test_workers_that_the_autoscaler_may_add_nodes_for_are_waited_for(
     fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from shoal.train.launch import ray_capacity
-
-    asked: list[Any] = []
-
-    def wait_for_nodes(bundles: Any, wait_s: float, log: Any) -> bool:
-        asked.append((len(bundles), bundles[0], wait_s))
-        return len(asked) == 1
-
-    monkeypatch.setattr(ray_capacity, "find_growth", lambda: Growth({"CPU": 4.0}, (NodeType("big", {"CPU": 4.0}, 2),)))
-    monkeypatch.setattr(ray_capacity, "wait_for_nodes", wait_for_nodes)
+    replace_cluster(monkeypatch, Growth({"CPU": 4.0}, (NodeType("big", {"CPU": 4.0}, 2),)))
     fit.script = [([logged(1)], ended(tmp_path))]
+    monkeypatch.setattr(FakeRequest, "answers", [False, True])
     assert run(spec_of(workers=8)).status is Status.FINISHED
-    with pytest.raises(ClusterError, match="8 workers need a CPU each, for which no nodes came within 60 s"):
-        run(spec_of(workers=8, wait="1m"))
-    assert asked == [(8, {"CPU": 1.0}, 1800.0), (8, {"CPU": 1.0}, 60.0)]
+    with pytest.raises(
+        NoCapacity, match="8 workers need a CPU each, and has waited 0 s: no nodes came; 4 of 4 CPUs free"
+    ):
+        run(spec_of(workers=8, wait="0s"))
+    assert FakeRequest.asked == [[{"CPU": 1.0}] * 8] * 2
     with pytest.raises(
         PlanError, match=r"the cluster has 4 CPUs, and its autoscaler may add no more than 2 big \(4 CPU\)"
     ):
@@ -390,7 +398,7 @@ def _beside_what_runs(monkeypatch: pytest.MonkeyPatch, *states: str) -> None:
         training, "OCCUPIED_CAPACITY", dataclasses.replace(training.OCCUPIED_CAPACITY, report_after_s=0.0)
     )
     monkeypatch.setattr(FakeGroup, "states", states)
-    free = iter([{"CPU": 4.0}])
+    free = iter([{"CPU": 4.0}] * 2)  # it looks again when it has taken them
     monkeypatch.setattr(ray, "available_resources", lambda: next(free, {"CPU": 1.0}))
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.cluster.growth import HEAD, Bundle, Growth, describe_launches, find_growth
@@ -18,7 +17,6 @@ from shoal.runs.report.event_messages import WAITING
 
 POLL_S = 0.05
 GPU_GRAINS = 10_000  # Ray counts resources in these parts
-LAUNCH_POLL_S = 0.5
 NODES_WAIT_S = 1800.0  # the default wait where an autoscaler may add nodes; a machine of a cloud takes minutes
 
 
@@ -134,30 +132,18 @@ class WaitLog:
 
     def __init__(self, record: Callable[..., None], wait_s: float | None = None) -> None:
         self._record, self._wait_s, self._reason = record, wait_s, ""
+        self._main: object = None
+        self._reported_at = -math.inf
 
-    def report(self, reason: str) -> None:
-        """reason: "" when it has its places"""
-        if reason != self._reason:
-            self._reason = reason
-            self._record(WAITING, reason=reason, wait_s=self._wait_s)
-
-
-def wait_for_nodes(bundles: Sequence[Bundle], wait_s: float, log: WaitLog) -> bool:
-    """Ask for a place for each bundle until the autoscaler has added the nodes; whether it has within `wait_s`.
-
-    The places are free when this returns: a node stays for its idle timeout, within which the caller takes its place.
-    """
-    deadline = time.monotonic() + wait_s
-    group = placement_group([dict(bundle) for bundle in bundles])
-    try:
-        while not group.wait(min(LAUNCH_POLL_S, max(0.0, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
-                return False
-            log.report(describe_wait())
-        log.report("")
-        return True
-    finally:
-        remove_placement_group(group)
+    def report(self, reason: str, every_s: float = 0.0, main: object = None, **details: object) -> None:
+        """reason:  "" when it has its places
+        every_s:  between two reasons whose main part is the same
+        details:  of the event, besides
+        """
+        is_due = not reason or main != self._main or time.monotonic() - self._reported_at >= every_s
+        if reason != self._reason and is_due:
+            self._reason, self._main, self._reported_at = reason, main, time.monotonic()
+            self._record(WAITING, reason=reason, wait_s=self._wait_s, **details)
 
 
 def describe_wait() -> str:

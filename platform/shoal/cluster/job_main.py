@@ -19,6 +19,7 @@ from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle
 from shoal.config import Spec, last_override
 from shoal.errors import ClusterError, ShoalError
 from shoal.runs.record.provenance import restore_secrets
+from shoal.runs.report.event_messages import format_warning
 
 SpecT = TypeVar("SpecT", bound=Spec)
 CHECK, HELP = "--check", ("-h", "--help")
@@ -146,6 +147,17 @@ def disconnect() -> None:
     import ray
 
     ray.shutdown()
+
+
+def print_too(record: Callable[..., None]) -> Callable[..., None]:
+    """What records an event, and prints its message."""
+
+    def record_and_print(kind: str, **details: object) -> None:
+        record(kind, **details)
+        if message := format_warning(kind, details):
+            print(message, flush=True)
+
+    return record_and_print
 
 
 def _raise_interrupt(signum: int, frame: object) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import httpx2
@@ -90,24 +91,25 @@ def submit(
     env: Mapping[str, str] | None = None,
     working_dir: Path | None = None,
     submission_id: str | None = None,
+    runtime_env: Mapping[str, Any] = MappingProxyType({}),
 ) -> JobHandle:
     """Start `entrypoint` (words, no shell) as a job.
 
     On a cluster of this machine it runs in `working_dir` (default: the current folder), in place. On a remote one
     `working_dir` is uploaded without EXCLUDES and HOME_EXCLUDES, and becomes the current folder: give paths
-    relative to it. `env` reaches the driver and all its workers.
+    relative to it. `env` reaches the driver and all its workers, and so does `runtime_env`: further fields of Ray's.
 
     Raises ClusterError if the cluster refuses, ConnectionLost if it does not answer.
     """
     if not entrypoint:
         raise ConfigError("entrypoint", entrypoint, "is empty", "give the words of a command")
     if not cluster.is_local:
-        return _submit_remote(cluster, entrypoint, dict(env or {}), working_dir, submission_id)
+        return _submit_remote(cluster, entrypoint, dict(env or {}), working_dir, submission_id, runtime_env)
     folder = (working_dir or Path.cwd()).resolve()
     request: dict[str, Any] = {
         # `exec`: no shell stays between Ray and the driver.
         "entrypoint": f"cd {shlex.quote(str(folder))} && exec {shlex.join(entrypoint)}",
-        "runtime_env": {"env_vars": dict(env)} if env else {},
+        "runtime_env": {**runtime_env, **({"env_vars": dict(env)} if env else {})},
     }
     if submission_id is not None:
         request["submission_id"] = submission_id
@@ -122,9 +124,11 @@ def _submit_remote(
     env: dict[str, str],
     working_dir: Path | None,
     submission_id: str | None,
+    added: Mapping[str, Any],
 ) -> JobHandle:
     """Upload and start. Ray puts the working folder FIRST on every worker's import path (ray-project/ray#58772)."""
     runtime_env: dict[str, Any] = {
+        **added,
         "py_modules": [str(Path(shoal.__file__).parent)],
         "excludes": [*EXCLUDES, *_list_home_excludes(working_dir)],
     }

@@ -29,16 +29,10 @@ from pydantic import SecretStr
 
 import shoal.runs
 from shoal.actor.connection import format_actor_command
-from shoal.cluster.capacity import (
-    NODES_WAIT_S,
-    WaitLog,
-    count_gpu_slots,
-    gpus_by_host,
-    require_cpus,
-    require_gpus,
-    wait_for_nodes,
-)
-from shoal.cluster.job_main import expected_run_id
+from shoal.cluster.admission import RunAdmission
+from shoal.cluster.capacity import count_gpu_slots, gpus_by_host, require_cpus, require_gpus
+from shoal.cluster.job_main import expected_run_id, print_too
+from shoal.cluster.run_queue import format_needs
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError, needs_extra
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_policy import LoopPolicy
@@ -67,7 +61,7 @@ from shoal.registry import ModelVersion
 from shoal.rl.gateway.zmq_listener import load_curve_keys
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_number
-from shoal.serve.on_ray.ownership import require_free_name
+from shoal.serve.on_ray.ownership import list_driver_endpoints, require_free_name
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
 
@@ -82,7 +76,8 @@ NUM_CONNECTIONS = 2  # the endpoint computes for one while this process steps th
 
 
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
-    """Run the loop to its end and return the run's id. Raises RunError when a target was not reached."""
+    """Run the loop to its end and return the run's id. Raises RunError when a target was not reached, NoCapacity when
+    its workers have waited for their places in vain."""
     checked = check(spec)
     # Closes the record first: it must be right even when the rest is cut short.
     record = shoal.runs.recording(
@@ -134,7 +129,9 @@ class LoopRun:
         spec, recorder = self.spec, self.recorder
         keys = load_curve_keys(recorder.folder) if spec.gateway.curve else None
         require_free_name(spec.model_name)
-        self._require_capacity()
+        admission = RunAdmission(recorder.id, spec.priority)
+        closing.callback(admission.close)
+        self._require_capacity(admission)
         served = []
         for each in self.policies:
             served.append(each.start(recorder.id, recorder.folder, self.token, keys))
@@ -144,6 +141,7 @@ class LoopRun:
             from shoal.serve.on_ray.deployment import deploy
 
         self._endpoint = deploy(endpoint_spec, served, record=self._note)
+        admission.mark_running()
         closing.callback(self._endpoint.close)
         for name, (kind, address) in list_addresses(self._endpoint).items():
             self._record_endpoint(name, kind, address)
@@ -155,23 +153,27 @@ class LoopRun:
             each.address = each.workers.wait_for_gateway()
         self._announce_gateways()
 
-    def _require_capacity(self) -> None:
-        """Wait until all learners and replicas fit. Raises ConfigError where they never do, ClusterError when no nodes
-        have come within `endpoint.wait`."""
-        spec = self.spec
-        num_learners = len(self.policies) * spec.learner.replicas
+    def _require_capacity(self, admission: RunAdmission) -> None:
+        """Wait until all learners and replicas fit and it is the run's turn. Raises ConfigError where they never fit,
+        NoCapacity when they have not fitted within `wait`."""
+        spec, learner = self.spec, self.spec.learner
+        num_learners = len(self.policies) * learner.replicas
         num_replicas = max(1, spec.endpoint.least_replicas)
-        needs = [spec.learner.num_cpus] * num_learners + [spec.endpoint.num_cpus] * num_replicas
-        bundles = [{"CPU": each} for each in needs if each]
-        if require_cpus(sum(needs), "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas", bundles):
-            wait_s = NODES_WAIT_S if spec.endpoint.wait is None else spec.endpoint.wait
-            if not wait_for_nodes(bundles, wait_s, WaitLog(self._note, wait_s)):
-                raise ClusterError(f"no nodes came within {wait_s:g} s: give it more with endpoint.wait=1h")
-        if spec.learner.device == "cuda":
-            require_gpus(spec.learner.num_gpus, num_learners, "learner.num_gpus or learner.replicas")
-        if spec.learner.device == "auto" and count_gpu_slots(spec.learner.num_gpus, gpus_by_host()) < num_learners:
+        has_gpus = learner.device != "cpu" and count_gpu_slots(learner.num_gpus, gpus_by_host()) >= num_learners
+        num_gpus = learner.num_gpus if learner.device == "cuda" or has_gpus else 0.0
+        of_learner = {"CPU": learner.num_cpus, "GPU": num_gpus}
+        bundles = [of_learner] * num_learners + [{"CPU": spec.endpoint.num_cpus}] * num_replicas
+        fields = "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas"
+        needs = {"CPU": sum(each["CPU"] for each in bundles), "GPU": num_gpus * num_learners}
+        require_cpus(needs["CPU"], fields, bundles)
+        if learner.device == "cuda":
+            require_gpus(learner.num_gpus, num_learners, "learner.num_gpus or learner.replicas", of_learner)
+        if learner.device == "auto" and not has_gpus:
             for each in self.policies:  # a learner would wait for a GPU for ever
                 each.spec = each.spec.update({"learner": {"device": "cpu"}})
+        if not list_driver_endpoints().abandoned:  # otherwise `deploy` frees what those hold
+            wait_s = spec.endpoint.wait if spec.wait is None else spec.wait
+            admission.wait(bundles, f"learners and replicas need {format_needs(needs)}", wait_s, print_too(self._note))
 
     def _announce_gateways(self) -> None:
         address = ",".join(each.address for each in self.policies)  # an actor needs all of them

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import shoal.runs
+from shoal.cluster.admission import CAPACITY_WAIT_S, RunAdmission
 from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.errors import ClusterError, ConfigError, RankLost, RecordUnwritable, RunError, needs_extra
 from shoal.runs import RunRecorder
@@ -22,7 +23,6 @@ from shoal.runs.ray_event_channel import Message
 from shoal.train.launch.checked_run import check_once
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.launch.ray_capacity import (
-    CAPACITY_WAIT_S,
     WorkerPlacement,
     count_free_workers,
     count_workers_that_fit,
@@ -105,11 +105,13 @@ def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registe
         run_id=expected_run_id(),
     ) as recorder:
         spec = resolve_device(spec)  # the record has the user's word: another cluster may have other devices
-        num, log = spec.workers, ConsoleLog(RecordLog(recorder), _print_line)
+        num = spec.workers
         print(f"run {recorder.id}: {spec.task} on {num} worker{'s' * (num > 1)}", flush=True)
-        require_capacity(spec, log.record_event)
-        run = TrainingRun(spec, checked, recorder.id, recorder.folder, log, recorder, registers)
-        result = run.run(RayBackend(spec, recorder, log))
+        with RunAdmission(recorder.id, spec.priority) as admission:
+            log = ConsoleLog(RecordLog(recorder, admission.mark_running), _print_line)
+            require_capacity(spec, log.record_event, admission)
+            run = TrainingRun(spec, checked, recorder.id, recorder.folder, log, recorder, registers)
+            result = run.run(RayBackend(spec, recorder, log))
         if not result.is_interrupted:
             print(f"run {recorder.id}: {result.detail}; {format_metrics(result.metrics)}", flush=True)
     if not result.is_interrupted:

@@ -20,6 +20,7 @@ from shoal.models.network_source import AnyNetworkSource
 from shoal.network_address import is_loopback
 from shoal.plugins.find import load_reference
 from shoal.rl.algorithm_config import CONFIGS, AnyAlgorithmConfig, find_config_type
+from shoal.runs.formatting import Duration
 from shoal.wire.action_masks import INFO_KEY, describe_masks
 from shoal.wire.experience_spec import (
     DTYPES,
@@ -123,6 +124,14 @@ class RLSpec(Spec):
     core_size: int = Field(default=64, ge=1, description="outputs of the core")
     normalize_observations: bool = Field(default=False, description="by running means and deviations; not frames")
     normalize_rewards: bool = Field(default=False, description="by the deviation of their discounted sums")
+    wait: Duration | None = Field(
+        default=None,
+        description="for the places of learners and replicas, as 30m; default: 30m where an autoscaler may add nodes, "
+        "10m where other runs are on, else 10 s",
+    )
+    priority: int = Field(
+        default=0, description="of the runs that wait for places, those with a higher one start first"
+    )
     segment_length: int = Field(default=256, ge=1, description="environment steps in a segment, at most")
     gateway: GatewaySpec = GatewaySpec()
     learn_from_endpoint: bool = Field(default=False, description="from users of the endpoint, who act and reward")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from shoal.errors import RunError, needs_extra
 from shoal.home import home
 from shoal.runs.record.database import read_connection
+from shoal.runs.report.event_messages import WAITING
 from shoal.runs.run_kind import RunKind, format_title, infer_kind
 from shoal.runs.run_status import Status, resolve_status
 
@@ -261,6 +262,14 @@ class Run:
         rows = self._query(f"SELECT kind, details, max(number) FROM events WHERE run = :run{since} GROUP BY kind")
         return {row["kind"]: json.loads(row["details"]) for row in rows}
 
+    def read_queue_entry(self) -> dict[str, Any] | None:
+        """The details with which it waits in its cluster's queue (position, owner, priority, needs, since_s, reason);
+        None when it does not."""
+        if self.status is not Status.RUNNING:
+            return None
+        details = self.last_events(since_resumed=True).get(WAITING, {})
+        return details if details.get("reason") and "position" in details else None
+
     def last_started_at(self) -> float:
         """When the run was last resumed, or else created; Unix time in seconds."""
         (row,) = self._query(f"SELECT (SELECT time FROM events WHERE number = {_RESUMED}) AS time")
@@ -318,6 +327,7 @@ class Run:
             **{name: getattr(self, name) for name in ("created_at", "finished_at", "duration_s", "heartbeat_at")},
             **{name: getattr(self, name) for name in ("host", "pid", "error")},
             "status": self.status.value,
+            "queue": self.read_queue_entry(),
             "folder": str(self.folder),
             "latest": {name: value if math.isfinite(value) else None for name, value in self.latest().items()},
             "best": {"name": best[0], "value": best[1]} if best else None,

@@ -146,7 +146,8 @@ class TrainSpec(Spec):
     average:               decay of an exponential moving average of the weights, to be evaluated and registered
     price_per_device_hour: for cost-to-accuracy and `stop.money`
     wait:                  how long the workers may wait for their places, as 30m or seconds; None: 30m where an
-                           autoscaler may add nodes, else 10 s
+                           autoscaler may add nodes, 10m where other runs are on, else 10 s
+    priority:              of the runs that wait for places, those with a higher one start first
     threads:               of torch, in each worker; None divides this machine's cores among the workers
     name:                  in the registry; "" takes the Task's name
     """
@@ -161,6 +162,7 @@ class TrainSpec(Spec):
     seed: int = Field(default=0, ge=0, lt=2**63)  # torch's range
     device: Literal["auto", "cpu", "cuda"] = "auto"
     wait: Duration | None = None
+    priority: int = 0
     threads: int | None = Field(default=None, ge=1)
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()

@@ -12,6 +12,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -26,6 +27,7 @@ from rich.console import Console
 from shoal import runs
 from shoal.cli.commands import batch_predict
 from shoal.cli.commands import cluster as verbs
+from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.support.job_output import ignore_further_interrupts, interrupt_on_termination
 from shoal.client.discovery import find_endpoint
 from shoal.cluster import attach, dashboard_api, embedded_cluster
@@ -85,6 +87,32 @@ def test_status_shows_names_and_addresses_as_they_are(monkeypatch: pytest.Monkey
         shown = CliRunner().invoke(verbs.status, [], catch_exceptions=False).output
     for word in ("dashboard http://[fe80::1]:8265", "play[fast]:key:", "shop[/]  http://[fe80::1]:8000"):
         assert word in shown
+
+
+def test_the_queue_shows_position_owner_priority_need_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verbs, "find_cluster", lambda address: None)
+    needs = {"GPU": 4.0}
+    with runs.create("train", "", "late") as late, runs.create("train", "", "first") as first:
+        for run, position, owner, priority in ((late, 2, "ann@a", 0), (first, 1, "bob@b", 5)):
+            reason = f"4 workers need a GPU each: {position} of 8 GPUs free"
+            entry = {"position": position, "owner": owner, "priority": priority, "needs": needs, "since_s": time.time()}
+            run.record_event("waiting", reason=reason, wait_s=1800.0, **entry)
+        shown = CliRunner().invoke(verbs.status, []).output
+        assert "queue\n  1  first  bob@b  priority 5  4 GPU  for 0 s\n     4 workers need a GPU each: 1 of 8" in shown
+        assert "  2  late  ann@a  priority 0  4 GPU  for" in shown
+        assert shown.count("    waiting in the queue\n") == 2
+        queue = json.loads(CliRunner().invoke(verbs.status, ["--json"]).output)["queue"]
+        assert [(each["run"], each["position"]) for each in queue] == [("first", 1), ("late", 2)]
+        listed = CliRunner().invoke(runs_command, []).output
+        assert listed.count("waiting") == 2
+        assert "waiting: 4 workers need a GPU each: 1 of 8 GPUs free (up to 30 min)" in (
+            CliRunner().invoke(runs_command, ["first"]).output
+        )
+        first.record_event("waiting", reason="", wait_s=1800.0)
+        assert "running" in CliRunner().invoke(runs_command, ["first"]).output
+    assert "queue\n" not in CliRunner().invoke(verbs.status, []).output
+    with runs.reopen("late"):
+        assert "queue\n" not in CliRunner().invoke(verbs.status, []).output, "what it waited for before is past"
 
 
 def test_status_says_what_a_run_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

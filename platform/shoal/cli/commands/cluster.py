@@ -10,6 +10,7 @@ import shlex
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from typing import Any
 
 import click
 from rich.console import Console
@@ -25,6 +26,7 @@ from shoal.cluster.dashboard_api import ClusterResources, get_resources
 from shoal.cluster.embedded_cluster import start_cluster
 from shoal.cluster.jobs import JobHandle, JobInfo, list_jobs
 from shoal.cluster.processes import end_cluster
+from shoal.cluster.run_queue import format_needs
 from shoal.errors import ClusterError, ConnectionLost, RunError
 from shoal.rl.experience.quarantine import read_run_quarantine
 from shoal.runs import Run, list_running
@@ -142,6 +144,7 @@ def status(address: str | None, as_json: bool) -> None:
     console = make_literal_console()
     _show_cluster(console, cluster, offer)
     _show_jobs(console, jobs)
+    _show_queue(console, running)
     _show_runs(console, running)
 
 
@@ -162,12 +165,13 @@ def _as_dict(
         "cluster": described,
         "jobs": [asdict(info) | {"entrypoint": mask_command_line(info.entrypoint)} for info in jobs],
         "detached": [{"name": each.name, "url": each.url} for each in list_endpoints() if each.is_detached],
+        "queue": [{"run": run.id, **entry} for run, entry in _list_queue(running)],
         "runs": [
             {
                 "id": run.id,
                 "job": run.job,
                 "title": run.title,
-                "waiting": describe_wait(run.last_events()),
+                "waiting": describe_wait(run.last_events(since_resumed=True)),
                 "endpoints": [asdict(endpoint) for endpoint in run.endpoints()],
                 "quarantined": read_run_quarantine(run.folder),
                 **(asdict(counts) if (counts := _read_counts(run)) is not None else {}),
@@ -235,6 +239,24 @@ def _show_jobs(console: Console, jobs: list[JobInfo]) -> None:
         console.print(f"  and {len(jobs) - NUM_JOBS_SHOWN} older ones", style="dim")
 
 
+def _list_queue(running: list[Run]) -> list[tuple[Run, dict[str, Any]]]:
+    """The runs that wait for capacity and their entries, in their order."""
+    entries = [(run, entry) for run in running if (entry := run.read_queue_entry()) is not None]
+    return sorted(entries, key=lambda each: (each[1]["position"], each[1]["since_s"]))
+
+
+def _show_queue(console: Console, running: list[Run]) -> None:
+    queue = _list_queue(running)
+    if not queue:
+        return
+    console.print(Text("\nqueue", style="bold"))
+    for run, entry in queue:
+        since = format_age(time.time() - entry["since_s"])
+        facts = (entry["owner"], f"priority {entry['priority']}", format_needs(entry["needs"]), f"for {since}")
+        console.print(f"  {entry['position']}  {run.id}  {'  '.join(facts)}")
+        console.print(f"     {entry['reason']}")
+
+
 def _show_runs(console: Console, running: list[Run]) -> None:
     console.print(Text("\nruns", style="bold") if running else Text("runs     none is on: `shoal runs` lists them all"))
     for each in list_endpoints():
@@ -242,8 +264,9 @@ def _show_runs(console: Console, running: list[Run]) -> None:
             console.print(f"  without a run: {INFERENCE_KIND} {each.name}  {each.url}  detached")
     for run in running:
         console.print(f"  {run.id}  {run.title}, on for {format_duration(run.duration_s)}")
-        if waiting := describe_wait(run.last_events()):
-            console.print(f"    {waiting}")
+        is_queued = run.read_queue_entry() is not None
+        if waiting := describe_wait(run.last_events(since_resumed=True)):
+            console.print("    waiting in the queue" if is_queued else f"    {waiting}")
         for endpoint in run.endpoints():
             console.print(f"    {endpoint.kind} {endpoint.name}  {endpoint.address}  {endpoint.state}")
         if (counts := _read_counts(run)) is not None:

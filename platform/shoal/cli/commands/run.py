@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from shoal.cli.commands.launch.session import RunArguments, launch_run
+from shoal.cluster.runtime_env import format_options, parse_job_environment
+
+FILE = click.Path(path_type=Path)
 
 
 @click.command(
@@ -14,6 +19,7 @@ examples:
   shoal run actor_learner --actors 4 --envs 8
   shoal run actor_learner --actors 4 env=Acrobot-v1 target_return=-100
   shoal run jobs/my_job.py learner.batch_steps=4096 --address http://head.example:8265
+  shoal run train task=my_task.py:MyTask --pip 'einops>=0.8' --env HF_TOKEN
   shoal run actor_learner resume=20261120-064501-3f2a"""
 )
 @click.argument("job")
@@ -39,13 +45,30 @@ examples:
     show_default=True,
     help="Where these actors' policy runs: in them, or at the gateway.",
 )
+@click.option("--runtime-env", type=FILE, metavar="FILE", help="YAML of Ray's runtime_env for the job and its workers.")
+@click.option("--pip", multiple=True, metavar="PACKAGE", help="A package that Ray installs for them; may be repeated.")
+@click.option("--image", default="", help="The container image that they run in; nodes need Podman.")
+@click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="A variable of theirs; may be repeated.")
 @click.option("--address", default=None, help="The cluster to use: a dashboard URL, or 'local' for a new one.")
 @click.option("--plain", is_flag=True, help="Plain lines, even on a terminal.")
 def run(
-    job: str, overrides: tuple[str, ...], actors: int, envs: int, inference: str, address: str | None, plain: bool
+    job: str,
+    overrides: tuple[str, ...],
+    actors: int,
+    envs: int,
+    inference: str,
+    runtime_env: Path | None,
+    pip: tuple[str, ...],
+    image: str,
+    env: tuple[str, ...],
+    address: str | None,
+    plain: bool,
 ) -> None:
     """Run JOB, a file or the name of one in ./jobs, with fields of its spec set by A.B=C words.
 
-    Without a cluster (see `shoal up`), one is started for this run and ends with it.
+    Without a cluster (see `shoal up`), one is started for this run and ends with it. Values of --env are in no record:
+    --env NAME takes the value from this command's own environment.
     """
-    launch_run(RunArguments(job, overrides, actors, address, envs, inference), plain=plain)
+    added = parse_job_environment(runtime_env, pip, image, env)
+    typed = format_options(runtime_env, pip, image, env)
+    launch_run(RunArguments(job, overrides, actors, address, envs, inference, added, typed), plain=plain)

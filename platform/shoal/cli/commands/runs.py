@@ -39,6 +39,7 @@ from shoal.runs.record.removal import (
     remove_runs,
     vacuum,
 )
+from shoal.runs.report.event_messages import WAITING, format_warning
 from shoal.runs.run_kind import infer_fields
 from shoal.runs.sweep_trials import SWEEPING, load_sweep
 
@@ -234,15 +235,18 @@ def _make_cells(run: Run) -> list[str | Text]:
 
 
 def _format_status(run: Run) -> Text:
+    if run.read_queue_entry() is not None:
+        return Text(WAITING, style="yellow")
     return Text(run.status.value, style=_COLOURS.get(run.status, "default"))
 
 
 def _show(console: Console, run: Run) -> None:
     dirty = ", with uncommitted changes" if run.git_dirty else ""
+    status, colour = _describe_status(run)
     facts = [
         ("run", run.id),
         ("job", run.title),
-        ("status", click.style(run.status.value, fg=_COLOURS.get(run.status))),
+        ("status", click.style(status, fg=colour)),
         *([("error", click.style(run.error, fg="red"))] if run.error else []),
         ("started", f"{format_timestamp(run.created_at)}, {format_age(time.time() - run.created_at)} ago"),
         ("duration", format_duration(run.duration_s)),
@@ -254,6 +258,13 @@ def _show(console: Console, run: Run) -> None:
     print_facts(facts)
     _show_record(console, run)
     _show_next(console, run)
+
+
+def _describe_status(run: Run) -> tuple[str, str | None]:
+    """In words, and the colour."""
+    if (entry := run.read_queue_entry()) is not None:
+        return f"{WAITING}: {format_warning(WAITING, entry)}", "yellow"
+    return run.status.value, _COLOURS.get(run.status)
 
 
 def _print_section(console: Console, title: str, rows: Sequence[Sequence[str | Text]]) -> None:
@@ -301,7 +312,8 @@ def format_resume_command(run: Run) -> str:
     if "shoal.train" in typed[:4]:  # python -m, without Ray
         return f"python -m shoal.train resume={run.id}"
     job = typed[2] if is_job and len(typed) > 2 else run.job
-    options = [word for name in ("--actors", "--envs", "--address") for word in _find_option(typed, name)]
+    names = ("--actors", "--envs", "--runtime-env", "--pip", "--image", "--env", "--address")
+    options = [word for name in names for word in _find_option(typed, name)]
     return shlex.join(["shoal", "run", job, *options, f"resume={run.id}"])
 
 
@@ -311,13 +323,14 @@ def is_resumable(run: Run) -> bool:
 
 
 def _find_option(typed: Sequence[str], name: str) -> list[str]:
-    """An option and its value as typed; empty if it was not."""
+    """An option and its value as typed, each time that it was; empty if it was not."""
+    found: list[str] = []
     for index, word in enumerate(typed):
         if word == name:
-            return list(typed[index : index + 2])
+            found += typed[index : index + 2]
         if word.startswith(f"{name}="):
-            return [name, word.partition("=")[2]]
-    return []
+            found += [name, word.partition("=")[2]]
+    return found
 
 
 def _show_next(console: Console, run: Run) -> None:

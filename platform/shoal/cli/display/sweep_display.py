@@ -17,6 +17,7 @@ from shoal.cli.display.panels import RunView, render_cells
 from shoal.cli.support.console import make_number_column, make_table
 from shoal.runs import Run
 from shoal.runs.formatting import format_number
+from shoal.runs.report.event_messages import WAITING
 from shoal.runs.sweep_trials import SWEEPING, Sweep, SweepTrial, TrialState, load_sweep
 
 MAX_ROWS = 16  # of a live table
@@ -56,7 +57,9 @@ def make_view(run: Run, before: SweepView | None, notes: Sequence[str]) -> Sweep
     phase = "registering the best" if num_ended == sweep.num_trials else "sweeping"
     ranked = sweep.rank()
     best = {sweep.metric: ranked[0].get_score(sweep.metric)} if ranked else {}
-    return SweepView.read(run, {}, notes, phase=phase, sweep=sweep, metrics=best)
+    entry = run.read_queue_entry()
+    seen = {} if entry is None else {WAITING: entry}
+    return SweepView.read(run, seen, notes, phase=WAITING if seen else phase, sweep=sweep, metrics=best)
 
 
 def render_trials(sweep: Sweep, max_rows: int | None = None) -> Table:

@@ -24,7 +24,10 @@ from shoal.train.task import find_source_file, load_task_file, unload_if_changed
 
 MEAN_RETURN = "mean_return"
 # Where a trial runs, how long, and what it leaves.
-_SAME = ("recipe", "env", "actors", "stop", "reports", "model_name", "aliases", "learn_from_endpoint")
+_SAME = (
+    *("recipe", "env", "actors", "stop", "reports", "model_name", "aliases"),
+    *("learn_from_endpoint", "wait", "priority"),
+)
 _SAME_INNER = ("learner.device", "learner.replicas", "gateway.host", "gateway.port", "gateway.curve")
 
 

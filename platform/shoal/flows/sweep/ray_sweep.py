@@ -18,9 +18,11 @@ from ray.tune.callback import Callback
 from ray.tune.experiment import Trial
 
 import shoal.runs
-from shoal.cluster.capacity import NODES_WAIT_S, WaitLog, wait_for_nodes
+from shoal.cluster.admission import RunAdmission
 from shoal.cluster.growth import find_growth
-from shoal.errors import ClusterError, PlanError
+from shoal.cluster.job_main import print_too
+from shoal.cluster.run_queue import format_needs
+from shoal.errors import PlanError
 from shoal.flows.sweep.ray_search import TuneSearcher, make_scheduler
 from shoal.flows.sweep.ray_trial import (
     FAILURE,
@@ -55,11 +57,12 @@ _SETTINGS = {
 class _Recorder(Callback):
     """Writes what happens to the trials into the sweep's record."""
 
-    def __init__(self, log: TrialLog, setting: TrialSetting) -> None:
-        self._log, self._sweep_id = log, setting.sweep_id
+    def __init__(self, log: TrialLog, setting: TrialSetting, mark_running: Callable[[], None]) -> None:
+        self._log, self._sweep_id, self._mark_running = log, setting.sweep_id, mark_running
         self._started: set[int] = set()
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        self._mark_running()
         number = parse_trial_name(trial.custom_trial_name)
         self._started.add(number)
         self._log.start(number, make_run_id(self._sweep_id, number), trial.config["trial"]["parameters"])
@@ -90,10 +93,18 @@ def _select_values(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def run_trials(setting: TrialSetting, planned: Sequence[PlannedTrial], log: TrialLog, before: Run | None) -> None:
-    """Run the planned trials to their ends. Raises PlanError when none fits on the cluster.
+    """Run the planned trials to their ends. Raises PlanError when none fits on the cluster, NoCapacity when the first
+    one has waited in vain.
 
     before: the record of an interrupted sweep that goes on
     """
+    with RunAdmission(setting.sweep_id, setting.spec.queued.priority) as admission:
+        _run_trials(setting, planned, log, before, admission)
+
+
+def _run_trials(
+    setting: TrialSetting, planned: Sequence[PlannedTrial], log: TrialLog, before: Run | None, admission: RunAdmission
+) -> None:
     spec, checked = setting.spec, setting.checked
     again = {each.number for each in planned}
     ended = [each for each in load_sweep(before).trials if each.number not in again] if before is not None else []
@@ -103,7 +114,7 @@ def run_trials(setting: TrialSetting, planned: Sequence[PlannedTrial], log: Tria
     is_asked = spec.search in ("optuna", "bohb")
     os.environ.update(_SETTINGS)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
-    concurrent = count_concurrent_trials(spec, log.record_event)
+    concurrent = count_concurrent_trials(spec, print_too(log.record_event), admission)
     if spec.search == "pbt" and spec.starts_workers and concurrent < spec.trials:
         problem = f"the cluster has room for {concurrent} of these trials, and those with workers take no turns"
         raise PlanError("trials", spec.trials, problem, "use fewer trials or workers, or a larger cluster")
@@ -122,7 +133,7 @@ def run_trials(setting: TrialSetting, planned: Sequence[PlannedTrial], log: Tria
         run_config=tune.RunConfig(
             name="tune",
             storage_path=str(setting.home / "runs" / setting.sweep_id),
-            callbacks=[_Recorder(log, setting)],
+            callbacks=[_Recorder(log, setting, lambda: admission.mark_running(concurrent))],
             failure_config=tune.FailureConfig(max_failures=NUM_RETRIES),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # a trial's own run has them
             verbose=0,
@@ -160,11 +171,11 @@ def _get_resources(spec: SweepSpec) -> dict[str, float]:
     return {"CPU": spec.cpus_per_trial, "GPU": spec.gpus_per_trial}
 
 
-def count_concurrent_trials(spec: SweepSpec, record: Callable[..., None]) -> int:
+def count_concurrent_trials(spec: SweepSpec, record: Callable[..., None], admission: RunAdmission) -> int:
     """How many trials the cluster has room for, with what its autoscaler may add; at most `spec.concurrent`.
 
-    Waits until the first one has its places. Raises PlanError where none ever fits, ClusterError when none has fitted
-    within `train.wait`.
+    Waits until the first one has its places. Raises PlanError where none ever fits, NoCapacity when none has fitted
+    within `train.wait`, or `loop.wait`.
 
     record: records an event
     """
@@ -179,9 +190,6 @@ def count_concurrent_trials(spec: SweepSpec, record: Callable[..., None]) -> int
     least = min(fits.values())
     growth = find_growth() if least < (spec.concurrent or spec.trials) else None
     if growth and growth.can_hold(bundles):
-        wait_s = NODES_WAIT_S if train.wait is None else train.wait
-        if not least and not wait_for_nodes(bundles, wait_s, WaitLog(record, wait_s)):
-            raise ClusterError(f"no nodes came for a trial within {wait_s:g} s: give it more with train.wait=1h")
         least = min(_count_fits(needs, {name: sum(growth.list_hosts(name)) for name in needs}).values())
     if not least:
         scarce = min(fits, key=lambda name: fits[name])
@@ -189,6 +197,7 @@ def count_concurrent_trials(spec: SweepSpec, record: Callable[..., None]) -> int
         problem = f"the cluster has {cluster.get(scarce, 0.0):g} {scarce}s, fewer than one trial needs"
         added = f", and its autoscaler may add no more than {growth}" if growth else ""
         raise PlanError(field, needs[scarce], problem + added, "use less, or a larger cluster")
+    admission.wait(bundles, f"a trial needs {format_needs(needs)}", spec.queued.wait, record)
     return min(least, spec.concurrent or least)
 
 

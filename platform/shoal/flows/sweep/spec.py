@@ -39,7 +39,7 @@ Scheduler = Literal["auto", "none", "asha"]
 
 _LOOP = "loop."
 # Where a trial runs, and what it leaves.
-_SAME = ("task", "resume", "name", "aliases", "device", "workers", "min_workers", "threads")
+_SAME = ("task", "resume", "name", "aliases", "device", "workers", "min_workers", "threads", "wait", "priority")
 # What a population-based trial may change while it goes on: these need no other network and no other plan.
 _CHANGEABLE = ("optimizer.", "schedule.", "args.", "batch_size", "clip_norm")
 _FIXED = ("optimizer.name", "optimizer.fused", "schedule.name", "schedule.total_steps")
@@ -114,6 +114,11 @@ class SweepSpec(Spec):
     def starts_workers(self) -> bool:
         """Whether a trial trains in workers of its own; otherwise it trains in its own process."""
         return self.train.workers > 1 or self.train.has_replicas
+
+    @property
+    def queued(self) -> TrainSpec | LoopTrialSpec:
+        """What says how long the first trial may wait, and the priority."""
+        return self.train if self.loop is None else self.loop
 
     @property
     def source(self) -> str:

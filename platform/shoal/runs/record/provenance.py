@@ -14,12 +14,14 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 GIT_TIMEOUT_S = 5.0
 COMMAND_VARIABLE = "SHOAL_COMMAND"  # set for the job by the command that submits it
 OWNER_VARIABLE = "SHOAL_OWNER"  # likewise
+MASKED_VARIABLE = "SHOAL_MASKED_VARIABLES"  # likewise: the names of the variables whose values are in no record
+MIN_MASKED_CHARS = 6  # a shorter value is no secret, and would mask numbers and words
 SECRETS_VARIABLE = "SHOAL_SECRET_WORDS"  # set by the same command: the words to mask on its command line
 
 _DOLLAR = r"\u0024"  # in the environment of a job, since Ray expands variables in values
@@ -85,6 +87,18 @@ def mask_command_line(line: str) -> str:
         secret = _SECRET.search(line)
         return f"{line[: secret.start()]}***" if secret else line
     return line if words == _mask_secrets(words) else format_masked_command(words)
+
+
+def mask_values(text: str, values: Iterable[str]) -> str:
+    """Mask the values in a text; of MIN_MASKED_CHARS characters at least."""
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, "***") if len(value) >= MIN_MASKED_CHARS else text
+    return text
+
+
+def mask_variables(text: str) -> str:
+    """In the job: mask the values of the variables that the command has masked."""
+    return mask_values(text, [os.environ.get(name, "") for name in os.environ.get(MASKED_VARIABLE, "").split(",")])
 
 
 def split_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -36,7 +36,7 @@ from shoal.runs.record.database import (
     translate_write_errors,
 )
 from shoal.runs.record.pending import PendingWrites
-from shoal.runs.record.provenance import command_line, git_revision
+from shoal.runs.record.provenance import command_line, git_revision, mask_variables
 from shoal.runs.record.serialization import (
     escape_text,
     to_json,
@@ -285,7 +285,7 @@ class RunRecorder:
         if status not in set(Status):
             raise RunError(f"{status!r} is no way for a run to end: it is one of {', '.join(sorted(TERMINAL))}")
         to = Status(status)
-        error = None if error is None else escape_text(error)
+        error = None if error is None else escape_text(mask_variables(error))
         with self._write_lock:
             transition(self._status, to)
             with self._buffer_lock:

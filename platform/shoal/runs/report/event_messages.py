@@ -63,7 +63,7 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
     return "there is no checkpoint: it begins again, at step 0" if kind == NO_CHECKPOINT else ""
 
 
-def _format_wait(reason: str, wait_s: float | None) -> str:
+def _format_wait(reason: str, wait_s: float | None, **_: Any) -> str:
     return reason if wait_s is None else f"{reason} (up to {wait_s / 60:.3g} min)"
 
 

@@ -22,6 +22,7 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from shoal.cluster.admission import get_driver_id
 from shoal.cluster.capacity import get_head_address, gpu_share, gpus_by_possible_host, require_gpus
 from shoal.cluster.growth import find_growth
 from shoal.cluster.ingress.serve_environment import prepare_ingress
@@ -32,7 +33,6 @@ from shoal.serve.on_ray.bind_address import grpc_options, is_head
 from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.on_ray.ingress_front import list_sleeping, wait_until_routed
 from shoal.serve.on_ray.options import deployment_options
-from shoal.serve.on_ray.ownership import get_driver_id
 from shoal.serve.on_ray.replica_worker import ReplicaWorker
 from shoal.serve.on_ray.shared_cluster import end_application, join_serve, lock_serve
 from shoal.serve.on_ray.wanted_replicas import (

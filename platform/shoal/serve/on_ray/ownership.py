@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import ray
-from ray._private import state
 from ray.exceptions import RayError
 from ray.util import list_named_actors
 
+from shoal.cluster.admission import living_drivers
 from shoal.errors import ClusterError
 from shoal.ray_call import NAMESPACE, call_or_none
 from shoal.serve.controller.config import parse_actor_name
@@ -33,11 +33,6 @@ class EndpointOwnership:
 
     active: dict[str, str] = field(default_factory=dict)
     abandoned: dict[str, str] = field(default_factory=dict)
-
-
-def get_driver_id() -> str:
-    """The driver's id, as in `ControllerConfig.driver`."""
-    return str(ray.get_runtime_context().get_job_id())
 
 
 def list_driver_endpoints() -> EndpointOwnership:
@@ -82,8 +77,3 @@ def is_serve_running() -> bool:
 def _controllers() -> list[str]:
     named = list_named_actors(all_namespaces=True)
     return [each["name"] for each in named if each["namespace"] == NAMESPACE]
-
-
-def living_drivers() -> set[str]:
-    """Ray's ids of the jobs whose driver lives."""
-    return {job["JobID"] for job in state.jobs() if not job["IsDead"]}

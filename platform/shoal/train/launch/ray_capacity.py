@@ -10,13 +10,11 @@ from collections.abc import Callable
 import ray
 from ray.util.placement_group import placement_group_table
 
-from shoal.cluster.capacity import NODES_WAIT_S, WaitLog, wait_for_nodes, wait_for_resource
+from shoal.cluster.admission import RunAdmission
 from shoal.cluster.growth import find_growth
-from shoal.errors import ClusterError, PlanError
+from shoal.errors import PlanError
 from shoal.parallel.layers.precision import check_precision
 from shoal.train.spec import TrainSpec
-
-CAPACITY_WAIT_S = 10.0  # the default wait without an autoscaler: for a run that has just ended to release its resources
 
 
 def resolve_device(spec: TrainSpec) -> TrainSpec:
@@ -79,43 +77,26 @@ class WorkerPlacement:
         return {name: each["state"] for name, each in placement_group_table().items() if name.endswith(self._job)}
 
 
-def require_capacity(spec: TrainSpec, record: Callable[..., None]) -> None:
-    """Wait until the workers fit: for nodes that an autoscaler adds, or for other work to end.
+def require_capacity(spec: TrainSpec, record: Callable[..., None], admission: RunAdmission) -> None:
+    """Wait until the workers fit and it is the run's turn: for nodes that an autoscaler adds, or for other work to end.
 
     Of a range of workers the smallest number must fit. Raises PlanError when the cluster can never hold so many
-    workers, ClusterError when they have not fitted within the spec's `wait`.
+    workers, NoCapacity when they have not fitted within the spec's `wait`.
 
     record: records an event: `EventLog.record_event`
     """
-    resource, needed = _resource_name(spec), _count_needed(spec)
-    there, lanes = count_workers_that_fit(spec), spec.applied_sync.num_lanes
-    if min(there, count_free_workers(spec)) >= needed:
-        return
-    growth, bundles = find_growth(), [{resource: 1.0}] * needed
-    if _is_on_one_host(spec):
-        bundles = [{resource: float(needed * lanes)}]
-    if there < needed and not growth.can_hold(bundles):
+    resource, needed, lanes = _resource_name(spec), _count_needed(spec), spec.applied_sync.num_lanes
+    there, is_on_one = count_workers_that_fit(spec), _is_on_one_host(spec)
+    bundles = [{resource: float(needed * lanes)}] if is_on_one else [{resource: 1.0}] * needed
+    if there < needed and not (growth := find_growth()).can_hold(bundles):
         added = f", and its autoscaler may add no more than {growth}" if growth else ""
-        if _is_on_one_host(spec):
+        if is_on_one:
             raise _explain_one_host(spec, resource, added)
         remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"
         raise PlanError("workers", needed, f"the cluster has {there} {resource}s{added}", remedy)
-    wait_s = spec.wait if spec.wait is not None else NODES_WAIT_S if growth else CAPACITY_WAIT_S
     each = f"{lanes} {resource}s" if lanes > 1 else f"a {resource}"
-    log, lack = WaitLog(record, wait_s), f"{needed} workers need {each} each"
-    if growth:
-        if not wait_for_nodes(bundles, wait_s, log):
-            raise ClusterError(f"{lack}, for which no nodes came within {wait_s:g} s: give it more with wait=1h")
-        return
-    amount = needed * lanes
-    free = wait_for_resource(resource, amount, min(wait_s, CAPACITY_WAIT_S))
-    if free < amount and wait_s > CAPACITY_WAIT_S:
-        log.report(f"{lack}, which other work has")
-        free = wait_for_resource(resource, amount, wait_s - CAPACITY_WAIT_S)
-    if free < amount:
-        remedy = "wait for what runs (wait=30m), or end it (`shoal status`), or use fewer workers"
-        raise ClusterError(f"{lack}, and {int(free)} of {there} are free: {remedy}")
-    log.report("")
+    need = f"{needed} workers need {each} each" if needed > 1 else f"a worker needs {each}"
+    admission.wait(bundles, need, spec.wait, record)
 
 
 def _explain_one_host(spec: TrainSpec, resource: str, added: str) -> PlanError:

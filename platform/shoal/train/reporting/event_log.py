@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
@@ -56,10 +56,13 @@ class NullLog:
 
 
 class RecordLog:
-    """Writes to the run record of this process."""
+    """Writes to the run record of this process.
 
-    def __init__(self, recorder: RunRecorder) -> None:
-        self._recorder = recorder
+    on_begin: called when the workers begin to train, in each attempt
+    """
+
+    def __init__(self, recorder: RunRecorder, on_begin: Callable[[], None] | None = None) -> None:
+        self._recorder, self._on_begin = recorder, on_begin
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         with suppress(RecordUnwritable):  # the queue is full: these values are lost, and training goes on
@@ -68,6 +71,8 @@ class RecordLog:
     def record_event(self, kind: str, /, **details: object) -> None:
         """Remove an earlier attempt's metrics of steps that this attempt will repeat."""
         if kind in ("training", "population"):
+            if self._on_begin is not None:
+                self._on_begin()
             step = details["step"]
             assert isinstance(step, int)
             with suppress(RecordUnwritable):

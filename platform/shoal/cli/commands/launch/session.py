@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -39,6 +39,7 @@ from shoal.cluster.attach import find_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.embedded_cluster import start_cluster
 from shoal.cluster.job_main import ACTORS_INFERENCE
+from shoal.cluster.runtime_env import JobEnvironment
 from shoal.config import format_override, last_override
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.flows.actor_processes import ActorProcesses
@@ -62,6 +63,8 @@ class RunArguments:
     address: str | None = None
     num_environments: int = 1  # of an actor
     inference: str = "local"
+    environment: JobEnvironment = field(default_factory=JobEnvironment)
+    environment_options: tuple[str, ...] = ()  # as typed, without values of variables
 
     @property
     def has_remote_inference(self) -> bool:
@@ -74,7 +77,8 @@ class RunArguments:
         actors += ["--envs", str(self.num_environments)] if self.num_environments > 1 else []
         actors += ["--inference", self.inference] if self.inference != "local" else []
         address = ["--address", self.address] if self.address else []
-        return format_masked_command(["shoal", "run", self.job, *actors, *address, *self.overrides])
+        options = [*actors, *self.environment_options, *address]
+        return format_masked_command(["shoal", "run", self.job, *options, *self.overrides])
 
 
 def launch_run(typed: RunArguments, *, plain: bool) -> None:
@@ -131,14 +135,18 @@ class RunSession:
         """Start everything, show it, and report how it ended. Raises RunError when the job failed."""
         self._console.print(f"run {self.run_id}: {self._path.stem} {format_masked_command(self._overrides)}".rstrip())
         environment = {ACTORS_INFERENCE: self._typed.inference} if self._typed.has_remote_inference else {}
+        added = self._typed.environment
+        env = job_environment(self.run_id, self._typed.to_command_line())
+        added.require_combinable(env | environment, is_uploaded=False)
+        environment |= added.to_variables()
         if cluster is None:
-            # On a running cluster, the job itself validates just as soon.
-            environment |= validate_overrides(self._path, self._overrides, environment)
+            # On a running cluster, the job itself validates just as soon; in another Python, it alone can.
+            if not added.has_own_python:
+                environment |= validate_overrides(self._path, self._overrides, environment)
             self._console.print("starting a Ray cluster for this run ...")
             embedded = start_cluster()
             stack.callback(embedded.stop)
             cluster = embedded
-        env = job_environment(self.run_id, self._typed.to_command_line())
         overrides = [each for each in self._overrides if not each.startswith("resume=")]
         overrides += [format_override("resume", self.run_id)] if self._resumed else []
         shown, secrets = split_secret_overrides(self._path, overrides)
@@ -146,8 +154,9 @@ class RunSession:
         self._job_log = JobLogReader(self._job)
         stack.callback(self._job.stop_quietly)  # before the submission: an interruption may come at any moment
         stack.callback(self._end_actors)
-        entrypoint = [sys.executable, str(self._path), *shown]
-        ray_jobs.submit(cluster, entrypoint, env=env | secrets | environment, submission_id=self._job.submission_id)
+        entrypoint = ["python" if added.has_own_python else sys.executable, str(self._path), *shown]
+        env |= secrets | environment
+        ray_jobs.submit(cluster, entrypoint, env=env, submission_id=self._job.submission_id, runtime_env=added.fields)
         try:
             outcome = self._follow()
         except (ClusterError, ConnectionLost) as error:
@@ -158,7 +167,7 @@ class RunSession:
             self._actors.finish(ACTORS_END_S)
         if outcome is not ray_jobs.JobStatus.SUCCEEDED:
             said = (
-                describe_failure(self._job, f"the job of run {self.run_id}", outcome),
+                added.mask(describe_failure(self._job, f"the job of run {self.run_id}", outcome)),
                 *notes,
                 self.format_resume_hint(),
             )
@@ -207,7 +216,7 @@ class RunSession:
         """Print the job's output while its record has nothing to show: not every job records metrics."""
         assert self._job_log is not None
         for line in self._job_log.read_new_lines(is_over=is_over):
-            self._console.print(line)
+            self._console.print(self._typed.environment.mask(line))
 
     def _read_record(self) -> None:
         try:
@@ -328,12 +337,17 @@ def _run_remote(cluster: ClusterHandle, typed: RunArguments, path: Path, console
     shown, secrets = split_secret_overrides(path, typed.overrides)
     entrypoint = ["python", str(path.relative_to(folder)), *shown]
     env = make_command_variable(typed.to_command_line()) | secrets
+    typed.environment.require_combinable(env, is_uploaded=True)
+    env |= typed.environment.to_variables()
+    fields = typed.environment.fields
     job = ray_jobs.JobHandle(cluster, ray_jobs.new_submission_id())
     try:
-        ray_jobs.submit(cluster, entrypoint, env=env, working_dir=folder, submission_id=job.submission_id)
+        ray_jobs.submit(
+            cluster, entrypoint, env=env, working_dir=folder, submission_id=job.submission_id, runtime_env=fields
+        )
         console.print(f"job {job.submission_id} on {cluster.dashboard_url}")
         for line in follow_lines(job, REMOTE_TIMEOUT_S):
-            console.print(line)
+            console.print(typed.environment.mask(line))
     except KeyboardInterrupt:
         ignore_further_interrupts()
         job.stop_quietly()

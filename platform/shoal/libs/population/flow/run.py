@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,9 @@ from shoal.train.reporting.event_log import RecordLog
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, load_data, make_task, unload_if_changed
 from shoal.weights import WeightSnapshot
+
+if TYPE_CHECKING:
+    from shoal.cluster.admission import RunAdmission
 
 JOB = "population"
 UNCHANGED = ("task", "args", "members", "space", "augmentation", "optimizer", "evolution", "order", "steps_per_round",
@@ -149,27 +152,38 @@ def run_population(spec: PopulationSpec, job: str = JOB, *, registers: bool = Tr
         resumed=spec.resume,
         run_id=expected_run_id(),
     ) as recorder:
-        log = _RoundLog(RecordLog(recorder), _print_line)
         task = make_task(spec.task, to_train_spec(spec).args)
         data = load_data(task, spec.task)
         print(f"run {recorder.id}: {spec.members} members of {spec.task}", flush=True)
-        spec, device, make = _choose_workers(spec, log.record_event)
-        with closing(PopulationTrainer(spec, task, data, device, recorder.folder, log, make)) as trainer:
+        with ExitStack() as stack:
+            admission = stack.enter_context(_make_admission(recorder.id)) if is_connected() else None
+            log = _RoundLog(RecordLog(recorder, admission.mark_running if admission else None), _print_line)
+            spec, device, make = _choose_workers(spec, admission, log.record_event)
+            trainer = PopulationTrainer(spec, task, data, device, recorder.folder, log, make)
+            stack.callback(trainer.close)
             trainer.run()
             result = _finish(trainer, checked, recorder, registers=registers)
     shoal.runs.write_report_at_end(recorder.id)
     return result
 
 
+def _make_admission(run_id: str) -> RunAdmission:
+    from shoal.cluster.admission import RunAdmission  # imports ray
+
+    return RunAdmission(run_id)
+
+
 def _choose_workers(
-    spec: PopulationSpec, record: Callable[..., None]
+    spec: PopulationSpec, admission: RunAdmission | None, record: Callable[..., None]
 ) -> tuple[PopulationSpec, torch.device, Callable[[Values], MemberSet] | None]:
     """The spec with the members' device, the device of this process, and what starts workers, unless members are here.
 
     On a cluster the workers reserve GPUs, and this process has none. Raises PlanError when the cluster has no room for
-    them, ClusterError when it has none now.
+    them, NoCapacity when it has none now.
+
+    admission: in the queue of the cluster's runs; None without a cluster
     """
-    if not is_connected():
+    if admission is None:
         return spec, choose_device(spec.device, 0), None
     from shoal.libs.population.flow.ray_members import make_ray_members
     from shoal.train.launch.ray_capacity import require_capacity, resolve_device
@@ -178,7 +192,7 @@ def _choose_workers(
     spec, here = spec.model_copy(update={"device": train.device}), torch.device("cpu")
     if spec.workers == 1 and spec.device == "cpu":
         return spec, here, None
-    require_capacity(train, record)
+    require_capacity(train, record, admission)
     return spec, here, make_ray_members(spec)
 
 
