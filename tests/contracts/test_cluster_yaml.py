@@ -55,10 +55,15 @@ def config(text: str) -> dict[str, Any]:
     return loaded
 
 
+def find_start(config: dict[str, Any], role: str) -> str:
+    [start] = [command for command in config[role] if "ray start" in command]
+    return str(start)
+
+
 def test_rays_launcher_takes_it(text: str) -> None:
     done = validated(text)
     assert done.returncode == 0, done.stderr
-    prepared = json.loads(done.stdout)
+    prepared = json.loads(done.stdout.splitlines()[-1])  # before it are warnings about files in containers
     assert prepared["max_workers"] == len(prepared["provider"]["worker_ips"])
 
 
@@ -71,7 +76,7 @@ def test_every_host_gets_the_environment_of_serve_before_ray_starts(config: dict
     assert len(writing) == 1
     file = writing[0].split()[-1]
     for role in ("head_start_ray_commands", "worker_start_ray_commands"):
-        start = config[role][-1]
+        start = find_start(config, role)
         assert start.startswith(f". {file};")
         assert start.index(file) < start.index("ray start")
     ours, serves = build_host_environment(folder), serve_environment(folder)
@@ -137,9 +142,12 @@ def test_the_token_goes_to_the_hosts_and_is_private_there(config: dict[str, Any]
 
 
 def test_what_is_installed_is_in_the_repository(config: dict[str, Any]) -> None:
-    assert config["file_mounts"]["~/shoal"] == "."
-    assert (ROOT / "constraints.txt").exists()
-    assert (ROOT / "pyproject.toml").exists()
+    """`tests/e2e/test_wheel.py` builds the package of the same files."""
+    copied = {remote: local for remote, local in config["file_mounts"].items() if remote.startswith("~/shoal/")}
+    assert {"platform", "pyproject.toml", "constraints.txt"} <= set(copied.values())
+    for remote, local in copied.items():
+        assert remote == f"~/shoal/{local}"
+        assert (ROOT / local).exists()
     assert any("-c ~/shoal/constraints.txt" in command for command in config["setup_commands"])
 
 
@@ -147,9 +155,10 @@ def test_the_ports_are_those_of_the_comment(text: str, config: dict[str, Any]) -
     comment = text.partition("\ncluster_name:")[0]
     ranges = re.findall(r"\b(\d{4,5})(?:-(\d{4,5}))?\b", comment)
     opened = [(int(first), int(last or first)) for first, last in ranges]
-    starts = config["head_start_ray_commands"][-1] + config["worker_start_ray_commands"][-1]
+    head, worker = (find_start(config, f"{role}_start_ray_commands") for role in ("head", "worker"))
+    starts = head + worker
     for option, port in re.findall(r"--([a-z-]*port)=(\d+)", starts):
         assert any(first <= int(port) <= last for first, last in opened), option
     for port in PORTS.values():
         assert port in comment
-    assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][-1]
+    assert "--dashboard-host=127.0.0.1" in head

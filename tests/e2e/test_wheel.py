@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shoal_program import Program
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ["platform", "jobs", "serve_apps", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"]
+MOUNTS = yaml.safe_load((ROOT / "cluster.yaml").read_text())["file_mounts"]
+SOURCES = [source for target, source in MOUNTS.items() if target.startswith("~/shoal/")]  # hosts install it from these
 
 
 @pytest.fixture(scope="module")

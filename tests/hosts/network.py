@@ -24,8 +24,12 @@ from shoal_program import ROOT, Program
 RAYS = Path("/tmp/ray")  # where each host mounts a folder of its own
 NETWORK = "198.18.7"  # of RFC 2544, for tests of networks
 # Bash reaps whom their parents have left, and ends, and with it the host, when nobody holds its standard input.
-_INIT = "hostname {name}; mkdir -p /tmp/ray; mount -t tmpfs ray /tmp/ray; mount -t tmpfs shm /dev/shm; echo up; read -r"
-_SMALL = "--object-store-memory=300000000"
+# No name server is reached from there: a query would only take its time.
+_INIT = (
+    "hostname {name}; mkdir -p /tmp/ray; mount -t tmpfs ray /tmp/ray; mount -t tmpfs shm /dev/shm;"
+    " mount --bind /dev/null /etc/resolv.conf; echo up; read -r"
+)
+SMALL = "--num-cpus={num_cpus} --object-store-memory=300000000"
 LIMIT_S, GRACE_S = 800.0, 60.0
 # Nothing is heard of a host without power: how long it is waited for, five times; else 10 s.
 _PATIENCE = {"RAY_health_check_timeout_ms": "3000"}
@@ -182,8 +186,9 @@ def start_ray(host: Host, head: Host, num_cpus: int = 2) -> None:
     more = f" && echo export {patience} >> ~/shoal-host.env"
     host.run("bash", "-c", host_environment.replace("shoal.cluster.host_environment", in_ray) + more)
     kind = "head" if host is head else "worker"
-    end, start = cluster[f"{kind}_start_ray_commands"]
-    start = re.sub(r"--autoscaling-config=\S+", "", start) + f" --num-cpus={num_cpus} {_SMALL}"
+    end, start, *_ = cluster[f"{kind}_start_ray_commands"]
+    small = SMALL.format(num_cpus=num_cpus)
+    start = re.sub(r"--autoscaling-config=\S+| \|\| ray stop", "", start).replace("ray start", f"ray start {small}")
     for attempt in range(1, RAY_STARTS + 1):
         try:
             host.run("bash", "-c", f"cd; export RAY_HEAD_IP={head.address}; {start}")

@@ -18,6 +18,7 @@ from fake_cluster import FakeRequest, replace_cluster
 from shoal.cluster.admission import RunAdmission
 from shoal.cluster.cluster_handle import HIDE_GPUS
 from shoal.cluster.embedded_cluster import EmbeddedCluster, start_cluster
+from shoal.cluster.growth import Growth
 from shoal.cluster.job_main import connect
 from shoal.errors import ConfigError, PlanError
 from shoal.flows.sweep.loop_spec import LoopTrialSpec
