@@ -109,10 +109,10 @@ def test_what_shares_memory_is_refused_where_no_host_holds_it(monkeypatch: pytes
     monkeypatch.setattr("shoal.train.launch.ray_capacity.find_growth", lambda: Growth({}))
     lanes = spec_of(workers=1, batch_size=64, sync={"hogwild": 4}, device="cpu")
     with pytest.raises(PlanError, match=r"sync\.hogwild = 4: .*largest has 2 CPUs\. use sync\.hogwild=2"):
-        require_capacity(lanes, ignore)
+        require_capacity(lanes, ignore, RunAdmission("run"))
     shared = spec_of(workers=4, sync={"kind": "diloco", "transport": "shared_memory"}, device="cpu")
     with pytest.raises(PlanError, match=r"workers = 4: .*largest has 2 CPUs\. use sync\.transport=auto"):
-        require_capacity(shared, ignore)
+        require_capacity(shared, ignore, RunAdmission("run"))
 
 
 def test_a_precision_is_judged_by_the_device_of_the_workers(gpus: dict[str, float]) -> None:
