@@ -54,7 +54,7 @@ def test_a_chief_without_a_place_gets_that_of_another_worker() -> None:
         """What is started then, with these workers present."""
         number, controller.call.return_value = len(started), WorkerCount(list(present), False)
         group.replace_dead(now_s)
-        group.make_way_for_chief(now_s)
+        group.yield_to_chief(now_s)
         return [name for name, _ in started[number:]]
 
     controller = Mock()

@@ -118,7 +118,7 @@ class ProcessGroup:
     def maintain(self, now_s: float) -> None:
         """Replace what has ended, and note who takes part; called a few times a second. Raises RankLost, TrainError."""
         self.replace_dead(now_s)
-        self.make_way_for_chief(now_s)
+        self.yield_to_chief(now_s)
         self.replace_departed()
         self.note_workers(now_s)
 
@@ -144,7 +144,7 @@ class ProcessGroup:
             else:
                 raise RankLost(f"{name} died {MAX_DEATHS} times: {cause}")
 
-    def make_way_for_chief(self, now_s: float) -> None:
+    def yield_to_chief(self, now_s: float) -> None:
         """End another worker when the chief has waited long, as for a place: without it nothing is saved."""
         if self._chief_lost_s is None or now_s - self._chief_lost_s < CHIEF_WAIT_S:
             return
