@@ -1,11 +1,11 @@
-"""Check the cluster's capacity before starting anything that would wait for it; find the head node, for workers that
-live as long as the cluster."""
+"""Check the cluster's capacity before starting anything that would wait for it; choose hosts for workers that reserve
+nothing; find the head node, for workers that live as long as the cluster."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -97,6 +97,11 @@ def get_head_id() -> str:
     return str(_find_head_node()["NodeID"])
 
 
+def get_node_address(node_id: str) -> str:
+    """The address of a node for the other hosts."""
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
+
+
 def list_other_nodes() -> dict[str, str]:
     """The address of each node that is up, but for the head, by its id."""
     head = get_head_id()
@@ -105,9 +110,25 @@ def list_other_nodes() -> dict[str, str]:
     }
 
 
-def make_head_affinity() -> NodeAffinitySchedulingStrategy:
-    """Place a worker on the head node, so that it outlives every other host. Ray would choose any."""
-    return NodeAffinitySchedulingStrategy(_find_head_node()["NodeID"], soft=False)
+def choose_host(nodes: Sequence[Mapping[str, Any]], here: str, resource: str = "CPU", amount: float = 1.0) -> str:
+    """The id of the node for work that needs `amount` of a resource on one host: this node if it has that, otherwise
+    the one with the most. "" where no node has any. Totals count, and not what is free.
+
+    nodes: as `ray.nodes()` has them
+    here:  this node's id
+    """
+    sizes = {node["NodeID"]: node["Resources"].get(resource, 0.0) for node in nodes if node["Alive"]}
+    if sizes.get(here, 0.0) >= amount:
+        return here
+    best = max(sizes, key=lambda node: (sizes[node], node == here), default="")
+    return best if sizes.get(best) else ""
+
+
+def make_host_affinity(resource: str = "CPU", amount: float = 1.0) -> NodeAffinitySchedulingStrategy:
+    """Place a worker that reserves nothing where it finds processors: on `choose_host`'s node while that is up, and on
+    another when it is lost. A head with `num-cpus: 0` has none."""
+    here = str(ray.get_runtime_context().get_node_id())
+    return NodeAffinitySchedulingStrategy(choose_host(ray.nodes(), here, resource, amount) or here, soft=True)
 
 
 def _find_head_node() -> dict[str, Any]:

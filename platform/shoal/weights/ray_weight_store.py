@@ -49,12 +49,13 @@ class WeightStoreWorker:
         return self._store.latest()
 
 
-def start_weight_store(run_id: str) -> ActorHandle:
-    """The store of a run: named `weights-{run_id}` in the namespace `shoal`. Where it is not there, it is made, on the
-    node of who asks: a driver's, whose death ends the run in any case."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+def start_weight_store(run_id: str, placement: NodeAffinitySchedulingStrategy | str = "DEFAULT") -> ActorHandle:
+    """The store of a run: named `weights-{run_id}` in the namespace `shoal`. Where it is not there, it is made.
+
+    placement: Ray's scheduling strategy for it
+    """
     options = {"name": f"weights-{run_id}", "namespace": NAMESPACE, "get_if_exists": True}
-    return WeightStoreWorker.options(scheduling_strategy=here, **options).remote()  # type: ignore[attr-defined]
+    return WeightStoreWorker.options(scheduling_strategy=placement, **options).remote()  # type: ignore[attr-defined]
 
 
 class RayWeightSource:

@@ -1,0 +1,110 @@
+"""Calls in a worker process of what needs a run's Task: the driver, which may be on a host with few CPUs and little
+memory, builds no model and reads no data.
+
+Called by `flows.training` before a run's workers begin and after they have ended. Workers of a run use what prepares a
+process for a Task.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
+
+from shoal.cluster.capacity import NODES_WAIT_S, WaitLog, make_host_affinity, require_cpus, wait_for_nodes
+from shoal.errors import ClusterError, ShoalError, TrainError, summarize_error
+from shoal.gc_freeze import freeze_loaded_objects
+from shoal.train.launch.validate import ValidatedRun
+from shoal.train.spec import TrainSpec
+from shoal.train.task import JOBS
+
+T = TypeVar("T")
+_PLACE = {"CPU": 1.0}
+
+
+def check_on_worker(spec: TrainSpec, say: Callable[[str], None], meanwhile: Callable[[], object]) -> ValidatedRun:
+    """The facts about a run whose words are valid. Raises what `validate_task` raises, and ClusterError where no node
+    comes on which to check.
+
+    say:       receives the reason for a wait
+    meanwhile: called while the worker checks
+    """
+    return _call(_check, spec, say, meanwhile)
+
+
+def _check(spec: TrainSpec) -> ValidatedRun:
+    from shoal.train.launch.validate import validate_task
+
+    return validate_task(spec)
+
+
+def predict_on_worker(spec: TrainSpec) -> dict[str, Any]:
+    """The details of the event PREDICTED."""
+    try:
+        return _call(_predict, spec, lambda line: None, lambda: None)
+    except ShoalError as error:  # no reason to fail a run that has ended
+        return {"notes": [f"not predicted: {summarize_error(error)}"]}
+
+
+def _predict(spec: TrainSpec) -> dict[str, Any]:
+    from shoal.train.launch.predicted_cost import predict_cost_details
+
+    return predict_cost_details(spec)
+
+
+def _call(
+    function: Callable[[TrainSpec], T], spec: TrainSpec, say: Callable[[str], None], meanwhile: Callable[[], object]
+) -> T:
+    """What `function` returns in a process of its own, which reserves nothing and is on a host with CPUs: it runs when
+    no worker of the run does, and a busy cluster must not hold it up."""
+    if require_cpus(1.0, "workers", [_PLACE]):
+        wait_s = NODES_WAIT_S if spec.wait is None else spec.wait
+        if not wait_for_nodes(
+            [_PLACE], wait_s, WaitLog(lambda kind, reason, **details: say(reason or "a node has come"))
+        ):
+            raise ClusterError(f"no node came within {wait_s:g} s on which to check the run: give it more with wait=1h")
+    options = {"num_cpus": 0, "max_calls": 1, "max_retries": 0, "scheduling_strategy": make_host_affinity()}
+    answer = ray.remote(**options)(_run_here).remote(Path.cwd(), function, spec)
+    meanwhile()
+    try:
+        found, error = ray.get(answer)
+    except RayError as failure:
+        problem = f"the worker that looked at {spec.task} died: {summarize_error(failure, line=-1)}"
+        raise TrainError(problem) from failure
+    if error is not None:
+        raise error
+    result: T = found
+    return result
+
+
+def _run_here(folder: Path, function: Callable[[TrainSpec], T], spec: TrainSpec) -> tuple[T | None, ShoalError | None]:
+    with freeze_loaded_objects():
+        import torch._dynamo  # noqa: F401 - as every optimizer does
+    change_to_task_folder(spec, folder)
+    try:
+        return function(spec), None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
+        return None, to_shoal_error(error)
+
+
+def change_to_task_folder(spec: TrainSpec, working_folder: Path) -> None:
+    """Change to the folder of relative paths: the driver's own, or the copy that Ray has sent here."""
+    place = spec.task.partition(":")[0]
+    names = [Path(place)] if place.endswith(".py") else [JOBS / f"{place}.py"]
+    for folder in (working_folder, *map(Path, sys.path)):
+        if any((folder / name).is_file() for name in names):
+            os.chdir(folder)
+            return
+
+
+def to_shoal_error(error: Exception | SystemExit) -> ShoalError:
+    """Convert an error for sending: a user's own exception with its traceback."""
+    if isinstance(error, ShoalError):
+        return error
+    return TrainError("".join(traceback.format_exception(error)).rstrip())
