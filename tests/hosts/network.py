@@ -25,7 +25,7 @@ RAYS = Path("/tmp/ray")  # where each host mounts a folder of its own
 NETWORK = "198.18.7"  # of RFC 2544, for tests of networks
 # Bash reaps whom their parents have left, and ends, and with it the host, when nobody holds its standard input.
 _INIT = "hostname {name}; mkdir -p /tmp/ray; mount -t tmpfs ray /tmp/ray; mount -t tmpfs shm /dev/shm; echo up; read -r"
-_SMALL = "--num-cpus=2 --object-store-memory=300000000"
+_SMALL = "--num-cpus={num_cpus} --object-store-memory=300000000"
 LIMIT_S, GRACE_S = 800.0, 60.0
 # Nothing is heard of a host without power: how long it is waited for, five times; else 10 s.
 _PATIENCE = {"RAY_health_check_timeout_ms": "3000"}
@@ -171,7 +171,7 @@ def network(folder: Path) -> Iterator[Network]:
             RAYS.rmdir()
 
 
-def start_ray(host: Host, head: Host) -> None:
+def start_ray(host: Host, head: Host, num_cpus: int = 2) -> None:
     """By the commands of cluster.yaml, without what its launcher does."""
     cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     if not (venv := host.home / "shoal-venv").exists():
@@ -183,7 +183,7 @@ def start_ray(host: Host, head: Host) -> None:
     host.run("bash", "-c", host_environment.replace("shoal.cluster.host_environment", in_ray) + more)
     kind = "head" if host is head else "worker"
     end, start = cluster[f"{kind}_start_ray_commands"]
-    start = re.sub(r"--autoscaling-config=\S+", "", start) + f" {_SMALL}"
+    start = re.sub(r"--autoscaling-config=\S+", "", start) + " " + _SMALL.format(num_cpus=num_cpus)
     for attempt in range(1, RAY_STARTS + 1):
         try:
             host.run("bash", "-c", f"cd; export RAY_HEAD_IP={head.address}; {start}")

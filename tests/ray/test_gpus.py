@@ -25,7 +25,7 @@ from shoal.flows.training import RayBackend
 from shoal.libs.population.flow.run import _choose_workers
 from shoal.libs.population.loop.spec import RLPopulationSpec
 from shoal.libs.population.spec import PopulationSpec
-from shoal.train.launch.ray_capacity import resolve_device
+from shoal.train.launch.ray_capacity import find_remote_host, resolve_device
 from shoal.train.launch.ray_processes import RayProcess
 from shoal.train.launch.validate import validate_run
 from shoal.train.reporting.event_log import NullLog
@@ -76,12 +76,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def test_workers_that_share_memory_count_the_gpus_of_their_host(gpus: dict[str, float]) -> None:
-    gpus["there"] = 2.0
+    gpus |= {"here": 1.0, "there": 1.0}
     assert resolve_device(spec_of(sync={"kind": "local_sgd"})).device == "cuda"
     shared = spec_of(workers=[1, 2])
     assert resolve_device(shared).device == "cpu"
-    gpus["here"] = 2.0
+    gpus["there"] = 2.0
     assert resolve_device(shared).device == "cuda"
+    assert find_remote_host(shared.model_copy(update={"device": "cuda"})) == "there"
 
 
 def test_a_precision_is_judged_by_the_device_of_the_workers(gpus: dict[str, float]) -> None:
@@ -101,6 +102,7 @@ def test_replicas_reserve_a_gpu_each_where_they_train_on_one(
     started: list[Any] = []
     monkeypatch.setattr("shoal.train.launch.parameter_server.fit_replicas", lambda *words: started.append(words[5]))
     monkeypatch.setattr("shoal.train.launch.ray_processes.find_host_address", lambda: "")
+    monkeypatch.setattr("shoal.flows.training.find_remote_host", lambda spec: "")
     spec = spec_of(device=device, **changes)
     RayBackend(spec, SimpleNamespace(id="r", folder=None), NullLog()).attempt(None)  # type: ignore[arg-type]
     assert started[0].func is RayProcess

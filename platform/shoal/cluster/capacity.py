@@ -110,25 +110,30 @@ def list_other_nodes() -> dict[str, str]:
     }
 
 
-def choose_host(nodes: Sequence[Mapping[str, Any]], here: str, resource: str = "CPU", amount: float = 1.0) -> str:
-    """The id of the node for work that needs `amount` of a resource on one host: this node if it has that, otherwise
-    the one with the most. "" where no node has any. Totals count, and not what is free.
+def rank_hosts(nodes: Sequence[Mapping[str, Any]], here: str, resource: str = "CPU", amount: float = 1.0) -> list[str]:
+    """The ids of the nodes that have any of a resource: this node first if it has `amount`, then those with the most.
+    Totals count, and not what is free.
 
     nodes: as `ray.nodes()` has them
     here:  this node's id
     """
     sizes = {node["NodeID"]: node["Resources"].get(resource, 0.0) for node in nodes if node["Alive"]}
-    if sizes.get(here, 0.0) >= amount:
-        return here
-    best = max(sizes, key=lambda node: (sizes[node], node == here), default="")
-    return best if sizes.get(best) else ""
+    is_enough = sizes.get(here, 0.0) >= amount
+    ranks = {node: (node != here or not is_enough, -size, node != here, node) for node, size in sizes.items() if size}
+    return sorted(ranks, key=ranks.__getitem__)
 
 
-def make_host_affinity(resource: str = "CPU", amount: float = 1.0) -> NodeAffinitySchedulingStrategy:
-    """Place a worker that reserves nothing where it finds processors: on `choose_host`'s node while that is up, and on
-    another when it is lost. A head with `num-cpus: 0` has none."""
+def make_host_options(number: int = 0) -> dict[str, Any]:
+    """Ray's options that place a worker without CPUs of its own where there are some: a head may have none.
+    It is on that node while the node is up, and on another once it is lost.
+
+    number: of several workers, which are spread over the nodes; the first is on this node, if that has CPUs
+    """
     here = str(ray.get_runtime_context().get_node_id())
-    return NodeAffinitySchedulingStrategy(choose_host(ray.nodes(), here, resource, amount) or here, soft=True)
+    hosts = rank_hosts(ray.nodes(), here) or [here]
+    there = NodeAffinitySchedulingStrategy(hosts[number % len(hosts)], soft=True)
+    # An actor that asks for nothing is placed at random (Ray 2.60, `GetBestSchedulableNode`): it asks for a byte.
+    return {"num_cpus": 0, "memory": 1, "scheduling_strategy": there}
 
 
 def _find_head_node() -> dict[str, Any]:

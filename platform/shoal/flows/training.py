@@ -27,6 +27,7 @@ from shoal.train.launch.ray_capacity import (
     WorkerPlacement,
     count_free_workers,
     count_workers_that_fit,
+    find_remote_host,
     require_capacity,
     resolve_device,
 )
@@ -177,15 +178,18 @@ class RayBackend:
 
     def attempt(self, run: TrainingRun) -> TrainResult:
         """Also raises ClusterError when the cluster has no room, and KeyboardInterrupt."""
-        if self.spec.has_replicas:
+        remote_host = find_remote_host(self.spec)
+        if self.spec.has_replicas and not remote_host:
             return self._attempt_replicas()
         with needs_extra("train"):  # Ray Train takes a second to load, which `--check` must not wait for
-            from shoal.train.launch.ray_train import RayTrainAttempt, WorkerSetup
+            from shoal.train.launch.ray_processes import fit_on_host
+            from shoal.train.launch.ray_train import RayTrainAttempt, WorkerSetup, run_ray_train
 
         self._has_started, self._shortage = False, None
         group = WorkerPlacement()
         setting = WorkerSetup(self.spec, self.recorder.id, self.recorder.folder, Path.cwd())
-        with shutdown_event() as asked, closing(RayTrainAttempt(setting)) as fit:
+        train = partial(fit_on_host, remote_host) if remote_host else run_ray_train
+        with shutdown_event() as asked, closing(RayTrainAttempt(setting, train)) as fit:
             deadline = math.inf
             while not self._poll_or_abort(fit, group):
                 if (asked.is_set() or self._should_stop()) and deadline == math.inf:
@@ -247,7 +251,7 @@ class RayBackend:
         self._has_started = self._has_started or bool(messages)
         for message in messages:
             self._record_message(message)
-        if self._send_heartbeat() and not self._has_started:
+        if self._send_heartbeat() and not (self._has_started or self.spec.has_replicas):
             self._check_capacity(group)
         return is_over
 

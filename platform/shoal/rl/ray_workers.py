@@ -24,7 +24,7 @@ from shoal.cluster.capacity import (
     get_head_address,
     get_node_address,
     gpus_by_host,
-    make_host_affinity,
+    make_host_options,
 )
 from shoal.device_memory import limit_device_memory
 from shoal.errors import (
@@ -278,13 +278,13 @@ class ActorLearnerWorkers:
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
         self._run_id = setting.run_id
         # The gateway stays on its host while that is up: its address should not change, and its ledger is a file there.
-        placement = make_host_affinity()
-        require_reachable_gateway(spec, get_node_address(placement.node_id), get_head_address())
+        placement = make_host_options()
+        require_reachable_gateway(spec, get_node_address(placement["scheduling_strategy"].node_id), get_head_address())
         self._store = start_weight_store(setting.run_id, placement)
         # Workers find each other by name: a handle among a constructor's arguments would prevent its restart.
         options = {"namespace": NAMESPACE, "max_restarts": spec.learner.max_restarts}
         self._gateway: Any = GatewayWorker.options(  # type: ignore[attr-defined]
-            name=_gateway_name(setting.run_id), scheduling_strategy=placement, **options
+            name=_gateway_name(setting.run_id), **placement, **options
         ).remote(spec, experience, setting)
         num_gpus = spec.learner.num_gpus if uses_gpu(spec) else 0
         if num_gpus and count_gpu_slots(num_gpus, gpus_by_host()) < spec.learner.replicas:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import ray
 from ray.util.placement_group import placement_group_table
 
-from shoal.cluster.capacity import NODES_WAIT_S, WaitLog, wait_for_nodes, wait_for_resource
+from shoal.cluster.capacity import NODES_WAIT_S, WaitLog, rank_hosts, wait_for_nodes, wait_for_resource
 from shoal.cluster.growth import find_growth
 from shoal.errors import ClusterError, PlanError
 from shoal.parallel.layers.precision import check_precision
@@ -37,11 +37,29 @@ def count_workers_that_fit(spec: TrainSpec) -> int:
 
 
 def _count_resource(spec: TrainSpec, resource: str) -> int:
-    """Of the cluster; where the workers share memory, of the driver's host, on which they all are."""
-    if not (spec.has_replicas and spec.applied_sync.shares_memory):
+    """Of the cluster; where the workers share memory, of the host on which they all are."""
+    if not _is_on_one_host(spec):
         return int(ray.cluster_resources().get(resource, 0))
-    here = ray.get_runtime_context().get_node_id()
-    return int(next(node["Resources"].get(resource, 0) for node in ray.nodes() if node["NodeID"] == here))
+    nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
+    host = _choose_host(spec, resource)
+    return int(nodes[host].get(resource, 0)) if host else 0
+
+
+def _is_on_one_host(spec: TrainSpec) -> bool:
+    return spec.has_replicas and spec.applied_sync.shares_memory
+
+
+def find_remote_host(spec: TrainSpec) -> str:
+    """The node for a run whose workers share memory, if it is another than this one; "" for this one and other runs."""
+    if not _is_on_one_host(spec):
+        return ""
+    host = _choose_host(spec, _resource_name(spec))
+    return "" if host == ray.get_runtime_context().get_node_id() else host
+
+
+def _choose_host(spec: TrainSpec, resource: str) -> str:
+    hosts = rank_hosts(ray.nodes(), ray.get_runtime_context().get_node_id(), resource, spec.workers)
+    return hosts[0] if hosts else ""
 
 
 def count_free_workers(spec: TrainSpec) -> int:
@@ -80,11 +98,13 @@ def require_capacity(spec: TrainSpec, record: Callable[..., None]) -> None:
     there = count_workers_that_fit(spec)
     if min(there, count_free_workers(spec)) >= needed:
         return
-    growth, bundles = find_growth(), [{resource: 1.0}] * needed
+    growth, is_on_one_host = find_growth(), _is_on_one_host(spec)
+    bundles = [{resource: float(needed)}] if is_on_one_host else [{resource: 1.0}] * needed
     if there < needed and not growth.can_hold(bundles):
         remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"
+        where = "the host of the workers, which share memory," if is_on_one_host else "the cluster"
         added = f", and its autoscaler may add no more than {growth}" if growth else ""
-        raise PlanError("workers", needed, f"the cluster has {there} {resource}s{added}", remedy)
+        raise PlanError("workers", needed, f"{where} has {there} {resource}s{added}", remedy)
     wait_s = spec.wait if spec.wait is not None else NODES_WAIT_S if growth else CAPACITY_WAIT_S
     log, lack = WaitLog(record, wait_s), f"{needed} workers need a {resource} each"
     if growth:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from shoal.cluster.capacity import NODES_WAIT_S, WaitLog, make_host_affinity, require_cpus, wait_for_nodes
+from shoal.cluster.capacity import NODES_WAIT_S, WaitLog, make_host_options, require_cpus, wait_for_nodes
 from shoal.errors import ClusterError, ShoalError, TrainError, summarize_error
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.train.launch.validate import ValidatedRun
@@ -69,8 +69,7 @@ def _call(
             [_PLACE], wait_s, WaitLog(lambda kind, reason, **details: say(reason or "a node has come"))
         ):
             raise ClusterError(f"no node came within {wait_s:g} s on which to check the run: give it more with wait=1h")
-    options = {"num_cpus": 0, "max_calls": 1, "max_retries": 0, "scheduling_strategy": make_host_affinity()}
-    answer = ray.remote(**options)(_run_here).remote(Path.cwd(), function, spec)
+    answer = ray.remote(max_calls=1, max_retries=0, **make_host_options())(_run_here).remote(Path.cwd(), function, spec)
     meanwhile()
     try:
         found, error = ray.get(answer)

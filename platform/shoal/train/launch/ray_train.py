@@ -7,7 +7,7 @@ because only the owner of the run knows which failures deserve another attempt. 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,33 @@ def _run_worker(config: Mapping[str, Any]) -> TrainResult:
             posted.close()
 
 
-class RayTrainAttempt:
-    """One attempt to train, in a thread of this process. `poll` it until it is over."""
+def run_ray_train(setting: WorkerSetup, mailbox: ActorHandle) -> TrainResult:
+    """Train in one group of Ray Train's workers. Raises its errors."""
+    spec = setting.spec
+    scaling = ScalingConfig(num_workers=spec.workers, use_gpu=spec.device == "cuda")
+    storage = RunConfig(
+        name=setting.run_id, storage_path=str(setting.folder / "ray"), failure_config=FailureConfig(max_failures=0)
+    )
+    # Not Ray's own choice for CUDA, nccl alone: collectives on the host need a back end, too.
+    chosen = spec.parallel.backend or (CUDA_BACKEND if spec.device == "cuda" else None)
+    backend = GroupConfig(backend=chosen, timeout_s=int(TIMEOUT_S))
+    config = {"setting": setting, "mailbox": mailbox}
+    trainer = TorchTrainer(
+        _run_worker, train_loop_config=config, scaling_config=scaling, run_config=storage, torch_config=backend
+    )
+    result: TrainResult = trainer.fit().return_value
+    return result
 
-    def __init__(self, setting: WorkerSetup) -> None:
+
+class RayTrainAttempt:
+    """One attempt to train, in a thread of this process. `poll` it until it is over.
+
+    train: trains to the end, and posts messages to the mailbox: in a group of Ray Train's workers by default
+    """
+
+    def __init__(
+        self, setting: WorkerSetup, train: Callable[[WorkerSetup, ActorHandle], TrainResult] = run_ray_train
+    ) -> None:
         self._mailbox = start_mailbox()
         self._num_received = 0
         self._errors: list[ShoalError] = []
@@ -110,19 +133,7 @@ class RayTrainAttempt:
         self._outcome: TrainResult | None = None
         self._failure: str | None = None
         self._unexpected_error: Exception | None = None
-        config = {"setting": setting, "mailbox": self._mailbox}
-        spec = setting.spec
-        scaling = ScalingConfig(num_workers=spec.workers, use_gpu=spec.device == "cuda")
-        storage = RunConfig(
-            name=setting.run_id, storage_path=str(setting.folder / "ray"), failure_config=FailureConfig(max_failures=0)
-        )
-        # Not Ray's own choice for CUDA, nccl alone: collectives on the host need a back end, too.
-        chosen = spec.parallel.backend or (CUDA_BACKEND if spec.device == "cuda" else None)
-        backend = GroupConfig(backend=chosen, timeout_s=int(TIMEOUT_S))
-        trainer = TorchTrainer(
-            _run_worker, train_loop_config=config, scaling_config=scaling, run_config=storage, torch_config=backend
-        )
-        self._thread = threading.Thread(target=self._run, args=(trainer,), name="ray-train", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(train, setting), name="ray-train", daemon=True)
         self._thread.start()
 
     def poll(self, timeout_s: float) -> tuple[list[Message], bool]:
@@ -168,9 +179,9 @@ class RayTrainAttempt:
         """Release the mailbox. Idempotent."""
         ray.kill(self._mailbox)
 
-    def _run(self, trainer: TorchTrainer) -> None:
+    def _run(self, train: Callable[[WorkerSetup, ActorHandle], TrainResult], setting: WorkerSetup) -> None:
         try:
-            self._outcome = trainer.fit().return_value
+            self._outcome = train(setting, self._mailbox)
         except (RayError, ray.train.TrainingFailedError) as error:
             # As text: its frames would keep the group's placement alive, and the next attempt waiting for it.
             self._failure = summarize_error(error, line=-1, max_chars=None)
