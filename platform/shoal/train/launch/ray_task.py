@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from shoal.train.task import JOBS
 
 T = TypeVar("T")
 _PLACE = {"CPU": 1.0}
+PREDICTION_TIMEOUT_S = 600.0
 
 
 def check_on_worker(spec: TrainSpec, say: Callable[[str], None], meanwhile: Callable[[], object]) -> ValidatedRun:
@@ -35,7 +36,16 @@ def check_on_worker(spec: TrainSpec, say: Callable[[str], None], meanwhile: Call
     say:       receives the reason for a wait
     meanwhile: called while the worker checks
     """
-    return _call(_check, spec, say, meanwhile)
+    if require_cpus(1.0, "workers", [_PLACE]):
+        wait_s = NODES_WAIT_S if spec.wait is None else spec.wait
+        if not wait_for_nodes(
+            [_PLACE], wait_s, WaitLog(lambda kind, reason, **details: say(reason or "a node has come"))
+        ):
+            raise ClusterError(f"no node came within {wait_s:g} s on which to check the run: give it more with wait=1h")
+    answer = _start(_check, spec, make_host_options())
+    meanwhile()
+    checked: ValidatedRun = _get(answer, spec)
+    return checked
 
 
 def _check(spec: TrainSpec) -> ValidatedRun:
@@ -45,11 +55,14 @@ def _check(spec: TrainSpec) -> ValidatedRun:
 
 
 def predict_on_worker(spec: TrainSpec) -> dict[str, Any]:
-    """The details of the event PREDICTED."""
+    """The details of the event PREDICTED, on a GPU for a run on GPUs, of which one must become free in time."""
+    answer = _start(_predict, spec, {"num_gpus": 1} if spec.device == "cuda" else make_host_options())
     try:
-        return _call(_predict, spec, lambda line: None, lambda: None)
+        details: dict[str, Any] = _get(answer, spec, PREDICTION_TIMEOUT_S)
     except ShoalError as error:  # no reason to fail a run that has ended
+        ray.cancel(answer, force=True)
         return {"notes": [f"not predicted: {summarize_error(error)}"]}
+    return details
 
 
 def _predict(spec: TrainSpec) -> dict[str, Any]:
@@ -58,28 +71,21 @@ def _predict(spec: TrainSpec) -> dict[str, Any]:
     return predict_cost_details(spec)
 
 
-def _call(
-    function: Callable[[TrainSpec], T], spec: TrainSpec, say: Callable[[str], None], meanwhile: Callable[[], object]
-) -> T:
-    """What `function` returns in a process of its own, which reserves nothing and is on a host with CPUs: it runs when
-    no worker of the run does, and a busy cluster must not hold it up."""
-    if require_cpus(1.0, "workers", [_PLACE]):
-        wait_s = NODES_WAIT_S if spec.wait is None else spec.wait
-        if not wait_for_nodes(
-            [_PLACE], wait_s, WaitLog(lambda kind, reason, **details: say(reason or "a node has come"))
-        ):
-            raise ClusterError(f"no node came within {wait_s:g} s on which to check the run: give it more with wait=1h")
-    answer = ray.remote(max_calls=1, max_retries=0, **make_host_options())(_run_here).remote(Path.cwd(), function, spec)
-    meanwhile()
+def _start(function: Callable[[TrainSpec], T], spec: TrainSpec, options: Mapping[str, Any]) -> ray.ObjectRef[Any]:
+    """Call `function` in a process of its own. The check reserves no CPU: it ends before the run's workers begin, and a
+    busy cluster must not hold it up."""
+    return ray.remote(max_calls=1, max_retries=0, **options)(_run_here).remote(Path.cwd(), function, spec)
+
+
+def _get(answer: ray.ObjectRef[Any], spec: TrainSpec, timeout_s: float | None = None) -> Any:
     try:
-        found, error = ray.get(answer)
+        found, error = ray.get(answer, timeout=timeout_s)
     except RayError as failure:
-        problem = f"the worker that looked at {spec.task} died: {summarize_error(failure, line=-1)}"
+        problem = f"the worker that looked at {spec.task} died, or is late: {summarize_error(failure, line=-1)}"
         raise TrainError(problem) from failure
     if error is not None:
         raise error
-    result: T = found
-    return result
+    return found
 
 
 def _run_here(folder: Path, function: Callable[[TrainSpec], T], spec: TrainSpec) -> tuple[T | None, ShoalError | None]:
