@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 
 EXTERNAL_PROBE_HOST = "192.0.2.1"  # of RFC 5737, assigned to no host: routed like any address outside
+WILDCARDS = ("*", "0.0.0.0", "::")  # all addresses of this machine
 _ANY_PORT = 9
+_IS_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", re.IGNORECASE)
 
 
 def is_loopback(host: str) -> bool:
@@ -15,6 +18,21 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Host and port of `HOST`, `HOST:PORT`, `[IPV6]` or `[IPV6]:PORT`; 0 without a port. Raises ValueError."""
+    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+))(?::(\d{1,5}))?", text)
+    if found is None:
+        raise ValueError("is not HOST or HOST:PORT, with an IPv6 address in brackets")
+    host, port = found[1] or found[2], int(found[3]) if found[3] else 0
+    if found[1]:
+        ipaddress.IPv6Address(host)
+    elif host not in WILDCARDS and not _IS_NAME.fullmatch(host):
+        raise ValueError("has no host name or address before its port")
+    if found[3] and not 0 < port <= 65535:
+        raise ValueError(f"has the port {port}, which is not within 1 and 65535")
+    return host, port
 
 
 def find_local_address(host: str) -> str | None:

@@ -104,7 +104,8 @@ def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkey
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(actor_learner, "InferenceConnection", Connection)
+    monkeypatch.setattr("shoal.flows.policy_connection.InferenceConnection", Connection)
+    monkeypatch.setattr("shoal.serve.on_ray.ingress_front.is_on_head", lambda: True)
     spec = ActorLearnerSpec(env="CartPole-v1", eval_episodes=5).override(["endpoint.model.max_batch_size=2"])
     flow = LoopRun(spec, SimpleNamespace(), {"": (EXPERIENCE, np.zeros(4, np.float32))})  # type: ignore[arg-type]
     flow._endpoint, flow._candidates = SimpleNamespace(url="http://h"), [SNAPSHOT]  # type: ignore[assignment]

@@ -33,6 +33,8 @@ from shoal.registry import Registry
 from shoal.runs import Run, Status
 from shoal.runs.record import recorder
 from shoal.runs.report.event_messages import describe_wait
+from shoal.train.launch.predicted_cost import predict_cost_details
+from shoal.train.launch.validate import validate_task
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.weights import WeightSnapshot
@@ -55,7 +57,7 @@ class FakeFit:
     made: list[FakeFit]
     on_poll: Callable[[], None]
 
-    def __init__(self, setting: Any) -> None:
+    def __init__(self, setting: Any, train: Any) -> None:
         self.setting, self.was_stopped, self.was_closed, self.refusal = setting, False, False, ""
         said, self._end = self.script[len(self.made)]
         self._said = list(said)
@@ -100,6 +102,8 @@ def fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeFit]:
     made = type("Fit", (FakeFit,), {"script": [], "made": [], "on_poll": staticmethod(lambda: None)})
     monkeypatch.setattr("shoal.train.launch.ray_train.RayTrainAttempt", made)
     monkeypatch.setattr("shoal.flows.training.WorkerPlacement", FakeGroup)
+    monkeypatch.setattr("shoal.flows.training.check_on_worker", lambda spec, *_: validate_task(spec))
+    monkeypatch.setattr("shoal.flows.training.predict_on_worker", predict_cost_details)
     monkeypatch.setattr(FakeGroup, "states", ())
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 4.0})
@@ -287,10 +291,13 @@ def test_more_workers_than_the_cluster_has(fit: type[FakeFit], monkeypatch: pyte
     assert not fit.made
 
 
-def test_a_job_looks_at_its_task_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("known", ["what is known", None])
+def test_a_job_leaves_its_task_to_a_worker_unless_all_is_known(
+    monkeypatch: pytest.MonkeyPatch, known: str | None
+) -> None:
     from shoal.flows import training
 
-    spec, looked_at = spec_of(), list[TrainSpec]()
+    spec, validated = spec_of(), list[TrainSpec]()
     ran: list[tuple[object, ...]] = []
 
     def as_job(given: Callable[[list[str]], TrainSpec], run: Any, job: str, check: Any) -> None:
@@ -298,11 +305,12 @@ def test_a_job_looks_at_its_task_once(monkeypatch: pytest.MonkeyPatch) -> None:
         run(spec, job)
 
     monkeypatch.setattr(training, "job_main", as_job)
-    monkeypatch.setattr(training, "check_once", lambda spec: looked_at.append(spec) or "what is known")
+    monkeypatch.setattr(training, "find_check", lambda spec: known)
+    monkeypatch.setattr(training, "validate_spec", validated.append)
     monkeypatch.setattr(training, "run_training", lambda *given: ran.append(given) or "run")
     training.train_main()
-    assert looked_at == [spec]
-    assert ran == [(spec, "train", "what is known")]
+    assert validated == ([] if known else [spec])
+    assert ran == [(spec, "train", known)]
 
 
 def test_a_place_that_becomes_free_is_waited_for(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:

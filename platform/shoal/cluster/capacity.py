@@ -1,11 +1,11 @@
-"""Check the cluster's capacity before starting anything that would wait for it; find the head node, for workers that
-live as long as the cluster."""
+"""Check the cluster's capacity before starting anything that would wait for it; choose hosts for workers that reserve
+nothing; find the head node, for workers that live as long as the cluster."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -95,6 +95,11 @@ def get_head_id() -> str:
     return str(_find_head_node()["NodeID"])
 
 
+def get_node_address(node_id: str) -> str:
+    """The address of a node for the other hosts."""
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
+
+
 def list_other_nodes() -> dict[str, str]:
     """The address of each node that is up, but for the head, by its id."""
     head = get_head_id()
@@ -103,9 +108,30 @@ def list_other_nodes() -> dict[str, str]:
     }
 
 
-def make_head_affinity() -> NodeAffinitySchedulingStrategy:
-    """Place a worker on the head node, so that it outlives every other host. Ray would choose any."""
-    return NodeAffinitySchedulingStrategy(_find_head_node()["NodeID"], soft=False)
+def rank_hosts(nodes: Sequence[Mapping[str, Any]], here: str, resource: str = "CPU", amount: float = 1.0) -> list[str]:
+    """The ids of the nodes that have any of a resource: this node first if it has `amount`, then those with the most.
+    Totals count, and not what is free.
+
+    nodes: as `ray.nodes()` has them
+    here:  this node's id
+    """
+    sizes = {node["NodeID"]: node["Resources"].get(resource, 0.0) for node in nodes if node["Alive"]}
+    is_enough = sizes.get(here, 0.0) >= amount
+    ranks = {node: (node != here or not is_enough, -size, node != here, node) for node, size in sizes.items() if size}
+    return sorted(ranks, key=ranks.__getitem__)
+
+
+def make_host_options(number: int = 0) -> dict[str, Any]:
+    """Ray's options that place a worker without CPUs of its own where there are some: a head may have none.
+    It is on that node while the node is up, and on another once it is lost.
+
+    number: of several workers, which are spread over the nodes; the first is on this node, if that has CPUs
+    """
+    here = str(ray.get_runtime_context().get_node_id())
+    hosts = rank_hosts(ray.nodes(), here) or [here]
+    there = NodeAffinitySchedulingStrategy(hosts[number % len(hosts)], soft=True)
+    # An actor that asks for nothing is placed at random (Ray 2.60, `GetBestSchedulableNode`): it asks for a byte.
+    return {"num_cpus": 0, "memory": 1, "scheduling_strategy": there}
 
 
 def _find_head_node() -> dict[str, Any]:

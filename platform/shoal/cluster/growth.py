@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -22,6 +23,8 @@ import ray
 import yaml
 
 HEAD = "node:__internal_head__"  # the resource by which Ray marks the head
+# For a worker that must be on the head. By this resource, since a head that comes back has another node id.
+ON_HEAD: Mapping[str, float] = MappingProxyType({HEAD: 0.001})
 UNLIMITED = 10_000  # nodes of a type without a limit
 _OPTION, _ADDRESS = "--autoscaling-config=", "--gcs-address="
 _KUBERAY_NAME = "RAY_CLUSTER_NAME"  # KubeRay sets it in every pod
@@ -105,7 +108,7 @@ def find_growth() -> Growth:
         if head["NodeID"] == ray.get_runtime_context().get_node_id():
             growth = find_on_head(address)
         else:
-            task = ray.remote(num_cpus=0, resources={HEAD: 0.001})(find_on_head)
+            task = ray.remote(num_cpus=0, resources=dict(ON_HEAD))(find_on_head)
             growth = ray.get(task.remote(address))
     return replace(growth, head=head["Resources"])
 

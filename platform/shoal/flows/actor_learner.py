@@ -35,8 +35,8 @@ from shoal.cluster.job_main import expected_run_id, print_too
 from shoal.cluster.run_queue import format_needs
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError, needs_extra
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.loop_policy import LoopPolicy
-from shoal.flows.policy_connection import InferenceConnection, wait_for_version
+from shoal.flows.loop_policy import LoopPolicy, describe_bound_addresses
+from shoal.flows.policy_connection import PolicyConnection, connect_policy, wait_for_version
 from shoal.flows.policy_evaluation import (
     MAX_MISS_PROBABILITY,
     Connections,
@@ -176,9 +176,9 @@ class LoopRun:
             admission.wait(bundles, f"learners and replicas need {format_needs(needs)}", wait_s, print_too(self._note))
 
     def _announce_gateways(self) -> None:
-        address = ",".join(each.address for each in self.policies)  # an actor needs all of them
+        address, bound = ",".join(each.address for each in self.policies), describe_bound_addresses(self.policies)
         env, key, ignored = self.spec.env, self._server_key, self.spec.ignore
-        self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored))
+        self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored), **bound)
         self._record_endpoint("gateway", "gateway", address)
         command = format_actor_command(address, env, key, ignored)
         print(f"run {self.recorder.id}: start each actor with\n    {command}", flush=True)
@@ -392,12 +392,14 @@ class LoopRun:
     def _connect(self) -> Iterator[Sequence[Connections]]:
         """Connections to all policies at the endpoint, which must serve the candidates by then."""
         assert self._endpoint is not None
+        from shoal.serve.on_ray.ingress_front import call_on_head, is_on_head  # loads Serve, as `deploy` has
+
         url = self._endpoint.url
         with ExitStack() as opened:
 
-            def connect(policy: LoopPolicy) -> InferenceConnection:
-                size = policy.spec.state_size
-                connection = InferenceConnection(url, policy.spec.model_name, self.token, state_size=size)
+            def connect(policy: LoopPolicy) -> PolicyConnection:
+                setting = url, policy.spec.model_name, self.token, policy.spec.state_size
+                connection = connect_policy(setting, None if is_on_head() else call_on_head)
                 opened.callback(connection.close)
                 return connection
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,11 @@ class LoopPolicy:
         drops = {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
         dropped = sum(segments["dropped"].values())
         recorder.log(int(stats["steps"]) + 2, {**totals, **drops, "segments/dropped": dropped})
+
+
+def describe_bound_addresses(policies: Sequence[LoopPolicy]) -> dict[str, str]:
+    """Where the gateways listen, for actors of their own host, where `gateway.advertise` names another address for the
+    others. Raises ClusterError."""
+    if not policies[0].spec.gateway.advertise:
+        return {}
+    return {"bound": ",".join(each.workers.get_bound_address() for each in policies)}

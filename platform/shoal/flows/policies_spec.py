@@ -36,8 +36,8 @@ class PoliciesSpec(ActorLearnerSpec):
     """One run of several policies. Its fields are those of each policy, where that has none of its own.
 
     The run ends when each policy with a `target_return` has reached it, or after `max_wall_s`; without targets, after
-    `max_wall_s`. The policy NAME is registered as MODEL-NAME. A `gateway.port` is that of the first policy's gateway;
-    the others have the next ones.
+    `max_wall_s`. The policy NAME is registered as MODEL-NAME. A `gateway.port` is that of the first policy's gateway,
+    and so is the port of a `gateway.advertise`; the others have the next ones.
     """
 
     target_return: None = Field(default=None, description="of a policy: policies.NAME.target_return")
@@ -73,8 +73,6 @@ class PoliciesSpec(ActorLearnerSpec):
         values: dict[str, Any] = {field: getattr(self, field) for field in ActorLearnerSpec.model_fields}
         values |= {field: each for field in _OWN_FIELDS if (each := getattr(policy, field)) is not None}
         values["self_play"] = self.self_play.model_copy(update={"opponents": policy.opponents})
-        if self.gateway.port:
-            number = list(self.policies).index(name)
-            values["gateway"] = self.gateway.update({"port": self.gateway.port + number})
+        values["gateway"] = self.gateway.shift_ports(list(self.policies).index(name))
         values["endpoint"] = self.endpoint.model_copy(update={"name": f"{self.model_name}-{name}"})
         return ActorLearnerSpec.parse(values | {"target_return": policy.target_return})

@@ -11,6 +11,8 @@ import http.client
 import json
 import math
 import time
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -44,6 +46,10 @@ class PolicyConnection(Protocol):
         """The answer to `observations` [B, *obs]; of a recurrent policy to their `states` [B, S], too: None, at the
         beginning of the episodes, is zero. It then has the `next_state`s. Of a policy with action masks to `masks` bool
         [B, K], too."""
+        ...
+
+    def close(self) -> None:
+        """Release it."""
         ...
 
 
@@ -130,6 +136,49 @@ class InferenceConnection:
 
     def close(self) -> None:
         self._connection.close()
+
+
+class RelayedConnection:
+    """A PolicyConnection whose requests begin in other processes, on the head say, where an endpoint on loopback is.
+
+    call:    `call(function, *arguments)` returns or raises there what the function does
+    setting: of each process's InferenceConnection: url, model, token and state_size
+    """
+
+    def __init__(self, call: Callable[..., Any], setting: tuple[str, str, str, int]) -> None:
+        self._call, self._setting = call, setting
+
+    def insist(
+        self,
+        observations: np.ndarray,
+        patience_s: float = PATIENCE_S,
+        states: np.ndarray | None = None,
+        masks: np.ndarray | None = None,
+    ) -> ActionAnswer:
+        answer: ActionAnswer = self._call(_insist, self._setting, observations, patience_s, states, masks)
+        return answer
+
+    def close(self) -> None:
+        """The connections end with their processes."""
+
+
+def _insist(setting: tuple[str, str, str, int], *arguments: Any) -> ActionAnswer:
+    return _connect(setting).insist(*arguments)
+
+
+@cache
+def _connect(setting: tuple[str, str, str, int]) -> InferenceConnection:
+    return _make_connection(setting)
+
+
+def _make_connection(setting: tuple[str, str, str, int]) -> InferenceConnection:
+    url, model, token, state_size = setting
+    return InferenceConnection(url, model, token, state_size=state_size)
+
+
+def connect_policy(setting: tuple[str, str, str, int], call: Callable[..., Any] | None = None) -> PolicyConnection:
+    """A connection from this process, or, given `call`, from where that calls."""
+    return _make_connection(setting) if call is None else RelayedConnection(call, setting)
 
 
 def wait_for_version(

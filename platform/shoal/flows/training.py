@@ -11,16 +11,17 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import shoal.runs
 from shoal.cluster.admission import CAPACITY_WAIT_S, RunAdmission
-from shoal.cluster.job_main import expected_run_id, job_main
+from shoal.cluster.job_main import CHECK, expected_run_id, job_main
 from shoal.errors import ClusterError, ConfigError, RankLost, RecordUnwritable, RunError, needs_extra
 from shoal.runs import RunRecorder
 from shoal.runs.ray_event_channel import Message
-from shoal.train.launch.checked_run import check_once
+from shoal.train.launch.checked_run import check_once, find_check
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.launch.ray_capacity import (
     WorkerPlacement,
@@ -29,9 +30,10 @@ from shoal.train.launch.ray_capacity import (
     require_capacity,
     resolve_device,
 )
+from shoal.train.launch.ray_task import check_on_worker, predict_on_worker
 from shoal.train.launch.shutdown_signal import shutdown_event
 from shoal.train.launch.training_run import TrainingRun
-from shoal.train.launch.validate import ValidatedRun, validate_run
+from shoal.train.launch.validate import ValidatedRun, validate_spec
 from shoal.train.reporting.console import ConsoleLog, format_metrics
 from shoal.train.reporting.event_log import EventLog, RecordLog
 from shoal.train.reporting.result import TrainResult
@@ -49,10 +51,15 @@ SHORTAGE_TIMEOUT_S = 600.0  # for a host to replace a lost one, or for other wor
 
 def train_main(spec: TrainSpec | None = None) -> None:
     """The main function of a recipe's file, and of jobs/train.py, which has no spec of its own."""
-    found: list[ValidatedRun] = []  # validating a Task creates its data and its model: do it once
+    found: list[ValidatedRun | None] = []
 
     def check_chosen(chosen: TrainSpec) -> None:
-        found.append(check_once(chosen))
+        if CHECK in sys.argv:
+            check_once(chosen)
+            return
+        found.append(find_check(chosen))
+        if found[0] is None:
+            validate_spec(chosen)
 
     def run(chosen: TrainSpec, job: str) -> str:
         return run_training(chosen, job, found.pop())
@@ -74,7 +81,7 @@ def run_training(spec: TrainSpec, job: str, checked: ValidatedRun | None = None)
 
     checked: the result of an earlier validation
     """
-    run_id, result = _train_recorded(spec, job, checked or validate_run(spec), registers=True)
+    run_id, result = _train_recorded(spec, job, checked or _check(spec), registers=True)
     if result.is_interrupted:
         raise KeyboardInterrupt
     return run_id
@@ -82,7 +89,22 @@ def run_training(spec: TrainSpec, job: str, checked: ValidatedRun | None = None)
 
 def train_on_cluster(spec: TrainSpec, job: str, *, registers: bool = True) -> TrainResult:
     """Train in workers of the connected cluster. Raises a ShoalError as `run_training`."""
-    return _train_recorded(spec, job, validate_run(spec), registers=registers)[1]
+    return _train_recorded(spec, job, _check(spec), registers=registers)[1]
+
+
+def _check(spec: TrainSpec) -> ValidatedRun:
+    """Check in a worker, and load meanwhile what `RayBackend.attempt` needs."""
+    validate_spec(spec)
+    return check_on_worker(spec, _print_line, partial(_load_launcher, spec))
+
+
+def _load_launcher(spec: TrainSpec) -> None:
+    if spec.has_replicas:
+        import shoal.train.launch.parameter_server
+
+        return
+    with needs_extra("train"):
+        import shoal.train.launch.ray_train  # noqa: F401
 
 
 def _require_importable(spec: TrainSpec) -> None:
@@ -180,6 +202,9 @@ class RayBackend:
                 if asked.is_set() or self._should_stop():
                     raise KeyboardInterrupt from None  # the user stopped it: no further attempt
                 raise
+
+    def predict_cost(self, spec: TrainSpec) -> dict[str, Any]:
+        return predict_on_worker(spec)
 
     def _attempt_replicas(self) -> TrainResult:
         from shoal.train.launch.parameter_server import fit_replicas

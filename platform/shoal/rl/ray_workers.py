@@ -17,9 +17,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shoal.cluster.capacity import count_gpu_slots, gpus_by_host
+from shoal.atomic_file import make_folder
+from shoal.cluster.capacity import (
+    count_gpu_slots,
+    get_head_address,
+    get_node_address,
+    gpus_by_host,
+    make_host_options,
+)
 from shoal.device_memory import limit_device_memory
 from shoal.errors import (
     Closed,
@@ -31,6 +37,7 @@ from shoal.errors import (
     summarize_error,
 )
 from shoal.gc_freeze import freeze_loaded_objects
+from shoal.network_address import is_loopback
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
@@ -73,6 +80,7 @@ class GatewayWorker:
     """A Gateway in a process of its own. After a restart, segments queued before are dropped as GATEWAY_CRASH."""
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
+        make_folder(setting.folder)  # absent on a host that shares no files with the driver's
         self._ledger = Ledger(setting.folder / LEDGER_NAME)
         self._queue = ExperienceQueue(spec.gateway.queue_capacity, self._ledger)
         self._gateway = Gateway(
@@ -91,7 +99,12 @@ class GatewayWorker:
         self._gateway.start(START_TIMEOUT_S)
 
     def address(self) -> str:
-        """Its address for actors; for a wildcard host, the address of this node."""
+        """Its address for actors: `gateway.advertise`, or where it listens."""
+        host, port = self._gateway.spec.advertised
+        return format_tcp_address(host, port or self._gateway.port) if host else self.bound_address()
+
+    def bound_address(self) -> str:
+        """Where it listens; for a wildcard host, at the address of this node."""
         host = resolve_reachable_host(self._gateway.spec.host, ray.util.get_node_ip_address())
         return format_tcp_address(host, self._gateway.port)
 
@@ -264,13 +277,14 @@ class ActorLearnerWorkers:
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
         self._run_id = setting.run_id
-        self._store = start_weight_store(setting.run_id)
+        # The gateway stays on its host while that is up: its address should not change, and its ledger is a file there.
+        placement = make_host_options()
+        require_reachable_gateway(spec, get_node_address(placement["scheduling_strategy"].node_id), get_head_address())
+        self._store = start_weight_store(setting.run_id, placement)
         # Workers find each other by name: a handle among a constructor's arguments would prevent its restart.
         options = {"namespace": NAMESPACE, "max_restarts": spec.learner.max_restarts}
-        # The gateway stays on this node: its address must not change, and its ledger is a file of the run's folder.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._gateway: Any = GatewayWorker.options(  # type: ignore[attr-defined]
-            name=_gateway_name(setting.run_id), scheduling_strategy=here, **options
+            name=_gateway_name(setting.run_id), **placement, **options
         ).remote(spec, experience, setting)
         num_gpus = spec.learner.num_gpus if uses_gpu(spec) else 0
         if num_gpus and count_gpu_slots(num_gpus, gpus_by_host()) < spec.learner.replicas:
@@ -298,6 +312,10 @@ class ActorLearnerWorkers:
         deadline = time.monotonic() + timeout_s
         self._wait_for_start("learner", self._learner.stats, deadline)
         return str(self._wait_for_start("gateway", self._gateway.address, deadline))
+
+    def get_bound_address(self) -> str:
+        """Where the gateway listens, for actors of its own host. Raises ClusterError."""
+        return str(self._call_until_answered(self._gateway.bound_address))
 
     def _wait_for_start(self, name: str, method: Any, deadline: float) -> Any:
         try:
@@ -355,6 +373,19 @@ class ActorLearnerWorkers:
             return call_or_none(getattr(worker, method))
         except ray.exceptions.RayActorError as error:
             raise ClusterError(f"a worker is gone for good: {error}") from error
+
+
+def require_reachable_gateway(spec: RLSpec, host: str, head: str) -> None:
+    """Raise ConfigError for a gateway on the loopback of a host that is not the head: no actor is there.
+
+    host, head: the addresses of the gateway's host and of the head
+    """
+    gateway = spec.gateway
+    if host == head or not is_loopback(gateway.host) or gateway.advertise or spec.learn_from_endpoint:
+        return
+    problem = f"is the loopback of {host}, which is not the head, and actors elsewhere cannot reach it"
+    remedy = "give gateway.host=0.0.0.0 and gateway.curve=true, or gateway.advertise for a tunnel to it"
+    raise ConfigError("gateway.host", gateway.host, problem, remedy)
 
 
 def uses_gpu(spec: RLSpec) -> bool:

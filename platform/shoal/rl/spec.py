@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from shoal.actor.environment import get_action_bounds, get_action_sizes
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.models.network_source import AnyNetworkSource
-from shoal.network_address import is_loopback
+from shoal.network_address import WILDCARDS, is_loopback, split_address
 from shoal.plugins.find import load_reference
 from shoal.rl.algorithm_config import CONFIGS, AnyAlgorithmConfig, find_config_type
 from shoal.runs.formatting import Duration
@@ -52,6 +52,33 @@ class GatewaySpec(Spec):
         default=300.0, gt=0, description="after which an episode of remote inference that no one continues expires"
     )
     max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
+    advertise: str = Field(
+        default="", description="HOST or HOST:PORT to which actors connect, behind NAT or a balancer; default: its own"
+    )
+
+    @field_validator("advertise")
+    @classmethod
+    def _is_address(cls, advertise: str, info: ValidationInfo) -> str:
+        if not advertise:
+            return advertise
+        host, _ = split_address(advertise)
+        if host in WILDCARDS:
+            raise ValueError("names no host: give the one to which actors connect")
+        if not is_loopback(host) and not info.data.get("curve", True):
+            raise ValueError("is beyond loopback: set curve=true, so that nothing is in clear")
+        return advertise
+
+    @property
+    def advertised(self) -> tuple[str, int]:
+        """Host and port of `advertise`; "" and 0 for those that it does not give."""
+        return split_address(self.advertise) if self.advertise else ("", 0)
+
+    def shift_ports(self, number: int) -> GatewaySpec:
+        """The spec of a further gateway: each port that is given is higher by `number`."""
+        host, port = self.advertised
+        ports = {"port": self.port + number} if self.port else {}
+        shown = f"[{host}]" if ":" in host else host
+        return self.update({**ports, **({"advertise": f"{shown}:{port + number}"} if port else {})})
 
     @model_validator(mode="after")
     def _closed_by_default(self) -> GatewaySpec:

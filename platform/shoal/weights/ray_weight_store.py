@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import ConnectionLost
 from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_until_answered
@@ -49,12 +50,13 @@ class WeightStoreWorker:
         return self._store.latest()
 
 
-def start_weight_store(run_id: str) -> ActorHandle:
-    """The store of a run: named `weights-{run_id}` in the namespace `shoal`. Where it is not there, it is made, on the
-    node of who asks: a driver's, whose death ends the run in any case."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+def start_weight_store(run_id: str, placement: Mapping[str, Any] = MappingProxyType({})) -> ActorHandle:
+    """The store of a run: named `weights-{run_id}` in the namespace `shoal`. Where it is not there, it is made.
+
+    placement: Ray's options that place it
+    """
     options = {"name": f"weights-{run_id}", "namespace": NAMESPACE, "get_if_exists": True}
-    return WeightStoreWorker.options(scheduling_strategy=here, **options).remote()  # type: ignore[attr-defined]
+    return WeightStoreWorker.options(**placement, **options).remote()  # type: ignore[attr-defined]
 
 
 class RayWeightSource:

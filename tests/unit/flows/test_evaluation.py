@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import gymnasium
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 
 from shoal.errors import ConfigError, InferenceError, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policy_connection import ActionAnswer, PolicyConnection, wait_for_version
+from shoal.flows.policy_connection import ActionAnswer, PolicyConnection, connect_policy, wait_for_version
 from shoal.flows.policy_evaluation import (
     NUM_RESAMPLES,
     TRIAL_SEED,
@@ -295,3 +295,30 @@ def test_what_an_environment_raises_in_a_trial_is_said_in_a_line(
     line = r"env = 'Held-v0': raised OSError: the game has crashed \(test_evaluation.py:\d+\)"
     with pytest.raises(ConfigError, match=line):
         play_alone(AlwaysLeft(), "Held-v0", 2, 1, max_rows=64)
+
+
+def test_requests_of_a_driver_elsewhere_begin_where_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[object, ...]] = []
+
+    class Connection:
+        def __init__(self, *setting: object, state_size: int) -> None:
+            made.append((*setting, state_size))
+
+        def insist(self, observations: np.ndarray, patience_s: float, states: object, masks: object) -> ActionAnswer:
+            return ActionAnswer({"action": observations}, int(patience_s))
+
+    called: list[str] = []
+
+    def call(function: Any, *arguments: object) -> object:
+        called.append(function.__name__)
+        return function(*arguments)
+
+    monkeypatch.setattr("shoal.flows.policy_connection.InferenceConnection", Connection)
+    setting = "http://127.0.0.1:8000", "cartpole", "token", 0
+    connection = connect_policy(setting, call)
+    assert made == []
+    for version in (5.0, 7.0):
+        assert connection.insist(np.zeros((1, 4)), version).version == version
+    connection.close()
+    assert made == [setting], "a process keeps its connection"
+    assert len(called) == 2

@@ -24,6 +24,47 @@ def test_a_host_beyond_loopback_needs_encryption(host: str) -> None:
     assert GatewaySpec.parse({"host": host, "curve": True}).curve
 
 
+@pytest.mark.parametrize(
+    ("advertise", "expected"),
+    [
+        ("learn.example", ("learn.example", 0)),
+        ("learn.example:5555", ("learn.example", 5555)),
+        ("192.0.2.7:5555", ("192.0.2.7", 5555)),
+        ("[2001:db8::7]:5555", ("2001:db8::7", 5555)),
+        ("[2001:db8::7]", ("2001:db8::7", 0)),
+        ("", ("", 0)),
+    ],
+)
+def test_an_advertised_address_is_a_host_with_or_without_a_port(advertise: str, expected: tuple[str, int]) -> None:
+    assert GatewaySpec.parse({"curve": True, "advertise": advertise}).advertised == expected
+
+
+@pytest.mark.parametrize(
+    ("advertise", "problem"),
+    [
+        ("tcp://learn.example:5555", "is not HOST or HOST:PORT"),
+        ("learn.example:", "is not HOST or HOST:PORT"),
+        ("2001:db8::7", "is not HOST or HOST:PORT"),
+        ("one:1,two:2", "is not HOST or HOST:PORT"),
+        ("learn.example:0", "within 1 and 65535"),
+        ("learn.example:65536", "within 1 and 65535"),
+        ("-a b-:5555", "no host name or address"),
+        ("[12:34]:5555", "12:34"),
+        ("0.0.0.0:5555", "names no host"),
+    ],
+)
+def test_an_advertised_address_that_no_actor_can_use_is_refused(advertise: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        GatewaySpec.parse({"curve": True, "advertise": advertise})
+    assert caught.value.field == "advertise"
+
+
+def test_an_advertised_address_beyond_loopback_needs_encryption() -> None:
+    with pytest.raises(ConfigError, match="curve=true"):
+        GatewaySpec.parse({"advertise": "learn.example:5555"})
+    assert GatewaySpec.parse({"advertise": "127.0.0.1:5555"}).advertised == ("127.0.0.1", 5555)
+
+
 def test_actions_that_do_not_count_from_zero_are_refused() -> None:
     box, spec = gymnasium.spaces.Box(-1, 1, (4,)), RLSpec()
     assert experience_spec(box, gymnasium.spaces.Discrete(3), spec).action.high == 2

@@ -96,9 +96,9 @@ def require_loop_fields(loop: LoopTrialSpec, space: SearchSpace) -> None:
         raise ConfigError("learn_from_endpoint", True, "a trial has no endpoint", "leave it out: actors teach a trial")
     if loop.learner.replicas > 1:
         raise ConfigError("learner.replicas", loop.learner.replicas, "a trial is one process", "use 1")
-    if loop.gateway.curve or not is_loopback(loop.gateway.host) or loop.gateway.port:
+    if loop.gateway.curve or not is_loopback(loop.gateway.host) or loop.gateway.port or loop.gateway.advertise:
         problem = "each trial has a gateway of its own, at a free port of its own machine"
-        raise ConfigError("gateway", loop.gateway.host, problem, "leave out host, port and curve")
+        raise ConfigError("gateway", loop.gateway.host, problem, "leave out host, port, curve and advertise")
     for path in space:
         if path.split(".")[0] in _SAME or path in _SAME_INNER:
             raise ConfigError(path, str(space[path]), "is the same in all trials of a sweep", "fix its value instead")

@@ -16,7 +16,7 @@ from pathlib import Path
 import zmq
 
 from shoal.errors import ConfigError
-from shoal.network_address import EXTERNAL_PROBE_HOST, find_local_address, is_loopback
+from shoal.network_address import EXTERNAL_PROBE_HOST, WILDCARDS, find_local_address, is_loopback
 from shoal.rl.spec import GatewaySpec
 
 MAX_UNREAD_MESSAGES = 16  # of one connection here; further ones wait at the sender
@@ -28,7 +28,7 @@ _KEEPALIVE = (
     (zmq.TCP_KEEPALIVE_CNT, 4),
 )
 MAX_OPEN_FILES = 65_536  # requested from the system: each connection uses one
-WILDCARDS = ("0.0.0.0", "::", "*")
+
 _PORT_WAIT_S = 1.0  # for the previous gateway to release the port
 
 

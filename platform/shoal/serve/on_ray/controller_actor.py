@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from shoal.cluster.capacity import make_head_affinity
+from shoal.cluster.growth import ON_HEAD
 from shoal.errors import ConnectionLost, ShoalError
 from shoal.ray_call import CALL_TIMEOUT_S, NAMESPACE, call_or_none
 from shoal.serve.controller.config import LOAD_TIMEOUT_S, ControllerConfig
@@ -117,7 +117,7 @@ class RayControllerClient:
                 namespace=NAMESPACE,
                 lifetime="detached",
                 get_if_exists=True,
-                scheduling_strategy=make_head_affinity(),  # with HAProxy and the state file
+                resources=dict(ON_HEAD),  # with HAProxy and the state file
             ).remote(self._config)
         return self._handle
 

@@ -17,7 +17,8 @@ import ray
 from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shoal.cluster.capacity import get_head_address, get_head_id, list_other_nodes, make_head_affinity
+from shoal.cluster.capacity import get_head_address, get_head_id, list_other_nodes
+from shoal.cluster.growth import ON_HEAD
 from shoal.cluster.ingress.front import Front, install_front, read_front_node, read_front_spec
 from shoal.cluster.ingress.listening import is_routed, require_listenable
 from shoal.cluster.ingress.serve_environment import (
@@ -48,10 +49,10 @@ def prepare_front(spec: EndpointSpec, ports: Mapping[str, int | None]) -> Endpoi
     ports: where HAProxy will listen, by field; none where it does already
     """
     reach = _get_reach(spec)
-    _call_on_head(require_listenable, spec.host, ports)
+    call_on_head(require_listenable, spec.host, ports)
     if BINARY_VARIABLE not in os.environ and reach == Reach():
         return spec
-    reach = _call_on_head(_install_here, reach)
+    reach = call_on_head(_install_here, reach)
     if reach.ingress == EVERY_NODE:
         _install_elsewhere(reach, ports)
     return spec.model_copy(update=dict(reach))
@@ -59,7 +60,7 @@ def prepare_front(spec: EndpointSpec, ports: Mapping[str, int | None]) -> Endpoi
 
 def list_sleeping() -> list[str]:
     """The applications that may sleep, on the head."""
-    return _call_on_head(_list_sleeping_here)
+    return call_on_head(_list_sleeping_here)
 
 
 def _list_sleeping_here() -> list[str]:
@@ -72,7 +73,7 @@ def wait_until_routed(application: str) -> None:
     Raises ClusterError when that takes too long.
     """
     if BINARY_VARIABLE in os.environ:
-        _call_on_head(_wait_here, application, get_head_id())
+        call_on_head(_wait_here, application, get_head_id())
 
 
 def _wait_here(application: str, node: str) -> None:
@@ -88,7 +89,7 @@ def join_ingress(spec: EndpointSpec) -> None:
 
     Called by a replica where each node has an ingress; does nothing on the head. Raises what `prepare_front` raises.
     """
-    if is_head(ray.util.get_node_ip_address()):
+    if is_on_head():
         return
     reach, folder = _get_reach(spec), find_ingress_folder()
     is_installed = read_front_node(folder) == ray.get_runtime_context().get_node_id()
@@ -103,7 +104,7 @@ def join_ingress(spec: EndpointSpec) -> None:
 def adopt_front(spec: EndpointSpec) -> EndpointSpec:
     """The spec with the front of the endpoint that it joins. Raises ConfigError for fields that differ from it."""
     has_front = BINARY_VARIABLE in os.environ
-    return spec.adopt_reach(Reach.from_yaml(_call_on_head(_read_here)) if has_front else Reach())
+    return spec.adopt_reach(Reach.from_yaml(call_on_head(_read_here)) if has_front else Reach())
 
 
 def _get_reach(spec: EndpointSpec) -> Reach:
@@ -159,11 +160,16 @@ def _read_here() -> str:
     return read_front_spec(find_ingress_folder())
 
 
-def _call_on_head(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+def is_on_head() -> bool:
+    """Whether this process is on the head's host."""
+    return is_head(ray.util.get_node_ip_address())
+
+
+def call_on_head(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Call on the head's host, where the user's files and HAProxy's are. Raises the function's errors."""
-    if is_head(ray.util.get_node_ip_address()):
+    if is_on_head():
         return function(*arguments, **named)
-    task: Any = ray.remote(num_cpus=0, scheduling_strategy=make_head_affinity())(function)
+    task: Any = ray.remote(num_cpus=0, resources=dict(ON_HEAD))(function)
     answer: T = _get_answer(task.remote(*arguments, **named))
     return answer
 

@@ -20,7 +20,7 @@ from shoal.errors import ClusterError, ConfigError
 from shoal.network_address import is_loopback
 from shoal.ray_call import NAMESPACE
 from shoal.serve.on_ray.controller_actor import stop_controller
-from shoal.serve.on_ray.ingress_front import adopt_front, prepare_front
+from shoal.serve.on_ray.ingress_front import adopt_front, call_on_head, prepare_front
 from shoal.serve.on_ray.ownership import is_serve_running, list_driver_endpoints, require_free_name
 from shoal.serve.on_ray.removal import (
     POLL_S,
@@ -77,8 +77,8 @@ def join_serve(spec: EndpointSpec) -> tuple[EndpointSpec, bool]:
         remove_abandoned_endpoints()
         host = "127.0.0.1" if is_loopback(spec.host) else "0.0.0.0"
         ports = {
-            "port": spec.port or find_free_port(host),
-            "grpc_port": find_free_port(host) if spec.grpc_port == 0 else spec.grpc_port,
+            "port": spec.port or call_on_head(find_free_port, host),
+            "grpc_port": call_on_head(find_free_port, host) if spec.grpc_port == 0 else spec.grpc_port,
         }
         return prepare_front(spec.model_copy(update=ports), ports), True
     delete_abandoned_applications()

@@ -20,15 +20,23 @@ from shoal.train.task import find_source_file
 VARIABLE, PRINT, PREFIX = "SHOAL_CHECKED_RUN", "print", "checked run: "
 
 
-def check_once(spec: TrainSpec) -> ValidatedRun:
-    """The facts of an earlier check of the same run, or those of a check now. Raises as `validate_run`."""
+def find_check(spec: TrainSpec) -> ValidatedRun | None:
+    """The facts of an earlier check of the same run; None without one."""
     given = os.environ.get(VARIABLE, "")
     if given not in ("", PRINT):
         found = json.loads(given)
         if found.pop("key") == _make_key(spec):
             return _from_json(found)
+    return None
+
+
+def check_once(spec: TrainSpec) -> ValidatedRun:
+    """The facts of an earlier check of the same run, or those of a check now. Raises as `validate_run`."""
+    checked = find_check(spec)
+    if checked is not None:
+        return checked
     checked = validate_run(spec)
-    if given == PRINT:
+    if os.environ.get(VARIABLE) == PRINT:
         values = asdict(checked) | {
             "key": _make_key(spec),
             "factory": checked.factory.model_dump(mode="json"),

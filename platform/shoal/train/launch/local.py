@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import psutil
 
@@ -62,6 +63,11 @@ class LocalBackend:
             should_stop=self._should_stop,
         )
         return trainer.run()
+
+    def predict_cost(self, spec: TrainSpec) -> dict[str, Any]:
+        from shoal.train.launch.predicted_cost import predict_cost_details  # loads parts of torch
+
+        return predict_cost_details(spec)
 
 
 def fit_locally(

@@ -6,10 +6,7 @@ because only the owner of the run knows which failures deserve another attempt. 
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +21,17 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
 
 from shoal.cpu_count import count_usable_cores
-from shoal.errors import RankLost, ShoalError, TrainError, summarize_error
+from shoal.errors import RankLost, ShoalError, summarize_error
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.parallel import World
 from shoal.parallel.comm.world import CUDA_BACKEND, TIMEOUT_S, set_network_interface
 from shoal.ray_call import call_or_none
 from shoal.runs.ray_event_channel import CALL_TIMEOUT_S, Message, RayLog, start_mailbox
+from shoal.train.launch.ray_task import change_to_task_folder, to_shoal_error
 from shoal.train.reporting.event_log import EventLog, NullLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
-from shoal.train.task import JOBS, make_task
+from shoal.train.task import make_task
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def _run_worker(config: Mapping[str, Any]) -> TrainResult:
 
     setting: WorkerSetup = config["setting"]
     mailbox: ActorHandle = config["mailbox"]
-    _change_to_task_folder(setting)
+    change_to_task_folder(setting.spec, setting.working_folder)
     context = get_context()
     posted = RayLog(mailbox) if context.get_world_rank() == 0 else None
     journal: EventLog = posted if posted is not None else NullLog()
@@ -94,28 +92,30 @@ def _run_worker(config: Mapping[str, Any]) -> TrainResult:
         )
         return trainer.run()
     except (Exception, SystemExit) as error:  # a Task that exits the program would do so in each attempt
-        ray.get(mailbox.report_failure.remote(_to_shoal_error(error)), timeout=CALL_TIMEOUT_S)
+        ray.get(mailbox.report_failure.remote(to_shoal_error(error)), timeout=CALL_TIMEOUT_S)
         raise
     finally:
         if posted is not None:
             posted.close()
 
 
-def _change_to_task_folder(setting: WorkerSetup) -> None:
-    """Change to the folder of relative paths: the driver's own, or the copy that Ray has sent here."""
-    place = setting.spec.task.partition(":")[0]
-    names = [Path(place)] if place.endswith(".py") else [JOBS / f"{place}.py"]
-    for folder in (setting.working_folder, *map(Path, sys.path)):
-        if any((folder / name).is_file() for name in names):
-            os.chdir(folder)
-            return
-
-
-def _to_shoal_error(error: Exception | SystemExit) -> ShoalError:
-    """Convert an error for sending: a user's own exception with its traceback."""
-    if isinstance(error, ShoalError):
-        return error
-    return TrainError("".join(traceback.format_exception(error)).rstrip())
+def _run_ray_train(setting: WorkerSetup, mailbox: ActorHandle) -> TrainResult:
+    """Train in one group of Ray Train's workers. Raises its errors."""
+    spec = setting.spec
+    lanes = {"CPU": float(spec.applied_sync.num_lanes)} if spec.applied_sync.num_lanes > 1 else None
+    scaling = ScalingConfig(num_workers=spec.workers, use_gpu=spec.device == "cuda", resources_per_worker=lanes)
+    storage = RunConfig(
+        name=setting.run_id, storage_path=str(setting.folder / "ray"), failure_config=FailureConfig(max_failures=0)
+    )
+    # Not Ray's own choice for CUDA, nccl alone: collectives on the host need a back end, too.
+    chosen = spec.parallel.backend or (CUDA_BACKEND if spec.device == "cuda" else None)
+    backend = GroupConfig(backend=chosen, timeout_s=int(TIMEOUT_S))
+    config = {"setting": setting, "mailbox": mailbox}
+    trainer = TorchTrainer(
+        _run_worker, train_loop_config=config, scaling_config=scaling, run_config=storage, torch_config=backend
+    )
+    result: TrainResult = trainer.fit().return_value
+    return result
 
 
 class RayTrainAttempt:
@@ -129,20 +129,7 @@ class RayTrainAttempt:
         self._outcome: TrainResult | None = None
         self._failure: str | None = None
         self._unexpected_error: Exception | None = None
-        config = {"setting": setting, "mailbox": self._mailbox}
-        spec = setting.spec
-        lanes = {"CPU": float(spec.applied_sync.num_lanes)} if spec.applied_sync.num_lanes > 1 else None
-        scaling = ScalingConfig(num_workers=spec.workers, use_gpu=spec.device == "cuda", resources_per_worker=lanes)
-        storage = RunConfig(
-            name=setting.run_id, storage_path=str(setting.folder / "ray"), failure_config=FailureConfig(max_failures=0)
-        )
-        # Not Ray's own choice for CUDA, nccl alone: collectives on the host need a back end, too.
-        chosen = spec.parallel.backend or (CUDA_BACKEND if spec.device == "cuda" else None)
-        backend = GroupConfig(backend=chosen, timeout_s=int(TIMEOUT_S))
-        trainer = TorchTrainer(
-            _run_worker, train_loop_config=config, scaling_config=scaling, run_config=storage, torch_config=backend
-        )
-        self._thread = threading.Thread(target=self._run, args=(trainer,), name="ray-train", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(setting,), name="ray-train", daemon=True)
         self._thread.start()
 
     def poll(self, timeout_s: float) -> tuple[list[Message], bool]:
@@ -188,9 +175,9 @@ class RayTrainAttempt:
         """Release the mailbox. Idempotent."""
         ray.kill(self._mailbox)
 
-    def _run(self, trainer: TorchTrainer) -> None:
+    def _run(self, setting: WorkerSetup) -> None:
         try:
-            self._outcome = trainer.fit().return_value
+            self._outcome = _run_ray_train(setting, self._mailbox)
         except (RayError, ray.train.TrainingFailedError) as error:
             # As text: its frames would keep the group's placement alive, and the next attempt waiting for it.
             self._failure = summarize_error(error, line=-1, max_chars=None)

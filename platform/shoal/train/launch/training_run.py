@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from shoal.cost import PREDICTED
 from shoal.errors import RankLost
@@ -37,6 +37,10 @@ class Backend(Protocol):
         """Train until the run ends or is interrupted. Raises RankLost when a worker was lost."""
         ...
 
+    def predict_cost(self, spec: TrainSpec) -> dict[str, Any]:
+        """The details of the event PREDICTED."""
+        ...
+
 
 @dataclass
 class TrainingRun:
@@ -62,9 +66,7 @@ class TrainingRun:
         if self.recorder is None:
             return result
         if self.predicts and not result.is_interrupted and not self.spec.has_replicas:
-            from shoal.train.launch.predicted_cost import predict_cost_details  # loads parts of torch
-
-            self.log.record_event(PREDICTED, **predict_cost_details(self.spec))
+            self.log.record_event(PREDICTED, **backend.predict_cost(self.spec))
         finalize_run(self.spec, result, self.checked, self.recorder, registers=self.registers)
         return result
 

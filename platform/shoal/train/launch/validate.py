@@ -1,7 +1,7 @@
 """Checks of a run, and facts about it, before a worker starts.
 
-Called by the launchers, in the process that starts a run. Builds the Task, its data and its network once, and releases
-them again. Takes no step.
+Called by the launchers: the words in the process that starts a run, the rest there or, on a cluster, in a worker.
+Builds the Task, its data and its network once, and releases them again. Takes no step.
 """
 
 from __future__ import annotations
@@ -55,13 +55,23 @@ class ValidatedRun:
 
 def validate_run(spec: TrainSpec) -> ValidatedRun:
     """Raises ConfigError, PlanError or DataError with field, value and remedy, for an invalid run."""
-    degrees = spec.parallel.resolve_dims(spec.workers)
-    samples = spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
+    validate_spec(spec)
+    return validate_task(spec)
+
+
+def validate_spec(spec: TrainSpec) -> None:
+    """Raises as `validate_run`, for what is seen without the Task. Reads the registry and the record."""
+    spec.parallel.compute_micro_batch_size(spec.batch_size, spec.parallel.resolve_dims(spec.workers))
     if spec.stop.is_empty:
         raise ConfigError("stop", None, "nothing says when to end", "give stop.epochs=3, say, or stop.steps=1000")
     Registry().require_distinct_name("name", make_model_name(spec))
     _require_unfinished(spec)
     _require_backend(spec)
+
+
+def validate_task(spec: TrainSpec) -> ValidatedRun:
+    """Raises as `validate_run`, for what is seen by building the Task, its data and its network."""
+    samples = spec.parallel.compute_micro_batch_size(spec.batch_size, spec.parallel.resolve_dims(spec.workers))
     task = make_task(spec.task, spec.args)
     _require_methods(task, spec)
     if spec.workers > 1 or spec.applied_sync.num_lanes > 1:

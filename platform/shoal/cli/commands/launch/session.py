@@ -261,7 +261,9 @@ class RunSession:
         options = ["--envs", str(self._typed.num_environments), "--inference", self._typed.inference]
         self._actors = ActorProcesses(record.folder, variables)
         options += [f"--ignore={each}" for each in details.get("ignore", ())]
-        self._actors.start(self._num_actors, details["address"], details["env"], details["server_key"], options)
+        self._actors.start(
+            self._num_actors, details.get("bound", details["address"]), details["env"], details["server_key"], options
+        )
 
     def _describe_dead_actors(self) -> list[str]:
         return self._actors.describe_dead() if self._actors is not None else []

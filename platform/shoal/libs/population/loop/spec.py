@@ -105,8 +105,8 @@ def require_local(spec: RLPopulationSpec) -> None:
         raise ConfigError("self_play", str(spec.self_play), problem, "leave it out")
     if spec.learner.replicas > 1:
         raise ConfigError("learner.replicas", spec.learner.replicas, "members share one process", "use 1")
-    if spec.gateway.curve or not is_loopback(spec.gateway.host) or spec.gateway.port:
+    if spec.gateway.curve or not is_loopback(spec.gateway.host) or spec.gateway.port or spec.gateway.advertise:
         problem = "each member has a gateway of its own, at a free port of this machine"
-        raise ConfigError("gateway", spec.gateway.host, problem, "leave out host, port and curve")
+        raise ConfigError("gateway", spec.gateway.host, problem, "leave out host, port, curve and advertise")
     for unit in (0.0, 1.0):
         spec.make_member_spec(0, spec.search_space.from_unit([unit] * len(spec.space)))
