@@ -113,18 +113,26 @@ async def test_a_version_that_takes_too_long_is_left_when_both_have_computed_the
     assert "it computes the same batches" in endpoint.seen["reason"]
 
 
-@live(replicas=2)
-async def test_a_run_that_publishes_nothing_but_bad_weights_does_not_flood_the_record(endpoint: LiveSet) -> None:
-    for version in range(2, 40):
-        await endpoint.publish(moody(version, RAISE))
-        assert await everywhere(endpoint, 1) == {1}
-    await until(lambda: endpoint.controller.state.models["moody"].rejected[-1] == 39)
-    assert endpoint.entries() == [("rollback", 1, 2, "guard")]
-    assert len(endpoint.controller.state.models["moody"].rejected) <= MAX_REJECTED
-    endpoint.controller.state.models["moody"].recorded_at -= live_control.RECORD_S
-    await until(lambda: len(endpoint.entries()) == 2)
-    assert endpoint.entries()[1] == ("rollback", 1, 39, "guard")
-    assert "(and 36 versions before it, since the last entry)" in endpoint.controller.state.events[1].reason
+def test_a_run_that_publishes_nothing_but_bad_weights_does_not_flood_the_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_control, "RECORD_S", 3600.0)
+
+    @live(replicas=2)
+    async def body(endpoint: LiveSet) -> None:
+        model = endpoint.controller.state.models["moody"]
+        for version in range(2, 40):
+            await endpoint.publish(moody(version, RAISE))
+            assert await everywhere(endpoint, 1) == {1}
+        await until(lambda: model.rejected[-1] == 39)
+        assert endpoint.entries() == [("rollback", 1, 2, "guard")]
+        assert len(model.rejected) <= MAX_REJECTED
+        model.recorded_at -= live_control.RECORD_S
+        await until(lambda: len(endpoint.entries()) == 2)
+        assert endpoint.entries()[1] == ("rollback", 1, 39, "guard")
+        assert "(and 36 versions before it, since the last entry)" in endpoint.controller.state.events[1].reason
+
+    body()
 
 
 @live(replicas=2)
