@@ -63,7 +63,7 @@ def test_it_learns_while_an_actor_is_killed(name: str, tmp_path: Path) -> None:
             killed.wait()
             killed = start_actor(game, loop.address, 1, seed)
         wait_for(has_played)
-        loop.wait_until_solved(60)
+        loop.wait_until_solved(timeout_s=600)
         loop.close()
         totals = loop.ledger.get_totals()
     assert [steady.wait(60), killed.wait(60)] == [0, 0]

@@ -19,6 +19,7 @@ from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel, model_from_ref
 from shoal.weights import WeightStore
 
+ANY_SPEED = GuardOptions(max_latency_ratio=1e9)  # the few batches of a busy machine say nothing
 TWICE = Signature(inputs=SIGNATURE.inputs, outputs=[TensorSignature(name="z", datatype="FP32", shape=[-1, 2])])
 
 
@@ -31,7 +32,7 @@ def rollout(*versions: int, ref: str = "linear@1", replicas: int = 3, **options:
                 register(aliases=("champion",) if version == versions[0] else ())
 
             async def run() -> None:
-                async with ReplicaSet(model_from_ref(ref), model=options) as endpoint:
+                async with ReplicaSet(model_from_ref(ref), model={"guard": ANY_SPEED, **options}) as endpoint:
                     await endpoint.start(replicas)
                     await body(endpoint)
 
@@ -198,7 +199,7 @@ async def test_shadowed_answers_are_compared_and_reach_no_client(endpoint: Repli
         assert (await infer(replica, shoal_track="candidate")).version == 2
 
 
-@rollout(1, 2, guard=GuardOptions(max_disagreement=0.1, min_requests=20))
+@rollout(1, 2, guard=GuardOptions(max_disagreement=0.1, min_requests=20, max_latency_ratio=1e9))
 async def test_a_candidate_that_disagrees_too_often_is_rolled_back(endpoint: ReplicaSet) -> None:
     await endpoint.administer(action="shadow", model="linear", version=2, percent=100)
     await everywhere(endpoint, 20)
@@ -209,7 +210,7 @@ async def test_a_candidate_that_disagrees_too_often_is_rolled_back(endpoint: Rep
     assert endpoint.versions() == [1, 1, 1]
 
 
-@rollout(1, 2, guard=GuardOptions(metric="accuracy", min_value=0.9))
+@rollout(1, 2, guard=GuardOptions(metric="accuracy", min_value=0.9, max_latency_ratio=1e9))
 async def test_a_users_metric_rolls_back(endpoint: ReplicaSet) -> None:
     await endpoint.administer(action="canary", model="linear", version=2, percent=10)
     await endpoint.administer(action="metric", model="linear", metric="accuracy", value=0.95)
