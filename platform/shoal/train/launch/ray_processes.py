@@ -34,7 +34,7 @@ class RayProcess:
     """One Ray worker, as a ProcessHandle of `parameter_server`. Workers reserve a CPU each, servers nothing.
 
     host:     the id of the node on which it begins; "": any
-    is_fixed: on no other one; else on another when that is lost or occupied
+    is_fixed: on no other one; else a worker is on another when that is lost or occupied
     has_gpu:  workers reserve a GPU in place of the CPU, as those of Ray Train do, and see no other
     """
 
@@ -48,9 +48,9 @@ class RayProcess:
         is_fixed: bool = False,
         has_gpu: bool = False,
     ) -> None:
-        is_worker, is_free = name.startswith("worker"), not is_fixed
-        # A server needs no place: with the leave to go elsewhere, one was seen beside what it should outlive.
-        there = NodeAffinitySchedulingStrategy(host, is_free, is_free and is_worker) if host else "SPREAD"
+        is_worker = name.startswith("worker")
+        is_free = is_worker and not is_fixed  # an actor that reserves nothing is on any host, unless it must be on one
+        there = NodeAffinitySchedulingStrategy(host, is_free, is_free) if host else "SPREAD"
         reserved = {"num_cpus": int(is_worker and not has_gpu), "num_gpus": int(is_worker and has_gpu)}
         self._worker: Any = ray.remote(**reserved, scheduling_strategy=there)(_Worker).remote()
         self._reference = self._worker.run.options(name=name).remote(Path.cwd(), target, arguments)
