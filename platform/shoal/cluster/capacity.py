@@ -108,28 +108,23 @@ def list_other_nodes() -> dict[str, str]:
     }
 
 
-def rank_hosts(nodes: Sequence[Mapping[str, Any]], here: str, resource: str = "CPU", amount: float = 1.0) -> list[str]:
-    """The ids of the nodes that have any of a resource: this node first if it has `amount`, then those with the most.
+def choose_host(nodes: Sequence[Mapping[str, Any]], here: str) -> str:
+    """The id of this node if it has CPUs, otherwise of the one with the most; this one where none has any.
     Totals count, and not what is free.
 
     nodes: as `ray.nodes()` has them
     here:  this node's id
     """
-    sizes = {node["NodeID"]: node["Resources"].get(resource, 0.0) for node in nodes if node["Alive"]}
-    is_enough = sizes.get(here, 0.0) >= amount
-    ranks = {node: (node != here or not is_enough, -size, node != here, node) for node, size in sizes.items() if size}
-    return sorted(ranks, key=ranks.__getitem__)
+    sizes = {node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in nodes if node["Alive"]}
+    return here if sizes.get(here) or not sizes else max(sizes, key=lambda node: (sizes[node], node == here))
 
 
-def make_host_options(number: int = 0) -> dict[str, Any]:
+def make_host_options() -> dict[str, Any]:
     """Ray's options that place a worker without CPUs of its own where there are some: a head may have none.
     It is on that node while the node is up, and on another once it is lost.
-
-    number: of several workers, which are spread over the nodes; the first is on this node, if that has CPUs
     """
     here = str(ray.get_runtime_context().get_node_id())
-    hosts = rank_hosts(ray.nodes(), here) or [here]
-    there = NodeAffinitySchedulingStrategy(hosts[number % len(hosts)], soft=True)
+    there = NodeAffinitySchedulingStrategy(choose_host(ray.nodes(), here), soft=True)
     # An actor that asks for nothing is placed at random (Ray 2.60, `GetBestSchedulableNode`): it asks for a byte.
     return {"num_cpus": 0, "memory": 1, "scheduling_strategy": there}
 
