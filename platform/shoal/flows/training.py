@@ -28,6 +28,7 @@ from shoal.train.launch.ray_capacity import (
     count_free_workers,
     count_workers_that_fit,
     require_capacity,
+    require_possible,
     resolve_device,
 )
 from shoal.train.launch.ray_task import check_on_worker, predict_on_worker
@@ -95,6 +96,7 @@ def train_on_cluster(spec: TrainSpec, job: str, *, registers: bool = True) -> Tr
 def _check(spec: TrainSpec) -> ValidatedRun:
     """Check in a worker, and load meanwhile what `RayBackend.attempt` needs."""
     validate_spec(spec)
+    require_possible(resolve_device(spec))
     return check_on_worker(spec, _print_line, partial(_load_launcher, spec))
 
 

@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from shoal.cluster.admission import RunAdmission
-from shoal.cluster.growth import find_growth
+from shoal.cluster.growth import Bundle, find_growth
 from shoal.errors import PlanError
 from shoal.parallel.layers.precision import check_precision
 from shoal.train.spec import TrainSpec
@@ -77,23 +77,30 @@ class WorkerPlacement:
         return {name: each["state"] for name, each in placement_group_table().items() if name.endswith(self._job)}
 
 
+def require_possible(spec: TrainSpec) -> list[Bundle]:
+    """What the run's workers reserve, of a range the smallest number. Raises PlanError when the cluster can never hold
+    it, with all nodes that an autoscaler may add."""
+    resource, needed, lanes = _resource_name(spec), _count_needed(spec), spec.applied_sync.num_lanes
+    there, is_on_one = count_workers_that_fit(spec), _is_on_one_host(spec)
+    bundles: list[Bundle] = [{resource: float(needed * lanes)}] if is_on_one else [{resource: 1.0}] * needed
+    if there >= needed or (growth := find_growth()).can_hold(bundles):
+        return bundles
+    added = f", and its autoscaler may add no more than {growth}" if growth else ""
+    if is_on_one:
+        raise _explain_one_host(spec, resource, added)
+    remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"
+    raise PlanError("workers", needed, f"the cluster has {there} {resource}s{added}", remedy)
+
+
 def require_capacity(spec: TrainSpec, record: Callable[..., None], admission: RunAdmission) -> None:
     """Wait until the workers fit and it is the run's turn: for nodes that an autoscaler adds, or for other work to end.
 
-    Of a range of workers the smallest number must fit. Raises PlanError when the cluster can never hold so many
-    workers, NoCapacity when they have not fitted within the spec's `wait`.
+    Raises PlanError as `require_possible`, NoCapacity when they have not fitted within the spec's `wait`.
 
     record: records an event: `EventLog.record_event`
     """
-    resource, needed, lanes = _resource_name(spec), _count_needed(spec), spec.applied_sync.num_lanes
-    there, is_on_one = count_workers_that_fit(spec), _is_on_one_host(spec)
-    bundles = [{resource: float(needed * lanes)}] if is_on_one else [{resource: 1.0}] * needed
-    if there < needed and not (growth := find_growth()).can_hold(bundles):
-        added = f", and its autoscaler may add no more than {growth}" if growth else ""
-        if is_on_one:
-            raise _explain_one_host(spec, resource, added)
-        remedy = f"use workers={there}, or a larger cluster" if there else f"start a cluster with {resource}s"
-        raise PlanError("workers", needed, f"the cluster has {there} {resource}s{added}", remedy)
+    bundles, lanes, needed = require_possible(spec), spec.applied_sync.num_lanes, _count_needed(spec)
+    resource = _resource_name(spec)
     each = f"{lanes} {resource}s" if lanes > 1 else f"a {resource}"
     need = f"{needed} workers need {each} each" if needed > 1 else f"a worker needs {each}"
     admission.wait(bundles, need, spec.wait, record)
