@@ -122,7 +122,10 @@ class _Together(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return nodeid if Path(file).parent.name in APART and not _shares(file) else file
+        folder = Path(file).parent.name
+        if folder == "hosts":  # each starts several Rays: one after the other
+            return folder
+        return nodeid if folder in APART and not _shares(file) else file
 
 
 @functools.cache
