@@ -21,6 +21,7 @@ from shoal.cluster.jobs import JobHandle, JobStatus
 from shoal.errors import ClusterError, ConnectionLost
 from shoal.home import home, load_access_token
 from shoal.runs.record.provenance import make_command_variable
+from shoal.store import store_url
 
 # Messages of Ray and Serve about themselves in a job's log.
 _RAY_LOG_LINE = re.compile(
@@ -40,6 +41,7 @@ def job_environment(run_id: str, command: str) -> dict[str, str]:
     return {
         "SHOAL_RUN_ID": run_id,
         "SHOAL_HOME": str(home()),
+        **({"SHOAL_STORE": store_url()} if os.environ.get("SHOAL_STORE") else {}),
         "SHOAL_TOKEN": load_access_token(),
         **make_command_variable(command),
         # The job finds this process's modules, also on a cluster that another user has started.

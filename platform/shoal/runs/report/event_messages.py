@@ -15,6 +15,10 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
     match kind:
         case "checkpoint_failed":
             return f"a checkpoint could not be written, training goes on: {details['error']}"
+        case "upload_failed":
+            return f"checkpoints are on this run's hosts alone, training goes on: {details['error']}"
+        case "upload_recovered":
+            return "checkpoints are in the store again"
         case "restored" if details["damaged"]:
             return f"going on from step {details['step']:,}; damaged, and passed over: {'; '.join(details['damaged'])}"
         case "workers_lost":
