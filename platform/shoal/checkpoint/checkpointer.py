@@ -16,7 +16,7 @@ import contextlib
 import operator
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from shoal.checkpoint import manifest as record
 from shoal.checkpoint import shard_reader
+from shoal.checkpoint.compatibility import find_leftovers, find_misfit
 from shoal.checkpoint.coordination import CheckpointGroup
 from shoal.checkpoint.directory import checkpoint_path, draft_path
-from shoal.checkpoint.json_state import DTYPE_NAMES, Leaf, decode, encode, flatten
+from shoal.checkpoint.json_state import Leaf, decode, encode, flatten
 from shoal.checkpoint.manifest import SaveJob
 from shoal.checkpoint.shard_plan import assign_shards, build_index, describe_tensors, make_save_plan, plan_reads
 from shoal.checkpoint.sources import CheckpointSources, divide_files, probe_folder, require_durable
@@ -219,7 +220,7 @@ class Checkpointer:
             steps = ", ".join(map(str, self._uploads.steps))
             where = f"only in {self.folder} on {', '.join(sorted(set(self._visibility.hosts)))}"
             assert self._store is not None
-            problem = f"the checkpoints of the steps {steps} are not in {self._store.url}, {where} ({failure})"
+            problem = f"the checkpoints of steps {steps} are not in {self._store.url}, {where} ({failure})"
             raise CheckpointError(f"{problem}: resume the run there when the store can be used")
 
     def latest(self) -> Found | None:
@@ -274,8 +275,9 @@ class Checkpointer:
         absent = frozenset(may_lack) - known
         leaves = flatten({name: part for name, part in state.items() if name not in absent})
         tensors = _select_tensors(leaves)
-        held = self._ranks.all_gather((list(state), list(leaves), _find_misfit(index, leaves, tensors, found)))
-        misfit = next((one for _, _, one in held if one), None) or _find_leftovers(index, held, found)
+        here = f"{found.path.name} (plan {found.plan!r}, {found.world_size} ranks)"
+        held = self._ranks.all_gather((list(state), list(leaves), find_misfit(index, leaves, tensors, here)))
+        misfit = next((one for _, _, one in held if one), None) or find_leftovers(index, held, found.path.name)
         if misfit is not None:
             raise SpecMismatch(*misfit)
         trouble = ""
@@ -441,42 +443,3 @@ def _plan_or_error(tensors: Mapping[str, torch.Tensor]) -> SavePlan | ConfigErro
         return make_save_plan(tensors)
     except ConfigError as error:
         return error
-
-
-Misfit = tuple[str, object, str, str]  # the arguments of SpecMismatch
-
-
-def _find_misfit(
-    index: Mapping[str, Any], leaves: Mapping[str, Leaf], tensors: Mapping[str, torch.Tensor], found: Found
-) -> Misfit | None:
-    """The first entry of this rank's state that the checkpoint cannot fill."""
-    here = f"{found.path.name} (plan {found.plan!r}, {found.world_size} ranks)"
-    for name in leaves:
-        tensor = tensors.get(name)
-        other = "tensors" if tensor is None else "values"
-        if tensor is None and name in index["values"]:
-            continue
-        saved = index["tensors"].get(name)
-        if name in index[other]:
-            kind = "a tensor" if tensor is None else "not a tensor"
-            return name, str(type(leaves[name].value).__name__), f"is {kind} in {here}", "load it into the same model"
-        if tensor is None or saved is None:
-            return name, "", f"is not in {here}", "load it into the same model and optimiser"
-        held = (DTYPE_NAMES.get(tensor.dtype), list(tensor.shape), tensor.is_meta)
-        if held != (saved["dtype"], saved["shape"], False):
-            what = f"{'meta ' * tensor.is_meta}{tensor.dtype} {list(tensor.shape)}"
-            return name, what, f"is {saved['dtype']} {saved['shape']} in {here}", "load it into the same model"
-    return None
-
-
-def _find_leftovers(
-    index: Mapping[str, Any], stored: Sequence[tuple[list[str], list[str], Misfit | None]], found: Found
-) -> Misfit | None:
-    """The first entry of the checkpoint without a place in the state, which has places for others of its kind."""
-    tops = tuple({f"{top}." for tops, _, _ in stored for top in tops})
-    names = {name for _, names, _ in stored for name in names}
-    for name in [*index["tensors"], *index["values"]]:
-        if name not in names and name.startswith(tops):
-            remedy = "load it into the same model and optimiser, whose state torch makes at its first step"
-            return name, "", f"is in {found.path.name}, but the state has no place for it", remedy
-    return None

@@ -93,20 +93,10 @@ def _commit(job: SaveJob, index: Mapping[str, Any], shards: Sequence[ShardResult
     }
     files = {one.file: one.sum for one in shards}
     files[INDEX] = directory.write_file(job.draft / INDEX, [json.dumps(content).encode()])
-    manifest = {
-        "format": FORMAT,
-        "step": job.step,
-        "time": time.time(),
-        "world_size": len(shards),
-        "plan": job.plan,
-        "files": {name: one._asdict() for name, one in files.items()},
-    }
-    if job.attempt:
-        manifest["folder"] = job.attempt
-    signed = manifest | {"sha256": _checksum(manifest)}
-    directory.write_file(job.draft / MANIFEST, [json.dumps(signed, indent=1).encode()])
+    manifest = build_manifest(job.step, files, len(shards), job.plan, job.attempt)
+    directory.write_file(job.draft / MANIFEST, [manifest])
     if job.best:  # within the draft: a disk without space for the note rejects the whole checkpoint
-        atomic_file.write_synced(job.draft / BEST, format_best(job.step, _checksum(manifest)))
+        atomic_file.write_synced(job.draft / BEST, format_best(job.step, json.loads(manifest)["sha256"]))
     directory.publish(job.draft, job.target)
     place = job.target.parent
     if job.best:
@@ -114,6 +104,23 @@ def _commit(job: SaveJob, index: Mapping[str, Any], shards: Sequence[ShardResult
     best = read_best_step(place)
     pinned = {*job.pinned, *([] if best is None else [best])}
     directory.delete_old_checkpoints(place, job.step, job.keep, pinned, job.since)
+
+
+def build_manifest(
+    step: int, files: Mapping[str, FileChecksum], world_size: int = 1, plan: str = "", folder: str = ""
+) -> bytes:
+    """The content of a manifest. `folder` has the files in a store."""
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "time": time.time(),
+        "world_size": world_size,
+        "plan": plan,
+        "files": {name: one._asdict() for name, one in files.items()},
+    }
+    if folder:
+        manifest["folder"] = folder
+    return json.dumps(manifest | {"sha256": _checksum(manifest)}, indent=1).encode()
 
 
 def commit_shard(job: SaveJob, name: str, *, is_leader: bool) -> None:
