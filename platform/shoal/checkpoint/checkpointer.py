@@ -32,7 +32,7 @@ from shoal.checkpoint.compatibility import find_leftovers, find_misfit
 from shoal.checkpoint.coordination import CheckpointGroup
 from shoal.checkpoint.directory import checkpoint_path, draft_path
 from shoal.checkpoint.json_state import Leaf, decode, encode, flatten
-from shoal.checkpoint.manifest import SaveJob
+from shoal.checkpoint.manifest import INDEX, SaveJob
 from shoal.checkpoint.shard_plan import assign_shards, build_index, describe_tensors, make_save_plan, plan_reads
 from shoal.checkpoint.sources import CheckpointSources, divide_files, probe_folder, require_durable
 from shoal.checkpoint.staging_buffer import StagingBuffer, has_cuda
@@ -174,8 +174,11 @@ class Checkpointer:
             return SaveJob(step, draft, target, plan, best, self.keep, since, values, *notes)
         if step in self._uploads.steps:  # its files are being read
             self._uploads.finish(self._timeout_s)
-        shard = shard_reader.shard_name(self._ranks.rank, self._ranks.size)
-        self._uploads.add(Upload(step, target, shard, attempt, best, self.keep), since)
+        names = [
+            shard_reader.shard_name(self._ranks.rank, self._ranks.size),
+            *([INDEX] if self._ranks.is_first else []),
+        ]
+        self._uploads.add(Upload(step, target, names, attempt, best, self.keep), since)
         pinned = frozenset(self._uploads.steps)
         return SaveJob(step, draft, target, plan, best, self.keep, since, values, *notes, attempt, pinned)
 
@@ -293,7 +296,7 @@ class Checkpointer:
             leaves[name].container[leaves[name].key] = decode(index["values"][name])
         self._previous_step = found.step
         if self._uploads is not None:
-            self._uploads.resume_from(found.step)
+            self._uploads.resume_from(found.step, self._find_missing_uploads(found.step, self._uploads))
         per_rank = [decode(one) for one in index["per_rank"]]
         own = per_rank[self._ranks.rank] if len(per_rank) == self._ranks.size else None
         return Extras(found.step, decode(index["extras"]), per_rank, own, absent)
@@ -364,6 +367,23 @@ class Checkpointer:
         self._previous_step = job.step
         if self._uploads is not None:
             self._uploads.start()
+
+    def _find_missing_uploads(self, step: int, uploads: UploadQueue) -> list[Upload]:
+        """Of this step and the best one: what an earlier process has left in a folder that all ranks see."""
+        if not self._visibility.is_shared:
+            return []
+        found = self._read_on_first(lambda: self._sources.find_missing_uploads(step, uploads.steps))
+        return [
+            Upload(
+                manifest["step"],
+                checkpoint_path(self.folder, manifest["step"]),
+                divide_files(manifest["files"], self._ranks.rank, self._ranks.size),
+                manifest["folder"],
+                is_best,
+                self.keep,
+            )
+            for manifest, is_best in found
+        ]
 
     def _discard(self, job: SaveJob) -> None:
         if self._uploads is not None:

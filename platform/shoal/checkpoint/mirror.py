@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +64,15 @@ class CheckpointMirror:
         """Upload this checkpoint, which is the newest."""
         with self._lock:
             self._next = path
-            if self._thread is None or not self._thread.is_alive():
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkpoint upload", daemon=True)
                 self._thread.start()
 
     def finish(self, timeout_s: float) -> str:
         """Wait until the newest one is in the store. Returns why it is not; "" if it is."""
-        deadline_s = time.monotonic() + timeout_s
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive() and time.monotonic() >= deadline_s:
+        if (thread := self._thread) is not None:
+            thread.join(timeout_s)
+            if thread.is_alive():
                 return f"the upload to {self._stored.url} has not ended within {timeout_s:g} s"
         return self.failure
 

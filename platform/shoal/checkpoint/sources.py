@@ -167,6 +167,18 @@ class CheckpointSources:
             return [str(error)]
         return [problem for problem in found if problem]
 
+    def find_missing_uploads(self, step: int, known: Collection[int]) -> list[tuple[dict[str, Any], bool]]:
+        """Of this step and the best one here: the manifests of those that are not in the store, and which is the best.
+
+        known: steps that are left out
+        """
+        best, found = record.read_best_step(self._folder), []
+        for each in sorted({step, step if best is None else best} - set(known)):
+            manifest, is_stored = self.read_manifest(each)
+            if isinstance(manifest, dict) and not is_stored and "folder" in manifest:
+                found.append((manifest, each == best))
+        return found
+
     def read_best_step(self) -> int | None:
         """The step marked as the best one, here or in the store: the later of the two. Raises StoreError."""
         own = record.read_best_step(self._folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.checkpoint.coordination import CheckpointGroup
-from shoal.checkpoint.manifest import INDEX, MANIFEST
+from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.stored import StoredCheckpoints
 from shoal.errors import StoreError, summarize_error
 
@@ -28,14 +28,14 @@ class Upload(NamedTuple):
     """One rank's part of a checkpoint that is complete on the disk.
 
     folder:  with the files
-    shard:   the name of this rank's file
+    names:   of the files that this rank uploads
     attempt: names the upload in the store
     keep:    how many of the newest the store retains, in addition to the best one
     """
 
     step: int
     folder: Path
-    shard: str
+    names: Sequence[str]
     attempt: str
     best: bool
     keep: int
@@ -80,10 +80,10 @@ class Uploader:
                 return
 
     def _upload(self, upload: Upload) -> None:
-        self._stored.upload(upload.step, upload.attempt, upload.folder / upload.shard)
+        for name in upload.names:
+            self._stored.upload(upload.step, upload.attempt, upload.folder / name)
         if not self._is_first:
             return
-        self._stored.upload(upload.step, upload.attempt, upload.folder / INDEX)
         manifest = (upload.folder / MANIFEST).read_bytes()
         pause_s = _FIRST_PAUSE_S
         while missing := self._stored.find_missing(upload.step, upload.attempt, json.loads(manifest)["files"]):
@@ -134,9 +134,14 @@ class UploadQueue:
             self._is_started = True
             self._uploader.start(self._running)
 
-    def resume_from(self, step: int) -> None:
-        """This step was loaded: later ones are of an abandoned timeline. Not collective."""
+    def resume_from(self, step: int, missing: Sequence[Upload]) -> None:
+        """This step was loaded: later ones are of an abandoned timeline. Not collective.
+
+        missing: what an earlier process could not upload
+        """
         self._uploader.since = step
+        if missing:
+            self._waiting = _choose_uploads([*self._waiting, *missing])
 
     def cancel(self, step: int) -> None:
         """The checkpoint could not be written. Not collective."""

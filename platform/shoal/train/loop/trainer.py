@@ -44,6 +44,7 @@ from shoal.train.reporting.time_to_accuracy import TRAINING_S
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task
 
+WEIGHTS_FILE = "model.safetensors"
 UPLOAD_TIMEOUT_S = 600.0  # of the last checkpoints, at the end of a run
 INTERRUPTED_UPLOAD_S = 8.0  # before Ray kills an interrupted job
 
@@ -82,8 +83,9 @@ class Trainer:
             place = config, parts.model, parts.optimizer, world, state, connection
             self.sync: Synchronizer = make_synchronizer(TrainReplica(*place, parts=parts, journal=journal))
             parts.outer = self.sync.outer
+            self._store = open_run_store(run_id)
             self._checkpoints = CheckpointManager(
-                spec.checkpoint, parts, world, folder / "checkpoints", self._event_log, open_run_store(run_id)
+                spec.checkpoint, parts, world, folder / "checkpoints", self._event_log, self._store
             )
         peak = world.size * measure_peak_flops(world.device, spec.parallel.precision)
         self._meter = ThroughputMeter(peak, lambda: parts.model.communication_s + self.sync.waited_s)
@@ -383,12 +385,16 @@ class Trainer:
 
     def _write_weights(self) -> Path:
         """Write the full network as one safetensors file, as evaluated: averaged if the spec asks for it."""
-        path, problem = self.folder / "model.safetensors", ""
+        path, problem = self.folder / WEIGHTS_FILE, ""
         with self._parts.apply_average():
             weights = self._parts.model.full_weights()
         if self.world.is_first:
             try:
                 write_weights(path, weights)
+                if (
+                    self._store is not None and not (self.folder / "spec.yaml").exists()
+                ):  # the record is on another host
+                    self._store.write(WEIGHTS_FILE, path)
             except OSError as error:
                 problem = f"the trained network could not be written to {path}: {error}"
         problem = self.world.broadcast(problem)
