@@ -101,7 +101,7 @@ def test_an_upload_that_ends_at_a_byte_leaves_a_complete_checkpoint(
                 with pytest.raises(RanksFailed):
                     run_ranks(save_until_killed, 1, folder, url, bucket_environment | {"AWS_ENDPOINT_URL": proxy.url})
             else:
-                with pytest.raises(CheckpointError, match="of steps 2 are not in"):
+                with pytest.raises(CheckpointError, match="of step 2 are not in"):
                     save(folder / "a", url, 2)
         steps.append(require_complete(folder / "b", url_of(name, direct)))
     assert set(steps) <= {1, 2}

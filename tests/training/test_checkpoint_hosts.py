@@ -106,7 +106,7 @@ def fail_on_one_rank(world: World, folder: Path) -> None:
         if world.rank == 2:
             patch.setattr(type(store), "write", refuse)
         checkpointer.save(2, state_of(2))
-        with pytest.raises(CheckpointError, match=r"of steps 2 are not in .*the store is down"):
+        with pytest.raises(CheckpointError, match=r"of step 2 are not in .*the store is down"):
             checkpointer.finish_uploads(TIMEOUT_S)
         assert load_newest(checkpointer, rows=True) == (1, 1.0)
         if world.rank == 2:

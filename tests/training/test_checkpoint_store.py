@@ -170,7 +170,7 @@ def test_another_process_on_the_host_goes_on_from_what_was_not_uploaded(
     first.finish_uploads(TIMEOUT_S)
     broken.is_down = True
     first.save(2, state_of(2), best=True)
-    with pytest.raises(CheckpointError, match="steps 2 are not in"):
+    with pytest.raises(CheckpointError, match="step 2 are not in"):
         first.finish_uploads(TIMEOUT_S)
     again = opened("a")
     assert (newest(again).step, best_step(again)) == (2, 2)

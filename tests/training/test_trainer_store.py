@@ -78,7 +78,7 @@ def test_what_is_not_in_the_store_at_the_end_is_an_error_that_names_it(
     (tmp_path / "a" / "spec.yaml").touch()
     monkeypatch.setattr(type(store), "write", refuse)
     notes = Notes()
-    with pytest.raises(CheckpointError, match=r"of steps 6 are not in .*/store/runs/r/checkpoints, only in .*is down"):
+    with pytest.raises(CheckpointError, match=r"of step 6 are not in .*/store/runs/r/checkpoints, only in .*is down"):
         train(tmp_path / "a", spec(6), notes)
     assert (tmp_path / "a" / "model.safetensors").exists()
     assert [kind for kind, _ in notes.events].count("upload_failed") == 1

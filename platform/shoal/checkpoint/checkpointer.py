@@ -220,10 +220,11 @@ class Checkpointer:
         if self._uploads is None:
             return
         if failure := self._uploads.finish(timeout_s):
-            steps = ", ".join(map(str, self._uploads.steps))
+            found = self._uploads.steps
+            steps = f"step{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
             where = f"only in {self.folder} on {', '.join(sorted(set(self._visibility.hosts)))}"
             assert self._store is not None
-            problem = f"the checkpoints of steps {steps} are not in {self._store.url}, {where} ({failure})"
+            problem = f"the checkpoints of {steps} are not in {self._store.url}, {where} ({failure})"
             raise CheckpointError(f"{problem}: resume the run there when the store can be used")
 
     def latest(self) -> Found | None:

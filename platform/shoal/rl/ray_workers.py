@@ -68,6 +68,12 @@ class RunSetting:
     curve_keys: tuple[bytes, bytes] | None
     has_learnt: bool = False
 
+    @property
+    def folder_name(self) -> str:
+        """Of the folder, below that of all runs: the run's, or a policy's there."""
+        is_run = self.folder.name == self.run_id
+        return self.run_id if is_run else f"{self.folder.parent.name}/{self.folder.name}"
+
 
 @ray.remote(num_cpus=0, max_concurrency=16)
 class GatewayWorker:
@@ -193,7 +199,7 @@ class LearnerWorker:
             folder,
             version,
             self._hub,
-            store=open_run_store(setting.run_id),
+            store=open_run_store(setting.folder_name),
             must_restore=setting.has_learnt or bool(version),
         )
         self._failure, self._finished = "", False
