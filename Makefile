@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CLIENTS := .venv-clients
 COMPAT := .venv-compat
 NODE    := clients/node/node_modules
-PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som fewrows)
+PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som fewrows s3fs)
 PROTOCOL := platform/shoal/open_inference
 
 .DEFAULT_GOAL := help

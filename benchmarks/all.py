@@ -21,6 +21,7 @@ NAMES = (
         "training_start",
         "sweep",
         "checkpoint",
+        "checkpoint_store",
         "input",
         "fashion_mnist",
         "pipeline",

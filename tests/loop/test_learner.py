@@ -21,6 +21,7 @@ from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.learner import Learner
 from shoal.rl.published_versions import VERSIONS_RESERVED
 from shoal.rl.spec import RLSpec
+from shoal.store import Store
 from shoal.weights import WeightStore
 from shoal.wire import DropReason, Segment
 from waiting import wait_for
@@ -44,10 +45,10 @@ def spec(*words: str) -> RLSpec:
 class Bench:
     """A learner, its queue and its store. `random_segment` draws from a generator of its own."""
 
-    def __init__(self, folder: Path, *words: str, used_version: int = 0) -> None:
+    def __init__(self, folder: Path, *words: str, used_version: int = 0, store: Store | None = None) -> None:
         self.queue = ExperienceQueue(64, Ledger())
         self.store = WeightStore()
-        self.learner = Learner(spec(*words), EXPERIENCE, self.queue, self.store, folder, used_version)
+        self.learner = Learner(spec(*words), EXPERIENCE, self.queue, self.store, folder, used_version, store=store)
 
     def put(self, value: Segment) -> None:
         assert self.queue.put(A, self.queue.ledger.get_account(A).next_seq, value)

@@ -23,7 +23,7 @@ from shoal.sync.parameter_server.clock import Clock
 from shoal.sync.parameter_server.rpc import RpcClient
 from shoal.sync.synchronizer import ReplicaState
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 NUM_SAMPLES = 4
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 

@@ -5,34 +5,43 @@
     FOLDER/step-000000123/manifest.json    written last: step, time, world size, plan, size and SHA-256 of every file
     FOLDER/best.json                       the step that is retained in addition to the newest ones
 
-Called by the Trainer, on every rank at the same points of the program. Needs a folder shared by all ranks. Never
-unpickles files; knows nothing of models and optimisers. docs/checkpoints.md has the format.
+With a store, they are uploaded from there in the background (`uploads`, `stored`). Called by the Trainer, on every rank
+at the same points of the program. Needs a store, or a folder shared by all ranks. Never unpickles files; knows nothing
+of models and optimisers. docs/checkpoints.md has the format.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
+import shutil
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 from shoal.checkpoint import manifest as record
 from shoal.checkpoint import shard_reader
+from shoal.checkpoint.compatibility import find_leftovers, find_misfit
 from shoal.checkpoint.coordination import CheckpointGroup
-from shoal.checkpoint.directory import checkpoint_path, draft_path, list_newest_first
-from shoal.checkpoint.json_state import DTYPE_NAMES, Leaf, decode, encode, flatten
-from shoal.checkpoint.manifest import SaveJob
+from shoal.checkpoint.directory import checkpoint_path, draft_path
+from shoal.checkpoint.json_state import Leaf, decode, encode, flatten
+from shoal.checkpoint.manifest import INDEX, SaveJob
 from shoal.checkpoint.shard_plan import assign_shards, build_index, describe_tensors, make_save_plan, plan_reads
+from shoal.checkpoint.sources import CheckpointSources, divide_files, probe_folder, require_durable
 from shoal.checkpoint.staging_buffer import StagingBuffer, has_cuda
+from shoal.checkpoint.stored import StoredCheckpoints
+from shoal.checkpoint.uploads import Upload, UploadQueue
 from shoal.errors import CheckpointError, Closed, ConfigError, ShoalError, SpecMismatch
+from shoal.store import Store
+
+T = TypeVar("T")
 
 
 class Found(NamedTuple):
@@ -64,6 +73,7 @@ class Checkpointer:
     keep:         the number of newest checkpoints to retain, in addition to the best one
     asynchronous: whether `save` returns as soon as the state is copied
     timeout_s:    how long to wait for another rank, and for a save in flight
+    store:        where checkpoints outlive this host; `folder` has them first, and what could not be uploaded
 
     | saves in flight | one                                                         |
     | what blocks     | every method, while one is in flight: so a second save too; |
@@ -75,7 +85,13 @@ class Checkpointer:
     """
 
     def __init__(
-        self, folder: Path | str, *, keep: int = 2, asynchronous: bool = True, timeout_s: float = 300.0
+        self,
+        folder: Path | str,
+        *,
+        keep: int = 2,
+        asynchronous: bool = True,
+        timeout_s: float = 300.0,
+        store: Store | None = None,
     ) -> None:
         if keep < 1:
             raise ConfigError("keep", keep, "is less than one checkpoint", "keep at least 1")
@@ -83,16 +99,24 @@ class Checkpointer:
         self._timeout_s = timeout_s
         self._ranks = CheckpointGroup(timeout_s)
         self._token: str = self._ranks.broadcast(uuid.uuid4().hex[:8])
+        self._visibility = probe_folder(self.folder, self._ranks, self._token)
+        self._store, stored = store, None if store is None else StoredCheckpoints(store)
+        self._sources = CheckpointSources(self.folder, stored)
+        self._uploads = None if stored is None else UploadQueue(stored, self._ranks)
         self._num_saves = 0
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._outline: tuple[Any, ...] | None = None
         self._staging: StagingBuffer | None = None
         self._index: dict[str, Any] = {}  # of the tensors; on the first rank
         self._in_flight: Future[None] | None = None
-        self._previous_path: Path | None = (
+        self._previous_step: int | None = (
             None  # the step last loaded or saved: any steps between it and the next belong to another timeline
         )
         self._closed = False
+
+    def require_durable(self) -> None:
+        """Raises ConfigError, on every rank, when ranks on several hosts have neither a store nor a shared folder."""
+        require_durable(self.folder, self._store, self._ranks, self._visibility, self._token)
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Plan and allocate for such a state, so that the first `save` is as fast as the later ones."""
@@ -137,14 +161,26 @@ class Checkpointer:
             notes = (encode(dict(extras or {}), "extras"), encode(dict(per_rank or {}), "per_rank"))
         staging = self._prepare_staging(tensors, step)
         staging.start_copy(tensors, later)
-        self._num_saves += 1
-        draft = draft_path(self.folder, step, f"{self._token}-{self._num_saves}")
-        job = SaveJob(
-            step, draft, checkpoint_path(self.folder, step), plan, best, self.keep, self._previous_path, values, *notes
-        )
-        self._in_flight = self._writer.submit(self._write, job, staging)
+        self._in_flight = self._writer.submit(self._write, self._plan_job(step, plan, best, values, notes), staging)
         if not self.asynchronous:
             self.wait()
+
+    def _plan_job(self, step: int, plan: str, best: bool, values: dict[str, Any], notes: tuple[Any, Any]) -> SaveJob:
+        self._num_saves += 1
+        attempt = f"{self._token}-{self._num_saves}"
+        target, since = checkpoint_path(self.folder, step), self._previous_step
+        draft = draft_path(self.folder, step, attempt)
+        if self._uploads is None:
+            return SaveJob(step, draft, target, plan, best, self.keep, since, values, *notes)
+        if step in self._uploads.steps:  # its files are being read
+            self._uploads.finish(self._timeout_s)
+        names = [
+            shard_reader.shard_name(self._ranks.rank, self._ranks.size),
+            *([INDEX] if self._ranks.is_first else []),
+        ]
+        self._uploads.add(Upload(step, target, names, attempt, best, self.keep), since)
+        pinned = frozenset(self._uploads.steps)
+        return SaveJob(step, draft, target, plan, best, self.keep, since, values, *notes, attempt, pinned)
 
     @property
     def is_saving(self) -> bool:
@@ -170,30 +206,53 @@ class Checkpointer:
             self._in_flight = flying
             raise CheckpointError(f"a save in {self.folder} has not ended within {self._timeout_s:g} s") from None
 
+    @property
+    def upload_failure(self) -> str:
+        """Why the last upload failed; "" if it did not, or without a store."""
+        return "" if self._uploads is None else self._uploads.failure
+
+    def finish_uploads(self, timeout_s: float) -> None:
+        """Wait until every checkpoint to be retained is in the store; what failed is tried again.
+
+        Raises CheckpointError, on every rank, naming the steps that are not in the store after `timeout_s`.
+        """
+        self.wait()
+        if self._uploads is None:
+            return
+        if failure := self._uploads.finish(timeout_s):
+            found = self._uploads.steps
+            steps = f"step{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
+            where = f"only in {self.folder} on {', '.join(sorted(set(self._visibility.hosts)))}"
+            assert self._store is not None
+            problem = f"the checkpoints of {steps} are not in {self._store.url}, {where} ({failure})"
+            raise CheckpointError(f"{problem}: resume the run there when the store can be used")
+
     def latest(self) -> Found | None:
         """The newest intact checkpoint; None if there is none at all.
 
         Raises CheckpointError when there are checkpoints, but none is intact, or a newer Shoal wrote one.
         """
         self.wait()
+        self._finish_reading()
         damaged: list[str] = []
-        for path in self._ranks.broadcast(list_newest_first(self.folder) if self._ranks.is_first else []):
-            found = self._verify(path)
+        for step in self._read_on_first(lambda: self._sources.list_steps(is_shared=self._visibility.is_shared)):
+            found = self._verify(step)
             if isinstance(found, Found):
                 return found._replace(damaged=damaged)
-            damaged.append(f"{path.name}: {found}")
+            damaged.append(f"{checkpoint_path(self.folder, step).name}: {found}")
         if damaged:
-            raise CheckpointError(f"no checkpoint in {self.folder} can be read: {'; '.join(damaged)}")
+            raise CheckpointError(f"no checkpoint in {self._shown_folder} can be read: {'; '.join(damaged)}")
         return None
 
     def find(self, step: int) -> Found:
         """The checkpoint of that step. Raises CheckpointError when there is none or when it is damaged."""
         self.wait()
-        path = checkpoint_path(self.folder, step)
-        found = self._verify(path)
+        self._finish_reading()
+        found = self._verify(step)
         if isinstance(found, Found):
             return found
-        raise CheckpointError(f"{path.name} in {self.folder} cannot be used: {found}")
+        name = checkpoint_path(self.folder, step).name
+        raise CheckpointError(f"{name} in {self._shown_folder} cannot be used: {found}")
 
     def best(self) -> Found | None:
         """The checkpoint last saved as the best one, or None. Raises CheckpointError."""
@@ -203,7 +262,7 @@ class Checkpointer:
     def best_step(self) -> int | None:
         """The step of that checkpoint, without verifying it. Raises CheckpointError as `wait` does."""
         self.wait()
-        return self._ranks.broadcast(record.read_best_step(self.folder))
+        return self._read_on_first(self._sources.read_best_step)
 
     def load(self, found: Found, state: dict[str, Any], may_lack: Collection[str] = ()) -> Extras:
         """Fill `state` in place; its tensors may be sharded differently and over another number of ranks.
@@ -220,20 +279,25 @@ class Checkpointer:
         absent = frozenset(may_lack) - known
         leaves = flatten({name: part for name, part in state.items() if name not in absent})
         tensors = _select_tensors(leaves)
-        held = self._ranks.all_gather((list(state), list(leaves), _find_misfit(index, leaves, tensors, found)))
-        misfit = next((one for _, _, one in held if one), None) or _find_leftovers(index, held, found)
+        here = f"{found.path.name} (plan {found.plan!r}, {found.world_size} ranks)"
+        held = self._ranks.all_gather((list(state), list(leaves), find_misfit(index, leaves, tensors, here)))
+        misfit = next((one for _, _, one in held if one), None) or find_leftovers(index, held, found.path.name)
         if misfit is not None:
             raise SpecMismatch(*misfit)
         trouble = ""
         try:
-            shard_reader.fill_tensors(found.path, plan_reads(index["tensors"], tensors), tensors)
+            reads = plan_reads(index["tensors"], tensors)
+            self._fetch(found, {chunk.file for _, chunk in reads})
+            shard_reader.fill_tensors(found.path, reads, tensors)
         except CheckpointError as error:
             trouble = str(error)
         if trouble := next(filter(None, self._ranks.all_gather(trouble)), ""):
             raise CheckpointError(trouble)
         for name in leaves.keys() - tensors.keys():
             leaves[name].container[leaves[name].key] = decode(index["values"][name])
-        self._previous_path = found.path
+        self._previous_step = found.step
+        if self._uploads is not None:
+            self._uploads.resume_from(found.step, self._find_missing_uploads(found.step, self._uploads))
         per_rank = [decode(one) for one in index["per_rank"]]
         own = per_rank[self._ranks.rank] if len(per_rank) == self._ranks.size else None
         return Extras(found.step, decode(index["extras"]), per_rank, own, absent)
@@ -297,22 +361,87 @@ class Checkpointer:
             reason = record.commit(job, self._index, gathered)
         reason = self._ranks.broadcast(reason)
         if reason:
+            self._discard(job)
             raise CheckpointError(f"step {job.step} could not be saved in {self.folder}: {reason}")
-        self._previous_path = job.target
+        if 0 not in self._visibility.ranks:
+            record.commit_shard(job, name, is_leader=self._is_leader)
+        self._previous_step = job.step
+        if self._uploads is not None:
+            self._uploads.start()
 
-    def _verify(self, path: Path) -> Found | str:
+    def _find_missing_uploads(self, step: int, uploads: UploadQueue) -> list[Upload]:
+        """Of this step and the best one: what an earlier process has left in a folder that all ranks see."""
+        if not self._visibility.is_shared:
+            return []
+        found = self._read_on_first(lambda: self._sources.find_missing_uploads(step, uploads.steps))
+        return [
+            Upload(
+                manifest["step"],
+                checkpoint_path(self.folder, manifest["step"]),
+                divide_files(manifest["files"], self._ranks.rank, self._ranks.size),
+                manifest["folder"],
+                is_best,
+                self.keep,
+            )
+            for manifest, is_best in found
+        ]
+
+    def _discard(self, job: SaveJob) -> None:
+        if self._uploads is not None:
+            self._uploads.cancel(job.step)
+        if self._is_leader:
+            shutil.rmtree(job.draft, ignore_errors=True)
+
+    @property
+    def _is_leader(self) -> bool:
+        """Whether this rank cleans up, of those that see its folder."""
+        return min(self._visibility.ranks) == self._ranks.rank
+
+    @property
+    def _shown_folder(self) -> str:
+        return str(self.folder if self._store is None else self._store.url)
+
+    def _finish_reading(self) -> None:
+        """Before reading what other hosts write: only the store has all of it."""
+        if self._uploads is not None and not self._visibility.is_shared:
+            self._uploads.finish(self._timeout_s)
+
+    def _read_on_first(self, read: Callable[[], T]) -> T:
+        """What the first rank reads, on every rank. Raises CheckpointError, on every rank, for an OSError there."""
+        found: T | None = None
+        problem = ""
+        if self._ranks.is_first:
+            try:
+                found = read()
+            except OSError as error:
+                problem = f"the checkpoints in {self._shown_folder} cannot be read: {error}"
+        found, problem = self._ranks.broadcast((found, problem))
+        if problem:
+            raise CheckpointError(problem)
+        return cast("T", found)
+
+    def _verify(self, step: int) -> Found | str:
         """The checkpoint, or its problem. The ranks share the reading."""
-        manifest = self._ranks.broadcast(record.read_manifest(path) if self._ranks.is_first else "")
+        manifest, is_stored = self._read_on_first(lambda: self._sources.read_manifest(step))
         if isinstance(manifest, record.NewerFormat):
             raise CheckpointError(manifest)
         if isinstance(manifest, str):
             return manifest
-        mine = sorted(manifest["files"])[self._ranks.rank :: self._ranks.size]
-        wrong = self._ranks.all_gather(record.find_damages(path, {name: manifest["files"][name] for name in mine}))
+        self._sources.remember(step, manifest, is_stored=is_stored)
+        mine = divide_files(manifest["files"], self._ranks.rank, self._ranks.size)
+        wrong = self._ranks.all_gather(self._sources.find_damages(step, manifest, mine))
         reasons = [reason for of_rank in wrong for reason in of_rank]
         if reasons:
             return "; ".join(reasons)
+        path = checkpoint_path(self.folder, step)
         return Found(manifest["step"], path, manifest["world_size"], manifest["plan"], [])
+
+    def _fetch(self, found: Found, names: set[str]) -> None:
+        """Download what is read here and was verified elsewhere. Raises CheckpointError."""
+        here = self._visibility.ranks
+        verified = {name for rank in here for name in self._sources.get_share(found.step, rank, self._ranks.size)}
+        if problems := self._sources.fetch(found.step, sorted(names - verified)):
+            raise CheckpointError(f"{found.path.name}: {'; '.join(problems)}")
 
 
 def _as_int(step: int) -> int:
@@ -335,42 +464,3 @@ def _plan_or_error(tensors: Mapping[str, torch.Tensor]) -> SavePlan | ConfigErro
         return make_save_plan(tensors)
     except ConfigError as error:
         return error
-
-
-Misfit = tuple[str, object, str, str]  # the arguments of SpecMismatch
-
-
-def _find_misfit(
-    index: Mapping[str, Any], leaves: Mapping[str, Leaf], tensors: Mapping[str, torch.Tensor], found: Found
-) -> Misfit | None:
-    """The first entry of this rank's state that the checkpoint cannot fill."""
-    here = f"{found.path.name} (plan {found.plan!r}, {found.world_size} ranks)"
-    for name in leaves:
-        tensor = tensors.get(name)
-        other = "tensors" if tensor is None else "values"
-        if tensor is None and name in index["values"]:
-            continue
-        saved = index["tensors"].get(name)
-        if name in index[other]:
-            kind = "a tensor" if tensor is None else "not a tensor"
-            return name, str(type(leaves[name].value).__name__), f"is {kind} in {here}", "load it into the same model"
-        if tensor is None or saved is None:
-            return name, "", f"is not in {here}", "load it into the same model and optimiser"
-        held = (DTYPE_NAMES.get(tensor.dtype), list(tensor.shape), tensor.is_meta)
-        if held != (saved["dtype"], saved["shape"], False):
-            what = f"{'meta ' * tensor.is_meta}{tensor.dtype} {list(tensor.shape)}"
-            return name, what, f"is {saved['dtype']} {saved['shape']} in {here}", "load it into the same model"
-    return None
-
-
-def _find_leftovers(
-    index: Mapping[str, Any], stored: Sequence[tuple[list[str], list[str], Misfit | None]], found: Found
-) -> Misfit | None:
-    """The first entry of the checkpoint without a place in the state, which has places for others of its kind."""
-    tops = tuple({f"{top}." for tops, _, _ in stored for top in tops})
-    names = {name for _, names, _ in stored for name in names}
-    for name in [*index["tensors"], *index["values"]]:
-        if name not in names and name.startswith(tops):
-            remedy = "load it into the same model and optimiser, whose state torch makes at its first step"
-            return name, "", f"is in {found.path.name}, but the state has no place for it", remedy
-    return None

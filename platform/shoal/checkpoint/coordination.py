@@ -71,6 +71,10 @@ class CheckpointGroup:
         received: T = box[0]
         return received
 
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.all_reduce_max(0)
+
     def close(self) -> None:
         """Release the group. Idempotent."""
         if self._group is not None and dist.is_initialized():

@@ -15,7 +15,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +38,12 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:09d}"
 
 
+def parse_step(name: str) -> int:
+    """The step in the name of a checkpoint; -1 for another name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
 def draft_path(folder: Path, step: int, token: str) -> Path:
     """The path of its draft."""
     return folder / f".draft-{step:09d}-{token}"
@@ -50,7 +56,7 @@ def list_newest_first(folder: Path) -> list[Path]:
         if not target.exists():
             with suppress(OSError):  # a read-only folder
                 aside.rename(target)
-    found = {int(match[1]): path for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))}
+    found = {step: path for path in folder.glob("step-*") if (step := parse_step(path.name)) >= 0}
     return [path for _, path in sorted(found.items(), reverse=True)]
 
 
@@ -94,18 +100,32 @@ def publish(draft: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def delete_old_checkpoints(
-    folder: Path, newest: Path, keep: int, pinned: Path | None = None, since: Path | None = None
-) -> None:
-    """Retain `newest` and those before it, `keep` in all, and `pinned`; remove old drafts.
+def choose_removed(
+    steps: Sequence[int], newest: int, keep: int, pinned: Collection[int], since: int | None
+) -> list[int]:
+    """The steps that retention removes, given all, newest first: it retains `newest` and those before it, `keep` in
+    all, and `pinned`.
 
     Later steps belong to an abandoned timeline: they were damaged, or the run would have resumed from them. So do those
     between `newest` and `since`, the step from which this timeline resumed, if known.
     """
-    found = list_newest_first(folder)
-    place = found.index(newest)
-    after = found.index(since) if since in found[place + 1 :] else place + 1
-    given_up, earlier = [*found[:place], *found[place + 1 : after]], found[after:]
-    old = [path for path in earlier[keep - 1 :] if path != pinned]
-    for path in [*given_up, *old, *folder.glob(".draft-*")]:
+    index = steps.index(newest)
+    after = steps.index(since) if since in steps[index + 1 :] else index + 1
+    abandoned, earlier = [*steps[:index], *steps[index + 1 : after]], steps[after:]
+    return [*abandoned, *(step for step in earlier[keep - 1 :] if step not in pinned)]
+
+
+def delete_old_checkpoints(
+    folder: Path,
+    newest: int,
+    keep: int,
+    pinned: Collection[int] = (),
+    since: int | None = None,
+    draft: Path | None = None,
+) -> None:
+    """Remove what `choose_removed` says, and all drafts but `draft`."""
+    steps = [parse_step(path.name) for path in list_newest_first(folder)]
+    removed = choose_removed(steps, newest, keep, pinned, since)
+    drafts = [path for path in folder.glob(".draft-*") if path != draft]
+    for path in [*(checkpoint_path(folder, step) for step in removed), *drafts]:
         shutil.rmtree(path, ignore_errors=True)

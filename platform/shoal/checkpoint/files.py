@@ -67,7 +67,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(f"step {step} could not be saved in {folder}: {error}") from error
-    delete_old_checkpoints(folder, target, keep)
+    delete_old_checkpoints(folder, step, keep)
     return target
 
 

@@ -9,7 +9,8 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,11 @@ MANIFEST, INDEX, BEST = "manifest.json", "index.json", "best.json"
 
 
 class SaveJob(NamedTuple):
-    """One save, after the checkpoint `since`, if known. `values`, `extras` and `per_rank` are encoded."""
+    """One save, after the step `since`, if known. `values`, `extras` and `per_rank` are encoded.
+
+    attempt: the folder of its files in the store; "" without a store
+    pinned:  steps that retention leaves, since they are being uploaded
+    """
 
     step: int
     draft: Path
@@ -31,10 +36,12 @@ class SaveJob(NamedTuple):
     plan: str
     best: bool
     keep: int
-    since: Path | None
+    since: int | None
     values: dict[str, Any]
     extras: Any
     per_rank: Any
+    attempt: str = ""
+    pinned: Collection[int] = ()
 
 
 class ShardResult(NamedTuple):
@@ -76,7 +83,7 @@ def commit(job: SaveJob, index: Mapping[str, Any], shards: Sequence[ShardResult]
 
 def _commit(job: SaveJob, index: Mapping[str, Any], shards: Sequence[ShardResult]) -> None:
     for rank, one in enumerate(shards):
-        if not (job.draft / one.file).exists():
+        if not job.attempt and not (job.draft / one.file).exists():
             raise CheckpointError(f"rank 0 does not see the shard of rank {rank}: the folder must be shared by all")
     content = {
         "tensors": index,
@@ -86,26 +93,48 @@ def _commit(job: SaveJob, index: Mapping[str, Any], shards: Sequence[ShardResult
     }
     files = {one.file: one.sum for one in shards}
     files[INDEX] = directory.write_file(job.draft / INDEX, [json.dumps(content).encode()])
-    manifest = {
-        "format": FORMAT,
-        "step": job.step,
-        "time": time.time(),
-        "world_size": len(shards),
-        "plan": job.plan,
-        "files": {name: one._asdict() for name, one in files.items()},
-    }
-    signed = manifest | {"sha256": _checksum(manifest)}
-    directory.write_file(job.draft / MANIFEST, [json.dumps(signed, indent=1).encode()])
+    manifest = build_manifest(job.step, files, len(shards), job.plan, job.attempt)
+    directory.write_file(job.draft / MANIFEST, [manifest])
     if job.best:  # within the draft: a disk without space for the note rejects the whole checkpoint
-        atomic_file.write_synced(job.draft / BEST, json.dumps({"step": job.step, "sha256": signed["sha256"]}).encode())
+        atomic_file.write_synced(job.draft / BEST, format_best(job.step, json.loads(manifest)["sha256"]))
     directory.publish(job.draft, job.target)
     place = job.target.parent
     if job.best:
         atomic_file.move_synced(job.target / BEST, place / BEST)
     best = read_best_step(place)
-    directory.delete_old_checkpoints(
-        place, job.target, job.keep, None if best is None else directory.checkpoint_path(place, best), job.since
-    )
+    pinned = {*job.pinned, *([] if best is None else [best])}
+    directory.delete_old_checkpoints(place, job.step, job.keep, pinned, job.since)
+
+
+def build_manifest(
+    step: int, files: Mapping[str, FileChecksum], world_size: int = 1, plan: str = "", folder: str = ""
+) -> bytes:
+    """The content of a manifest. `folder` has the files in a store."""
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "time": time.time(),
+        "world_size": world_size,
+        "plan": plan,
+        "files": {name: one._asdict() for name, one in files.items()},
+    }
+    if folder:
+        manifest["folder"] = folder
+    return json.dumps(manifest | {"sha256": _checksum(manifest)}, indent=1).encode()
+
+
+def commit_shard(job: SaveJob, name: str, *, is_leader: bool) -> None:
+    """On a rank that does not see the first one's folder: move its shard, and clean up where `is_leader`.
+
+    A disk error is reported by the upload, which misses the shard.
+    """
+    with suppress(OSError):
+        atomic_file.make_folder(job.target)
+        atomic_file.move_synced(job.draft / name, job.target / name)
+    with suppress(OSError):  # of a rank that is not done
+        job.draft.rmdir()
+    if is_leader and job.target.exists():
+        directory.delete_old_checkpoints(job.target.parent, job.step, job.keep, job.pinned, job.since, job.draft)
 
 
 def _merge(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -124,16 +153,41 @@ def read_best_step(folder: Path) -> int | None:
     be read is still the best one: loading it reports the problem.
     """
     try:
-        noted = json.loads((folder / BEST).read_text())
-        step = int(noted["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        noted = parse_best((folder / BEST).read_bytes())
+    except OSError:
         return None
-    path = directory.checkpoint_path(folder, step)
+    if noted is None:
+        return None
+    path = directory.checkpoint_path(folder, noted.step)
     manifest = read_manifest(path)
     if isinstance(manifest, str):
-        return step if path.exists() else None
-    is_same = noted.get("sha256", _checksum(manifest)) == _checksum(manifest)  # earlier versions stored only the step
-    return step if is_same else None
+        return noted.step if path.exists() else None
+    return noted.step if noted.is_of(manifest) else None
+
+
+class BestMark(NamedTuple):
+    """The content of `best.json`. Earlier versions stored only the step."""
+
+    step: int
+    sha256: str | None
+
+    def is_of(self, manifest: Mapping[str, Any]) -> bool:
+        """Whether it marks the checkpoint with this manifest."""
+        return self.sha256 in (None, _checksum(manifest))
+
+
+def parse_best(payload: bytes) -> BestMark | None:
+    """None for what is no mark."""
+    try:
+        noted = json.loads(payload)
+        return BestMark(int(noted["step"]), noted.get("sha256"))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def format_best(step: int, sha256: str) -> bytes:
+    """The content of `best.json`, given the manifest's checksum of itself."""
+    return json.dumps({"step": step, "sha256": sha256}).encode()
 
 
 def read_manifest(path: Path) -> dict[str, Any] | str:
@@ -141,9 +195,16 @@ def read_manifest(path: Path) -> dict[str, Any] | str:
     if not path.exists():
         return "there is no such checkpoint"
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        payload = (path / MANIFEST).read_bytes()
     except OSError as error:
         return f"{MANIFEST} cannot be read ({error.strerror})"
+    return parse_manifest(payload, path)
+
+
+def parse_manifest(payload: bytes, path: Path) -> dict[str, Any] | str:
+    """The content of the manifest of the checkpoint at `path`, or its problem."""
+    try:
+        manifest = json.loads(payload)
     except ValueError as error:
         return f"{MANIFEST} is not JSON ({error})"
     if isinstance(manifest, dict) and atomic_file.is_newer_format(found := manifest.get("format"), FORMAT):

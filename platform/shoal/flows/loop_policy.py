@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+import shoal.runs
 from shoal.atomic_file import make_folder
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_metrics import ActorLearnerMetrics
@@ -52,7 +53,8 @@ class LoopPolicy:
             run_id, folder = f"{run_id}.{self.name}", folder / self.name
             make_folder(folder)
         OpponentPool.of_run(self.spec.self_play, folder)  # takes registered opponents out of this process's registry
-        setting = RunSetting(run_id, folder, token, self.spec.target_return, keys)
+        has_learnt = bool(self.spec.resume) and shoal.runs.load(self.spec.resume).num_versions() > 0
+        setting = RunSetting(run_id, folder, token, self.spec.target_return, keys, has_learnt)
         self._workers = workers = ActorLearnerWorkers(self.spec, self.experience, setting)
         model = LiveModel(
             *describe_policy_model(self.spec, self.experience),

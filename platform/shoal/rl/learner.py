@@ -7,6 +7,7 @@ workers and by `local_loop.py`; knows neither Ray nor sockets nor the environmen
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,9 @@ import numpy as np
 import torch
 
 from shoal import checkpoint
+from shoal.checkpoint.directory import list_newest_first
+from shoal.checkpoint.mirror import CheckpointMirror
+from shoal.checkpoint.stored import StoredCheckpoints
 from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch, summarize_error
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.batch_checks import BadBatchPolicy, EvidenceCheck
@@ -25,10 +29,14 @@ from shoal.rl.experience.queue import UNWRITABLE_PAUSE_S, BatchRequest, Experien
 from shoal.rl.learner_group import LearnerHub
 from shoal.rl.published_versions import PublishedVersions, WeightSink
 from shoal.rl.spec import LearnerSpec, RLSpec
+from shoal.store import Store
 from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec
 
 T = TypeVar("T")
+
+VERSIONS_FILE = "versions-reserved"  # in the folder of checkpoints
+UPLOAD_TIMEOUT_S = 30.0  # of the last checkpoint, at the end
 
 
 class Learner:
@@ -43,11 +51,16 @@ class Learner:
         folder: Path,
         used_version: int = 0,
         hub: LearnerHub | None = None,
+        *,
+        store: Store | None = None,
+        must_restore: bool = False,
     ) -> None:
         """Restore from the newest checkpoint in `folder`, if there is one, and publish at once.
 
         `used_version`: the newest version that this run has used so far, if known; new ones are above it. If unknown,
         they are above every version reserved in `folder`. `hub`: other learners take shares of each batch.
+        `store`: where checkpoints outlive this host. `must_restore`: the run has learnt before; raises CheckpointError
+        on a host that has nothing of it.
         """
         torch.set_num_threads(spec.learner.torch_threads)
         torch.manual_seed(spec.learner.seed)
@@ -62,11 +75,13 @@ class Learner:
         self.failure = ""  # why the last checkpoint or version could not be written; "" when it was
         self._metrics: dict[str, float] = {}
         self._lock = threading.Lock()  # guards the fields that stats() reads together
-        self._checkpoints = LearnerCheckpoints(folder, spec.learner)
+        self._checkpoints = LearnerCheckpoints(folder, spec.learner, store)
         # Versions up to the number of registered opponents are theirs, in the pool.
+        if must_restore:
+            self._checkpoints.require_files()
         after = max(self._restore(), used_version, len(spec.self_play.opponents))
         self._versions = PublishedVersions(
-            sink, folder / "versions-reserved", after, is_known=bool(used_version), updates=self.updates
+            sink, folder / VERSIONS_FILE, after, is_known=bool(used_version), updates=self.updates
         )
         # Actors that do not pause fill one half of the queue while the learner has the other.
         max_segments = max(1, spec.gateway.queue_capacity // (1 if spec.algorithm.pauses_actors else 2))
@@ -92,6 +107,7 @@ class Learner:
             if not self._lease.is_superseded:
                 self._publish_updates()
                 self.save()
+                self.failure = self._checkpoints.finish_upload()
 
     def run_as_thread(self) -> None:
         """`run`, in a thread of its own, with thread settings suited to learning."""
@@ -245,7 +261,7 @@ class Learner:
     def save(self) -> None:
         """Write a checkpoint: weights, optimiser, versions, counts and the random state."""
         self._checkpoints.save(self._get_progress(), self._make_state())
-        self.failure = ""
+        self.failure = self._checkpoints.upload_failure
 
     def _save_if_due(self) -> None:
         """A temporarily full disk costs a checkpoint, not the run."""
@@ -291,16 +307,43 @@ class Learner:
 
 
 class LearnerCheckpoints:
-    """The checkpoints in `folder`, and when the next one is due: an unchanged state is not saved again."""
+    """The checkpoints in `folder`, and when the next one is due: an unchanged state is not saved again.
 
-    def __init__(self, folder: Path, spec: LearnerSpec) -> None:
+    store: the newest are uploaded there, in the background
+    """
+
+    def __init__(self, folder: Path, spec: LearnerSpec, store: Store | None = None) -> None:
         self._folder, self._interval_s, self._num_retained = folder, spec.checkpoint_every_s, spec.keep_checkpoints
         self._saved_at, self._progress = time.monotonic(), tuple[int, ...]()
         self.damaged: list[str] = []
         self.restored_updates = 0
+        self._mirror: CheckpointMirror | None = None
+        if store is not None:
+            self._mirror = CheckpointMirror(StoredCheckpoints(store), folder, self._num_retained)
+
+    def require_files(self) -> None:
+        """Raises CheckpointError when this host and the store have nothing of a run that has learnt before."""
+        if (self._folder / VERSIONS_FILE).exists():  # a learner was here; it may have died before its first checkpoint
+            return
+        if self._mirror is not None:
+            self._mirror.fetch_newest()
+        if not list_newest_first(self._folder):
+            problem = f"{self._folder} on {socket.gethostname()} has no checkpoint of this run, which has learnt before"
+            remedy = "set SHOAL_STORE to a bucket, or SHOAL_HOME to a folder that all hosts mount"
+            raise CheckpointError(f"{problem}: resume it where it ran; for the next run, {remedy}")
+
+    @property
+    def upload_failure(self) -> str:
+        return "" if self._mirror is None else self._mirror.failure
+
+    def finish_upload(self) -> str:
+        """Wait until the last checkpoint is in the store; why it is not, or ""."""
+        return "" if self._mirror is None else self._mirror.finish(UPLOAD_TIMEOUT_S)
 
     def load(self) -> dict[str, Any] | None:
         """The state in the newest good checkpoint, if there is one."""
+        if self._mirror is not None:
+            self._mirror.fetch_newest()
         loaded = checkpoint.load_latest(self._folder)
         if loaded is None:
             return None
@@ -313,7 +356,9 @@ class LearnerCheckpoints:
 
     def save(self, progress: tuple[int, ...], state: dict[str, Any]) -> None:
         """Write one, named by the number of updates, the first of `progress`. Raises CheckpointError."""
-        checkpoint.save(self._folder, progress[0], state, self._num_retained)
+        path = checkpoint.save(self._folder, progress[0], state, self._num_retained)
+        if self._mirror is not None:
+            self._mirror.add(path)
         self._saved_at, self._progress = time.monotonic(), progress
 
     def postpone(self) -> None:

@@ -66,13 +66,20 @@ ACKNOWLEDGE_TIMEOUT_S = 60.0  # how long a learner retries its acknowledgement w
 
 @dataclass(frozen=True)
 class RunSetting:
-    """The settings that both workers need."""
+    """The settings that both workers need. `has_learnt`: the run is resumed, and has published weights before."""
 
     run_id: str
     folder: Path
     token: str
     target_return: float | None
     curve_keys: tuple[bytes, bytes] | None
+    has_learnt: bool = False
+
+    @property
+    def folder_name(self) -> str:
+        """Of the folder, below that of all runs: the run's, or a policy's there."""
+        is_run = self.folder.name == self.run_id
+        return self.run_id if is_run else f"{self.folder.parent.name}/{self.folder.name}"
 
 
 @ray.remote(num_cpus=0, max_concurrency=16)
@@ -185,6 +192,7 @@ class LearnerWorker:
         with freeze_loaded_objects():  # imported here: the driver would spend a second loading torch for nothing
             import torch._dynamo  # noqa: F401 - as every optimiser does
 
+            from shoal.checkpoint.stored import open_run_store
             from shoal.rl.learner import Learner
             from shoal.rl.learner_group import LearnerHub
 
@@ -195,7 +203,18 @@ class LearnerWorker:
         folder = setting.folder / "checkpoints"
         has_replicas = spec.learner.replicas > 1
         self._hub = LearnerHub(ray.util.get_node_ip_address(), setting.token.encode()) if has_replicas else None
-        self._learner = Learner(spec, experience, source, self._publisher, folder, get_stored_version(store), self._hub)
+        version = get_stored_version(store)
+        self._learner = Learner(
+            spec,
+            experience,
+            source,
+            self._publisher,
+            folder,
+            version,
+            self._hub,
+            store=open_run_store(setting.folder_name),
+            must_restore=setting.has_learnt or bool(version),
+        )
         self._failure, self._finished = "", False
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._thread.start()

@@ -127,6 +127,23 @@ def test_a_trial_takes_anothers_network_and_its_own_hyper_parameters(tmp_path: P
     assert record.latest()["train/learning_rate"] == 0.5
 
 
+def test_anothers_network_replaces_later_ones_of_the_trial_in_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
+    donor = make_trial("donor", tmp_path)
+    assert donor.next_report().step == 10
+    donor.copy_checkpoint(tmp_path / "copy")
+    donor.stop()
+    trial = make_trial("t", tmp_path)
+    assert [trial.next_report().step for _ in range(2)] == [10, 20]
+    trial.stop()
+    again = make_trial("t", tmp_path)
+    again.start_from(tmp_path / "copy")
+    read_all(again)
+    assert shoal.runs.load("t").last_events()["restored"]["step"] == 10
+
+
 def test_a_trials_own_copy_changes_nothing(tmp_path: Path) -> None:
     trial = make_trial("t", tmp_path)
     trial.next_report()

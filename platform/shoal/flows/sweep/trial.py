@@ -23,6 +23,7 @@ import numpy as np
 
 import shoal.runs
 from shoal.checkpoint.directory import checkpoint_path, list_newest_first
+from shoal.checkpoint.stored import StoredCheckpoints, open_run_store
 from shoal.errors import CheckpointError, RunError, ShoalError
 from shoal.flows.sweep.spec import CheckedSweep, SweepSpec
 from shoal.home import home
@@ -239,6 +240,8 @@ class TrialRun(Trial):
         if origin != self.run_id:
             own = self.folder / "checkpoints"
             shutil.rmtree(own, ignore_errors=True)
+            if store := open_run_store(self.run_id):
+                StoredCheckpoints(store).clear()
             shutil.copytree(source, own, ignore=shutil.ignore_patterns(_ORIGIN))
             self._copied_from = origin
 

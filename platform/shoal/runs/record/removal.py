@@ -19,6 +19,7 @@ from shoal.runs.record.database import connect, transaction, translate_write_err
 from shoal.runs.run_reader import Run
 from shoal.runs.run_status import TERMINAL, Status, resolve_status
 from shoal.runs.sweep_trials import list_trial_ids
+from shoal.store import open_store, store_url
 
 TABLES = ("events", "metrics", "summaries", "versions", "models", "endpoints")
 _REMOVED = ".removed-"
@@ -42,7 +43,10 @@ def reject_running_runs(runs: Iterable[Run]) -> None:
 
 
 def remove_runs(runs: Sequence[Run]) -> None:
-    """Remove runs with their folders. Raises RunError, which names it, for one that goes on; it and the rest stay."""
+    """Remove runs with their folders, and with what they have in the store.
+
+    Raises RunError, which names it, for one that goes on; it and the rest stay. Raises StoreError.
+    """
     folder = home()
     with closing(connect(folder)) as connection:
         for run in runs:
@@ -50,6 +54,16 @@ def remove_runs(runs: Sequence[Run]) -> None:
                 _delete_rows(connection, run.id)
             # After the rows: a process that dies here leaves a folder without a run, which `remove_leftovers` takes.
             shutil.rmtree(run.folder, ignore_errors=True)
+            _delete_stored(run.id)
+
+
+def _delete_stored(run_id: str) -> None:
+    """Delete what a run has in `$SHOAL_STORE`. Raises StoreError."""
+    url = store_url()
+    if Path(url).resolve() == home():
+        return
+    store = open_store(url)
+    store.delete(entry.key for entry in store.list_entries(f"runs/{run_id}"))
 
 
 def list_leftovers() -> list[Path]:

@@ -8,6 +8,11 @@ from typing import Any
 
 WAITING = "waiting"  # the event of a wait for capacity: `reason` is empty at its end
 NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
+_PLAIN = {
+    NO_CHECKPOINT: "there is no checkpoint: it begins again, at step 0",
+    "broker_back": "the broker is back",
+    "upload_recovered": "checkpoints are in the store again",
+}
 
 
 def format_warning(kind: str, details: Mapping[str, Any]) -> str:
@@ -15,6 +20,8 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
     match kind:
         case "checkpoint_failed":
             return f"a checkpoint could not be written, training goes on: {details['error']}"
+        case "upload_failed":
+            return f"checkpoints are on this run's hosts alone, training goes on: {details['error']}"
         case "restored" if details["damaged"]:
             return f"going on from step {details['step']:,}; damaged, and passed over: {'; '.join(details['damaged'])}"
         case "workers_lost":
@@ -54,13 +61,11 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
             return f"the broker {details['broker']} rejects this run: {details['reason']}"
         case "broker_back" if not details["has_session"]:
             return "the broker is back and has lost its session: what was sent meanwhile is lost; switch on persistence"
-        case "broker_back":
-            return "the broker is back"
         case "drift":
             return f"errors have grown at {details['count']} sensors: {', '.join(details['sensors'])}"
         case "register_failed":
             return f"a version could not be registered, learning goes on: {details['error']}"
-    return "there is no checkpoint: it begins again, at step 0" if kind == NO_CHECKPOINT else ""
+    return _PLAIN.get(kind, "")
 
 
 def _format_wait(reason: str, wait_s: float | None, **_: Any) -> str:

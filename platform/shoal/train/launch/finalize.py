@@ -6,6 +6,7 @@ Called by the launchers, in the process that writes the record, after the Traine
 from __future__ import annotations
 
 import shoal.runs
+from shoal.checkpoint.stored import open_run_store
 from shoal.runs import RunRecorder
 from shoal.runs.run_status import Status
 from shoal.train.export.model_entry import register_model
@@ -13,6 +14,15 @@ from shoal.train.launch.validate import ValidatedRun
 from shoal.train.reporting.result import TrainResult
 from shoal.train.reporting.time_to_accuracy import find_attempts, find_target_reached, get_evaluations
 from shoal.train.spec import TrainSpec
+
+
+def _fetch_weights(outcome: TrainResult, run_id: str) -> None:
+    """Download the network that the first rank has written on another host. Raises StoreError, CheckpointError."""
+    path = outcome.weights
+    if path is not None and not path.exists() and (store := open_run_store(run_id)) is not None:
+        draft = path.with_name(f".{path.name}.draft")
+        store.download(path.name, draft)
+        draft.replace(path)
 
 
 def finalize_run(
@@ -33,6 +43,7 @@ def finalize_run(
         metrics=outcome.metrics,
     )
     recorder.flush()
+    _fetch_weights(outcome, recorder.id)
     target = spec.stop.target
     if target is not None:
         run = shoal.runs.load(recorder.id)

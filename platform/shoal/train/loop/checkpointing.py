@@ -21,6 +21,7 @@ from shoal.errors import CheckpointError, NotFinite
 from shoal.parallel import World
 from shoal.parallel.state import gradients
 from shoal.random_state import get_random_state, set_random_state
+from shoal.store import Store
 from shoal.train.loop.components import AVERAGE, HAS_STATE, OUTER_MOMENTUM, TrainComponents
 from shoal.train.reporting.event_log import EventLog
 from shoal.train.spec import CheckpointSpec
@@ -68,16 +69,27 @@ class CheckpointManager:
     """The checkpoints of one run, on this rank."""
 
     def __init__(
-        self, spec: CheckpointSpec, assembly: TrainComponents, world: World, folder: Path, journal: EventLog
+        self,
+        spec: CheckpointSpec,
+        assembly: TrainComponents,
+        world: World,
+        folder: Path,
+        journal: EventLog,
+        store: Store | None = None,
     ) -> None:
         self._spec, self._components, self._world, self._event_log = spec, assembly, world, journal
-        self._checkpointer = Checkpointer(folder, keep=spec.keep, asynchronous=spec.asynchronous)
+        self._checkpointer = Checkpointer(folder, keep=spec.keep, asynchronous=spec.asynchronous, store=store)
+        self._is_upload_failing = False
         self._saved_step = -1
         self._saved_elapsed_s = 0.0
         self._uncommitted: dict[str, Any] | None = None  # the data position of a checkpoint on its way to the disk
 
     def restore(self) -> Restored | None:
-        """Restore everything from the newest good checkpoint; None if there is none. Collective."""
+        """Restore everything from the newest good checkpoint; None if there is none. Collective.
+
+        Raises ConfigError, on every rank, when not all of them can read what others save.
+        """
+        self._checkpointer.require_durable()
         found = self._checkpointer.latest()
         state = self._components.state(to_fill=found is not None)
         if found is None:
@@ -150,6 +162,7 @@ class CheckpointManager:
         else:
             self._saved_step = progress.step
             self._uncommitted = extras["position"] if parts.training.is_stream else None
+        self._report_upload()
         self._saved_elapsed_s = progress.elapsed_s
 
     def wait_until_copied(self) -> None:
@@ -166,6 +179,22 @@ class CheckpointManager:
             lost, self._saved_step, self._uncommitted = self._saved_step, -1, None
             self._report_failed_save(error, lost if lost >= 0 else None, must)
         self._commit()
+
+    def finish_uploads(self, timeout_s: float) -> None:
+        """Wait until the checkpoints are in the store. Collective. Raises CheckpointError naming those that are not."""
+        try:
+            self._checkpointer.finish_uploads(timeout_s)
+        finally:
+            self._report_upload()
+
+    def _report_upload(self) -> None:
+        """Report a store that cannot be used once, and once that it can be again."""
+        failure = self._checkpointer.upload_failure
+        if failure and not self._is_upload_failing:
+            self._event_log.record_event("upload_failed", error=failure)
+        elif self._is_upload_failing and not failure:
+            self._event_log.record_event("upload_recovered")
+        self._is_upload_failing = bool(failure)
 
     def _commit(self) -> None:
         """Tell the data what is on the disk."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint.stored import open_run_store
 from shoal.cost import MEASURED
 from shoal.cost.measure.peak_flops import measure_peak_flops
 from shoal.cost.step_profiler import StepProfiler
@@ -42,6 +43,10 @@ from shoal.train.reporting.result import TrainResult
 from shoal.train.reporting.time_to_accuracy import TRAINING_S
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task
+
+WEIGHTS_FILE = "model.safetensors"
+UPLOAD_TIMEOUT_S = 600.0  # of the last checkpoints, at the end of a run
+INTERRUPTED_UPLOAD_S = 8.0  # before Ray kills an interrupted job
 
 
 class Trainer:
@@ -78,8 +83,9 @@ class Trainer:
             place = config, parts.model, parts.optimizer, world, state, connection
             self.sync: Synchronizer = make_synchronizer(TrainReplica(*place, parts=parts, journal=journal))
             parts.outer = self.sync.outer
+            self._store = open_run_store(run_id)
             self._checkpoints = CheckpointManager(
-                spec.checkpoint, parts, world, folder / "checkpoints", self._event_log
+                spec.checkpoint, parts, world, folder / "checkpoints", self._event_log, self._store
             )
         peak = world.size * measure_peak_flops(world.device, spec.parallel.precision)
         self._meter = ThroughputMeter(peak, lambda: parts.model.communication_s + self.sync.waited_s)
@@ -364,6 +370,7 @@ class Trainer:
         if stop.reason == "interrupted":
             outcome = TrainResult(self._run_id, stop.reason, stop.detail, progress.step, kept, progress.elapsed_s)
             self._event_log.record_event("stopped", reason=stop.reason, detail=stop.detail, step=stop.step)
+            self._checkpoints.finish_uploads(INTERRUPTED_UPLOAD_S)
             return outcome
         metrics = progress.metrics
         if kept != progress.step:
@@ -372,16 +379,22 @@ class Trainer:
             metrics = best.metrics if best is not None else metrics
         self._event_log.record_event("stopped", reason=stop.reason, detail=stop.detail, step=stop.step, kept=kept)
         ended = TrainResult(self._run_id, stop.reason, stop.detail, progress.step, kept, progress.elapsed_s, metrics)
-        return replace(ended, weights=self._write_weights())
+        ended = replace(ended, weights=self._write_weights())
+        self._checkpoints.finish_uploads(UPLOAD_TIMEOUT_S)
+        return ended
 
     def _write_weights(self) -> Path:
         """Write the full network as one safetensors file, as evaluated: averaged if the spec asks for it."""
-        path, problem = self.folder / "model.safetensors", ""
+        path, problem = self.folder / WEIGHTS_FILE, ""
         with self._parts.apply_average():
             weights = self._parts.model.full_weights()
         if self.world.is_first:
             try:
                 write_weights(path, weights)
+                if (
+                    self._store is not None and not (self.folder / "spec.yaml").exists()
+                ):  # the record is on another host
+                    self._store.write(WEIGHTS_FILE, path)
             except OSError as error:
                 problem = f"the trained network could not be written to {path}: {error}"
         problem = self.world.broadcast(problem)

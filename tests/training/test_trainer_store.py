@@ -1,0 +1,101 @@
+"""Training with $SHOAL_STORE: resumed where no file of the run is, and a store that is down meanwhile."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.checkpoint.stored import open_run_store
+from shoal.errors import CheckpointError, StoreError
+from shoal.store import Store
+from shoal.train.launch.finalize import _fetch_weights
+from training.test_trainer import Notes, assert_same, spec_of, train, weights_of
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Of the run `r`."""
+    monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
+    found = open_run_store("r")
+    assert found is not None
+    return found
+
+
+def spec(steps: int, **changes: Any) -> Any:
+    return spec_of(**{"stop": {"steps": steps}, "checkpoint": {"every_steps": 3}, **changes})
+
+
+def test_a_run_goes_on_where_no_file_of_it_is(tmp_path: Path, store: Store) -> None:
+    whole = train(tmp_path / "undisturbed", spec(12))
+    store.delete(entry.key for entry in store.list_entries())
+    train(tmp_path / "a", spec(6))
+    notes = Notes()
+    outcome = train(tmp_path / "b", spec(12), notes)
+    assert dict(notes.events)["restored"]["step"] == 6
+    assert min(notes.losses) == 7 or 6 in notes.losses
+    assert_same(weights_of(outcome), weights_of(whole))
+    assert outcome.weights is not None
+    shutil.rmtree(tmp_path / "b")
+    (tmp_path / "b").mkdir()
+    _fetch_weights(outcome, "r")  # the driver's host had no such file
+    assert_same(weights_of(outcome), weights_of(whole))
+
+
+def test_a_store_that_is_down_is_reported_once_and_ends_no_run(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, num_tries = type(store).write, 0
+
+    def refuse(this: Store, key: str, content: bytes | Path) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries <= 2 and "step-" in key:
+            raise StoreError("the store is down")
+        write(this, key, content)
+
+    monkeypatch.setattr(type(store), "write", refuse)
+    notes = Notes()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "spec.yaml").touch()  # the record is on this host
+    assert train(tmp_path / "a", spec(30), notes).steps == 30
+    kinds = [kind for kind, _ in notes.events if kind.startswith("upload")]
+    assert kinds in ([], ["upload_failed", "upload_recovered"])  # [] if both were tried at the end
+    assert "step-000000030" in store.list_folders()
+
+
+def test_what_is_not_in_the_store_at_the_end_is_an_error_that_names_it(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = type(store).write
+
+    def refuse(this: Store, key: str, content: bytes | Path) -> None:
+        raise StoreError("the store is down")
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "spec.yaml").touch()
+    monkeypatch.setattr(type(store), "write", refuse)
+    notes = Notes()
+    with pytest.raises(CheckpointError, match=r"of step 6 are not in .*/store/runs/r/checkpoints, only in .*is down"):
+        train(tmp_path / "a", spec(6), notes)
+    assert (tmp_path / "a" / "model.safetensors").exists()
+    assert [kind for kind, _ in notes.events].count("upload_failed") == 1
+    monkeypatch.setattr(type(store), "write", write)
+    assert train(tmp_path / "a", spec(6)).steps == 6  # on the same host, when the store is back
+    assert store.list_folders() == ["step-000000006"]
+
+
+@pytest.mark.parametrize("where", ["", "home", "unwritable"])
+def test_without_a_store_of_its_own_a_run_has_a_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SHOAL_STORE", {"": "", "home": str(tmp_path / "home")}.get(where, str(tmp_path / "file")))
+    if where == "unwritable":
+        with pytest.raises(CheckpointError, match=r"the store .*/file cannot be used .*: correct SHOAL_STORE"):
+            open_run_store("r")
+    else:
+        assert open_run_store("r") is None
