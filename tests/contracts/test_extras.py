@@ -113,7 +113,7 @@ def test_the_table_of_extras_names_each() -> None:
 
 
 def test_the_cluster_has_all_that_a_user_needs() -> None:
-    parts = ("train", "serve", "client", "data", "gym", "recipes", "report")
+    parts = ("train", "serve", "store", "client", "data", "gym", "recipes", "report")
     assert list_needed_by_extras(*parts) == list_needed_by_extras("cluster")
 
 
@@ -132,6 +132,7 @@ MISSING = [
     ("pyarrow", "from shoal.serve.tables import table", "data"),
     ("starlette", "from shoal.flows.serving import open_endpoint; open_endpoint(None, '').__enter__()", "serve"),
     ("pandas", "from shoal.flows.training import RayBackend; RayBackend.attempt(RUN, None)", "train"),
+    ("obstore", "from shoal.store import open_store; open_store('s3://bucket')", "store"),
     ("sklearn", "from shoal.libs.population.evolution.bandit import Bandit; Bandit(None)", "recipes"),
     ("sklearn", "from shoal.train.task import make_task; make_task('tabular', {}).data()", "recipes"),
 ]

@@ -336,9 +336,7 @@ class LoopRun:
             return
         for published in self._only.workers.take_published():
             with suppress(RecordUnwritable):
-                self.recorder.record_weights(
-                    published.version, published.step, published.sha256, published.published_at
-                )
+                self.recorder.record_weights(*published)
 
     def _count_endpoint_requests(self) -> float:
         """Requests so far; the last known count while a replica restarts, which must not stop learning."""

@@ -125,7 +125,7 @@ class Registry:
     def get(self, ref: str) -> ModelVersion:
         """Find the version of `ref`. Raises RegistryError, with a list of the present ones, when there is none."""
         name, word = split_ref(ref)
-        aliases, versions = self._look_up(name)
+        aliases, versions = self._find_versions(name)
         version = _resolve_version(word, versions, aliases)
         if version is None:
             known = ", ".join([f"versions {versions[0]} to {versions[-1]}", *sorted(aliases.moves)])
@@ -147,7 +147,7 @@ class Registry:
         """Every version of `name`, or of every model, oldest first. Raises RegistryError when `name` is unknown."""
         found: Sequence[ModelVersion] = ()
         for each in self._list_names() if name is None else [name]:
-            aliases, versions = self._look_up(each)
+            aliases, versions = self._find_versions(each)
             found = [*found, *(self._load_version(each, version, aliases) for version in versions)]
         return tuple(found)
 
@@ -168,7 +168,7 @@ class Registry:
     @_convert_os_errors()
     def rollback(self, name: str, alias: str = "champion") -> ModelVersion:
         """Point `alias` at its version before the last promotion. Raises RegistryError when there is none."""
-        self._look_up(name)
+        self._find_versions(name)
 
         def roll_back(now: Aliases) -> Aliases:
             stack = now.list_promoted(alias)
@@ -192,7 +192,7 @@ class Registry:
         """
         name, _ = split_ref(ref)
         is_one = "@" in ref  # also for `name@latest`, which has no word
-        versions = [self.get(ref).version] if is_one else self._look_up(name)[1]
+        versions = [self.get(ref).version] if is_one else self._find_versions(name)[1]
 
         def mark_removed(now: Aliases) -> Aliases:
             """From then on no version can be promoted, and none is seen."""
@@ -229,7 +229,7 @@ class Registry:
     @_convert_os_errors()
     def aliases(self, name: str) -> Aliases:
         """Every alias of `name` with its history. Raises RegistryError when the model is unknown."""
-        return self._look_up(name)[0]
+        return self._find_versions(name)[0]
 
     @_convert_os_errors()
     def require_distinct_name(self, field: str, name: str) -> None:
@@ -240,7 +240,7 @@ class Registry:
             remedy = f"add a version to {twin[0]!r}, or choose another name"
             raise ConfigError(field, name, f"differs from the model {twin[0]!r} in capitals alone", remedy)
 
-    def _look_up(self, name: str) -> tuple[Aliases, Sequence[int]]:
+    def _find_versions(self, name: str) -> tuple[Aliases, Sequence[int]]:
         """The aliases of a model, and then its versions: an alias only moves to a present one."""
         require_name("name", name)
         aliases = self._read_aliases(name)

@@ -46,14 +46,14 @@ class BlobCache:
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
-        self._make_room(path)
+        self._evict(path)
         return path
 
     def forget(self, sha256: str) -> None:
         """Remove a file, which is damaged."""
         (self.folder / sha256[:2] / sha256).unlink(missing_ok=True)
 
-    def _make_room(self, newest: Path) -> None:
+    def _evict(self, newest: Path) -> None:
         found = [(status.st_mtime, status.st_size, path) for path in self.folder.glob("*/*") if (status := _stat(path))]
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):

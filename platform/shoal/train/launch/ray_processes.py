@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import summarize_error
 from shoal.network_address import is_loopback
-from shoal.train.launch.replica_placement import Host, ReplicaPlacement
+from shoal.sync.replica_placement import Host, ReplicaPlacement
 from shoal.train.spec import TrainSpec
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from shoal.train.launch.replica_placement import Host, ReplicaPlacement
+from shoal.sync.replica_placement import Host, ReplicaPlacement
 
 HERE, THERE, BEYOND = (Host(name, 2) for name in ("here", "there", "beyond"))
 
