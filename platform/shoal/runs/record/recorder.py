@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from shoal.runs.record.database import (
     BUSY_TIMEOUT_S,
     add_missing_columns,
     connect,
+    read_later_column,
     transaction,
     translate_read_errors,
     translate_write_errors,
@@ -49,6 +50,9 @@ from shoal.runs.record.tensorboard_writer import TensorBoardMirror
 from shoal.runs.run_kind import RunKind
 from shoal.runs.run_reader import find_run_row
 from shoal.runs.run_status import TERMINAL, Status, resolve_status, transition
+
+if TYPE_CHECKING:
+    from shoal.runs.record.store_mirror import StoreMirror
 
 FLUSH_INTERVAL_S = 0.5
 HEARTBEAT_INTERVAL_S = 3.0
@@ -95,12 +99,14 @@ def create(
                 (*values, now, now, socket.gethostname(), os.getpid()),
             ).lastrowid
             assert number is not None
-            incarnation = _claim_run(connection, number, is_resumed=False)
+            writer = secrets.token_hex(8) if os.environ.get("SHOAL_STORE") else None
+            incarnation = _claim_run(connection, number, is_resumed=False, writer=writer)
             _make_folder(folder, spec)
+        mirror = None if writer is None else _open_mirror(run_id, number, incarnation, writer, None)
     except BaseException:
         connection.close()
         raise
-    return RunRecorder(connection, number, run_id, incarnation, folder)
+    return RunRecorder(connection, number, run_id, incarnation, folder, mirror)
 
 
 def reopen(ref: str, spec: str | None = None) -> RunRecorder:
@@ -109,33 +115,69 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
     ref:  an id, the unique beginning of one, or `latest`
     spec: YAML that replaces the recorded spec; None keeps it
 
-    Raises RunError when there is no such run, or when a living process still writes to it.
+    Raises RunError when there is no such run, or when a living process still writes to it, also on another host.
     """
     spec = None if spec is None else validate_text("spec", spec)
     connection = connect(home())
     try:
+        writer, previous = _claim_in_store(connection, ref) if os.environ.get("SHOAL_STORE") else (None, None)
         with transaction(connection):  # in which no process can remove the run
             with translate_read_errors(home()):
                 row = find_run_row(connection, ref)
             folder = home() / "runs" / row["id"]
-            incarnation = _claim_run(connection, row["number"], is_resumed=True, spec=spec)
+            incarnation = _claim_run(connection, row["number"], is_resumed=True, spec=spec, writer=writer)
             _make_folder(folder, spec)
+        mirror = None if writer is None else _open_mirror(row["id"], row["number"], incarnation, writer, previous)
     except BaseException:
         connection.close()
         raise
-    return RunRecorder(connection, row["number"], row["id"], incarnation, folder)
+    return RunRecorder(connection, row["number"], row["id"], incarnation, folder, mirror)
 
 
-def _claim_run(connection: sqlite3.Connection, number: int, *, is_resumed: bool, spec: str | None = None) -> int:
+def _claim_in_store(connection: sqlite3.Connection, ref: str) -> tuple[str, str | None]:
+    """Claim the run that `ref` names; returns the tokens of this writer and of the one before. Raises RunError."""
+    from shoal.runs.record.store_copies import claim, refresh
+
+    refresh(home(), force=True)
+    with translate_read_errors(home()):
+        row = find_run_row(connection, ref)
+    _reject_running(row)
+    writer = secrets.token_hex(8)
+    claim(home(), row, writer)
+    return writer, read_later_column(row, "writer")
+
+
+def _open_mirror(run_id: str, number: int, incarnation: int, writer: str, previous: str | None) -> StoreMirror:
+    from shoal.runs.record.store_mirror import StoreMirror
+    from shoal.store import store_url
+
+    return StoreMirror(home(), store_url(), run_id, number, incarnation, writer, previous)
+
+
+def _reject_running(row: sqlite3.Row) -> Status:
+    """The status of the run. Raises RunError if its writer is alive."""
+    seen = resolve_status(row)
+    if seen is Status.RUNNING:
+        raise RunError(f"run {row['id']!r} is still running (process {row['pid']} on {row['host']}): stop it first")
+    return seen
+
+
+def _claim_run(
+    connection: sqlite3.Connection, number: int, *, is_resumed: bool, spec: str | None = None, writer: str | None = None
+) -> int:
     """Make this process the writer of the run, and return its incarnation. Raises RunError if another writer is alive.
 
     Called in a transaction: readers see the new incarnation complete, and nothing of the old one as alive.
     """
     now, host, pid = time.time(), socket.gethostname(), os.getpid()
     row = connection.execute("SELECT * FROM runs WHERE number = ?", (number,)).fetchone()
-    seen = resolve_status(Status(row["status"]), row["heartbeat_at"], row["host"], row["pid"], host, now)
-    if seen is Status.RUNNING:
-        raise RunError(f"run {row['id']!r} is still running (process {row['pid']} on {row['host']}): stop it first")
+    seen = _reject_running(row)
+    if writer is not None:  # the run is this host's from now on
+        add_missing_columns(connection)
+        own = "UPDATE runs SET writer = ?, copied_from = NULL, revision = NULL, head_at = NULL WHERE number = ?"
+        connection.execute(own, (writer, number))
+    elif (copied_from := read_later_column(row, "copied_from")) is not None:
+        raise RunError(f"run {row['id']!r} is a copy from {copied_from}: set SHOAL_STORE to its store to resume it")
     connection.execute(
         "UPDATE runs SET status = ?, finished_at = NULL, error = NULL, host = ?, pid = ?, heartbeat_at = ?,"
         " incarnation = incarnation + 1 WHERE number = ?",
@@ -175,11 +217,18 @@ class RunRecorder:
     """
 
     def __init__(
-        self, connection: sqlite3.Connection, number: int, run_id: str, incarnation: int, folder: Path
+        self,
+        connection: sqlite3.Connection,
+        number: int,
+        run_id: str,
+        incarnation: int,
+        folder: Path,
+        store_mirror: StoreMirror | None = None,
     ) -> None:
         self.id, self.folder = run_id, folder
         self._number, self._incarnation = number, incarnation
         self._connection = connection
+        self._store_mirror = store_mirror
         self._mirror = TensorBoardMirror(run_id, folder / "tensorboard", incarnation)
         self._pending = PendingWrites()
         self._status = Status.RUNNING
@@ -351,6 +400,8 @@ class RunRecorder:
         with self._write_lock:
             if self._status in TERMINAL:
                 return
+            if self._store_mirror is not None and self._store_mirror.problem:
+                raise RunError(self._store_mirror.problem)
             with self._buffer_lock:
                 pending, self._pending = self._pending, PendingWrites()
             if not pending.num_rows and time.monotonic() - self._heartbeat_monotonic_s < heartbeat_after_s:
@@ -366,6 +417,8 @@ class RunRecorder:
             if pending.forgotten_after is not None:
                 self._mirror.forget_after(pending.forgotten_after)
             self._mirror.enqueue(pending.logged)
+            if self._store_mirror is not None and pending.num_rows:
+                self._store_mirror.mark_changed()
 
     def _commit(self, pending: PendingWrites) -> None:
         run, connection = self._number, self._connection
@@ -411,5 +464,7 @@ class RunRecorder:
         self._stopping.set()
         try:
             self._mirror.close()
+            if self._store_mirror is not None:
+                self._store_mirror.close()
         finally:
             self._connection.close()
