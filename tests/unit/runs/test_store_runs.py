@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -94,6 +95,7 @@ def kill(recorder: runs.RunRecorder) -> None:
     mirror._thread.join(60)
     recorder._stopping.set()
     recorder._thread.join(60)
+    recorder._mirror.close()
     recorder._connection.execute("UPDATE runs SET heartbeat_at = 0")  # its number is that of a living process
     recorder._connection.close()
 
@@ -233,14 +235,18 @@ def test_a_store_that_is_down_stops_nothing(
 ) -> None:
     (tmp_path / "store").mkdir()
     monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
-    write, is_down = FolderStore.write, threading.Event()
+    is_down = threading.Event()
 
-    def fail(self: FolderStore, key: str, content: bytes | Path) -> None:
-        if is_down.is_set():
-            raise StoreError("the store is down")
-        write(self, key, content)
+    def fail_while_down(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if is_down.is_set():
+                raise StoreError("the store is down")
+            return method(*args)
 
-    monkeypatch.setattr(FolderStore, "write", fail)
+        return call
+
+    monkeypatch.setattr(FolderStore, "write", fail_while_down(FolderStore.write))
+    monkeypatch.setattr(FolderStore, "read_tagged", fail_while_down(FolderStore.read_tagged))
     is_down.set()
     with runs.create("cartpole", SPEC, "through") as recorder, caplog.at_level(logging.WARNING):
         for step in range(3):
@@ -256,6 +262,11 @@ def test_a_store_that_is_down_stops_nothing(
     with runs.reopen("through") as recorder:  # a run of this host
         recorder.log(9, {"loss": 0.5})
     assert runs.load("through").status is Status.FINISHED
+    is_down.clear()
+    with runs.reopen("through") as recorder:
+        recorder.log(10, {"loss": 0.25})
+    move_to("two")
+    assert (runs.load("through").incarnation, runs.load("through").best()) == (3, ("loss", 0.25))
 
 
 def test_closing_does_not_wait_for_a_store_that_hangs(

@@ -51,9 +51,9 @@ CREATE TABLE IF NOT EXISTS endpoints (
 """
 
 
-# Of runs on a store. writer: the token of the last incarnation in the run's head; copied_from: the host that records
-# the run, NULL for one of this host; revision: of the copied record; head_at: when the head that was read was written,
-# by the store's clock, or NULL.
+# Of runs on a store. writer: the tokens that the run's head may have; copied_from: the host that records the run, NULL
+# for one of this host; revision: of the copied record; head_at: when the head that was read was written, by the store's
+# clock, or NULL.
 _LATER_COLUMNS = {"kind": "TEXT", "writer": "TEXT", "copied_from": "TEXT", "revision": "INTEGER", "head_at": "REAL"}
 
 

@@ -87,6 +87,7 @@ def create(
     revision, is_dirty = git_revision(Path.cwd())
     job, spec, command = validate_text("job", job), validate_text("spec", spec), escape_text(command or command_line())
     values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty, kind)
+    writer = _make_writer() if os.environ.get("SHOAL_STORE") else None
     connection, folder = connect(home()), home() / "runs" / run_id
     try:
         with transaction(connection):
@@ -99,10 +100,9 @@ def create(
                 (*values, now, now, socket.gethostname(), os.getpid()),
             ).lastrowid
             assert number is not None
-            writer = secrets.token_hex(8) if os.environ.get("SHOAL_STORE") else None
-            incarnation = _claim_run(connection, number, is_resumed=False, writer=writer)
+            incarnation = _claim_run(connection, number, is_resumed=False, writers=writer)
             _make_folder(folder, spec)
-        mirror = None if writer is None else _open_mirror(run_id, number, incarnation, writer, None)
+        mirror = None if writer is None else _open_mirror(run_id, number, incarnation, writer, "")
     except BaseException:
         connection.close()
         raise
@@ -120,34 +120,48 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
     spec = None if spec is None else validate_text("spec", spec)
     connection = connect(home())
     try:
-        writer, previous = _claim_in_store(connection, ref) if os.environ.get("SHOAL_STORE") else (None, None)
+        writer = previous = None
+        if os.environ.get("SHOAL_STORE"):
+            ref, writer, previous = _claim_in_store(connection, ref)
         with transaction(connection):  # in which no process can remove the run
             with translate_read_errors(home()):
                 row = find_run_row(connection, ref)
             folder = home() / "runs" / row["id"]
-            incarnation = _claim_run(connection, row["number"], is_resumed=True, spec=spec, writer=writer)
+            writers = None if writer is None else f"{previous} {writer}".strip()
+            incarnation = _claim_run(connection, row["number"], is_resumed=True, spec=spec, writers=writers)
             _make_folder(folder, spec)
-        mirror = None if writer is None else _open_mirror(row["id"], row["number"], incarnation, writer, previous)
+        mirror = None if writer is None else _open_mirror(row["id"], row["number"], incarnation, writer, previous or "")
     except BaseException:
         connection.close()
         raise
     return RunRecorder(connection, row["number"], row["id"], incarnation, folder, mirror)
 
 
-def _claim_in_store(connection: sqlite3.Connection, ref: str) -> tuple[str, str | None]:
-    """Claim the run that `ref` names; returns the tokens of this writer and of the one before. Raises RunError."""
+def _make_writer() -> str:
+    """A token. Raises ConfigError for an invalid `$SHOAL_STORE`."""
+    from shoal.store import store_url
+
+    store_url()
+    return secrets.token_hex(8)
+
+
+def _claim_in_store(connection: sqlite3.Connection, ref: str) -> tuple[str, str, str]:
+    """Claim the run that `ref` names: its id, this writer's token, those that the store may have until it answers.
+
+    Raises RunError when another process has resumed it.
+    """
     from shoal.runs.record.store_copies import claim, refresh
 
     refresh(home(), force=True)
     with translate_read_errors(home()):
         row = find_run_row(connection, ref)
     _reject_running(row)
-    writer = secrets.token_hex(8)
-    claim(home(), row, writer)
-    return writer, read_later_column(row, "writer")
+    writer = _make_writer()
+    is_claimed = claim(home(), row, writer)
+    return row["id"], writer, "" if is_claimed else read_later_column(row, "writer") or ""
 
 
-def _open_mirror(run_id: str, number: int, incarnation: int, writer: str, previous: str | None) -> StoreMirror:
+def _open_mirror(run_id: str, number: int, incarnation: int, writer: str, previous: str) -> StoreMirror:
     from shoal.runs.record.store_mirror import StoreMirror
     from shoal.store import store_url
 
@@ -163,19 +177,26 @@ def _reject_running(row: sqlite3.Row) -> Status:
 
 
 def _claim_run(
-    connection: sqlite3.Connection, number: int, *, is_resumed: bool, spec: str | None = None, writer: str | None = None
+    connection: sqlite3.Connection,
+    number: int,
+    *,
+    is_resumed: bool,
+    spec: str | None = None,
+    writers: str | None = None,
 ) -> int:
     """Make this process the writer of the run, and return its incarnation. Raises RunError if another writer is alive.
 
     Called in a transaction: readers see the new incarnation complete, and nothing of the old one as alive.
+
+    writers: the tokens of this host that the run's head in the store may have; None without a store
     """
     now, host, pid = time.time(), socket.gethostname(), os.getpid()
     row = connection.execute("SELECT * FROM runs WHERE number = ?", (number,)).fetchone()
     seen = _reject_running(row)
-    if writer is not None:  # the run is this host's from now on
+    if writers is not None:  # the run is this host's from now on
         add_missing_columns(connection)
         own = "UPDATE runs SET writer = ?, copied_from = NULL, revision = NULL, head_at = NULL WHERE number = ?"
-        connection.execute(own, (writer, number))
+        connection.execute(own, (writers, number))
     elif (copied_from := read_later_column(row, "copied_from")) is not None:
         raise RunError(f"run {row['id']!r} is a copy from {copied_from}: set SHOAL_STORE to its store to resume it")
     connection.execute(

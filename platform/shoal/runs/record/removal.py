@@ -90,7 +90,7 @@ def _remove_from_store(connection: sqlite3.Connection, folder: Path, run_id: str
 
     if row := connection.execute("SELECT * FROM runs WHERE id = ?", (run_id,)).fetchone():
         _reject_running(resolve_status(row), run_id, row["pid"], row["host"])
-        remove_from_store(folder, run_id, read_later_column(row, "writer"))
+        remove_from_store(folder, run_id, read_later_column(row, "writer") or "")
 
 
 def _delete_rows(connection: sqlite3.Connection, run_id: str) -> None:

@@ -53,7 +53,7 @@ _CLOCK = "now-"  # a key of the folder of heads, whose time is the store's prese
 _OLD_CLOCK_S = 3600.0  # of readers that were killed
 
 _log = logging.getLogger(__name__)
-_refreshed_s: dict[tuple[Path, str], float] = {}  # by `time.monotonic`
+_refreshes: dict[tuple[Path, str], tuple[threading.Thread, float]] = {}  # the last ones, and when by `time.monotonic`
 
 
 def refresh(home: Path, *, force: bool = False) -> None:
@@ -62,14 +62,15 @@ def refresh(home: Path, *, force: bool = False) -> None:
     force: also when that was done a moment ago
     """
     url = store_url()
-    if not force and time.monotonic() < _refreshed_s.get((home, url), -1e9) + REFRESH_INTERVAL_S:
+    before = _refreshes.get((home, url))
+    if before and (before[0].is_alive() or (not force and time.monotonic() < before[1] + REFRESH_INTERVAL_S)):
         return
     worker = threading.Thread(target=_refresh, args=(home, url), name="refresh-runs", daemon=True)
     worker.start()
     worker.join(REFRESH_TIMEOUT_S)
     if worker.is_alive():
         _log.warning("the store %s has not answered for %.0f s: runs of other hosts may lack", url, REFRESH_TIMEOUT_S)
-    _refreshed_s[home, url] = time.monotonic()
+    _refreshes[home, url] = (worker, time.monotonic())
 
 
 def _refresh(home: Path, url: str) -> None:
@@ -141,13 +142,13 @@ def _import(connection: sqlite3.Connection, home: Path, store: Store, entry: Ent
 def _is_newer(row: sqlite3.Row, head: Head) -> bool:
     """Whether the store knows more than the row: of a run of this host only if another has resumed it since."""
     if row["copied_from"] is None:
-        is_resumed = row["writer"] not in (None, head.writer) and head.incarnation >= row["incarnation"]
-        return is_resumed and resolve_status(row) is not Status.RUNNING
+        is_resumed = row["writer"] is not None and head.writer not in row["writer"].split()
+        return is_resumed and head.incarnation >= row["incarnation"] and resolve_status(row) is not Status.RUNNING
     return bool(head.incarnation >= row["incarnation"])
 
 
 def _has_same_record(row: sqlite3.Row, head: Head) -> bool:
-    return (row["copied_from"], row["incarnation"], row["revision"]) == (head.host, head.incarnation, head.revision)
+    return (row["writer"], row["revision"]) == (head.writer, head.revision)
 
 
 def _set_heartbeat(connection: sqlite3.Connection, run_id: str, age_s: float) -> None:
@@ -226,25 +227,28 @@ def _write_files(folder: Path, files: list[tuple[str, bytes]]) -> None:
         replace_synced(folder / path, content)
 
 
-def claim(home: Path, row: sqlite3.Row, writer: str) -> None:
+def claim(home: Path, row: sqlite3.Row, writer: str) -> bool:
     """Make this process the writer of a run in the store, before it becomes that here: of several one succeeds.
 
-    row: of `runs`, after a refresh. A run of this host goes on while the store is down: its mirror claims it later.
+    row: of `runs`, after a refresh
+
+    False: the store is down or lacks the run, which is of this host. It goes on, and its mirror claims it later.
 
     Raises RunError when another process has resumed or removed the run.
     """
     run_id, copied_from = row["id"], read_later_column(row, "copied_from")
     try:
         if (store := open_run_store(home, store_url())) is None:
-            return
+            return False
         head, tagged = read_head(store, run_id)
-        if head.is_removed or head.writer != read_later_column(row, "writer"):
+        if head.is_removed or head.writer not in (read_later_column(row, "writer") or "").split():
             raise RunError(describe_other_writer(head))
         host, pid, incarnation = socket.gethostname(), os.getpid(), row["incarnation"] + 1
         mine = structs.replace(
             head, host=host, pid=pid, incarnation=incarnation, writer=writer, status=Status.RUNNING, revision=0
         )
         store.replace(head_key(run_id), mine.to_bytes(), tagged.tag)
+        return True
     except FileNotFoundError:
         if copied_from is not None:
             raise RunError(f"run {run_id!r} was removed from the store: it cannot be resumed") from None
@@ -254,10 +258,13 @@ def claim(home: Path, row: sqlite3.Row, writer: str) -> None:
         if copied_from is not None:
             raise
         _log.warning("run %s is resumed without the store, which might know of another resumption: %s", run_id, error)
+    return False
 
 
-def remove_from_store(home: Path, run_id: str, writer: str | None) -> None:
+def remove_from_store(home: Path, run_id: str, writers: str) -> None:
     """Remove a run's record, checkpoints and head. A killed removal can be repeated.
+
+    writers: the tokens that this host knows, separated by blanks
 
     Raises RunError when another process has resumed it since, and StoreError.
     """
@@ -272,7 +279,7 @@ def remove_from_store(home: Path, run_id: str, writer: str | None) -> None:
     except RunError as error:
         raise RunError(f"{error}; remove the object to remove the run") from None
     if not head.is_removed:
-        if head.writer != writer:
+        if head.writer not in writers.split():
             raise RunError(describe_other_writer(head))
         try:  # from now on no process can resume it
             store.replace(head_key(run_id), structs.replace(head, is_removed=True).to_bytes(), tagged.tag)

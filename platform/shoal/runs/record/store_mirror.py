@@ -43,7 +43,7 @@ class StoreMirror:
     """The mirror of one incarnation of a run. Every method may be called from any thread.
 
     writer:   this incarnation's token
-    previous: the token of the incarnation before, whose head may be taken over; None without one
+    previous: tokens of incarnations before, separated by blanks, whose head may be taken over
 
     | capacity                 | what blocks | who unblocks             | close()                            |
     |--------------------------|-------------|--------------------------|------------------------------------|
@@ -51,7 +51,7 @@ class StoreMirror:
     """
 
     def __init__(
-        self, home: Path, url: str, run_id: str, number: int, incarnation: int, writer: str, previous: str | None
+        self, home: Path, url: str, run_id: str, number: int, incarnation: int, writer: str, previous: str
     ) -> None:
         self.problem = ""  # why this process may record the run no longer
         self._home, self._url, self._number = home, url, number
@@ -63,7 +63,7 @@ class StoreMirror:
             writer=writer,
             status=Status.RUNNING,
         )
-        self._writers = {writer, previous}
+        self._writers = {writer, *previous.split()}
         self._previous_record = ""  # of the incarnation before, until this one has its own
         self._lock = threading.Lock()  # guards _head; held for a request
         self._store: Store | None = None
@@ -170,7 +170,7 @@ class StoreMirror:
                 return
             if found.is_removed or found.writer not in self._writers:
                 raise Superseded(describe_other_writer(found))
-            if not self._head.record and found.writer != self._head.writer:
+            if not self._head.record:
                 self._previous_record = found.record
             store.replace(head_key(run_id), self._make_beat(), tagged.tag)
 
