@@ -24,7 +24,7 @@ from shoal.cli.commands.runs import runs as runs_command
 from shoal.errors import RunError, StoreError
 from shoal.runs import Status
 from shoal.runs.record import removal, store_copies, store_mirror
-from shoal.runs.record.store_head import HEADS, Head, decode_head, head_key, read_head, record_key
+from shoal.runs.record.store_head import HEADS, RunHead, decode_head, head_key, read_head, record_key
 from shoal.store import Store, open_store
 from shoal.store.folder import FolderStore
 from waiting import wait_for
@@ -301,7 +301,7 @@ def test_damaged_and_newer_objects_are_named_and_hide_no_other_run(
     store.write(head_key("torn-head"), good.to_bytes()[:-10])
     store.write(head_key("other"), good.to_bytes())
     store.write(head_key("newer-head"), b'{"format": 99, "id": {}}')
-    store.write(head_key("no-record"), Head(**{**_fields(good), "id": "no-record", "record": ""}).to_bytes())
+    store.write(head_key("no-record"), RunHead(**{**_fields(good), "id": "no-record", "record": ""}).to_bytes())
     move_to("two")
     assert [run.id for run in runs.list_runs()] == ["good"]
     for run_id, problem in (
@@ -316,7 +316,7 @@ def test_damaged_and_newer_objects_are_named_and_hide_no_other_run(
         decode_head("newer-head", store.read(head_key("newer-head")))
 
 
-def _fields(head: Head) -> dict[str, object]:
+def _fields(head: RunHead) -> dict[str, object]:
     return {name: getattr(head, name) for name in head.__struct_fields__}
 
 

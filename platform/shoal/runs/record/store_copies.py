@@ -33,7 +33,7 @@ from shoal.runs.record.database import (
 )
 from shoal.runs.record.store_head import (
     HEADS,
-    Head,
+    RunHead,
     decode_head,
     head_key,
     open_run_store,
@@ -139,7 +139,7 @@ def _import(connection: sqlite3.Connection, home: Path, store: Store, entry: Ent
     _set_heartbeat(connection, run_id, age_s)
 
 
-def _is_newer(row: sqlite3.Row, head: Head) -> bool:
+def _is_newer(row: sqlite3.Row, head: RunHead) -> bool:
     """Whether the store knows more than the row: of a run of this host only if another has resumed it since."""
     if row["copied_from"] is None:
         is_resumed = row["writer"] is not None and head.writer not in row["writer"].split()
@@ -147,7 +147,7 @@ def _is_newer(row: sqlite3.Row, head: Head) -> bool:
     return bool(head.incarnation >= row["incarnation"])
 
 
-def _has_same_record(row: sqlite3.Row, head: Head) -> bool:
+def _has_same_record(row: sqlite3.Row, head: RunHead) -> bool:
     return (row["writer"], row["revision"]) == (head.writer, head.revision)
 
 
@@ -159,7 +159,7 @@ def _set_heartbeat(connection: sqlite3.Connection, run_id: str, age_s: float) ->
     )
 
 
-def _set_head(connection: sqlite3.Connection, head: Head, head_at: float | None) -> None:
+def _set_head(connection: sqlite3.Connection, head: RunHead, head_at: float | None) -> None:
     """What the head says of a copy. A run that was resumed may have no record yet but that of its last incarnation."""
     connection.execute(
         "UPDATE runs SET host = ?, copied_from = ?, pid = ?, incarnation = ?, writer = ?, revision = ?, head_at = ?"
@@ -171,7 +171,9 @@ def _set_head(connection: sqlite3.Connection, head: Head, head_at: float | None)
         connection.execute(sql, (head.status, head.id))
 
 
-def _copy_record(connection: sqlite3.Connection, home: Path, store: Store, head: Head, head_at: float | None) -> None:
+def _copy_record(
+    connection: sqlite3.Connection, home: Path, store: Store, head: RunHead, head_at: float | None
+) -> None:
     """Replace a copy by the record in the store. Raises RunError for a damaged or newer one."""
     payload = store.read(head.record)
     connection.execute("ATTACH ':memory:' AS copy")

@@ -19,7 +19,7 @@ HEADS = "run-heads"  # one listing shows all runs, however many objects their ch
 _SUFFIX = ".json"
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
+class RunHead(msgspec.Struct, frozen=True, kw_only=True):
     """`run-heads/ID.json`.
 
     writer:   a random token of the process that records the run
@@ -67,17 +67,17 @@ def record_key(run_id: str, incarnation: int) -> str:
     return f"{record_folder(run_id)}/{incarnation:06d}.sqlite.z"
 
 
-def read_head(store: Store, run_id: str) -> tuple[Head, Tagged]:
+def read_head(store: Store, run_id: str) -> tuple[RunHead, Tagged]:
     """Raises FileNotFoundError, StoreError, and RunError for a head that is damaged or of a newer format."""
     found = store.read_tagged(head_key(run_id))
     return decode_head(run_id, found.payload), found
 
 
-def decode_head(run_id: str, payload: bytes) -> Head:
+def decode_head(run_id: str, payload: bytes) -> RunHead:
     """Raises RunError for a head that is damaged or of a newer format."""
     try:
         reject_newer_format(run_id, msgspec.json.decode(payload, type=_Format).format, FORMAT)
-        head = msgspec.json.decode(payload, type=Head)
+        head = msgspec.json.decode(payload, type=RunHead)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RunError(f"{head_key(run_id)} in the store is damaged: {error}") from None
     if head.id != run_id:

@@ -21,7 +21,7 @@ from msgspec import structs
 
 from shoal.errors import RunError, ShoalError
 from shoal.runs.record.database import BUSY_TIMEOUT_S, SCHEMA_VERSION, TABLES, record_path
-from shoal.runs.record.store_head import Head, head_key, open_run_store, read_head, record_folder, record_key
+from shoal.runs.record.store_head import RunHead, head_key, open_run_store, read_head, record_folder, record_key
 from shoal.runs.run_status import Status
 from shoal.store import Store
 
@@ -55,7 +55,7 @@ class StoreMirror:
     ) -> None:
         self.problem = ""  # why this process may record the run no longer
         self._home, self._url, self._number = home, url, number
-        self._head = Head(
+        self._head = RunHead(
             id=run_id,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -179,7 +179,7 @@ class StoreMirror:
         return structs.replace(self._head, record=self._head.record or self._previous_record).to_bytes()
 
 
-def pack_record(home: Path, number: int, head: Head) -> tuple[str, bytes]:
+def pack_record(home: Path, number: int, head: RunHead) -> tuple[str, bytes]:
     """The status of a run, and its rows and small files as a compressed SQLite file. Raises Superseded.
 
     SQLite copies the rows, without Python's lock. Readers of the record and its writers go on meanwhile.
@@ -211,7 +211,7 @@ def _read_files(folder: Path) -> list[tuple[str, bytes]]:
     ]
 
 
-def describe_other_writer(head: Head) -> str:
+def describe_other_writer(head: RunHead) -> str:
     """Why another process may not write to the run of this head."""
     if head.is_removed:
         return f"run {head.id!r} was removed from the store"
