@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
-import socket
 import sqlite3
 import time
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shoal.errors import RunError, needs_extra
 from shoal.home import home
-from shoal.runs.record.database import read_connection
+from shoal.runs.record.database import list_run_ids, read_connection, read_later_column
 from shoal.runs.report.event_messages import WAITING
 from shoal.runs.run_kind import RunKind, format_title, infer_kind
 from shoal.runs.run_status import Status, resolve_status
@@ -77,32 +77,46 @@ def load(ref: str) -> Run:
     Raises RunError, with similar ids, if there is none.
     """
     folder = home()
+    if os.environ.get("SHOAL_STORE"):
+        _refresh_copies(folder, ref)
     with read_connection(folder) as connection:
         return Run._from_row(find_run_row(connection, ref), folder)
 
 
 def list_runs(limit: int = 50) -> list[Run]:
-    """The newest runs, newest first."""
+    """The newest runs, newest first; with `$SHOAL_STORE`, also those of other hosts."""
     folder = home()
+    if os.environ.get("SHOAL_STORE"):
+        _refresh_copies(folder)
     with read_connection(folder) as connection:
         rows = connection.execute("SELECT * FROM runs ORDER BY created_at DESC, number DESC LIMIT ?", (limit,))
         return [Run._from_row(row, folder) for row in rows]
 
 
 def list_running() -> list[Run]:
-    """Every run that goes on, newest first, however many were created since."""
+    """Every run of this host's record that goes on, newest first, however many were created since."""
     folder = home()
     with read_connection(folder) as connection:
         rows = connection.execute(
             "SELECT * FROM runs WHERE status = ? ORDER BY created_at DESC, number DESC", (Status.RUNNING,)
         )
         seen = [Run._from_row(row, folder) for row in rows]
-    return [run for run in seen if run.status is Status.RUNNING]
+    return [run for run in seen if run.status is Status.RUNNING and run.copied_from is None]
+
+
+def _refresh_copies(folder: Path, ref: str = "") -> None:
+    """Unless `ref` is a run that goes on here: its processes poll it."""
+    from shoal.runs.record.store_copies import refresh
+
+    with read_connection(folder) as connection:
+        row = connection.execute("SELECT * FROM runs WHERE id = ?", (ref,)).fetchone()
+    if row is None or read_later_column(row, "copied_from") or resolve_status(row) is not Status.RUNNING:
+        refresh(folder)
 
 
 def find_run_row(connection: sqlite3.Connection, ref: str) -> sqlite3.Row:
-    """The row of `runs` for `ref`. Raises RunError."""
-    ids = [row["id"] for row in connection.execute("SELECT id FROM runs ORDER BY created_at, number")]
+    """The row of `runs` for `ref`; `latest` is one of this host, if there is any. Raises RunError."""
+    ids = list_run_ids(connection)
     if not ids:
         raise RunError(f"there is no run {ref!r}, and no other: start one with `shoal run`")
     matches = [ids[-1]] if ref == "latest" else [one for one in ids if one == ref]
@@ -141,6 +155,7 @@ class Run:
     command:   the command that started it
     git_dirty: tracked files differed from git_revision
     incarnation: how often it was started: 1, and one more for each resume
+    copied_from: the host that records the run, if it was read from the store; None for a run of this host
     """
 
     id: str
@@ -161,29 +176,30 @@ class Run:
     _home: Path = field(repr=False)
     _number: int = field(repr=False)
     _kind: str | None = field(repr=False)
+    copied_from: str | None = None
 
     @classmethod
     def _from_row(cls, row: sqlite3.Row, folder: Path) -> Self:
-        heartbeat_at, host, pid = row["heartbeat_at"], row["host"], row["pid"]
         return cls(
             id=row["id"],
             job=row["job"],
-            status=resolve_status(Status(row["status"]), heartbeat_at, host, pid, socket.gethostname(), time.time()),
+            status=resolve_status(row),
             spec=row["spec"],
             command=row["command"],
             git_revision=row["git_revision"],
             git_dirty=bool(row["git_dirty"]),
             created_at=row["created_at"],
             finished_at=row["finished_at"],
-            heartbeat_at=heartbeat_at,
-            host=host,
-            pid=pid,
+            heartbeat_at=row["heartbeat_at"],
+            host=row["host"],
+            pid=row["pid"],
             incarnation=row["incarnation"],
             error=row["error"],
             folder=folder / "runs" / row["id"],
             _home=folder,
             _number=row["number"],
-            _kind=row["kind"] if "kind" in row.keys() else None,  # noqa: SIM118 - a row contains its values
+            _kind=read_later_column(row, "kind"),
+            copied_from=read_later_column(row, "copied_from"),
         )
 
     @property
@@ -325,7 +341,7 @@ class Run:
             **{name: getattr(self, name) for name in ("id", "job", "title", "spec", "command", "git_revision")},
             "git_dirty": self.git_dirty,
             **{name: getattr(self, name) for name in ("created_at", "finished_at", "duration_s", "heartbeat_at")},
-            **{name: getattr(self, name) for name in ("host", "pid", "error")},
+            **{name: getattr(self, name) for name in ("host", "pid", "copied_from", "error")},
             "status": self.status.value,
             "queue": self.read_queue_entry(),
             "folder": str(self.folder),

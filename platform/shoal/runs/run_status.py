@@ -6,11 +6,15 @@ Called by the recorder before it writes, and by the reader to tell running from 
 from __future__ import annotations
 
 import os
+import socket
+import sqlite3
+import time
 from enum import StrEnum
 
 from shoal.errors import RunError
 
 HEARTBEAT_TIMEOUT_S = 15.0
+MIRROR_TIMEOUT_S = 30.0  # of a run in the store, whose heartbeat comes less often and over a network
 
 
 class Status(StrEnum):
@@ -48,16 +52,19 @@ def transition(current: Status, to: Status) -> Status:
     return to
 
 
-def resolve_status(stored: Status, heartbeat_at: float, host: str, pid: int, here: str, now: float) -> Status:
-    """The stored status as a reader on host `here` must show it: a running run without a living writer is lost.
+def resolve_status(row: sqlite3.Row) -> Status:
+    """The status of a row of `runs` as a reader must show it: a running run without a living writer is lost.
 
-    The heartbeat decides; on the writer's own host a missing process counts as gone at once.
+    The heartbeat decides; on the writer's own host a missing process counts as gone at once. That of a copy is by this
+    host's clock (see `store_copies`), and its process is on no host that can be asked.
     """
+    stored = Status(row["status"])
     if stored is not Status.RUNNING:
         return stored
-    if now - heartbeat_at > HEARTBEAT_TIMEOUT_S or (host == here and not is_alive(pid)):
-        return Status.LOST
-    return Status.RUNNING
+    is_copy = "copied_from" in row.keys() and row["copied_from"] is not None  # noqa: SIM118 - a row contains its values
+    timeout_s = MIRROR_TIMEOUT_S if is_copy else HEARTBEAT_TIMEOUT_S
+    is_gone = not is_copy and row["host"] == socket.gethostname() and not is_alive(row["pid"])
+    return Status.LOST if is_gone or time.time() - row["heartbeat_at"] > timeout_s else Status.RUNNING
 
 
 def is_alive(pid: int) -> bool:

@@ -18,7 +18,7 @@ from shoal.cli.commands.models import models
 from shoal.cli.commands.runs import runs as runs_command
 from shoal.errors import ConfigError, RegistryError, RunError
 from shoal.registry import ModelFactory, Registry, Signature
-from shoal.runs.record.removal import TABLES
+from shoal.runs.record.database import TABLES
 from shoal.runs.sweep_trials import TrialLog
 from shoal.serve.controller.rollout import Rollout
 from shoal.serve.controller.state import ControllerState, Deployment, ModelState, StateFile

@@ -15,7 +15,7 @@ import pytest
 from shoal import runs
 from shoal.errors import Closed, RecordUnwritable, RunError
 from shoal.runs import RunRecorder, Status, transition
-from shoal.runs.record import recorder
+from shoal.runs.record import opening, recorder
 from shoal.runs.record.database import connect
 from waiting import wait_for
 
@@ -199,7 +199,7 @@ def test_others_can_write_while_the_history_that_is_left_is_read(
         connection.set_trace_callback(look)
         return connection
 
-    monkeypatch.setattr(recorder, "connect", watched)
+    monkeypatch.setattr(opening, "connect", watched)
     with runs.create("job", "", "one") as run:
         for step in range(1, 6):
             run.log(step, {"loss": float(step)})

@@ -5,6 +5,7 @@ Parse, call, print: `shoal.runs` reads, draws and removes.
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -120,7 +121,8 @@ def show(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
 def remove(names: tuple[str, ...], yes: bool) -> None:
     """Remove runs: their records, and their folders with checkpoints and experience.
 
-    A run that goes on is refused. Registered models stay.
+    A run that goes on is refused. Registered models stay. With SHOAL_STORE, a run goes from the store too, also
+    if another host recorded it.
 
     \b
     Examples:
@@ -129,10 +131,14 @@ def remove(names: tuple[str, ...], yes: bool) -> None:
     """
     found = list({run.id: run for run in map(load, names)}.values())
     reject_running_runs(found)
-    confirm_removal([run.id for run in found], "records and files", yes)
+    confirm_removal([run.id for run in found], _describe_removal(), yes)
     remove_runs(found)
     for run in found:
         click.echo(f"{run.id} is removed")
+
+
+def _describe_removal() -> str:
+    return "records and files, in the store too" if os.environ.get("SHOAL_STORE") else "records and files"
 
 
 @runs.command()
@@ -143,7 +149,8 @@ def remove(names: tuple[str, ...], yes: bool) -> None:
 def prune(keep: int | None, older_than: float | None, dry_run: bool, yes: bool) -> None:
     """Remove old runs, what killed processes left of runs, and free the record's disk space.
 
-    With both options, a run goes that is beyond the newest and old. A run that goes on stays, with its trials.
+    With both options, a run goes that is beyond the newest and old. A run that goes on stays, with its trials. With
+    SHOAL_STORE, runs go from the store too; those of other hosts stay.
 
     \b
     Examples:
@@ -157,7 +164,7 @@ def prune(keep: int | None, older_than: float | None, dry_run: bool, yes: bool) 
     if dry_run or not names:
         click.echo("\n".join(["These would go:", *names]) if names else "Nothing is to be removed.")
         return
-    confirm_removal(names, "records and files", yes)
+    confirm_removal(names, _describe_removal(), yes)
     remove_runs(old)
     remove_leftovers()
     vacuum()
@@ -237,7 +244,8 @@ def _make_cells(run: Run) -> list[str | Text]:
 def _format_status(run: Run) -> Text:
     if run.read_queue_entry() is not None:
         return Text(WAITING, style="yellow")
-    return Text(run.status.value, style=_COLOURS.get(run.status, "default"))
+    host = "" if run.copied_from is None else f" on {run.copied_from}"
+    return Text(f"{run.status.value}{host}", style=_COLOURS.get(run.status, "default"))
 
 
 def _show(console: Console, run: Run) -> None:
@@ -250,7 +258,7 @@ def _show(console: Console, run: Run) -> None:
         *([("error", click.style(run.error, fg="red"))] if run.error else []),
         ("started", f"{format_timestamp(run.created_at)}, {format_age(time.time() - run.created_at)} ago"),
         ("duration", format_duration(run.duration_s)),
-        ("process", f"{run.pid} on {run.host}"),
+        ("process", f"{run.pid} on {run.host}{'' if run.copied_from is None else ' (this is a copy from the store)'}"),
         ("git", f"{run.git_revision[:10]}{dirty}" if run.git_revision else "not in a repository"),
         ("command", run.command),
         ("files", str(run.folder)),

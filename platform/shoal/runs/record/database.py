@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from shoal.atomic_file import connect_private, describe_newer_format
 from shoal.errors import RecordUnwritable, RunError
@@ -19,6 +20,7 @@ from shoal.home import file_lock
 
 BUSY_TIMEOUT_S = 10.0
 SCHEMA_VERSION = 1
+TABLES = ("events", "metrics", "summaries", "versions", "models", "endpoints")  # besides `runs`; their column `run`
 
 # Times are seconds since the epoch. `summaries` repeats the newest value and the finite extremes of each metric, so
 # that polling a run and listing runs cost the number of metrics and not the length of the run.
@@ -49,12 +51,23 @@ CREATE TABLE IF NOT EXISTS endpoints (
 """
 
 
+# Of runs on a store. writer: the tokens that the run's head may have; copied_from: the host that records the run, NULL
+# for one of this host; revision: of the copied record; head_at: when the head that was read was written, by the store's
+# clock, or NULL.
+_LATER_COLUMNS = {"kind": "TEXT", "writer": "TEXT", "copied_from": "TEXT", "revision": "INTEGER", "head_at": "REAL"}
+
+
+def record_path(home: Path) -> Path:
+    """The file of the record."""
+    return home / "runs.sqlite"
+
+
 def connect(home: Path) -> sqlite3.Connection:
     """A connection to the record in `home`, created if absent. Raises RunError when it cannot be opened.
 
     The caller closes it. Any thread may use it, one at a time.
     """
-    path = home / "runs.sqlite"
+    path = record_path(home)
     connection: sqlite3.Connection | None = None
     try:
         connection = connect_private(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
@@ -89,7 +102,7 @@ def translate_read_errors(home: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         remedy = ": move it away, or put a copy in its place" if "malformed" in str(error) else ""
-        raise RunError(f"the run record {home / 'runs.sqlite'} cannot be read: {error}{remedy}") from error
+        raise RunError(f"the run record {record_path(home)} cannot be read: {error}{remedy}") from error
 
 
 def _read_schema_version(connection: sqlite3.Connection) -> int:
@@ -110,8 +123,22 @@ def add_missing_columns(connection: sqlite3.Connection) -> None:
     They may be NULL, and no statement of an older Shoal names them: both write to one record, and the schema's version
     stays.
     """
-    if "kind" not in {row["name"] for row in connection.execute("PRAGMA table_info(runs)")}:
-        connection.execute("ALTER TABLE runs ADD COLUMN kind TEXT")
+    found = {row["name"] for row in connection.execute("PRAGMA table_info(runs)")}
+    for name, kind in _LATER_COLUMNS.items():
+        if name not in found:
+            connection.execute(f"ALTER TABLE runs ADD COLUMN {name} {kind}")
+
+
+def list_run_ids(connection: sqlite3.Connection) -> list[str]:
+    """Every run: first the copies of runs of other hosts, then those of this host, each oldest first."""
+    columns = {row["name"] for row in connection.execute("PRAGMA table_info(runs)")}
+    own_last = "copied_from IS NULL, " if "copied_from" in columns else ""
+    return [row["id"] for row in connection.execute(f"SELECT id FROM runs ORDER BY {own_last}created_at, number")]
+
+
+def read_later_column(row: sqlite3.Row, name: str) -> Any:
+    """A value of a row of `runs`; None where an older Shoal has made the table."""
+    return row[name] if name in row.keys() else None  # noqa: SIM118 - a row contains its values
 
 
 @contextmanager

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import re
-import secrets
-import socket
 import sqlite3
 import threading
 import time
@@ -19,24 +15,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from shoal.atomic_file import create_private, make_folder
-from shoal.errors import Closed, ConfigError, RunError
-from shoal.home import home
+from shoal.errors import Closed, RunError
 from shoal.runs.record import metric_summaries
 from shoal.runs.record.database import (
     BUSY_TIMEOUT_S,
-    add_missing_columns,
-    connect,
     transaction,
-    translate_read_errors,
     translate_write_errors,
 )
 from shoal.runs.record.pending import PendingWrites
-from shoal.runs.record.provenance import command_line, git_revision, mask_variables
+from shoal.runs.record.provenance import mask_variables
 from shoal.runs.record.serialization import (
     escape_text,
     to_json,
@@ -46,112 +38,26 @@ from shoal.runs.record.serialization import (
     validate_text,
 )
 from shoal.runs.record.tensorboard_writer import TensorBoardMirror
-from shoal.runs.run_kind import RunKind
-from shoal.runs.run_reader import find_run_row
-from shoal.runs.run_status import TERMINAL, Status, resolve_status, transition
+from shoal.runs.run_status import TERMINAL, Status, transition
+
+if TYPE_CHECKING:
+    from shoal.runs.record.store_mirror import StoreMirror
 
 FLUSH_INTERVAL_S = 0.5
 HEARTBEAT_INTERVAL_S = 3.0
 MAX_PENDING = 50_000
 
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _log = logging.getLogger(__name__)
 
 _INSERT_METRIC = "INSERT OR REPLACE INTO metrics (run, step, name, time, value) VALUES (?, ?, ?, ?, ?)"
 _INSERT_VERSION = "INSERT OR REPLACE INTO versions (run, version, step, time, sha256) VALUES (?, ?, ?, ?, ?)"
 _END = "UPDATE runs SET status = ?, finished_at = ?, error = ? WHERE number = ?"
-_INSERT_EVENT = "INSERT INTO events (run, time, kind, details) VALUES (?, ?, ?, ?)"
+INSERT_EVENT = "INSERT INTO events (run, time, kind, details) VALUES (?, ?, ?, ?)"
 _INSERT_MODEL = "INSERT OR REPLACE INTO models (run, name, version, time, aliases) VALUES (?, ?, ?, ?, ?)"
 _INSERT_ENDPOINT = "INSERT OR REPLACE INTO endpoints (run, name, kind, address, state, time) VALUES (?, ?, ?, ?, ?, ?)"
 
 
-def create(
-    job: str, spec: str, run_id: str | None = None, *, command: str | None = None, kind: RunKind | None = None
-) -> RunRecorder:
-    """Record a new run of `job` with `spec` (YAML), and start it.
-
-    run_id:  names the run and its folder; made from the time when None
-    command: what would start the run again; the command line of this process when None
-    kind:    what the run does; inferred from the fields of its spec when None
-
-    Raises ConfigError for an id that cannot name a folder, RunError for one in use or an unwritable record.
-    """
-    now = time.time()
-    run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
-    if not _ID.fullmatch(run_id) or run_id == "latest":
-        raise ConfigError("run_id", run_id, "cannot name a run", "use letters, digits, '.', '_' and '-', not 'latest'")
-    revision, is_dirty = git_revision(Path.cwd())
-    job, spec, command = validate_text("job", job), validate_text("spec", spec), escape_text(command or command_line())
-    values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty, kind)
-    connection, folder = connect(home()), home() / "runs" / run_id
-    try:
-        with transaction(connection):
-            add_missing_columns(connection)
-            if connection.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone():
-                raise RunError(f"there is a run {run_id!r} already: resume it, or choose another id")
-            number = connection.execute(
-                "INSERT INTO runs (id, job, status, spec, command, git_revision, git_dirty, kind,"
-                " created_at, heartbeat_at, host, pid, incarnation) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
-                (*values, now, now, socket.gethostname(), os.getpid()),
-            ).lastrowid
-            assert number is not None
-            incarnation = _claim_run(connection, number, is_resumed=False)
-            _make_folder(folder, spec)
-    except BaseException:
-        connection.close()
-        raise
-    return RunRecorder(connection, number, run_id, incarnation, folder)
-
-
-def reopen(ref: str, spec: str | None = None) -> RunRecorder:
-    """Resume a run that ended or was lost: records the event `resumed` and closes its old endpoints.
-
-    ref:  an id, the unique beginning of one, or `latest`
-    spec: YAML that replaces the recorded spec; None keeps it
-
-    Raises RunError when there is no such run, or when a living process still writes to it.
-    """
-    spec = None if spec is None else validate_text("spec", spec)
-    connection = connect(home())
-    try:
-        with transaction(connection):  # in which no process can remove the run
-            with translate_read_errors(home()):
-                row = find_run_row(connection, ref)
-            folder = home() / "runs" / row["id"]
-            incarnation = _claim_run(connection, row["number"], is_resumed=True, spec=spec)
-            _make_folder(folder, spec)
-    except BaseException:
-        connection.close()
-        raise
-    return RunRecorder(connection, row["number"], row["id"], incarnation, folder)
-
-
-def _claim_run(connection: sqlite3.Connection, number: int, *, is_resumed: bool, spec: str | None = None) -> int:
-    """Make this process the writer of the run, and return its incarnation. Raises RunError if another writer is alive.
-
-    Called in a transaction: readers see the new incarnation complete, and nothing of the old one as alive.
-    """
-    now, host, pid = time.time(), socket.gethostname(), os.getpid()
-    row = connection.execute("SELECT * FROM runs WHERE number = ?", (number,)).fetchone()
-    seen = resolve_status(Status(row["status"]), row["heartbeat_at"], row["host"], row["pid"], host, now)
-    if seen is Status.RUNNING:
-        raise RunError(f"run {row['id']!r} is still running (process {row['pid']} on {row['host']}): stop it first")
-    connection.execute(
-        "UPDATE runs SET status = ?, finished_at = NULL, error = NULL, host = ?, pid = ?, heartbeat_at = ?,"
-        " incarnation = incarnation + 1 WHERE number = ?",
-        (transition(seen, Status.RUNNING), host, pid, now, number),
-    )
-    incarnation = int(row["incarnation"]) + 1
-    if is_resumed:
-        details = json.dumps({"after": row["status"], "incarnation": incarnation})
-        connection.execute(_INSERT_EVENT, (number, now, "resumed", details))
-        connection.execute("UPDATE endpoints SET state = 'closed', time = ? WHERE run = ?", (now, number))
-    if spec is not None:
-        connection.execute("UPDATE runs SET spec = ? WHERE number = ?", (spec, number))
-    return incarnation
-
-
-def _make_folder(folder: Path, spec: str | None) -> None:
+def make_run_folder(folder: Path, spec: str | None) -> None:
     """Called last in the transaction of a new run: no row without a folder. Raises RunError on failure."""
     try:
         make_folder(folder)
@@ -162,7 +68,7 @@ def _make_folder(folder: Path, spec: str | None) -> None:
 
 
 class RunRecorder:
-    """Writes to one run; made by `create` and `reopen`. Every method may be called from any thread.
+    """Writes to one run; made by `create` and `reopen` (see `opening`). Every method may be called from any thread.
 
     | capacity           | what blocks                             | who unblocks   | close()                          |
     |--------------------|-----------------------------------------|----------------|----------------------------------|
@@ -175,11 +81,18 @@ class RunRecorder:
     """
 
     def __init__(
-        self, connection: sqlite3.Connection, number: int, run_id: str, incarnation: int, folder: Path
+        self,
+        connection: sqlite3.Connection,
+        number: int,
+        run_id: str,
+        incarnation: int,
+        folder: Path,
+        store_mirror: StoreMirror | None = None,
     ) -> None:
         self.id, self.folder = run_id, folder
         self._number, self._incarnation = number, incarnation
         self._connection = connection
+        self._store_mirror = store_mirror
         self._mirror = TensorBoardMirror(run_id, folder / "tensorboard", incarnation)
         self._pending = PendingWrites()
         self._status = Status.RUNNING
@@ -250,7 +163,7 @@ class RunRecorder:
     def record_event(self, kind: str, /, **details: object) -> None:
         """Record an event; details are stored as JSON, and as text where JSON cannot hold them."""
         row = (self._number, time.time(), validate_text("kind", kind), to_json(details))
-        self._write_through(_INSERT_EVENT, row)
+        self._write_through(INSERT_EVENT, row)
 
     def record_endpoint(self, name: str, kind: str, address: str, state: str) -> None:
         """Record the address and state of a gateway or endpoint of this run; the newest record counts."""
@@ -268,7 +181,7 @@ class RunRecorder:
         """Replace the recorded spec (YAML)."""
         spec = validate_text("spec", spec)
         self._write_through("UPDATE runs SET spec = ? WHERE number = ?", (spec, self._number))
-        _make_folder(self.folder, spec)
+        make_run_folder(self.folder, spec)
 
     def flush(self) -> None:
         """Commit everything recorded so far. Raises RunError when that fails; it is retried later."""
@@ -351,6 +264,8 @@ class RunRecorder:
         with self._write_lock:
             if self._status in TERMINAL:
                 return
+            if self._store_mirror is not None and self._store_mirror.problem:
+                raise RunError(self._store_mirror.problem)
             with self._buffer_lock:
                 pending, self._pending = self._pending, PendingWrites()
             if not pending.num_rows and time.monotonic() - self._heartbeat_monotonic_s < heartbeat_after_s:
@@ -366,6 +281,8 @@ class RunRecorder:
             if pending.forgotten_after is not None:
                 self._mirror.forget_after(pending.forgotten_after)
             self._mirror.enqueue(pending.logged)
+            if self._store_mirror is not None and pending.num_rows:
+                self._store_mirror.mark_changed()
 
     def _commit(self, pending: PendingWrites) -> None:
         run, connection = self._number, self._connection
@@ -411,5 +328,7 @@ class RunRecorder:
         self._stopping.set()
         try:
             self._mirror.close()
+            if self._store_mirror is not None:
+                self._store_mirror.close()
         finally:
             self._connection.close()

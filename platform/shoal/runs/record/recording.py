@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from shoal.errors import RunError
-from shoal.runs.record.recorder import RunRecorder, create, reopen
+from shoal.runs.record.opening import create, reopen
+from shoal.runs.record.recorder import RunRecorder
 from shoal.runs.run_kind import RunKind
 from shoal.runs.run_reader import load
 

@@ -5,32 +5,32 @@ Called by the command line. Never removes a run that goes on, nor registered mod
 
 from __future__ import annotations
 
+import os
 import shutil
-import socket
 import sqlite3
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
 from shoal.errors import RunError
 from shoal.home import home
-from shoal.runs.record.database import connect, transaction, translate_write_errors
+from shoal.runs.record.database import TABLES, connect, read_later_column, transaction, translate_write_errors
 from shoal.runs.run_reader import Run
 from shoal.runs.run_status import TERMINAL, Status, resolve_status
 from shoal.runs.sweep_trials import list_trial_ids
-from shoal.store import open_store, store_url
 
-TABLES = ("events", "metrics", "summaries", "versions", "models", "endpoints")
 _REMOVED = ".removed-"
 
 
 def choose_old_runs(runs: Iterable[Run], keep: int, older_than_s: float, now: float) -> list[Run]:
     """The runs that retention removes: those that ended more than `older_than_s` ago, except the `keep` newest of all.
 
-    A run that goes on stays, and so do the trials of a sweep that goes on: it reads them at its end.
+    A run that goes on stays, and so do the trials of a sweep that goes on: it reads them at its end. Runs of other
+    hosts are not counted, and stay.
     """
-    newest_first = sorted(runs, key=lambda run: run.created_at, reverse=True)
+    newest_first = sorted(
+        (run for run in runs if run.copied_from is None), key=lambda run: run.created_at, reverse=True
+    )
     needed = {trial for run in newest_first if not _is_over(run.status) for trial in list_trial_ids(run)}
     ended = [run for run in newest_first[keep:] if _is_over(run.status) and run.id not in needed]
     return [run for run in ended if now - (run.finished_at or run.heartbeat_at) > older_than_s]
@@ -43,27 +43,19 @@ def reject_running_runs(runs: Iterable[Run]) -> None:
 
 
 def remove_runs(runs: Sequence[Run]) -> None:
-    """Remove runs with their folders, and with what they have in the store.
+    """Remove runs with their folders, and from the store where `$SHOAL_STORE` is set.
 
     Raises RunError, which names it, for one that goes on; it and the rest stay. Raises StoreError.
     """
     folder = home()
     with closing(connect(folder)) as connection:
         for run in runs:
+            if os.environ.get("SHOAL_STORE"):
+                _remove_from_store(connection, folder, run.id)
             with transaction(connection):
                 _delete_rows(connection, run.id)
             # After the rows: a process that dies here leaves a folder without a run, which `remove_leftovers` takes.
             shutil.rmtree(run.folder, ignore_errors=True)
-            _delete_stored(run.id)
-
-
-def _delete_stored(run_id: str) -> None:
-    """Delete what a run has in `$SHOAL_STORE`. Raises StoreError."""
-    url = store_url()
-    if Path(url).resolve() == home():
-        return
-    store = open_store(url)
-    store.delete(entry.key for entry in store.list_entries(f"runs/{run_id}"))
 
 
 def list_leftovers() -> list[Path]:
@@ -92,14 +84,21 @@ def vacuum() -> None:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
+def _remove_from_store(connection: sqlite3.Connection, folder: Path, run_id: str) -> None:
+    """First: a copy that remains is removed by the next attempt, one without it would come back."""
+    from shoal.runs.record.store_copies import remove_from_store
+
+    if row := connection.execute("SELECT * FROM runs WHERE id = ?", (run_id,)).fetchone():
+        _reject_running(resolve_status(row), run_id, row["pid"], row["host"])
+        remove_from_store(folder, run_id, read_later_column(row, "writer") or "")
+
+
 def _delete_rows(connection: sqlite3.Connection, run_id: str) -> None:
     """Called in a transaction, in which no process can resume the run."""
     row = connection.execute("SELECT * FROM runs WHERE id = ?", (run_id,)).fetchone()
     if row is None:
         return
-    status = Status(row["status"])
-    seen = resolve_status(status, row["heartbeat_at"], row["host"], row["pid"], socket.gethostname(), time.time())
-    _reject_running(seen, run_id, row["pid"], row["host"])
+    _reject_running(resolve_status(row), run_id, row["pid"], row["host"])
     for table in TABLES:
         connection.execute(f"DELETE FROM {table} WHERE run = ?", (row["number"],))
     connection.execute("DELETE FROM runs WHERE number = ?", (row["number"],))

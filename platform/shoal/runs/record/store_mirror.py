@@ -1,0 +1,230 @@
+"""Mirrors one run to the store while it goes on, in a thread of the process that records it.
+
+Owns the run's head and record in the store. Called by the recorder, where `$SHOAL_STORE` is set. Never makes a caller
+wait for the store, except `close`, and for a bounded time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sqlite3
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from msgspec import structs
+
+from shoal.errors import RunError, ShoalError
+from shoal.runs.record.database import BUSY_TIMEOUT_S, SCHEMA_VERSION, TABLES, record_path
+from shoal.runs.record.store_head import RunHead, head_key, open_run_store, read_head, record_folder, record_key
+from shoal.runs.run_status import Status
+from shoal.store import Store
+
+TOUCH_INTERVAL_S = 5.0  # at most two of the recorder's heartbeats
+RECORD_INTERVAL_S = 10.0
+MAX_SHARE = 0.05  # of the time that may go into records: those of long runs are written less often
+CLOSE_TIMEOUT_S = 10.0
+FILES = ("spec.yaml", "pictures/*")  # of the run's folder: what a report reads
+MAX_FILE_BYTES = 4 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class Superseded(RunError):
+    """The run is another process's now, or was removed."""
+
+
+class StoreMirror:
+    """The mirror of one incarnation of a run. Every method may be called from any thread.
+
+    writer:   this incarnation's token
+    previous: tokens of incarnations before, separated by blanks, whose head may be taken over
+
+    | capacity                 | what blocks | who unblocks             | close()                            |
+    |--------------------------|-------------|--------------------------|------------------------------------|
+    | none: it reads the record | `close`    | the store, or 10 s       | mirrors the end once more, or logs |
+    """
+
+    def __init__(
+        self, home: Path, url: str, run_id: str, number: int, incarnation: int, writer: str, previous: str
+    ) -> None:
+        self.problem = ""  # why this process may record the run no longer
+        self._home, self._url, self._number = home, url, number
+        self._head = RunHead(
+            id=run_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            incarnation=incarnation,
+            writer=writer,
+            status=Status.RUNNING,
+        )
+        self._writers = {writer, *previous.split()}
+        self._previous_record = ""  # of the incarnation before, until this one has its own
+        self._lock = threading.Lock()  # guards _head; held for a request
+        self._store: Store | None = None
+        self._is_changed = True
+        self._record_due_s = 0.0
+        self._last_problem = ""
+        self._upload: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"mirror-{run_id}", daemon=True)
+        self._thread.start()
+
+    def mark_changed(self) -> None:
+        """The record has new rows."""
+        self._is_changed = True
+
+    def close(self) -> None:
+        """Mirror the rest. A store that does not answer in time is logged. Idempotent."""
+        self._is_changed = True  # the end
+        self._stopping.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _log.warning("run %s: the store %s does not answer: it lacks the run's end", self._head.id, self._url)
+
+    def _run(self) -> None:
+        is_last = False
+        while self._attempt(is_last=is_last) and not is_last:
+            is_last = self._stopping.wait(TOUCH_INTERVAL_S)
+
+    def _attempt(self, *, is_last: bool) -> bool:
+        """Whether to go on: not where the store is the folder of the record itself, and not without the run."""
+        try:
+            self._store = self._store or open_run_store(self._home, self._url)
+            if self._store is None:
+                return False
+            with self._logging_errors():
+                self._mirror(self._store, is_last=is_last)
+        except (ShoalError, OSError) as error:  # it cannot be opened
+            self._log_problem(str(error))
+        return not self.problem
+
+    @contextmanager
+    def _logging_errors(self) -> Iterator[None]:
+        try:
+            yield
+            self._last_problem = ""
+        except Superseded as error:
+            self.problem = str(error)
+        except (ShoalError, OSError, sqlite3.Error) as error:
+            self._log_problem(str(error))
+
+    def _log_problem(self, problem: str) -> None:
+        """Once, until it is mirrored again."""
+        if not self._last_problem:
+            _log.warning("run %s goes on, but is not mirrored: %s", self._head.id, problem)
+        self._last_problem = problem
+
+    def _mirror(self, store: Store, *, is_last: bool) -> None:
+        """The record when it is due, in a thread: a long upload must not look like a dead process."""
+        if self._head.beat == 0 and _has_head(store, self._head.id):
+            self._touch(store)  # before anything is written: it may be another's
+        if is_last or not self._head.record:
+            if self._upload is not None:
+                self._upload.join()
+            if self._is_changed:
+                self._write_record(store)
+        elif self._is_changed and time.monotonic() >= self._record_due_s and not _is_alive(self._upload):
+            self._upload = threading.Thread(target=self._upload_record, args=(store,), daemon=True)
+            self._upload.start()
+        self._touch(store)
+
+    def _upload_record(self, store: Store) -> None:
+        with self._logging_errors():
+            self._write_record(store)
+
+    def _write_record(self, store: Store) -> None:
+        began_s = time.monotonic()
+        self._is_changed = False
+        key = record_key(self._head.id, self._head.incarnation)
+        try:
+            status, payload = pack_record(self._home, self._number, self._head)
+            store.write(key, payload)
+        except BaseException:
+            self._is_changed = True
+            raise
+        now_s = time.monotonic()
+        self._record_due_s = now_s + max(RECORD_INTERVAL_S, (now_s - began_s) / MAX_SHARE)
+        with self._lock:
+            self._head = structs.replace(self._head, record=key, revision=self._head.revision + 1, status=status)
+        if self._head.revision == 1:  # readers find the new record before those of earlier incarnations go
+            self._touch(store)
+            listed = store.list_entries(record_folder(self._head.id))
+            store.delete(entry.key for entry in listed if entry.key < key)
+
+    def _touch(self, store: Store) -> None:
+        """Write the head: the time of its last change is the run's heartbeat. Raises Superseded."""
+        run_id = self._head.id
+        with self._lock:
+            try:
+                found, tagged = read_head(store, run_id)
+            except FileNotFoundError:
+                if self._head.beat:
+                    raise Superseded(f"run {run_id!r} was removed from the store {self._url}") from None
+                store.create(head_key(run_id), self._make_beat())
+                return
+            if found.is_removed or found.writer not in self._writers:
+                raise Superseded(describe_other_writer(found))
+            if not self._head.record:
+                self._previous_record = found.record
+            store.replace(head_key(run_id), self._make_beat(), tagged.tag)
+
+    def _make_beat(self) -> bytes:
+        self._head = structs.replace(self._head, beat=self._head.beat + 1)
+        return structs.replace(self._head, record=self._head.record or self._previous_record).to_bytes()
+
+
+def pack_record(home: Path, number: int, head: RunHead) -> tuple[str, bytes]:
+    """The status of a run, and its rows and small files as a compressed SQLite file. Raises Superseded.
+
+    SQLite copies the rows, without Python's lock. Readers of the record and its writers go on meanwhile.
+    """
+    with closing(sqlite3.connect(":memory:", timeout=BUSY_TIMEOUT_S, isolation_level=None)) as memory:
+        memory.execute("ATTACH ? AS record", (str(record_path(home)),))
+        memory.execute("BEGIN")
+        own = "SELECT * FROM record.runs WHERE number = ? AND id = ? AND incarnation = ?"
+        memory.execute(f"CREATE TABLE runs AS {own}", (number, head.id, head.incarnation))
+        for table in TABLES:
+            memory.execute(f"CREATE TABLE {table} AS SELECT * FROM record.{table} WHERE run = ?", (number,))
+        memory.execute("CREATE TABLE files (path TEXT, payload BLOB)")
+        memory.executemany("INSERT INTO files VALUES (?, ?)", _read_files(home / "runs" / head.id))
+        memory.execute("COMMIT")
+        memory.execute("DETACH record")
+        memory.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        row = memory.execute("SELECT status FROM runs").fetchone()
+        if row is None:
+            raise Superseded(f"run {head.id!r} was resumed by another process, or was removed")
+        return row[0], zlib.compress(memory.serialize(), 1)
+
+
+def _read_files(folder: Path) -> list[tuple[str, bytes]]:
+    paths = [path for pattern in FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
+    return [
+        (path.relative_to(folder).as_posix(), path.read_bytes())
+        for path in paths
+        if path.stat().st_size <= MAX_FILE_BYTES
+    ]
+
+
+def describe_other_writer(head: RunHead) -> str:
+    """Why another process may not write to the run of this head."""
+    if head.is_removed:
+        return f"run {head.id!r} was removed from the store"
+    return f"run {head.id!r} is another process's in the store (process {head.pid} on {head.host}), which resumed it"
+
+
+def _has_head(store: Store, run_id: str) -> bool:
+    try:
+        read_head(store, run_id)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_alive(thread: threading.Thread | None) -> bool:
+    return thread is not None and thread.is_alive()
