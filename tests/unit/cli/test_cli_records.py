@@ -345,7 +345,7 @@ def test_the_job_is_told_what_the_user_typed(
 ) -> None:
     told: list[str] = []
 
-    def submit(cluster: object, entrypoint: list[str], *, env: dict[str, str], submission_id: str) -> None:
+    def submit(cluster: object, entrypoint: list[str], *, env: dict[str, str], **_: object) -> None:
         assert entrypoint[2:] == ["a=b c", shown]  # what reads its words by itself finds no secrets elsewhere
         told.append(env["SHOAL_COMMAND"])
         raise RunError("enough")
