@@ -62,8 +62,8 @@ MANY_NEWER = """
 WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 300)
 INSERT INTO runs (number, id, job, status, spec, command, git_revision, git_dirty, created_at, finished_at, host, pid,
     heartbeat_at, incarnation, error, kind)
-SELECT number + i, id || i, job, 'finished', spec, command, git_revision, git_dirty, created_at + i, created_at + i, host,
-    pid, heartbeat_at, incarnation, error, kind FROM runs, n
+SELECT number + i, id || i, job, 'finished', spec, command, git_revision, git_dirty, created_at + i, created_at + i,
+    host, pid, heartbeat_at, incarnation, error, kind FROM runs, n
 """
 
 
