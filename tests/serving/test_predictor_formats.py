@@ -271,10 +271,10 @@ def test_a_program_goes_through_the_registry_and_follows_its_alias(shoal_home: P
         snapshot = WeightSnapshot.from_payload(1, onnx_payload(float(version)))
         registry.register("scaled", snapshot, model=ModelFactory(format="onnx"), signature=signature)
     found = registry.get("scaled@champion")
-    assert sorted(path.name for path in found.folder.iterdir()) == ["manifest.json", "model.onnx"]
+    assert sorted(path.name for path in Path(found.location).iterdir()) == ["claim.json", "manifest.json", "model.onnx"]
     subject = predictor(found.manifest.model.format, found.manifest.signature)
     assert subject.load(found.snapshot()).predict_batch([{"x": X[:1]}])[0]["y"].tolist() == (X[:1] * 2).tolist()
-    (found.folder / "model.onnx").write_bytes(b"damaged")
+    found.weight_file().path.write_bytes(b"damaged")
     with pytest.raises(WeightsError, match=r"model\.onnx of scaled@2 is damaged"):
         registry.get("scaled@2").snapshot()
 

@@ -112,7 +112,7 @@ def test_a_file_is_added_with_its_signature(shoal_home: Path, tmp_path: Path) ->
     assert "pair@champion is pair@1 now" in told
     assert "It gives y: FP32 [any, 2]; label: INT64 [any]" in told
     found = Registry().get("pair")
-    assert (found.folder / "model.pt").exists()
+    assert found.weight_file().path.name == "model.pt"
     subject = Predictor(found.manifest.model, found.manifest.signature, ModelOptions(max_batch_size=2))
     assert subject.load(found.snapshot()).predict_batch([{"left": X[:1], "right": X[:1]}])[0]["label"].shape == (1,)
     state = tmp_path / "state.pt"
