@@ -57,7 +57,7 @@ class FakeFit:
     made: list[FakeFit]
     on_poll: Callable[[], None]
 
-    def __init__(self, setting: Any, train: Any) -> None:
+    def __init__(self, setting: Any) -> None:
         self.setting, self.was_stopped, self.was_closed, self.refusal = setting, False, False, ""
         said, self._end = self.script[len(self.made)]
         self._said = list(said)
