@@ -33,7 +33,14 @@ NAMES = (
     *("split_losses", "sync_bytes", "straggler_and_kills", "elastic_pause", "plan_order", "stream"),
     *("serving.validate", "serving.small", "serving.binary", "serving.bodies", "serving.simulated"),
     *("serving.admission", "serving.real", "serving.swaps", "serving.soak", "serving.seen"),
-    *("serving.scale_events", "serving.autoscaling", "serving.from_zero", "serving.many_models", "export_start"),
+    *(
+        "serving.scale_events",
+        "serving.autoscaling",
+        "serving.from_zero",
+        "serving.many_models",
+        "export_start",
+        "store",
+    ),
 )
 
 
