@@ -110,12 +110,15 @@ async def test_a_hot_model_gets_another_replica_and_a_cold_one_does_not(endpoint
     report = endpoint.replicas[holder].report().models["m0"]
     rate = 100.0 / report.latency[0][1]  # of which one replica is not capable
 
+    chosen = endpoint.controller.assignments
+    await until(lambda: ("m0", holder) in chosen._uses)
+
     def is_spread() -> bool:
-        """Each report has the requests of its replica, which are none: the rate would fall before it is looked at."""
-        endpoint.controller.assignments._uses["m0", holder].requests_per_s = rate
+        """Each report has the requests since the last one, which are none: the rate would fall before it is looked at,
+        or come before the report that has the latency."""
+        chosen._uses["m0", holder].requests_per_s = rate
+        chosen._spread_s -= assignments.SPREAD_EVERY_S
+        chosen.tick()
         return loaded(endpoint) == ["m0", "m0", "m1"]
 
-    assert not is_spread()
-    endpoint.controller.assignments._spread_s -= assignments.SPREAD_EVERY_S
-    endpoint.controller.assignments.tick()
     await until(is_spread)
