@@ -29,7 +29,7 @@ from shoal.checkpoint.directory import (
 from shoal.checkpoint.manifest import BEST, MANIFEST
 from shoal.errors import CheckpointError
 from shoal.home import file_lock, home
-from shoal.store import Store, open_store, store_url, update
+from shoal.store import Store, open_shared_store, store_url, update
 
 DOWNLOAD_TIMEOUT_S = 3600.0  # of another process on this host that downloads the same file
 
@@ -40,10 +40,11 @@ def open_run_store(run_id: str) -> Store | None:
     Raises ConfigError for an invalid one, and CheckpointError for a folder that cannot be created.
     """
     url = store_url()
-    if not run_id or ("://" not in url and Path(url).resolve() == home()):
+    if not run_id:
         return None
     try:
-        return open_store(url).open_folder(f"runs/{run_id}/checkpoints")
+        store = open_shared_store(home(), url)
+        return None if store is None else store.open_folder(f"runs/{run_id}/checkpoints")
     except OSError as error:
         raise CheckpointError(f"the store {url} cannot be used ({error}): correct SHOAL_STORE") from error
 

@@ -33,7 +33,7 @@ from shoal.registry.manifest import Manifest, ModelFactory, Signature
 from shoal.registry.model_format import find_format, get_payload_file
 from shoal.registry.reference import NAME, is_twin, require_alias, require_aliases, require_name, split_ref
 from shoal.registry.version import ModelVersion
-from shoal.store import Entry, KeyTaken, open_store, update
+from shoal.store import Entry, KeyTaken, open_store, store_url, update
 from shoal.weights import WeightSnapshot
 
 _CLAIM, _MANIFEST, _ALIASES = "claim.json", "manifest.json", "aliases.json"
@@ -61,7 +61,7 @@ class Registry:
 
     @_convert_os_errors()
     def __init__(self, location: str | Path | None = None) -> None:
-        self.store = open_store().open_folder("registry") if location is None else open_store(location)
+        self.store = open_store(f"{store_url()}/registry" if location is None else location)
         self._manifests: dict[tuple[str, int], Manifest] = {}  # read before: they never change
 
     @property

@@ -4,7 +4,7 @@ Called by all that must outlive a host or be seen by several. Knows nothing of w
 """
 
 from shoal.store.cache import BlobCache
-from shoal.store.location import open_store, require_location, store_url, store_variable
+from shoal.store.location import open_shared_store, open_store, require_location, store_url, store_variable
 from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, Tagged, TaggedUpdate, update
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Store",
     "Tagged",
     "TaggedUpdate",
+    "open_shared_store",
     "open_store",
     "require_location",
     "store_url",

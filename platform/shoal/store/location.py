@@ -53,6 +53,13 @@ def open_store(url: str | Path | None = None) -> Store:
     return _open_bucket(place) if "://" in place else FolderStore(Path(place))
 
 
+def open_shared_store(folder: Path, url: str) -> Store | None:
+    """The store at a URL or folder; None where it is `folder`, the host's own home, itself. Raises as `open_store`."""
+    store = open_store(url)
+    own = store.locate("")
+    return None if own is not None and own.resolve() == folder.resolve() else store
+
+
 @lru_cache(maxsize=64)
 def _open_bucket(url: str) -> Store:
     """One client for all callers: it has their connections."""

@@ -36,14 +36,13 @@ from shoal.runs.record.store_head import (
     RunHead,
     decode_head,
     head_key,
-    open_run_store,
     parse_head_key,
     read_head,
     reject_newer_format,
 )
 from shoal.runs.record.store_mirror import describe_other_writer
 from shoal.runs.run_status import Status, resolve_status
-from shoal.store import Entry, KeyChanged, Store, store_url
+from shoal.store import Entry, KeyChanged, Store, open_shared_store, store_url
 
 REFRESH_TIMEOUT_S = 20.0  # a command waits so long for the store, then shows what is here
 REFRESH_INTERVAL_S = 2.0  # in a process that polls
@@ -75,7 +74,7 @@ def refresh(home: Path, *, force: bool = False) -> None:
 
 def _refresh(home: Path, url: str) -> None:
     try:
-        if (store := open_run_store(home, url)) is None:
+        if (store := open_shared_store(home, url)) is None:
             return
         listed, now_s = _list_heads(store)
         with closing(connect(home)) as connection, transaction(connection):
@@ -240,7 +239,7 @@ def claim(home: Path, row: sqlite3.Row, writer: str) -> bool:
     """
     run_id, copied_from = row["id"], read_later_column(row, "copied_from")
     try:
-        if (store := open_run_store(home, store_url())) is None:
+        if (store := open_shared_store(home, store_url())) is None:
             return False
         head, tagged = read_head(store, run_id)
         if head.is_removed or head.writer not in (read_later_column(row, "writer") or "").split():
@@ -270,7 +269,7 @@ def remove_from_store(home: Path, run_id: str, writers: str) -> None:
 
     Raises RunError when another process has resumed it since, and StoreError.
     """
-    if (store := open_run_store(home, store_url())) is None:
+    if (store := open_shared_store(home, store_url())) is None:
         return
     try:
         tagged = store.read_tagged(head_key(run_id))

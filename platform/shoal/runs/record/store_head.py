@@ -6,13 +6,11 @@ on, and by `store_copies`, which reads the runs of other hosts. Each change of a
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from shoal.atomic_file import is_newer_format
 from shoal.errors import RunError
-from shoal.store import Store, Tagged, open_store
+from shoal.store import Store, Tagged
 
 FORMAT = 1
 HEADS = "run-heads"  # one listing shows all runs, however many objects their checkpoints have
@@ -90,10 +88,3 @@ def reject_newer_format(run_id: str, found: int, known: int) -> None:
     if is_newer_format(found, known):
         problem = f"was written to the store by a newer Shoal (format {found}; this one reads {known})"
         raise RunError(f"run {run_id!r} {problem}: upgrade Shoal")
-
-
-def open_run_store(home: Path, url: str) -> Store | None:
-    """None when the store is the folder of the local record itself. Raises as `open_store` does."""
-    store = open_store(url)
-    own = store.locate("runs")
-    return None if own is not None and own.resolve() == (home / "runs").resolve() else store

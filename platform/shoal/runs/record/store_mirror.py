@@ -21,9 +21,9 @@ from msgspec import structs
 
 from shoal.errors import RunError, ShoalError
 from shoal.runs.record.database import BUSY_TIMEOUT_S, SCHEMA_VERSION, TABLES, record_path
-from shoal.runs.record.store_head import RunHead, head_key, open_run_store, read_head, record_folder, record_key
+from shoal.runs.record.store_head import RunHead, head_key, read_head, record_folder, record_key
 from shoal.runs.run_status import Status
-from shoal.store import Store
+from shoal.store import Store, open_shared_store
 
 TOUCH_INTERVAL_S = 5.0  # at most two of the recorder's heartbeats
 RECORD_INTERVAL_S = 10.0
@@ -95,7 +95,7 @@ class StoreMirror:
     def _attempt(self, *, is_last: bool) -> bool:
         """Whether to go on: not where the store is the folder of the record itself, and not without the run."""
         try:
-            self._store = self._store or open_run_store(self._home, self._url)
+            self._store = self._store or open_shared_store(self._home, self._url)
             if self._store is None:
                 return False
             with self._logging_errors():
