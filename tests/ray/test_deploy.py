@@ -123,7 +123,7 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
         patch.setattr(deployment, "RayControllerClient", Controller)
         patch.setattr(deployment, "build_application", lambda *arguments: None)
         patch.setattr(deployment, "find_growth", lambda: None)
-        patch.setattr(deployment, "wait_until_routed", lambda name: None)
+        patch.setattr(deployment, "wait_until_routed", lambda spec: None)
         patch.setattr(deployment, "get_driver_id", lambda: LIVING)
         patch.setattr(ownership, "living_drivers", lambda: {LIVING})
         patch.setattr(ownership, "_controllers", lambda: known)

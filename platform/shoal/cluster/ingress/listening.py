@@ -36,6 +36,15 @@ def require_listenable(host: str, ports: Mapping[str, int | None]) -> None:
             raise ConfigError(f"endpoint.{field}", port, f"{problem} at {host}", remedy) from None
 
 
+def is_listening(host: str, port: int) -> bool:
+    """Whether this host accepts connections at this address."""
+    try:
+        with socket.create_connection((host, port), ADMIN_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
+
+
 def is_routed(application: str, admin_socket: Path) -> bool:
     """Whether HAProxy, asked at its socket, sends requests to a replica of this application of Serve's."""
     with socket.socket(socket.AF_UNIX) as connection:

@@ -170,7 +170,7 @@ def deploy(
                 handle = submit_application(build_application(spec, live, controller), spec)
         with _explain_failure(spec):
             wait_until_up(spec, record if is_growing else None)
-        wait_until_routed(spec.name)
+        wait_until_routed(spec)
         begun.pop_all()
     return DeployedEndpoint(spec, handle, controller, is_growing)
 

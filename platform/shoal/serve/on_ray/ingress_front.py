@@ -14,13 +14,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import ray
+from ray import serve
 from ray.exceptions import RayTaskError
+from ray.serve.schema import ProxyStatus
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.cluster.capacity import get_head_address, get_head_id, list_other_nodes
 from shoal.cluster.growth import ON_HEAD
 from shoal.cluster.ingress.front import Front, install_front, read_front_node, read_front_spec
-from shoal.cluster.ingress.listening import is_routed, require_listenable
+from shoal.cluster.ingress.listening import is_listening, is_routed, require_listenable
 from shoal.cluster.ingress.serve_environment import (
     BINARY_VARIABLE,
     find_ingress_folder,
@@ -32,7 +34,7 @@ from shoal.cluster.ingress.tls import choose_name, keep_certificate, read_certif
 from shoal.errors import ClusterError, ConfigError, ShoalError
 from shoal.serve.on_ray.bind_address import is_head
 from shoal.serve.spec.endpoint import EndpointSpec
-from shoal.serve.spec.reach import EVERY_NODE, Reach
+from shoal.serve.spec.reach import EVERY_NODE, LOOPBACK, Reach
 
 ADMIN_SOCKET = "a.sock"  # as `serve_environment` names it; Serve puts it into a folder of the node's id
 ROUTED_TIMEOUT_S, POLL_S = 60.0, 0.05
@@ -67,20 +69,30 @@ def _list_sleeping_here() -> list[str]:
     return sorted(mark.name for mark in (find_ingress_folder() / "asleep").glob("*"))
 
 
-def wait_until_routed(application: str) -> None:
-    """Return once HAProxy sends requests to a replica of the application, which Serve's own status does not wait for.
+def wait_until_routed(spec: EndpointSpec) -> None:
+    """Return once HAProxy listens and sends requests to a replica, which Serve's own status does not wait for; on each
+    node that has a replica, if `endpoint.ingress` is every_node.
 
     Raises ClusterError when that takes too long.
     """
-    if BINARY_VARIABLE in os.environ:
-        call_on_head(_wait_here, application, get_head_id())
+    if BINARY_VARIABLE not in os.environ:
+        return
+    call_on_head(_wait_here, spec, get_head_id())
+    if spec.ingress == EVERY_NODE:
+        leaving = (ProxyStatus.DRAINING, ProxyStatus.DRAINED)
+        nodes = {node for node, status in serve.status().proxies.items() if status not in leaving}
+        head = get_head_address()
+        others = {node for node, address in list_other_nodes().items() if address != head}
+        _get_answer([_call_on_node(node, _wait_here, spec, node) for node in nodes & others])
 
 
-def _wait_here(application: str, node: str) -> None:
+def _wait_here(spec: EndpointSpec, node: str) -> None:
     deadline_s = time.monotonic() + ROUTED_TIMEOUT_S
-    while not is_routed(application, find_ingress_folder() / node / ADMIN_SOCKET):
+    socket = find_ingress_folder() / node / ADMIN_SOCKET
+    while not (is_routed(spec.name, socket) and is_listening(LOOPBACK.get(spec.host, spec.host), spec.port)):
         if time.monotonic() > deadline_s:
-            raise ClusterError(f"HAProxy sends no requests to {application!r}: see Serve's logs of its proxies")
+            where = f"of the node {ray.util.get_node_ip_address()}"
+            raise ClusterError(f"HAProxy {where} sends no requests to {spec.name!r}: see Serve's logs of its proxies")
         time.sleep(POLL_S)
 
 
@@ -134,9 +146,7 @@ def _install_elsewhere(reach: Reach, ports: Mapping[str, int | None]) -> None:
     head, tasks = get_head_address(), []
     for node, address in list_other_nodes().items():
         if address != head:
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            task: Any = ray.remote(num_cpus=0, scheduling_strategy=there)(_install_on_node)
-            tasks.append(task.remote(reach, ports))
+            tasks.append(_call_on_node(node, _install_on_node, reach, ports))
     _get_answer(tasks)
 
 
@@ -172,6 +182,13 @@ def call_on_head(function: Callable[P, T], *arguments: P.args, **named: P.kwargs
     task: Any = ray.remote(num_cpus=0, resources=dict(ON_HEAD))(function)
     answer: T = _get_answer(task.remote(*arguments, **named))
     return answer
+
+
+def _call_on_node(node: str, function: Callable[..., object], *arguments: object) -> Any:
+    """Begin a call on a node; returns Ray's reference to its answer."""
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    task: Any = ray.remote(num_cpus=0, scheduling_strategy=there)(function)
+    return task.remote(*arguments)
 
 
 def _get_answer(tasks: Any) -> Any:
