@@ -39,7 +39,7 @@ def build_host_environment(folder: Path) -> dict[str, str]:
         **HIDE_GPUS,
         **store_variable(),
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(ray_token_path()),
+        **({} if "RAY_AUTH_TOKEN" in os.environ else {"RAY_AUTH_TOKEN_PATH": str(ray_token_path())}),
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_JOB_STOP_WAIT_TIME_S": "15",

@@ -28,6 +28,8 @@ from shoal.serve.spec.reach import EVERY_NODE, require_one_address
 
 IMPORT_PATHS = ("shoal.serve.on_ray.serve_app:build", "shoal.serve.ray_app:build")
 
+ANY_ADDRESS = "0.0.0.0"
+
 
 class AppSpec(Spec):
     """The `args` of the application.
@@ -67,11 +69,22 @@ def build(args: dict[str, Any]) -> serve.Application:
     defaults = {"name": models[0].name, "num_cpus": 0.5}
     spec = EndpointSpec.parse({**defaults, **app.endpoint, "token": SecretStr(load_access_token())})
     if spec.ingress == EVERY_NODE:
-        problem = "needs settings of Serve's that its file has"
-        remedy = "use `shoal serve deploy`, which reads the file too"
-        raise ConfigError("endpoint.ingress", spec.ingress, problem, remedy)
+        _require_every_node(spec)
     require_one_address(list_file_endpoints() | {spec.name: app.endpoint})
     is_alone = not list_driver_endpoints().active
     spec = prepare_front(spec, {}) if is_alone else adopt_front(spec)  # the ports are Serve's
     setting, live = build_controller_config(spec, models)
     return build_application(spec, live, RayControllerClient(setting))
+
+
+def _require_every_node(spec: EndpointSpec) -> None:
+    """Raises ConfigError where Serve's file does not put an ingress on each node with a replica, and replicas within
+    its reach."""
+    client = _get_global_client()
+    assert client is not None  # it builds this application
+    details = client.get_serve_details()
+    location, host = details["proxy_location"], details["http_options"]["host"]
+    if (location, host) != ("EveryNode", ANY_ADDRESS):
+        problem = f"needs other settings of Serve than proxy_location: {location} and http_options.host: {host}"
+        remedy = f"write proxy_location: EveryNode and host: {ANY_ADDRESS}, or use `shoal serve deploy`"
+        raise ConfigError("endpoint.ingress", spec.ingress, problem, remedy)

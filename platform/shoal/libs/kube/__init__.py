@@ -1,0 +1,1 @@
+"""Shoal on Kubernetes: manifests for KubeRay. Pure: reads specs, returns documents; talks to no cluster."""

@@ -1,0 +1,159 @@
+"""`shoal kube render`: manifests as files. Parse, check, write; talks to no cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from shoal.atomic_file import create_private
+from shoal.cli.support.job_lookup import find_job, validate_overrides
+from shoal.config import format_override, last_override, merge, parse_overrides
+from shoal.errors import ConfigError
+from shoal.flows.serving_spec import ServingSpec
+from shoal.home import load_access_token, ray_token_path
+from shoal.libs.kube.manifests import make_cluster, make_endpoint, make_job, make_secret
+from shoal.libs.kube.pods import Document
+from shoal.libs.kube.spec import MAX_NAME_CHARS, KubeSpec
+from shoal.recipes import recipe_folder
+from shoal.registry import split_ref
+from shoal.runs.record.provenance import split_secrets
+
+PREFIX = "kube."
+RECIPES = "/opt/shoal/jobs"  # in the image
+
+_file = click.option("--file", type=click.Path(path_type=Path), help="YAML of the fields of kube, which words change.")
+_out = click.option(
+    "--out", type=click.Path(path_type=Path), default="manifests", show_default=True, help="Folder of the files."
+)
+
+
+@click.group()
+def kube() -> None:
+    """Shoal on Kubernetes, by the operator KubeRay."""
+
+
+@kube.group()
+def render() -> None:
+    """Write the manifests of a job, an endpoint or a cluster; kubectl applies them.
+
+    Words kube.A.B=C set where it runs: kube.image, kube.store, kube.workers.max and others (docs/kubernetes.md). The
+    tokens go into a file of their own, NAME-tokens.yaml, unless kube.secret names a Secret that is there.
+
+    \b
+    Examples:
+      shoal kube render job train task=digits.py:Digits workers=4 kube.image=IMAGE kube.store=s3://BUCKET/shoal
+      shoal kube render endpoint digits@champion endpoint.insecure=true --file kube.yaml
+      shoal kube render cluster kube.name=lab kube.workers.gpus=1 --file kube.yaml
+    """
+
+
+@render.command()
+@click.argument("job")
+@click.argument("arguments", nargs=-1, metavar="[A.B=C]...")
+@_file
+@_out
+def job(job: str, arguments: tuple[str, ...], file: Path | None, out: Path) -> None:
+    """A RayJob of JOB, with fields of its spec set by A.B=C words; the image has its file at the same path."""
+    path, (own, theirs) = find_job(job), _split(arguments)
+    spec = _load(file, own, _to_name(path.stem))
+    _, secrets = split_secrets(theirs)
+    if secrets:
+        remedy = "put it into the Secret kube.credentials, and let the Task read the variable"
+        raise ConfigError("overrides", "***", "has a secret, which the manifest would show", remedy)
+    _require_capacity(spec, theirs)
+    validate_overrides(path, [each for each in theirs if not each.startswith("resume=")])
+    program = ["python", _find_in_image(path), *theirs]
+    _write(spec, make_job(spec, program), out)
+
+
+@render.command()
+@click.argument("arguments", nargs=-1, metavar="NAME[@VERSION]... [A.B=C]...")
+@_file
+@_out
+def endpoint(arguments: tuple[str, ...], file: Path | None, out: Path) -> None:
+    """A RayService that serves registered models; A.B=C words set fields of the endpoint."""
+    own, theirs = _split([each for each in arguments if "=" in each])
+    models = [each for each in arguments if "=" not in each]
+    fields = parse_overrides(ServingSpec, [format_override("models", ",".join(models)), *theirs])
+    spec = _load(file, own, _to_name(split_ref(models[0])[0]) if models else "endpoint")
+    _write(spec, make_endpoint(spec, models, fields.get("endpoint", {})), out)
+
+
+@render.command()
+@click.argument("arguments", nargs=-1, metavar="[kube.A.B=C]...")
+@_file
+@_out
+def cluster(arguments: tuple[str, ...], file: Path | None, out: Path) -> None:
+    """A RayCluster that stays."""
+    own, theirs = _split(arguments)
+    if theirs:
+        raise ConfigError("kube", theirs[0], "is no field of a cluster", f"write {PREFIX}A.B=C")
+    spec = _load(file, own, "shoal")
+    _write(spec, make_cluster(spec), out)
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of the cluster, without their prefix, and the others."""
+    own = [each.removeprefix(PREFIX) for each in arguments if each.startswith(PREFIX)]
+    return own, [each for each in arguments if not each.startswith(PREFIX)]
+
+
+def _find_in_image(path: Path) -> str:
+    """The path of a job's file in the image: that of a recipe is given by the Dockerfile, another is below the folder
+    that the image works in, as it is below this one. Raises ConfigError."""
+    if path.parent == recipe_folder("jobs"):
+        return f"{RECIPES}/{path.name}"
+    if not path.is_relative_to(Path.cwd()):
+        raise ConfigError("job", str(path), "is not below this folder, as it has to be in the image", "start there")
+    return str(path.relative_to(Path.cwd()))
+
+
+def _to_name(text: str) -> str:
+    """A name of Kubernetes's of a job's or a model's."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-0123456789")[:MAX_NAME_CHARS].rstrip("-")
+
+
+def _load(file: Path | None, overrides: Sequence[str], name: str) -> KubeSpec:
+    values: Any = {}
+    if file is not None:
+        try:
+            values = yaml.safe_load(file.read_text()) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError("file", str(file), f"cannot be read: {error}", "name a file of YAML") from None
+        if not isinstance(values, dict):
+            raise ConfigError("file", str(file), "holds no fields", "write it as `image: IMAGE`")
+    return KubeSpec.parse(merge({"name": name, **values}, parse_overrides(KubeSpec, overrides)))
+
+
+def _require_capacity(spec: KubeSpec, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for more workers than all pods have processors, or GPUs, for."""
+    workers, device = last_override(overrides, "workers"), last_override(overrides, "device")
+    kind, size = ("GPUs", "gpus") if device == "cuda" else ("CPUs", "cpus")
+    most = sum(getattr(group, size) * (group.max if spec.autoscale else group.min) for group in spec.all_groups)
+    if workers.isdecimal() and int(workers) > most:
+        problem = f"is more than the {most} {kind} of all pods"
+        raise ConfigError("workers", workers, problem, f"give kube.workers.max or kube.workers.{size} more")
+
+
+def _write(spec: KubeSpec, documents: Sequence[Document], out: Path) -> None:
+    """Write the manifests, and the tokens into a file that its owner alone reads."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / f"{spec.name}.yaml"
+        path.write_text(yaml.safe_dump_all(documents, sort_keys=False))
+        paths = [path]
+        if not spec.secret:
+            secret = out / f"{spec.name}-tokens.yaml"
+            content = make_secret(spec, ray_token_path().read_text().strip(), load_access_token())
+            secret.unlink(missing_ok=True)
+            create_private(secret).write_text(yaml.safe_dump(content, sort_keys=False))
+            paths.insert(0, secret)
+    except OSError as error:
+        raise ConfigError("out", str(out), f"cannot be written: {error.strerror}", "name another folder") from None
+    for each in paths:
+        click.echo(f"kubectl apply -f {each}")

@@ -1,0 +1,156 @@
+"""A job, an endpoint and a cluster as documents for KubeRay: RayJob, RayService, RayCluster; Services, a Secret."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from shoal.errors import ConfigError
+from shoal.libs.kube.pods import (
+    DRIVER_RESOURCE,
+    SERVE_PORT,
+    TLS_FOLDER,
+    Document,
+    get_secret_name,
+    make_cluster_spec,
+    make_driver_group,
+    make_worker_group,
+)
+from shoal.libs.kube.spec import DRIVER_GROUP, KubeSpec
+from shoal.serve.spec.endpoint import EndpointSpec
+
+API = "ray.io/v1"
+IMPORT_PATH = "shoal.serve.ray_app:build"
+CERTIFICATE, KEY = f"{TLS_FOLDER}/tls.crt", f"{TLS_FOLDER}/tls.key"
+
+
+def make_job(spec: KubeSpec, program: Sequence[str]) -> list[Document]:
+    """A RayJob that runs a program, with a cluster of its own, and the Service of its gateway if it has one.
+
+    program: its words; paths are those of the image, or of `working_dir`
+    """
+    groups = [make_worker_group(spec, group) for group in spec.all_groups]
+    words, entry = list(program), {}
+    if spec.gateway_port:
+        groups.insert(0, make_driver_group(spec))
+        host = spec.gateway_host or f"{spec.name}-gateway.{spec.namespace}.svc"
+        words += ["gateway.host=0.0.0.0", "gateway.curve=true", f"gateway.port={spec.gateway_port}"]
+        words.append(f"gateway.advertise={host}:{spec.gateway_port}")
+        entry = {"entrypointResources": json.dumps({DRIVER_RESOURCE: 1})}
+    made: Document = {
+        "entrypoint": shlex.join(words),
+        **entry,
+        "submissionMode": "K8sJobMode",
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": spec.keep_s,
+        "rayClusterSpec": make_cluster_spec(spec, groups, {}),
+    }
+    if spec.deadline_s:
+        made["activeDeadlineSeconds"] = spec.deadline_s
+    if spec.working_dir:
+        made["runtimeEnvYAML"] = yaml.safe_dump({"working_dir": spec.working_dir})
+    services = [_make_gateway_service(spec)] if spec.gateway_port else []
+    return [_wrap(spec, API, "RayJob", made), *services]
+
+
+def make_endpoint(spec: KubeSpec, models: Sequence[str], fields: dict[str, Any]) -> list[Document]:
+    """A RayService that serves registered models, with an ingress on each pod that has a replica.
+
+    Raises ConfigError for fields that cannot be served so.
+
+    models: references, as for `shoal serve deploy`
+    fields: of the endpoint
+    """
+    if not models:
+        raise ConfigError("models", [], "is empty", "name a registered model, as in digits@champion")
+    reach: dict[str, Any] = {"host": "0.0.0.0", "ingress": "every_node"}
+    if spec.tls_secret:
+        reach["tls"] = {"certificate": CERTIFICATE, "key": KEY, **fields.get("tls", {})}
+    for name in ("host", "ingress", "port"):
+        if name in fields:
+            raise ConfigError(f"endpoint.{name}", fields[name], "is the same for all pods", "leave it out")
+    if not spec.tls_secret and "tls" in fields:
+        problem, remedy = "names files that no pod has", "give kube.tls_secret, a Secret of the type kubernetes.io/tls"
+        raise ConfigError("endpoint.tls", fields["tls"], problem, remedy)
+    own = {"name": spec.name, "num_cpus": 0.5, **fields, **reach}
+    parsed = EndpointSpec.parse(own)
+    require_no_secrets(parsed, fields)
+    config = {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": "0.0.0.0", "port": SERVE_PORT},
+        "applications": [
+            {
+                "name": own["name"],
+                "import_path": IMPORT_PATH,
+                "route_prefix": "/",
+                "args": {"models": list(models), "endpoint": own},
+            }
+        ],
+    }
+    groups = [make_worker_group(spec, group, _probe(parsed)) for group in spec.all_groups]
+    service = {"metadata": {"annotations": spec.service_annotations}, "spec": {"type": spec.service_type}}
+    made = {
+        "serveConfigV2": yaml.safe_dump(config, sort_keys=False),
+        "excludeHeadPodFromServeSvc": True,  # it computes nothing, so it has no replica and no ingress
+        "serveService": service,
+        "rayClusterConfig": make_cluster_spec(spec, groups, {"serve": SERVE_PORT}),
+    }
+    return [_wrap(spec, API, "RayService", made)]
+
+
+def make_cluster(spec: KubeSpec) -> list[Document]:
+    """A RayCluster that stays, for `shoal run --address` and `shoal serve deploy --address`."""
+    groups = [make_worker_group(spec, group) for group in spec.all_groups]
+    return [_wrap(spec, API, "RayCluster", make_cluster_spec(spec, groups, {"serve": SERVE_PORT}))]
+
+
+def make_secret(spec: KubeSpec, ray_token: str, shoal_token: str) -> Document:
+    """The Secret with both tokens."""
+    values = {"auth_token": ray_token, "shoal_token": shoal_token}
+    metadata = {"name": get_secret_name(spec), "namespace": spec.namespace}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "stringData": values}
+
+
+def require_no_secrets(endpoint: EndpointSpec, fields: dict[str, Any]) -> None:
+    """Raises ConfigError for a token or a key in the fields of an endpoint: the manifest would show it."""
+    if "token" in fields:
+        raise ConfigError("endpoint.token", "***", "would be in the manifest", "leave it out: it is in the Secret")
+    for number, key in enumerate(endpoint.keys):
+        if not key.key.get_secret_value().startswith("sha256:"):
+            remedy = 'give its hash: `printf %s "$KEY" | sha256sum` behind sha256:'
+            raise ConfigError(f"endpoint.keys.{number}.key", "***", "would be in the manifest", remedy)
+
+
+def _probe(endpoint: EndpointSpec) -> Document:
+    """Ready while the ingress of the pod answers; a pod without a replica, or one that is being left, is not."""
+    check: Document = {"httpGet": {"path": "/v2/health/ready", "port": SERVE_PORT}}
+    if endpoint.tls is not None:
+        check["httpGet"]["scheme"] = "HTTPS"
+        if endpoint.tls.client_ca:
+            check = {"tcpSocket": {"port": SERVE_PORT}}  # Kubernetes has no certificate to show
+    return {**check, "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 2}
+
+
+def _make_gateway_service(spec: KubeSpec) -> Document:
+    selector = {
+        "ray.io/originated-from-cr-name": spec.name,
+        "ray.io/originated-from-crd": "RayJob",
+        "ray.io/group": DRIVER_GROUP,
+    }
+    ports = [{"name": "gateway", "port": spec.gateway_port, "targetPort": spec.gateway_port}]
+    metadata = {
+        "name": f"{spec.name}-gateway",
+        "namespace": spec.namespace,
+        "annotations": spec.service_annotations,
+    }
+    made = {"type": spec.service_type, "selector": selector, "ports": ports}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": made}
+
+
+def _wrap(spec: KubeSpec, api: str, kind: str, content: Document) -> Document:
+    metadata = {"name": spec.name, "namespace": spec.namespace, "labels": {"app.kubernetes.io/name": "shoal"}}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": content}

@@ -1,0 +1,170 @@
+"""KubeSpec: the cluster below a job or an endpoint on Kubernetes."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints, ValidationInfo, field_validator, model_validator
+
+from shoal.config import Spec
+from shoal.store.location import require_location
+
+DRIVER_GROUP = "driver"  # where the gateway of a job is; added to a job with `gateway_port`
+MAX_NAME_CHARS = 47  # KubeRay adds to it, and refuses names of clusters beyond 53
+
+Label = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
+ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+Quantity = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*(\.[0-9]+)?([kMGTP]|[KMGTP]i)?$")]
+
+# What selects a cloud's nodes that may be taken away at any time: labels, and the taint to tolerate, if there is one.
+SPOT_NODES: dict[str, tuple[dict[str, str], str]] = {
+    "gke": ({"cloud.google.com/gke-spot": "true"}, "cloud.google.com/gke-spot"),
+    "eks": ({"eks.amazonaws.com/capacityType": "SPOT"}, ""),
+    "aks": ({"kubernetes.azure.com/scalesetpriority": "spot"}, "kubernetes.azure.com/scalesetpriority"),
+    "karpenter": ({"karpenter.sh/capacity-type": "spot"}, ""),
+}
+
+
+class PodSpec(Spec):
+    """One kind of pod; a pod is a node of Ray.
+
+    cpus:          processors of a pod
+    memory:        of a pod, as Kubernetes writes it: 16Gi; a fourth of it may be objects of Ray
+    node_selector: labels that its machine must have
+    tolerations:   taints of machines that it accepts, as Kubernetes writes them
+    """
+
+    cpus: int = Field(default=2, ge=1, le=1024)
+    memory: Quantity = "8Gi"
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    tolerations: list[dict[str, Any]] = Field(default_factory=list)
+
+
+class WorkerGroup(PodSpec):
+    """Pods that are alike, as many as are needed.
+
+    name:     of the group
+    gpus:     of a pod
+    min, max: pods; the autoscaler chooses between them
+    spot:     machines that may be taken away, and of which cloud; "": others
+    """
+
+    name: Label = "workers"
+    cpus: int = Field(default=4, ge=1, le=1024)
+    memory: Quantity = "16Gi"
+    gpus: int = Field(default=0, ge=0, le=64)
+    min: int = Field(default=0, ge=0, le=10_000)
+    max: int = Field(default=4, ge=1, le=10_000)
+    spot: Literal["", "gke", "eks", "aks", "karpenter"] = ""
+
+    @field_validator("name")
+    @classmethod
+    def _is_free(cls, name: str) -> str:
+        if name in ("headgroup", DRIVER_GROUP):
+            raise ValueError("is the name of a group that is added")
+        return name
+
+    @field_validator("max")
+    @classmethod
+    def _is_no_less(cls, most: int, info: ValidationInfo) -> int:
+        if most < info.data.get("min", 0):
+            raise ValueError(f"is below min, {info.data['min']}")
+        return most
+
+
+class KubeSpec(Spec):
+    """Where a job, an endpoint or a cluster runs. All objects are in one namespace.
+
+    name:            of the objects; by default that of the job, or of the endpoint's first model
+    image:           with Shoal and the user's own files: see the Dockerfile
+    pull_secrets:    of the image's registry
+    store:           SHOAL_STORE of all pods, a bucket
+    home_claim:      a PersistentVolumeClaim that all pods can mount and write, instead of a store
+    credentials:     a Secret whose keys become environment variables, such as AWS_ACCESS_KEY_ID
+    service_account: of the pods, whose cloud role may replace credentials
+    secret:          a Secret with `auth_token`, Ray's token, and `shoal_token`; "": one is written, with this user's
+    variables:       further environment variables
+    head:            the pod of Ray's own servers; it computes nothing
+    workers, groups: the pods that compute: one group, and further ones
+    autoscale:       whether their number follows the need; otherwise it is `min`
+    idle_s:          until the autoscaler removes a pod without work
+    gpu_resource:    what Kubernetes calls a GPU
+    service_type:    of the endpoint's, or the gateway's, Service
+    service_annotations: of it, for the cloud's balancer
+    tls_secret:      a Secret of the type kubernetes.io/tls for the endpoint
+    gateway_port:    of a job's gateway; 0: none. Adds a pod for the job's driver and the gateway, and a Service
+    gateway_host:    where actors reach that Service; by default its name within the cluster
+    working_dir:     a zip file in a bucket that Ray unpacks for the job; "": the image has all files
+    keep_s:          until the pods of a finished job are removed
+    deadline_s:      until a job is ended; 0: no limit
+    drain_s:         until a pod that Kubernetes removes is ended, for requests and checkpoints
+    """
+
+    name: Annotated[str, StringConstraints(pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$", max_length=MAX_NAME_CHARS)] = ""
+    namespace: Label = "default"
+    image: str = ""
+    pull_secrets: list[ObjectName] = Field(default_factory=list)
+    store: str = ""
+    home_claim: ObjectName | Literal[""] = ""
+    credentials: ObjectName | Literal[""] = ""
+    service_account: ObjectName | Literal[""] = ""
+    secret: ObjectName | Literal[""] = ""
+    variables: dict[str, str] = Field(default_factory=dict)
+    head: PodSpec = PodSpec()
+    workers: WorkerGroup = WorkerGroup()
+    groups: list[WorkerGroup] = Field(default_factory=list)
+    autoscale: bool = True
+    idle_s: int = Field(default=60, ge=0)
+    gpu_resource: str = Field(default="nvidia.com/gpu", pattern=r"^[a-z0-9.-]+/[A-Za-z0-9_.-]+$")
+    service_type: Literal["ClusterIP", "LoadBalancer", "NodePort"] = "ClusterIP"
+    service_annotations: dict[str, str] = Field(default_factory=dict)
+    tls_secret: ObjectName | Literal[""] = ""
+    gateway_port: int = Field(default=0, ge=0, le=65535)
+    gateway_host: str = ""
+    working_dir: str = ""
+    keep_s: int = Field(default=3600, ge=0)
+    deadline_s: int = Field(default=0, ge=0)
+    drain_s: int = Field(default=120, ge=0, le=3600)
+
+    @property
+    def all_groups(self) -> list[WorkerGroup]:
+        """All groups that compute."""
+        return [self.workers, *self.groups]
+
+    @field_validator("store")
+    @classmethod
+    def _is_bucket(cls, store: str) -> str:
+        if store and "://" not in require_location("kube.store", store):
+            raise ValueError("is a folder, which pods do not share: give a bucket, or home_claim")
+        return store
+
+    @field_validator("variables")
+    @classmethod
+    def _are_no_secrets(cls, variables: dict[str, str]) -> dict[str, str]:
+        for name in variables:
+            if re.search(r"TOKEN|SECRET|PASSWORD|_KEY$", name):
+                raise ValueError(f"has {name}, which anybody who reads the manifest would see: give it in credentials")
+        return variables
+
+    @field_validator("working_dir")
+    @classmethod
+    def _is_zip(cls, folder: str) -> str:
+        if folder and not re.fullmatch(r"(s3|gs|https|azure)://\S+\.zip", folder):
+            raise ValueError("is no zip file at s3://, gs://, azure:// or https://")
+        return folder
+
+    @model_validator(mode="after")
+    def _go_together(self) -> KubeSpec:
+        if not self.image:
+            raise ValueError("image is missing: give kube.image, one that is made of the Dockerfile")
+        if not (self.store or self.home_claim):
+            raise ValueError("store is missing: pods share no disk, so give kube.store, or kube.home_claim")
+        names = [group.name for group in self.all_groups]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"groups has {name} twice")
+        for group in self.all_groups:  # fixed numbers
+            if not self.autoscale and not group.min:
+                raise ValueError(f"autoscale=false needs min of the group {group.name}: it would have no pod")
+        return self

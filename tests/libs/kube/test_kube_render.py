@@ -1,0 +1,207 @@
+"""Manifests by their schemas, and specs that are refused before anything is written."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from kube_schemas import CRDS, find_problems
+
+from shoal.cli.support.job_lookup import validate_overrides
+from shoal.errors import ConfigError, RunError
+from shoal.libs.kube import command
+from shoal.libs.kube.command import kube
+
+pytestmark = pytest.mark.skipif(not CRDS.exists(), reason="KubeRay's schemas are not here")
+IMAGE, STORE = "kube.image=example.org/shoal:1", "kube.store=s3://bucket/shoal"
+PLAIN = (IMAGE, STORE)
+TASK = "task=lenet"
+GPU_GROUP = "kube.groups=[{name: gpu, cpus: 8, gpus: 2, max: 3, spot: gke}]"
+
+# A manifest each, the path of one field in it, and a value that does not fit there.
+SPECS: dict[str, tuple[tuple[str, ...], str, object]] = {
+    "job": (("job", "train", TASK, *PLAIN), "spec.entrypoint", 3),
+    "job on GPUs": (
+        ("job", "train", TASK, "device=cuda", "workers=4", GPU_GROUP, "kube.workers.gpus=1", *PLAIN),
+        "spec.rayClusterSpec.workerGroupSpecs.1.template.spec.tolerations.0.operator",
+        ["Exists"],
+    ),
+    "job with actors": (
+        ("job", "actor_learner", "kube.gateway_port=5700", "kube.service_type=LoadBalancer", *PLAIN),
+        "spec.rayClusterSpec.workerGroupSpecs.0.minReplicas",
+        "one",
+    ),
+    "job with a zip file": (
+        ("job", "train", TASK, "kube.working_dir=s3://bucket/files.zip", "kube.deadline_s=600", *PLAIN),
+        "spec.activeDeadlineSeconds",
+        "10m",
+    ),
+    "endpoint": (
+        ("endpoint", "digits@champion", "endpoint.insecure=true", *PLAIN),
+        "spec.rayClusterConfig.headGroupSpec.template.spec.containers.0.ports.0.containerPort",
+        "gcs",
+    ),
+    "endpoint with TLS": (
+        ("endpoint", "digits", "tabular@2", "kube.tls_secret=web", "kube.service_type=LoadBalancer", *PLAIN),
+        "spec.rayClusterConfig.workerGroupSpecs.0.template.spec.containers.0.readinessProbe.httpGet.scheme",
+        ["HTTPS"],
+    ),
+    "endpoint with clients' certificates": (
+        (
+            *("endpoint", "digits", "kube.tls_secret=web", "endpoint.tls.client_ca=/etc/shoal/tls/ca.crt"),
+            *("endpoint.num_gpus=1", "kube.workers.gpus=1", *PLAIN),
+        ),
+        "spec.serveService.spec.type",
+        ["LoadBalancer"],
+    ),
+    "endpoint that scales": (
+        (
+            *("endpoint", "digits", "endpoint.insecure=true", "endpoint.scale={objective_s: 0.1, min: 1, max: 8}"),
+            *("kube.service_annotations={example.org/internal: 'true'}", *PLAIN),
+        ),
+        "spec.rayClusterConfig.autoscalerOptions.idleTimeoutSeconds",
+        "60",
+    ),
+    "cluster": (("cluster", "kube.name=lab", *PLAIN), "spec.enableInTreeAutoscaling", "yes"),
+    "cluster of fixed size": (
+        (
+            *(
+                "cluster",
+                IMAGE,
+                "kube.home_claim=shared",
+                "kube.credentials=aws",
+                "kube.secret=own",
+                "kube.autoscale=false",
+            ),
+            *("kube.workers.min=3", "kube.pull_secrets=[registry]", "kube.service_account=shoal"),
+        ),
+        "spec.workerGroupSpecs.0.template.spec.volumes.0.persistentVolumeClaim",
+        "shared",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(command, "validate_overrides", lambda path, words: None)  # a process that imports torch
+
+
+def render(out: Path, words: tuple[str, ...]) -> list[dict[str, Any]]:
+    """All documents of all files."""
+    said = CliRunner().invoke(kube, ["render", *words, "--out", str(out)], catch_exceptions=False)
+    assert said.exit_code == 0, said.output
+    paths = [Path(line.split()[-1]) for line in said.output.splitlines()]
+    assert sorted(paths) == sorted(out.iterdir())
+    return [each for path in paths for each in yaml.safe_load_all(path.read_text())]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_manifests_fit_the_schemas_and_a_wrong_field_is_named(name: str, tmp_path: Path) -> None:
+    words, path, wrong = SPECS[name]
+    documents = render(tmp_path / "out", words)
+    assert [problem for each in documents for problem in find_problems(each)] == []
+    [changed] = [copy.deepcopy(each) for each in documents if each["apiVersion"] == "ray.io/v1"]
+    place: Any = changed
+    *parents, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
+    for part in parents:
+        place = place[part]
+    place[last] = wrong
+    assert any(str(last) in problem for problem in find_problems(changed))
+    del place[last]
+    place["unheard" if isinstance(last, str) else 0] = wrong
+    assert any("unheard" in problem for problem in find_problems(changed))
+
+
+REFUSED: list[tuple[tuple[str, ...], str]] = [
+    (("cluster", STORE), "image"),
+    (("cluster", IMAGE), "store"),
+    (("cluster", IMAGE, "kube.store=/mnt/shared"), "store"),
+    (("cluster", *PLAIN, "kube.name=Lab"), "name"),
+    (("cluster", *PLAIN, f"kube.name=a{'b' * 47}"), "name"),
+    (("cluster", *PLAIN, "kube.workers.memory=16 GB"), "workers.memory"),
+    (("cluster", *PLAIN, "kube.workers.min=5"), "workers.max"),
+    (("cluster", *PLAIN, "kube.workers.name=driver"), "workers.name"),
+    (("cluster", *PLAIN, "kube.groups=[{name: workers}]"), "workers twice"),
+    (("cluster", *PLAIN, "kube.workers.spot=ebay"), "workers.spot"),
+    (("cluster", *PLAIN, "kube.autoscale=false"), "min"),
+    (("cluster", *PLAIN, "kube.gpu_resource=gpu"), "gpu_resource"),
+    (("cluster", *PLAIN, "kube.variables={AWS_SECRET_ACCESS_KEY: x}"), "credentials"),
+    (("cluster", *PLAIN, "kube.wrokers.max=2"), "workers"),
+    (("cluster", *PLAIN, "workers=2"), "kube"),
+    (("cluster", *PLAIN, "--file", "nowhere.yaml"), "file"),
+    (("job", "train", TASK, "workers=17", *PLAIN), "workers"),
+    (("job", "train", TASK, "device=cuda", "workers=1", *PLAIN), "GPUs"),
+    (("job", "nothing", *PLAIN), "job"),
+    (("job", "train", TASK, "args.password=hidden-word", *PLAIN), "credentials"),
+    (("job", "train", TASK, "kube.working_dir=files.zip", *PLAIN), "working_dir"),
+    (("endpoint", "digits", *PLAIN), "insecure"),
+    (("endpoint", "endpoint.insecure=true", *PLAIN), "models"),
+    (("endpoint", "digits", "endpoint.insecure=true", "endpoint.port=80", *PLAIN), "endpoint.port"),
+    (("endpoint", "digits", "endpoint.insecure=true", "endpoint.token=hidden-word", *PLAIN), "endpoint.token"),
+    (("endpoint", "digits", "endpoint.tls.certificate=a", "endpoint.tls.key=b", *PLAIN), "kube.tls_secret"),
+    (
+        ("endpoint", "digits", "endpoint.insecure=true", "endpoint.keys=[{name: ada, key: hidden-word}]", *PLAIN),
+        "endpoint.keys.0.key",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "named"), REFUSED, ids=range(len(REFUSED)))
+def test_a_wrong_spec_is_refused_before_anything_is_written(words: tuple[str, ...], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        render(tmp_path / "out", words)
+    assert named in str(caught.value)
+    assert "hidden-word" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_job_itself_checks_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "validate_overrides", validate_overrides)
+    with pytest.raises(RunError, match=r"env = 'Nowhere-v1'"):
+        render(tmp_path / "out", ("job", "actor_learner", "env=Nowhere-v1", *PLAIN))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_pods_get_is_what_the_words_say(tmp_path: Path) -> None:
+    words, _, _ = SPECS["job on GPUs"]
+    secret, job = render(tmp_path / "out", (*words, "kube.credentials=aws", "kube.drain_s=7"))
+    assert job["spec"]["entrypoint"] == f"python /opt/shoal/jobs/train.py {TASK} device=cuda workers=4"
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token", "secretName": secret["metadata"]["name"]}
+    head, (one, two) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    pods = [each["template"]["spec"] for each in (head, one, two)]
+    gpus = [each["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") for each in pods]
+    assert gpus == [None, "1", "2"]
+    hidden = [any(each["name"] == "NVIDIA_VISIBLE_DEVICES" for each in pod["containers"][0]["env"]) for pod in pods]
+    assert hidden == [True, False, False]
+    assert all(pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "aws"}}] for pod in pods)
+    assert [pod.get("nodeSelector") for pod in pods] == [None, None, {"cloud.google.com/gke-spot": "true"}]
+    assert two["maxReplicas"] == 3
+    assert one["template"]["spec"]["terminationGracePeriodSeconds"] > 7
+
+
+def test_tokens_are_in_a_file_of_their_own_for_its_owner_alone(tmp_path: Path) -> None:
+    secret, *others = render(tmp_path / "out", SPECS["cluster"][0])
+    tokens = secret["stringData"].values()
+    assert all(len(each) > 30 for each in tokens)
+    [path] = (tmp_path / "out").glob("*-tokens.yaml")
+    assert path.stat().st_mode & 0o77 == 0
+    assert not any(token in str(others) for token in tokens)
+
+
+def test_actors_reach_the_gateway_by_its_service(tmp_path: Path) -> None:
+    words = (*SPECS["job with actors"][0], "kube.gateway_host=play.example.org", "kube.name=cartpole")
+    _, job, service = render(tmp_path / "out", words)
+    assert "gateway.advertise=play.example.org:5700" in job["spec"]["entrypoint"]
+    assert service["spec"]["selector"]["ray.io/group"] == "driver"
+    [driver, _] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert driver["groupName"] == "driver"
+    assert (driver["minReplicas"], driver["maxReplicas"]) == (1, 1)
+    assert "shoal_driver" in driver["rayStartParams"]["resources"]
+    assert "shoal_driver" in job["spec"]["entrypointResources"]
