@@ -27,7 +27,7 @@ from shoal.runs.record.database import (
 from shoal.runs.record.provenance import command_line, git_revision
 from shoal.runs.record.recorder import INSERT_EVENT, RunRecorder, make_run_folder
 from shoal.runs.record.serialization import escape_text, validate_text
-from shoal.runs.run_kind import RunKind
+from shoal.runs.run_kind import RunKind, infer_kind
 from shoal.runs.run_reader import find_run_row
 from shoal.runs.run_status import Status, resolve_status, transition
 
@@ -74,7 +74,7 @@ def create(
     except BaseException:
         connection.close()
         raise
-    return RunRecorder(connection, number, run_id, incarnation, folder, mirror)
+    return RunRecorder(connection, number, run_id, incarnation, folder, mirror, kind or infer_kind(spec))
 
 
 def reopen(ref: str, spec: str | None = None) -> RunRecorder:
@@ -102,7 +102,9 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
     except BaseException:
         connection.close()
         raise
-    return RunRecorder(connection, row["number"], row["id"], incarnation, folder, mirror)
+    known = read_later_column(row, "kind")
+    found = RunKind(known) if known else infer_kind(spec or row["spec"])
+    return RunRecorder(connection, row["number"], row["id"], incarnation, folder, mirror, found)
 
 
 def _make_writer() -> str:

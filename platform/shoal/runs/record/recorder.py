@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -37,10 +38,12 @@ from shoal.runs.record.serialization import (
     validate_metrics,
     validate_text,
 )
-from shoal.runs.record.tensorboard_writer import TensorBoardMirror
+from shoal.runs.record.tensorboard_writer import LogEntry, TensorBoardMirror
+from shoal.runs.run_kind import RunKind
 from shoal.runs.run_status import TERMINAL, Status, transition
 
 if TYPE_CHECKING:
+    from shoal.runs.ray_gauges import RunGauges
     from shoal.runs.record.store_mirror import StoreMirror
 
 FLUSH_INTERVAL_S = 0.5
@@ -88,8 +91,11 @@ class RunRecorder:
         incarnation: int,
         folder: Path,
         store_mirror: StoreMirror | None = None,
+        kind: RunKind = RunKind.OTHER,
     ) -> None:
         self.id, self.folder = run_id, folder
+        self._kind = kind
+        self._gauges: RunGauges | None = None
         self._number, self._incarnation = number, incarnation
         self._connection = connection
         self._store_mirror = store_mirror
@@ -281,8 +287,20 @@ class RunRecorder:
             if pending.forgotten_after is not None:
                 self._mirror.forget_after(pending.forgotten_after)
             self._mirror.enqueue(pending.logged)
+            self._publish([*pending.logged, *pending.shown, *pending.groups.values()])
             if self._store_mirror is not None and pending.num_rows:
                 self._store_mirror.mark_changed()
+
+    def _publish(self, entries: Sequence[LogEntry]) -> None:
+        """Set the gauges of a run on a cluster; without Ray in this process there is no exporter."""
+        ray = sys.modules.get("ray")
+        if not entries or ray is None or not ray.is_initialized():
+            return
+        if self._gauges is None:
+            from shoal.runs.ray_gauges import RunGauges
+
+            self._gauges = RunGauges(self.id, self._kind)
+        self._gauges.publish(entries)
 
     def _commit(self, pending: PendingWrites) -> None:
         run, connection = self._number, self._connection

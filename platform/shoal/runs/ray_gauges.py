@@ -1,0 +1,57 @@
+"""The newest metrics of a run in Ray's own exporter, from which Prometheus scrapes all nodes of a cluster.
+
+Called by the recorder's thread, in the process of a job's driver. The metric `train/loss` of a training run is the
+gauge `ray_shoal_training_train_loss{run="ID"}`: Ray adds the prefix `ray_` and its own labels. The label `member` is
+the trial, the actor or the opponent of a value, and empty for those of the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable
+
+from ray.util.metrics import Gauge
+
+from shoal.runs.record.tensorboard_writer import LogEntry
+from shoal.runs.run_kind import RunKind
+
+MAX_GAUGES = 500  # of one run, members counted apart
+LABELS = ("run", "member")
+
+# Of what is recorded as one value for each member: trials by a prefix, actors and opponents by a group's name.
+_TRIAL = re.compile(r"(?P<member>trial-\d+)/(?P<name>.+)")
+_GROUP = re.compile(r"(?P<name>actor_lag|rejected|win_rate)/(?P<member>.+)")
+_NOT_ALLOWED = re.compile(r"[^a-zA-Z0-9_]+")
+_log = logging.getLogger(__name__)
+
+
+def name_gauge(kind: RunKind, metric: str) -> tuple[str, str]:
+    """The name of a metric's gauge, and its label `member`: ("shoal_sweep_loss", "trial-003")."""
+    found = _TRIAL.fullmatch(metric) or _GROUP.fullmatch(metric)
+    name, member = (found["name"], found["member"]) if found else (metric, "")
+    return f"shoal_{kind}_{_NOT_ALLOWED.sub('_', name).strip('_').lower()}", member
+
+
+class RunGauges:
+    """The gauges of one run."""
+
+    def __init__(self, run_id: str, kind: RunKind) -> None:
+        self._run_id, self._kind = run_id, kind
+        self._gauges: dict[str, Gauge] = {}
+        self._seen: set[tuple[str, str]] = set()
+
+    def publish(self, entries: Iterable[LogEntry]) -> None:
+        """Set each metric to its newest value; one that is not finite is left as it was."""
+        newest = {name: value for _, _, values in entries for name, value in values.items() if math.isfinite(value)}
+        for metric, value in newest.items():
+            name, member = name_gauge(self._kind, metric)
+            if (name, member) not in self._seen:
+                if len(self._seen) >= MAX_GAUGES:
+                    continue
+                self._seen.add((name, member))
+                if len(self._seen) == MAX_GAUGES:
+                    _log.warning("run %s: metrics beyond %d are not exported", self._run_id, MAX_GAUGES)
+            gauge = self._gauges.get(name) or self._gauges.setdefault(name, Gauge(name, metric, LABELS))
+            gauge.set(value, {"run": self._run_id, "member": member})

@@ -1,0 +1,93 @@
+"""A run's metrics as gauges of Ray's exporter: their names, their labels, and what a recorder sets."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal.runs
+from shoal.runs import RunKind
+from shoal.runs.record.opening import create, reopen
+
+
+class FakeGauge:
+    """ray.util.metrics.Gauge, which needs no cluster."""
+
+    values: dict[tuple[str, str, str], float]
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+        assert description
+        assert tag_keys == ("run", "member")
+        self._name = name
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        self.values[self._name, tags["run"], tags["member"]] = value
+
+
+@pytest.fixture
+def values(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str, str], float]:
+    from shoal.runs import ray_gauges
+
+    FakeGauge.values = {}
+    monkeypatch.setattr(ray_gauges, "Gauge", FakeGauge)
+    return FakeGauge.values
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "expected"),
+    [
+        (RunKind.TRAINING, "train/loss", ("shoal_training_train_loss", "")),
+        (RunKind.LOOP, "steps/per_s", ("shoal_loop_steps_per_s", "")),
+        (RunKind.LOOP, "actor_lag/actor-3", ("shoal_loop_actor_lag", "actor-3")),
+        (RunKind.LOOP, "rejected/actor-3 stale", ("shoal_loop_rejected", "actor-3 stale")),
+        (RunKind.SWEEP, "trial-012/validation/loss", ("shoal_sweep_validation_loss", "trial-012")),
+        (RunKind.OTHER, "Loss (mean)", ("shoal_other_loss_mean", "")),
+    ],
+)
+def test_a_gauge_has_the_metrics_name_and_its_member(kind: RunKind, metric: str, expected: tuple[str, str]) -> None:
+    from shoal.runs.ray_gauges import name_gauge
+
+    assert name_gauge(kind, metric) == expected
+
+
+def test_the_newest_finite_value_counts(values: dict[Any, float]) -> None:
+    from shoal.runs.ray_gauges import RunGauges
+
+    gauges = RunGauges("r", RunKind.TRAINING)
+    gauges.publish([(1, 0.0, {"loss": 2.0, "accuracy": 0.5}), (2, 0.0, {"loss": 1.0, "accuracy": math.nan})])
+    assert values == {("shoal_training_loss", "r", ""): 1.0, ("shoal_training_accuracy", "r", ""): 0.5}
+
+
+def test_a_run_with_very_many_metrics_exports_some(values: dict[Any, float], caplog: pytest.LogCaptureFixture) -> None:
+    from shoal.runs.ray_gauges import MAX_GAUGES, RunGauges
+
+    gauges = RunGauges("r", RunKind.OTHER)
+    for step in range(2):
+        gauges.publish([(step, 0.0, {f"m{number}": step for number in range(MAX_GAUGES + 10)})])
+    assert len(values) == MAX_GAUGES
+    assert set(values.values()) == {1}
+    assert len(caplog.records) == 1
+
+
+def test_a_recorder_on_a_cluster_sets_them_and_one_without_does_not(
+    values: dict[Any, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    with create("train", "task: t\n", "r") as recorder:
+        recorder.log(1, {"loss": 3.0})
+        recorder.flush()
+        assert values == {}
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        recorder.log(2, {"loss": 2.0}, in_history=False)
+        recorder.log_group(2, "actor_lag", {"a": 4.0})
+        recorder.flush()
+    with reopen("r") as recorder:
+        recorder.log(3, {"loss": 1.0})
+    expected = {("shoal_training_loss", "r", ""): 1.0, ("shoal_training_actor_lag", "r", "a"): 4.0}
+    assert values == expected
+    assert shoal.runs.load("r").kind is RunKind.TRAINING
