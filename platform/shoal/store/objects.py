@@ -60,9 +60,11 @@ class ObjectStore(Store):
             found = client.get(self._client, key)
             return Tagged(bytes(found.bytes()), found.meta["e_tag"] or "")
 
-    def download(self, key: str, path: Path) -> None:
+    def download(self, key: str, path: Path, tag: str = "") -> None:
         with self._calls(key) as client:
             found = client.get(self._client, key)
+            if tag and _to_entry(found.meta).tag != tag:
+                raise KeyChanged(f"{key} in {self.url} was changed")
             with path.open("wb") as file:
                 for chunk in found.stream(min_chunk_size=4 << 20):
                     file.write(chunk)
@@ -95,10 +97,14 @@ class ObjectStore(Store):
                     return False
         return True
 
+    def find(self, key: str) -> Entry:
+        with self._calls(key) as client:
+            return _to_entry(client.head(self._client, key))
+
     def list_entries(self, folder: str = "") -> list[Entry]:
         with self._calls(folder) as client:
             found = [each for page in client.list(self._client, folder or None) for each in page]
-        return sorted(Entry(each["path"], each["size"], each["last_modified"].timestamp()) for each in found)
+        return sorted(map(_to_entry, found))
 
     def list_folders(self, folder: str = "") -> list[str]:
         with self._calls(folder) as client:
@@ -137,6 +143,10 @@ class ObjectStore(Store):
 
 
 _REMEDY = "check the URL, the credentials (AWS_*, GOOGLE_* or AZURE_* in the environment) and the network"
+
+
+def _to_entry(meta: Any) -> Entry:
+    return Entry(meta["path"], meta["size"], meta["last_modified"].timestamp(), meta["e_tag"] or "")
 
 
 def _summarize(error: BaseException) -> str:
