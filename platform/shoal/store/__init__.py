@@ -3,7 +3,7 @@
 Called by all that must outlive a host or be seen by several. Knows nothing of what it stores.
 """
 
-from shoal.store.bucket_path import BucketPath, fetch, get_size_bytes, locate
+from shoal.store.bucket_path import BucketPath, fetch, get_size_bytes, is_url, locate, open_source
 from shoal.store.cache import BlobCache
 from shoal.store.location import open_shared_store, open_store, require_location, store_url, store_variable
 from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, Tagged, TaggedUpdate, update
@@ -19,8 +19,10 @@ __all__ = [
     "TaggedUpdate",
     "fetch",
     "get_size_bytes",
+    "is_url",
     "locate",
     "open_shared_store",
+    "open_source",
     "open_store",
     "require_location",
     "store_url",

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path, PosixPath
-from typing import Self
+from typing import BinaryIO, Self
 
 from shoal.errors import DataError, StoreError
 from shoal.home import home
@@ -19,7 +19,8 @@ from shoal.store.location import open_store, require_location
 from shoal.store.store import Entry, KeyChanged
 
 MAX_PARALLEL_DOWNLOADS = 16
-_URL = re.compile(r"(file|s3|gs|az):/+|\w+://")  # `Path` makes one slash of two
+_URL = re.compile(r"\w+://|(?:file|s3|gs|az):/")
+_COLLAPSED = re.compile(r"(file|s3|gs|az):/(?!/)")  # `Path` makes one slash of two
 
 
 class BucketPath(PosixPath):
@@ -58,6 +59,9 @@ class BucketPath(PosixPath):
     def is_dir(self) -> bool:
         return self._is_folder
 
+    def is_file(self) -> bool:
+        return not self._is_folder
+
     def iterdir(self) -> Iterator[BucketPath]:  # type: ignore[override]
         prefix = f"{self.key}/" if self.key else ""
         below: dict[str, list[Entry]] = {}
@@ -85,16 +89,21 @@ class BucketPath(PosixPath):
             raise DataError("path", self.url, problem, "free space there, or set SHOAL_HOME") from error
 
 
+def is_url(path: str) -> bool:
+    """Whether it is a URL and not a path of this host."""
+    return _URL.match(path) is not None
+
+
 def locate(path: str | Path, field: str = "path") -> Path:
     """The absolute path of a file or folder, a BucketPath where it is in a bucket. Raises ConfigError, DataError.
 
     Downloads nothing. Whether there is anything at a path of this host, the caller finds out.
     """
     text = str(path)
-    if (found := _URL.match(text)) is None:
+    if not is_url(text):
         return Path(path).expanduser().absolute()
-    if scheme := found.group(1):
-        text = f"{scheme}://{'/' if scheme == 'file' else ''}{text[found.end() :]}"
+    if found := _COLLAPSED.match(text):
+        text = f"{found[1]}://{'/' if found[1] == 'file' else ''}{text[found.end() :]}"
     url = require_location(field, text)
     if "://" not in url:
         return Path(url)
@@ -121,6 +130,13 @@ def fetch(paths: Iterable[Path]) -> None:
     if missing := [path for path in files if not is_present(path, path.size_bytes)]:
         with ThreadPoolExecutor(min(len(missing), MAX_PARALLEL_DOWNLOADS)) as pool:
             list(pool.map(BucketPath.download, missing))
+
+
+def open_source(path: Path) -> BinaryIO:
+    """Open a file for reading; of one that is in a bucket and not on this host, only what is read is transferred."""
+    if isinstance(path, BucketPath) and not is_present(path, path.size_bytes):
+        return open_store(path.bucket_url).open_reader(path.key)
+    return path.open("rb")
 
 
 def get_size_bytes(path: Path) -> int:

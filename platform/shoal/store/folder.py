@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from shoal.atomic_file import make_folder, move_synced, sync_folder, write_synced
 from shoal.errors import StoreError
@@ -45,8 +46,14 @@ class FolderStore(Store):
             raise KeyChanged(f"{self.root / key} was changed")
         shutil.copyfile(self.root / key, path)
 
+    def open_reader(self, key: str) -> BinaryIO:
+        return (self.root / key).open("rb")
+
     def write(self, key: str, content: bytes | Path) -> None:
         self._put(key, content)
+
+    def copy(self, source: str, target: str) -> None:
+        self._put(target, self.root / source)
 
     def create(self, key: str, payload: bytes) -> None:
         path = self.root / key

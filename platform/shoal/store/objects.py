@@ -6,13 +6,14 @@ error in place of waiting for ever.
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shoal.errors import ConfigError, StoreError, needs_extra
 from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, Tagged
@@ -69,9 +70,17 @@ class ObjectStore(Store):
                 for chunk in found.stream(min_chunk_size=4 << 20):
                     file.write(chunk)
 
+    def open_reader(self, key: str) -> BinaryIO:
+        with self._calls(key) as client:
+            return io.BufferedReader(_Reader(self, key, client.open_reader(self._client, key)))
+
     def write(self, key: str, content: bytes | Path) -> None:
         with self._calls(key) as client:
             client.put(self._client, key, content, chunk_size=PART_BYTES, max_concurrency=MAX_PARALLEL_PARTS)
+
+    def copy(self, source: str, target: str) -> None:
+        with self._calls(source) as client:
+            client.copy(self._client, source, target)
 
     def create(self, key: str, payload: bytes) -> None:
         if not self._put_if(key, payload, "create"):
@@ -140,6 +149,29 @@ class ObjectStore(Store):
         except (BaseError, PermissionError) as error:
             self._require_bucket(error)
             raise StoreError(f"{self.url} cannot be used ({_summarize(error)}): {_REMEDY}") from error
+
+
+class _Reader(io.RawIOBase):
+    """Of one object; the client's own reader is no file to other libraries."""
+
+    def __init__(self, store: ObjectStore, key: str, reader: obstore.ReadableFile) -> None:
+        self._store, self._key, self._reader = store, key, reader
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._reader.seek(offset, whence)
+        return self._reader.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        with self._store._calls(self._key):
+            found = self._reader.read(len(buffer))
+        buffer[: len(found)] = bytes(found)
+        return len(found)
 
 
 _REMEDY = "check the URL, the credentials (AWS_*, GOOGLE_* or AZURE_* in the environment) and the network"

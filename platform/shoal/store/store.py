@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from shoal.errors import StoreError
 
@@ -69,8 +69,16 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def open_reader(self, key: str) -> BinaryIO:
+        """The object as a file, of which what is read is transferred. Raises FileNotFoundError."""
+
+    @abstractmethod
     def write(self, key: str, content: bytes | Path) -> None:
         """Create or overwrite the object, from memory or from a file."""
+
+    @abstractmethod
+    def copy(self, source: str, target: str) -> None:
+        """Create or overwrite the object `target`, at the store's side. Raises FileNotFoundError."""
 
     @abstractmethod
     def create(self, key: str, payload: bytes) -> None:

@@ -115,6 +115,20 @@ def test_an_object_is_downloaded_as_the_one_that_was_found(store: Store, tmp_pat
             store.find(missing)
 
 
+def test_an_object_is_read_in_part_and_copied(store: Store) -> None:
+    store.write("key", bytes(range(100)) * 100)
+    store.copy("key", "a/copy")
+    assert store.read("a/copy") == store.read("key")
+    with store.open_reader("a/copy") as file:
+        assert file.seek(-10, os.SEEK_END) == 9990
+        assert file.read() == bytes(range(90, 100))
+        assert file.seek(200) == 200
+        assert file.read(3) == bytes(range(3))
+    for call in (lambda: store.open_reader("none"), lambda: store.copy("none", "other")):
+        with pytest.raises(FileNotFoundError):
+            call()
+
+
 def test_no_update_is_lost(store: Store) -> None:
     def increment(_: int) -> None:
         update(store, "count", lambda payload: b"%d" % (int(payload or b"0") + 1))
