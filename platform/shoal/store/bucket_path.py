@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PosixPath
 from typing import BinaryIO, Self
@@ -112,12 +113,11 @@ def locate(path: str | Path, field: str = "path") -> Path:
     bucket_url = f"{scheme}://{bucket}"
     try:
         store = open_store(bucket_url)
+        if key and not text.endswith("/"):
+            with suppress(FileNotFoundError):  # first, since some may read objects and not list them
+                return BucketPath.of(bucket_url, key, [store.find(key)], False)
         if entries := store.list_entries(key):
             return BucketPath.of(bucket_url, key, entries, True)
-        if key:
-            return BucketPath.of(bucket_url, key, [store.find(key)], False)
-    except FileNotFoundError:
-        pass
     except StoreError as error:
         raise DataError(field, text, f"cannot be read: {error}") from error
     problem = "does not exist: there is no such object, and none below it"
