@@ -304,7 +304,6 @@ def test_tables_of_a_bucket_are_predicted_into_a_bucket(
 ) -> None:
     from shoal.flows.batch_predict import list_input_files
     from shoal.serve.on_ray import batch_predict as ray_batch_predict
-    from shoal.serve.on_ray import bucket_tables
     from shoal.serve.tables.bucket_output import BucketOutput, Part
     from shoal.store import open_store
 
@@ -321,13 +320,13 @@ def test_tables_of_a_bucket_are_predicted_into_a_bucket(
             os.environ.update(bucket_environment)
             return super().write_part(number, tables)
 
-    read = bucket_tables._read_tables
+    read = ray_batch_predict._read_tables
 
     def read_with_environment(*arguments: Any) -> Iterator[pa.Table]:
         os.environ.update(bucket_environment)
         yield from read(*arguments)
 
-    monkeypatch.setattr(bucket_tables, "_read_tables", read_with_environment)
+    monkeypatch.setattr(ray_batch_predict, "_read_tables", read_with_environment)
     monkeypatch.setattr(ray_batch_predict, "PredictWorker", Doubled)
     for name, value in bucket_environment.items():
         monkeypatch.setenv(name, value)

@@ -10,21 +10,25 @@ import logging
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
+import pyarrow.parquet
 import ray
 import ray.data
 import ray.util.annotations
+from ray.data.block import Block, BlockAccessor, BlockMetadata
+from ray.data.datasource import WriteResult
 
 from shoal.cluster.capacity import GPU_GRAINS, gpu_share, gpus_by_host, require_gpus, wait_for_resource
 from shoal.device_memory import limit_device_memory
 from shoal.errors import ClusterError, DataError, RunError, error_summary
-from shoal.serve.on_ray.bucket_tables import BucketTables, PartSink
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
 from shoal.serve.tables.batch_output import (
@@ -34,11 +38,12 @@ from shoal.serve.tables.batch_output import (
     require_all_rows,
     verify_row_count,
 )
-from shoal.serve.tables.bucket_output import BucketOutput
+from shoal.serve.tables.bucket_output import BucketOutput, Part
 from shoal.serve.tables.table_predictor import TablePredictor
-from shoal.store import BucketPath
+from shoal.store import BucketPath, fetch
 
 BLOCK_ROWS = 4096  # sent to a worker together
+READ_ROWS = 65536  # of a file in a bucket, at once
 FILE_IO_CPUS = 0.5  # reserved by reading, and by writing
 MIN_WORKER_CPUS = 0.25  # of a worker
 CAPACITY_WAIT_S = 2.0  # the wait for places, which processes that just ended still occupy
@@ -75,6 +80,53 @@ class PredictWorker:
 
     def __call__(self, table: pa.Table) -> pa.Table:
         return self._predictor(table)
+
+
+class BucketTables(ray.data.Datasource):
+    """Files of a bucket, all CSV or all Parquet, each read by one task on any host.
+
+    types: of CSV columns, instead of the inferred ones
+    """
+
+    def __init__(self, files: Sequence[BucketPath], types: Mapping[str, pa.DataType] | None) -> None:
+        self._files, self._types = files, types
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ray.data.ReadTask]:
+        return [
+            ray.data.ReadTask(
+                partial(_read_tables, file, self._types),
+                BlockMetadata(None, file.size_bytes, None, input_files=(file.url,)),
+            )
+            for file in self._files
+        ]
+
+
+class PartSink(ray.data.Datasink[Part | None]):
+    """Writes the parts of an output; `parts` has them afterwards."""
+
+    def __init__(self, output: BucketOutput) -> None:
+        self._output = output
+        self.parts: list[Part] = []
+
+    def write(self, blocks: Iterable[Block], ctx: Any) -> Part | None:
+        tables = [BlockAccessor.for_block(block).to_arrow() for block in blocks]
+        return self._output.write_part(ctx.task_idx, [table for table in tables if table.num_rows])
+
+    def on_write_complete(self, write_result: WriteResult[Part | None]) -> None:
+        self.parts = [part for part in write_result.write_returns if part is not None]
+
+
+def _read_tables(file: BucketPath, types: Mapping[str, pa.DataType] | None) -> Iterator[pa.Table]:
+    fetch([file])
+    if file.suffix == ".csv":
+        with pyarrow.csv.open_csv(file, convert_options=pyarrow.csv.ConvertOptions(column_types=types)) as reader:
+            yield from (pa.Table.from_batches([batch]) for batch in reader)
+        return
+    with pyarrow.parquet.ParquetFile(file) as source:
+        yield from (pa.Table.from_batches([batch]) for batch in source.iter_batches(READ_ROWS))
 
 
 def predict_files(
