@@ -40,6 +40,7 @@ from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.comm.world import TIMEOUT_S, choose_device, set_network_interface
 from shoal.registry import AliasNames, ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import RunRecorder
+from shoal.store import fetch, locate
 from shoal.train.launch.process_group import ForkedProcess, end_with_parent
 from shoal.weights import WeightSnapshot
 
@@ -56,7 +57,7 @@ OnEpoch = Callable[[int, dict[str, float]], None]  # its number, from 1, and its
 class SomSpec(Spec):
     """A run of the recipe.
 
-    data:        a CSV file whose first line names its columns; "": Fashion-MNIST
+    data:        a CSV file whose first line names its columns, or its URL in a bucket; "": Fashion-MNIST
     features:    the columns of the CSV file that the map sees; empty: all
     folder:      where Fashion-MNIST's files are
     standardise: a table's columns to standard deviation 1; their mean is always 0, and bytes of images become 0 to 1
@@ -127,7 +128,9 @@ def read_rows(spec: SomSpec) -> Rows:
     """Raises DataError, which names file, row and column."""
     dtype = getattr(torch, spec.dtype)
     if spec.data:
-        table, names = read_table(Path(spec.data), spec.features)
+        path = locate(spec.data, "data")
+        fetch([path])
+        table, names = read_table(path, spec.features)
         values = torch.from_numpy(table)
         som.require_scale(values, names, None if spec.standardise else dtype)
         shift, deviation = som.measure_columns(values)  # distances are the same around any shift

@@ -10,6 +10,8 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from shoal.store import location
+
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "testing",
     "AWS_SECRET_ACCESS_KEY": "testing-secret",
@@ -39,3 +41,4 @@ def running_bucket(host: str = "127.0.0.1") -> Iterator[dict[str, str]]:
 def bucket_environment() -> Iterator[dict[str, str]]:
     with running_bucket() as environment:
         yield environment
+    location._open_bucket.cache_clear()  # the next server has another port

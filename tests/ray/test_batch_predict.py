@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
 
+from bucket_server import BUCKET, bucket_environment  # noqa: F401 - a fixture
 from shoal.errors import ClusterError, ConfigError, DataError, RunError
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
@@ -292,3 +294,59 @@ def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
             ray_batch_predict.predict_files(None, [day / "in.csv"], tmp_path / "none", None)  # type: ignore[arg-type]
     finally:
         ray.kill(there)
+
+
+def test_tables_of_a_bucket_are_predicted_into_a_bucket(
+    cluster: EmbeddedCluster,
+    tmp_path: Path,
+    bucket_environment: dict[str, str],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from shoal.flows.batch_predict import list_input_files
+    from shoal.serve.on_ray import batch_predict as ray_batch_predict
+    from shoal.serve.tables.bucket_output import BucketOutput, Part
+    from shoal.store import open_store
+
+    class Doubled:
+        def __init__(self, job: object, num_gpus: float) -> None: ...
+
+        def __call__(self, table: pa.Table) -> pa.Table:
+            if 13 in table["x"].to_pylist():
+                raise DataError("column", "x", "is unlucky")
+            return table.append_column("y", pa.compute.multiply(table["x"], 2))
+
+    class Output(BucketOutput):  # the cluster began without the variables
+        def write_part(self, number: int, tables: Sequence[pa.Table]) -> Part | None:
+            os.environ.update(bucket_environment)
+            return super().write_part(number, tables)
+
+    read = ray_batch_predict._read_tables
+
+    def read_with_environment(*arguments: Any) -> Iterator[pa.Table]:
+        os.environ.update(bucket_environment)
+        yield from read(*arguments)
+
+    monkeypatch.setattr(ray_batch_predict, "_read_tables", read_with_environment)
+    monkeypatch.setattr(ray_batch_predict, "PredictWorker", Doubled)
+    for name, value in bucket_environment.items():
+        monkeypatch.setenv(name, value)
+    store = open_store(f"s3://{BUCKET}/predicted-{os.getpid()}")
+    for end, write in (("parquet", pyarrow.parquet.write_table), ("csv", pyarrow.csv.write_csv)):
+        for number in range(3):
+            write(pa.table({"x": [10 * number, 10 * number + 1]}), tmp_path / "file")
+            store.write(f"{end}/{number}.{end}", tmp_path / "file")
+    files = list_input_files(f"{store.url}/parquet")
+    assert ray_batch_predict.predict_files(None, files, Output(f"{store.url}/out"), 1) == 6  # type: ignore[arg-type]
+    (tmp_path / "copy").mkdir()
+    for name in [entry.key for entry in store.list_entries("out") if entry.key.endswith(".parquet")]:
+        store.download(name, tmp_path / name.replace("out", "copy"))
+    files = list_input_files(f"{store.url}/csv")
+    ray_batch_predict.predict_files(None, files, tmp_path / "out", 1)  # type: ignore[arg-type]
+    expected = [0, 1, 10, 11, 20, 21]
+    for folder in ("copy", "out"):
+        table = pyarrow.parquet.read_table(tmp_path / folder)
+        assert table.to_pydict() == {"x": expected, "y": [2 * x for x in expected]}
+    store.write("csv/3.csv", b"x\n13\n")
+    with pytest.raises(RunError, match="is unlucky"):
+        ray_batch_predict.predict_files(None, list_input_files(f"{store.url}/csv"), Output(f"{store.url}/none"), 1)  # type: ignore[arg-type]
+    assert store.list_entries("none") == []

@@ -28,6 +28,7 @@ from shoal.data.dataset import Source, is_iterable, length_of
 from shoal.data.formats.base import FileDataset
 from shoal.data.readers.map_reader import make_read_error, seed_all
 from shoal.random_state import preserve_rng
+from shoal.store import fetch, get_size_bytes
 
 _END_BYTES = 2**20
 _BLOCK_BYTES = 64 * 1024
@@ -46,9 +47,11 @@ def fingerprint(source: Source) -> str:
         _add(digest, [type(source).__name__, len(source)])
         if isinstance(source, FileDataset):
             _add(digest, source.shapes())
-            _add(digest, [path.stat().st_size for path in source.paths])
-            for place in _pick_positions(len(source.paths)):
-                _add_file(digest, source.paths[place])
+            _add(digest, [get_size_bytes(path) for path in source.paths])
+            read = [source.paths[position] for position in _pick_positions(len(source.paths))]
+            fetch(read)
+            for path in read:
+                _add_file(digest, path)
         _add_samples(digest, source)  # for files too: the samples depend on how they are read
     return digest.hexdigest()[:16]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from pydantic import Field
@@ -23,7 +24,9 @@ from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.endpoint import GpuCount
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
+from shoal.serve.tables.bucket_output import BucketOutput
 from shoal.serve.tables.table import choose_columns, infer_csv_types, parse_columns
+from shoal.store import is_url, locate, open_source, require_location
 
 with needs_extra("data"):
     import pyarrow as pa
@@ -38,8 +41,8 @@ class BatchPredictSpec(Spec):
     """A model, its input rows, and how to run it.
 
     model:         name@version, name@alias, or name for the newest version; fixed when the run begins
-    input:         a Parquet or CSV file, or a folder of either
-    output:        a new folder: Parquet files with the rows in their order
+    input:         a Parquet or CSV file, or a folder of either; or its URL
+    output:        a new folder, or its URL: Parquet files with the rows in their order
     columns:       the columns of an input: `a,b,c` for the only one, `x=a,b,c` for each of several
     keep:          columns to copy from the input; empty for all
     skip_errors:   rows that the model fails on get no outputs, and the reason in the column `error`
@@ -63,9 +66,9 @@ class BatchPredictSpec(Spec):
 
 
 def list_input_files(path: str) -> list[Path]:
-    """The file, or the files of the folder sorted by name. Raises DataError."""
-    place = Path(path)
-    found = sorted(place.iterdir()) if place.is_dir() else [place]
+    """The file, or the files of the folder sorted by name. Raises ConfigError, DataError."""
+    place = locate(path, "input")
+    found = sorted(place.iterdir(), key=attrgetter("name")) if place.is_dir() else [place]
     files = [file for file in found if file.suffix in SUFFIXES and not file.name.startswith(".")]
     if not files or not all(file.is_file() for file in files):
         raise DataError("input", path, "is no Parquet or CSV file, nor a folder of them", "check the path")
@@ -80,8 +83,7 @@ def check(spec: BatchPredictSpec) -> None:
     for field in ("model", "input", "output"):
         if not getattr(spec, field):
             raise DataError(field, "", "is not given", f"write {field}=...")
-    if Path(spec.output).exists():
-        raise DataError("output", spec.output, "exists already", "name a folder that does not, or remove it")
+    open_output(spec.output)
     schemas = {
         file: _read_schema(file) for file in list_input_files(spec.input)
     }  # read all now: a broken file must not fail the run hours later
@@ -94,6 +96,18 @@ def check(spec: BatchPredictSpec) -> None:
         if wrong := [column for column in wanted if schemas[file].names.count(column) != 1]:
             problem = f"the column {wrong[0]!r} is not once in it, as in {first.name}"
             raise DataError("input", str(file), problem, "give each file the same columns")
+
+
+def open_output(path: str) -> Path | BucketOutput:
+    """A new folder, or one in a bucket. Raises ConfigError, DataError."""
+    place = require_location("output", path) if is_url(path) else str(Path(path).resolve())
+    if is_url(place):
+        output = BucketOutput(place)
+        output.require_new()
+        return output
+    if Path(place).exists():
+        raise DataError("output", path, "exists already", "name a folder that does not, or remove it")
+    return Path(place)
 
 
 def _read_inputs(version: ModelVersion, spec: BatchPredictSpec) -> list[TensorSignature]:
@@ -130,8 +144,7 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
         print(f"run {recorder.id}: {version.ref} answers the rows of {spec.input} ({len(files)} {kind})", flush=True)
         types = infer_csv_types(inputs, chosen, seen)
         num_gpus = resolve_gpus(spec.num_gpus, spec.options, spec.workers)
-        output = Path(spec.output).resolve()
-        rows = predict_files(work, files, output, spec.workers, types, num_gpus=num_gpus)
+        rows = predict_files(work, files, open_output(spec.output), spec.workers, types, num_gpus=num_gpus)
         seconds = time.monotonic() - begun_s
         recorder.record_event("predicted", model=version.name, version=version.version, rows=rows, seconds=seconds)
         print(f"{rows:,} rows in {seconds:.1f} s ({rows / seconds:,.0f} rows/s): {spec.output}", flush=True)
@@ -141,10 +154,11 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
 def _read_schema(file: Path) -> pa.Schema:
     """The file's schema; a CSV file's is inferred from its beginning. Raises DataError."""
     try:
-        if file.suffix == ".csv":
-            with pyarrow.csv.open_csv(file) as reader:
-                return reader.schema
-        return pyarrow.parquet.read_schema(file)
+        with open_source(file) as source:
+            if file.suffix == ".csv":
+                with pyarrow.csv.open_csv(source) as reader:
+                    return reader.schema
+            return pyarrow.parquet.read_schema(source)
     except (OSError, pa.ArrowException) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError("input", str(file), f"cannot be read: {reason}", "give a CSV or a Parquet file") from None

@@ -3,19 +3,26 @@
 Called by all that must outlive a host or be seen by several. Knows nothing of what it stores.
 """
 
+from shoal.store.bucket_path import BucketPath, fetch, get_size_bytes, is_url, locate, open_source
 from shoal.store.cache import BlobCache
 from shoal.store.location import open_shared_store, open_store, require_location, store_url, store_variable
 from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, Tagged, TaggedUpdate, update
 
 __all__ = [
     "BlobCache",
+    "BucketPath",
     "Entry",
     "KeyChanged",
     "KeyTaken",
     "Store",
     "Tagged",
     "TaggedUpdate",
+    "fetch",
+    "get_size_bytes",
+    "is_url",
+    "locate",
     "open_shared_store",
+    "open_source",
     "open_store",
     "require_location",
     "store_url",

@@ -1,29 +1,34 @@
-"""Immutable objects of a store as files of this host, by their hash, each downloaded once."""
+"""Objects of a store as files of this host: each version of an object is downloaded once."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.atomic_file import make_folder
-from shoal.errors import StoreError
-from shoal.home import home
-from shoal.store.store import Store
+from shoal.errors import ConfigError, StoreError
+from shoal.home import file_lock, home
+from shoal.store.store import Entry, Store
 
-CAPACITY_BYTES = 100 << 30  # of all files together; those used longest ago are removed
+CAPACITY_GIB = 100.0  # of all files together; those used longest ago are removed
+LOCK_TIMEOUT_S = 3600.0  # for another process that downloads the same file
 
 
 class BlobCache:
     """Files below `folder` (`$SHOAL_HOME/cache` when None), which any number of processes share.
 
+    capacity_bytes: None: `$SHOAL_CACHE_GIB`, else 100 GiB
+
     A file that is removed while a process has it open or mapped stays readable to that process.
     """
 
-    def __init__(self, folder: Path | None = None, capacity_bytes: int = CAPACITY_BYTES) -> None:
+    def __init__(self, folder: Path | None = None, capacity_bytes: int | None = None) -> None:
         self.folder = home() / "cache" if folder is None else folder
-        self._capacity_bytes = capacity_bytes
+        self._capacity_bytes = _read_capacity() if capacity_bytes is None else capacity_bytes
+        self._unchecked_bytes = self._capacity_bytes  # downloaded since the capacity was checked
 
     def fetch(self, store: Store, key: str, sha256: str) -> Path:
         """The file of an object with this hash; the store's own file where it is a folder.
@@ -32,29 +37,63 @@ class BlobCache:
         """
         if (own := store.locate(key)) is not None:
             return own
-        path = self.folder / sha256[:2] / sha256
-        try:
-            os.utime(path)  # used now
-            return path
-        except FileNotFoundError:
-            make_folder(path.parent)
-        draft = path.with_name(f".{sha256[:16]}-{secrets.token_hex(8)}")
-        try:
+
+        def download(draft: Path) -> None:
             store.download(key, draft)
             if (found := _hash(draft)) != sha256:
                 raise StoreError(f"{key} in {store.url} is damaged: its hash is {found}, not {sha256}")
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-        self._evict(path)
-        return path
+
+        return self._obtain(self.folder / sha256[:2] / sha256, None, download)
+
+    def fetch_entry(self, store: Store, entry: Entry) -> Path:
+        """The file of an object of a bucket with the tag and the size of its entry.
+
+        Raises FileNotFoundError, KeyChanged when the object has another tag, and StoreError.
+        """
+        path = self.get_path(store.url, entry)
+        return self._obtain(path, entry.size_bytes, lambda draft: store.download(entry.key, draft, entry.tag))
+
+    def get_folder(self, store_url: str) -> Path:
+        """The folder of a bucket's objects."""
+        return self.folder / store_url.replace("://", "/")
+
+    def get_path(self, store_url: str, entry: Entry) -> Path:
+        """Where `fetch_entry` writes the object: in the bucket's folders, with the hash of the tag before its name."""
+        folder, _, name = entry.key.rpartition("/")
+        tag = hashlib.sha256(f"{entry.tag or entry.modified_s} {entry.size_bytes}".encode()).hexdigest()[:16]
+        return self.get_folder(store_url) / folder / f"{tag}-{name}"
 
     def forget(self, sha256: str) -> None:
         """Remove a file, which is damaged."""
         (self.folder / sha256[:2] / sha256).unlink(missing_ok=True)
 
+    def _obtain(self, path: Path, size_bytes: int | None, download: Callable[[Path], None]) -> Path:
+        """The file; `download` writes it, in one process of this host and thread of that."""
+        if is_present(path, size_bytes):
+            return path
+        make_folder(path.parent)
+        locks = self.folder / ".locks"
+        make_folder(locks)
+        busy = StoreError(f"{path} is being downloaded by another process, for more than {LOCK_TIMEOUT_S:.0f} s")
+        with file_lock(locks / hashlib.sha256(str(path).encode()).hexdigest()[:2], LOCK_TIMEOUT_S, busy):
+            if is_present(path, size_bytes):
+                return path
+            draft = path.with_name(f".{secrets.token_hex(8)}")
+            try:
+                download(draft)
+                self._unchecked_bytes += draft.stat().st_size
+                draft.replace(path)
+            finally:
+                draft.unlink(missing_ok=True)
+        if self._unchecked_bytes > self._capacity_bytes // 100:  # many small files are not listed for each of them
+            self._unchecked_bytes = 0
+            self._evict(path)
+        return path
+
     def _evict(self, newest: Path) -> None:
-        found = [(status.st_mtime, status.st_size, path) for path in self.folder.glob("*/*") if (status := _stat(path))]
+        folders = [each for each in self.folder.iterdir() if not each.name.startswith(".")]
+        paths = [path for folder in folders for path in folder.rglob("*")]
+        found = [(status.st_mtime, status.st_size, path) for path in paths if (status := _stat(path))]
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):
             if total <= self._capacity_bytes:
@@ -64,10 +103,27 @@ class BlobCache:
                 total -= size
 
 
-def _stat(path: Path) -> os.stat_result | None:
-    """None for one that another process has removed meanwhile."""
+def is_present(path: Path, size_bytes: int | None = None) -> bool:
+    """Whether the file is there, with this size; it is noted as used now."""
     try:
-        return path.stat()
+        os.utime(path)
+        return size_bytes is None or path.stat().st_size == size_bytes
+    except FileNotFoundError:
+        return False
+
+
+def _read_capacity() -> int:
+    text = os.environ.get("SHOAL_CACHE_GIB", "").strip() or str(CAPACITY_GIB)
+    try:
+        return int(float(text) * 2**30)
+    except ValueError:
+        raise ConfigError("SHOAL_CACHE_GIB", text, "is no number", "write the GiB that copies may take") from None
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """None for a folder, and for a file that another process has removed meanwhile."""
+    try:
+        return None if path.is_dir() else path.stat()
     except FileNotFoundError:
         return None
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from shoal.atomic_file import make_folder, move_synced, sync_folder, write_synced
 from shoal.errors import StoreError
@@ -40,11 +41,19 @@ class FolderStore(Store):
     def read(self, key: str) -> bytes:
         return (self.root / key).read_bytes()
 
-    def download(self, key: str, path: Path) -> None:
+    def download(self, key: str, path: Path, tag: str = "") -> None:
+        if tag and self.read_tagged(key).tag != tag:
+            raise KeyChanged(f"{self.root / key} was changed")
         shutil.copyfile(self.root / key, path)
+
+    def open_reader(self, key: str) -> BinaryIO:
+        return (self.root / key).open("rb")
 
     def write(self, key: str, content: bytes | Path) -> None:
         self._put(key, content)
+
+    def copy(self, source: str, target: str) -> None:
+        self._put(target, self.root / source)
 
     def create(self, key: str, payload: bytes) -> None:
         path = self.root / key
@@ -65,6 +74,13 @@ class FolderStore(Store):
                 self._put(key, payload)
         except FileNotFoundError:
             raise KeyChanged(f"{path} was removed") from None
+
+    def find(self, key: str) -> Entry:
+        path = self.root / key
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is no file")
+        status = path.stat()
+        return Entry(key, status.st_size, status.st_mtime)
 
     def list_entries(self, folder: str = "") -> list[Entry]:
         found = [Entry(self._key(path), status.st_size, status.st_mtime) for path, status in _walk(self.root / folder)]

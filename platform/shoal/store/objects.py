@@ -6,13 +6,14 @@ error in place of waiting for ever.
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shoal.errors import ConfigError, StoreError, needs_extra
 from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, Tagged
@@ -60,16 +61,26 @@ class ObjectStore(Store):
             found = client.get(self._client, key)
             return Tagged(bytes(found.bytes()), found.meta["e_tag"] or "")
 
-    def download(self, key: str, path: Path) -> None:
+    def download(self, key: str, path: Path, tag: str = "") -> None:
         with self._calls(key) as client:
             found = client.get(self._client, key)
+            if tag and _to_entry(found.meta).tag != tag:
+                raise KeyChanged(f"{key} in {self.url} was changed")
             with path.open("wb") as file:
                 for chunk in found.stream(min_chunk_size=4 << 20):
                     file.write(chunk)
 
+    def open_reader(self, key: str) -> BinaryIO:
+        with self._calls(key) as client:
+            return io.BufferedReader(_Reader(self, key, client.open_reader(self._client, key)))
+
     def write(self, key: str, content: bytes | Path) -> None:
         with self._calls(key) as client:
             client.put(self._client, key, content, chunk_size=PART_BYTES, max_concurrency=MAX_PARALLEL_PARTS)
+
+    def copy(self, source: str, target: str) -> None:
+        with self._calls(source) as client:
+            client.copy(self._client, source, target)
 
     def create(self, key: str, payload: bytes) -> None:
         if not self._put_if(key, payload, "create"):
@@ -95,10 +106,14 @@ class ObjectStore(Store):
                     return False
         return True
 
+    def find(self, key: str) -> Entry:
+        with self._calls(key) as client:
+            return _to_entry(client.head(self._client, key))
+
     def list_entries(self, folder: str = "") -> list[Entry]:
         with self._calls(folder) as client:
             found = [each for page in client.list(self._client, folder or None) for each in page]
-        return sorted(Entry(each["path"], each["size"], each["last_modified"].timestamp()) for each in found)
+        return sorted(map(_to_entry, found))
 
     def list_folders(self, folder: str = "") -> list[str]:
         with self._calls(folder) as client:
@@ -136,7 +151,34 @@ class ObjectStore(Store):
             raise StoreError(f"{self.url} cannot be used ({_summarize(error)}): {_REMEDY}") from error
 
 
+class _Reader(io.RawIOBase):
+    """Of one object; the client's own reader is no file to other libraries."""
+
+    def __init__(self, store: ObjectStore, key: str, reader: obstore.ReadableFile) -> None:
+        self._store, self._key, self._reader = store, key, reader
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._reader.seek(offset, whence)
+        return self._reader.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        with self._store._calls(self._key):
+            found = self._reader.read(len(buffer))
+        buffer[: len(found)] = bytes(found)
+        return len(found)
+
+
 _REMEDY = "check the URL, the credentials (AWS_*, GOOGLE_* or AZURE_* in the environment) and the network"
+
+
+def _to_entry(meta: Any) -> Entry:
+    return Entry(meta["path"], meta["size"], meta["last_modified"].timestamp(), meta["e_tag"] or "")
 
 
 def _summarize(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from shoal.errors import StoreError
 
@@ -30,11 +30,15 @@ class KeyChanged(StoreError):
 
 
 class Entry(NamedTuple):
-    """One object of a listing. `modified_s` is in seconds since the epoch, by the clock of the store."""
+    """One object of a listing. `modified_s` is in seconds since the epoch, by the clock of the store.
+
+    tag: of this content, as `read_tagged` has it; "" where the store is a folder, which would have to read the file
+    """
 
     key: str
     size_bytes: int
     modified_s: float
+    tag: str = ""
 
 
 class Tagged(NamedTuple):
@@ -58,12 +62,23 @@ class Store(ABC):
         """The object and its tag. Raises FileNotFoundError."""
 
     @abstractmethod
-    def download(self, key: str, path: Path) -> None:
-        """Write the object to a new file, without holding all of it in memory. Raises FileNotFoundError."""
+    def download(self, key: str, path: Path, tag: str = "") -> None:
+        """Write the object to a new file, without holding all of it in memory.
+
+        Raises FileNotFoundError, and KeyChanged when the object has another tag than `tag`, if that is given.
+        """
+
+    @abstractmethod
+    def open_reader(self, key: str) -> BinaryIO:
+        """The object as a file, of which what is read is transferred. Raises FileNotFoundError."""
 
     @abstractmethod
     def write(self, key: str, content: bytes | Path) -> None:
         """Create or overwrite the object, from memory or from a file."""
+
+    @abstractmethod
+    def copy(self, source: str, target: str) -> None:
+        """Create or overwrite the object `target`, at the store's side. Raises FileNotFoundError."""
 
     @abstractmethod
     def create(self, key: str, payload: bytes) -> None:
@@ -72,6 +87,10 @@ class Store(ABC):
     @abstractmethod
     def replace(self, key: str, payload: bytes, tag: str) -> None:
         """Overwrite the object if it still has this tag. Raises KeyChanged when it has not, or is gone."""
+
+    @abstractmethod
+    def find(self, key: str) -> Entry:
+        """The object's entry, as a listing has it. Raises FileNotFoundError."""
 
     @abstractmethod
     def list_entries(self, folder: str = "") -> list[Entry]:

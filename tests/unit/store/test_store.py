@@ -100,6 +100,35 @@ def test_an_object_is_replaced_only_by_who_has_read_it(store: Store) -> None:
         store.read("key")
 
 
+def test_an_object_is_downloaded_as_the_one_that_was_found(store: Store, tmp_path: Path) -> None:
+    store.write("a/key", b"one")
+    found, tag = store.find("a/key"), store.read_tagged("a/key").tag
+    assert (found.key, found.size_bytes) == ("a/key", 3)
+    assert found == store.list_entries("a")[0]
+    assert found.tag in ("", tag)
+    store.download("a/key", tmp_path / "copy", tag)
+    store.write("a/key", b"two")
+    with pytest.raises(KeyChanged):
+        store.download("a/key", tmp_path / "copy", tag)
+    for missing in ("a", "a/other"):
+        with pytest.raises(FileNotFoundError):
+            store.find(missing)
+
+
+def test_an_object_is_read_in_part_and_copied(store: Store) -> None:
+    store.write("key", bytes(range(100)) * 100)
+    store.copy("key", "a/copy")
+    assert store.read("a/copy") == store.read("key")
+    with store.open_reader("a/copy") as file:
+        assert file.seek(-10, os.SEEK_END) == 9990
+        assert file.read() == bytes(range(90, 100))
+        assert file.seek(200) == 200
+        assert file.read(3) == bytes(range(3))
+    for call in (lambda: store.open_reader("none"), lambda: store.copy("none", "other")):
+        with pytest.raises(FileNotFoundError):
+            call()
+
+
 def test_no_update_is_lost(store: Store) -> None:
     def increment(_: int) -> None:
         update(store, "count", lambda payload: b"%d" % (int(payload or b"0") + 1))
@@ -177,7 +206,7 @@ def test_an_object_with_another_hash_is_refused(store: Store, tmp_path: Path) ->
     store.write("weights", b"damaged")
     with pytest.raises(StoreError, match=r"weights in s3://.* is damaged: its hash is"):
         BlobCache(tmp_path).fetch(store, "weights", hashlib.sha256(b"whole").hexdigest())
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != ".locks"]
 
 
 @pytest.mark.parametrize("store", ["bucket"], indirect=True)
@@ -193,6 +222,14 @@ def test_copies_used_longest_ago_leave_first(store: Store, tmp_path: Path) -> No
         if number == 1:
             cache.fetch(store, "0", hashes[0])  # used again
     assert [path.exists() for path in paths] == [True, False, True]
+
+
+def test_the_capacity_for_copies_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_CACHE_GIB", "0.5")
+    assert BlobCache(tmp_path)._capacity_bytes == 2**29
+    monkeypatch.setenv("SHOAL_CACHE_GIB", "much")
+    with pytest.raises(ConfigError, match="SHOAL_CACHE_GIB = 'much': is no number"):
+        BlobCache(tmp_path)
 
 
 def test_a_folder_needs_no_copies(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from shoal.errors import ConfigError, RunError
 from shoal.flows.batch_predict import BatchPredictSpec, check
 from shoal.runs.record.provenance import format_masked_command, make_command_variable
 from shoal.runs.record.serialization import escape_text
+from shoal.store import is_url
 
 POLL_S = 0.2
 MODULE = "shoal.flows.batch_predict"
@@ -70,16 +71,19 @@ def batch_predict(
     """Predict every row of INPUT, a Parquet or CSV file or a folder of them, and write Parquet into the folder OUTPUT.
 
     The output has the columns of the input, the model's outputs and its version, in the order of the input. It appears
-    complete or not at all. Needs no endpoint; without a cluster (see `shoal up`), one is started for this command. On a
-    remote cluster, model and paths are those of its hosts.
+    complete or not at all. Either may be in a bucket: s3://BUCKET/PREFIX, gs://... or az://... Needs no endpoint;
+    without a cluster (see `shoal up`), one is started for this command. On a remote cluster, model and paths are those
+    of its hosts.
 
     \b
     Examples:
       shoal batch-predict tabular@champion patients.csv predicted --columns radius,texture,area
       shoal batch-predict fashion images/ predicted --keep id --workers 4
+      shoal batch-predict fashion s3://my-bucket/images s3://my-bucket/predicted
       shoal batch-predict fashion@3 images.parquet predicted options.precision=bf16 --skip-errors
     """
-    paths = {"input": str(Path(source).resolve()), "output": str(Path(output).resolve())}
+    paths = {"input": source, "output": output}
+    paths = {field: path if is_url(path) else str(Path(path).resolve()) for field, path in paths.items()}
     for field, path in paths.items():
         if escape_text(path) != path:  # the path becomes a word of the job's command, and enters the record
             raise ConfigError(field, path, "is no text", "give files and folders names in UTF-8")

@@ -6,6 +6,7 @@ Called by `parquet` and `arrow_files`, which read files into pyarrow's tables.
 from __future__ import annotations
 
 from abc import abstractmethod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ import numpy as np
 from shoal.data.formats.base import Fields, FileDataset, as_tensor, build_batch, parse_fields, require_path
 from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError, needs_extra
+from shoal.store import fetch
 
 with needs_extra("data"):
     import pyarrow as arrow
@@ -37,7 +39,8 @@ class ColumnDataset(FileDataset):
         self.locations, self.as_dict = parse_fields(fields)
         files = [place]
         if place.is_dir():
-            files = sorted(file for file in place.iterdir() if file.suffix in self.suffixes)
+            files = sorted((file for file in place.iterdir() if file.suffix in self.suffixes), key=attrgetter("name"))
+            fetch(files)
         if not files:
             raise DataError("path", str(path), f"has no {' or '.join(f'*{suffix}' for suffix in self.suffixes)} in it")
         heads = [self._read_head_checked(file) for file in files]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError
+from shoal.store import BucketPath, fetch, locate
 
 Position = TypeVar("Position")
 Fields = Mapping[str, str] | Sequence[str]
@@ -49,6 +50,7 @@ class FileDataset(ABC):
     @property
     def _files(self) -> Any:
         if self._opened is None or self._opened[0] != os.getpid():
+            fetch(self.paths)
             self._opened = (os.getpid(), self._open())
         return self._opened[1]
 
@@ -65,8 +67,15 @@ class FileDataset(ABC):
 
 
 def require_path(path: str | Path, field: str = "path") -> Path:
-    """The absolute path of an existing file or folder. Raises DataError."""
-    found = Path(path).expanduser().absolute()
+    """The absolute path of an existing file or folder, which may be given by a URL. Raises DataError.
+
+    A file of a bucket is on this host then; those of a folder are after `fetch`.
+    """
+    found = locate(path, field)
+    if isinstance(found, BucketPath):
+        if not found.is_dir():
+            fetch([found])
+        return found
     if not found.exists():
         near = found.parent if found.parent.exists() else Path.cwd()
         raise DataError(field, str(path), "does not exist", f"looked from {Path.cwd()}; {near} is there")

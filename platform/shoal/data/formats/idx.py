@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import struct
 import zlib
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from shoal.data.formats.base import FileDataset, as_tensor, check_equal_lengths, require_path
 from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError
+from shoal.store import fetch
 
 _DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
@@ -48,10 +50,13 @@ class Idx(FileDataset):
         place, stem = require_path(folder, "folder"), "train" if train else "t10k"
         found = []
         for name in (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte"):
-            candidates = [path for path in (place / name, place / f"{name}.gz") if path.exists()]
+            candidates = sorted(
+                (each for each in place.iterdir() if each.name in (name, f"{name}.gz")), key=attrgetter("name")
+            )
             if not candidates:
                 raise DataError("folder", str(folder), f"has no {name}, nor {name}.gz")
             found.append(candidates[0])
+        fetch(found)
         return cls(*found)
 
     def shapes(self) -> dict[str, str]:

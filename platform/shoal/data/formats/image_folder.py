@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from shoal.data.formats.base import FileDataset, require_path
 from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError, needs_extra
+from shoal.store import fetch
 
 with needs_extra("data"):
     from PIL import Image
@@ -40,16 +42,17 @@ class ImageFolder(FileDataset):
         place = require_path(folder, "folder")
         if not place.is_dir():
             raise DataError("folder", str(folder), "is a file", "give the folder that has one folder for each class")
-        self.classes = sorted(each.name for each in place.iterdir() if each.is_dir())
+        folders = sorted((each for each in place.iterdir() if each.is_dir()), key=attrgetter("name"))
+        self.classes = [each.name for each in folders]
         self.size, self.mode, self.transform = size, mode, transform
         if not self.classes:
             raise DataError("folder", str(folder), "has no folders in it", "put the pictures into one for each class")
         paths: list[Path] = []
         labels: list[int] = []
-        for label, name in enumerate(self.classes):
-            found = sorted(each for each in (place / name).iterdir() if each.suffix.lower() in SUFFIXES)
+        for label, each in enumerate(folders):
+            found = sorted((file for file in each.iterdir() if file.suffix.lower() in SUFFIXES), key=attrgetter("name"))
             if not found:
-                raise DataError("folder", str(place / name), "is empty: a class without pictures")
+                raise DataError("folder", f"{folder}/{each.name}", "is empty: a class without pictures")
             paths += found
             labels += [label] * len(found)
         self.labels = np.array(labels, dtype=np.int64)
@@ -62,6 +65,7 @@ class ImageFolder(FileDataset):
         return {"classes": classes, "mode": self.mode, "size": str(self.size)}
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        fetch([self.paths[index] for index in indices])
         pictures = [self._read_picture(self.paths[index]) for index in indices]
         for picture, index in zip(pictures, indices, strict=True):
             if picture.shape != pictures[0].shape:

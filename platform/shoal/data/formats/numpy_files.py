@@ -36,14 +36,16 @@ class NumpyFiles(FileDataset):
     """
 
     def __init__(self, fields: str | Path | Mapping[str, str | Path] | Sequence[str | Path]) -> None:
+        self._locations: dict[str, _Location]
         if isinstance(fields, str | Path):
             path = require_path(fields)
             if path.suffix == ".npy":
                 raise DataError("fields", str(fields), "holds one array, without a name", "give a list: [path]")
-            fields = {name: f"{path}:{name}" for name in _list_names(path)}
-        self.as_dict = isinstance(fields, Mapping)
-        locations = fields if isinstance(fields, Mapping) else name_positions(fields)
-        self._locations = {name: _parse_location(location) for name, location in locations.items()}
+            self._locations = {name: (path, name) for name in _list_names(path)}
+        else:
+            locations = fields if isinstance(fields, Mapping) else name_positions(fields)
+            self._locations = {name: _parse_location(location) for name, location in locations.items()}
+        self.as_dict = isinstance(fields, str | Path | Mapping)
         if not self._locations:
             raise DataError("fields", fields, "names no array")
         heads = {name: _read_head(location) for name, location in self._locations.items()}

@@ -10,26 +10,40 @@ import logging
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
+import pyarrow.parquet
 import ray
 import ray.data
 import ray.util.annotations
+from ray.data.block import Block, BlockAccessor, BlockMetadata
+from ray.data.datasource import WriteResult
 
 from shoal.cluster.capacity import GPU_GRAINS, gpu_share, gpus_by_host, require_gpus, wait_for_resource
 from shoal.device_memory import limit_device_memory
 from shoal.errors import ClusterError, DataError, RunError, error_summary
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
-from shoal.serve.tables.batch_output import has_rows, make_incoming_path, publish_output, verify_row_count
+from shoal.serve.tables.batch_output import (
+    has_rows,
+    make_incoming_path,
+    publish_output,
+    require_all_rows,
+    verify_row_count,
+)
+from shoal.serve.tables.bucket_output import BucketOutput, Part
 from shoal.serve.tables.table_predictor import TablePredictor
+from shoal.store import BucketPath, fetch
 
 BLOCK_ROWS = 4096  # sent to a worker together
+READ_ROWS = 65536  # of a file in a bucket, at once
 FILE_IO_CPUS = 0.5  # reserved by reading, and by writing
 MIN_WORKER_CPUS = 0.25  # of a worker
 CAPACITY_WAIT_S = 2.0  # the wait for places, which processes that just ended still occupy
@@ -68,10 +82,57 @@ class PredictWorker:
         return self._predictor(table)
 
 
+class BucketTables(ray.data.Datasource):
+    """Files of a bucket, all CSV or all Parquet, each read by one task on any host.
+
+    types: of CSV columns, instead of the inferred ones
+    """
+
+    def __init__(self, files: Sequence[BucketPath], types: Mapping[str, pa.DataType] | None) -> None:
+        self._files, self._types = files, types
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ray.data.ReadTask]:
+        return [
+            ray.data.ReadTask(
+                partial(_read_tables, file, self._types),
+                BlockMetadata(None, file.size_bytes, None, input_files=(file.url,)),
+            )
+            for file in self._files
+        ]
+
+
+class PartSink(ray.data.Datasink[Part | None]):
+    """Writes the parts of an output; `parts` has them afterwards."""
+
+    def __init__(self, output: BucketOutput) -> None:
+        self._output = output
+        self.parts: list[Part] = []
+
+    def write(self, blocks: Iterable[Block], ctx: Any) -> Part | None:
+        tables = [BlockAccessor.for_block(block).to_arrow() for block in blocks]
+        return self._output.write_part(ctx.task_idx, [table for table in tables if table.num_rows])
+
+    def on_write_complete(self, write_result: WriteResult[Part | None]) -> None:
+        self.parts = [part for part in write_result.write_returns if part is not None]
+
+
+def _read_tables(file: BucketPath, types: Mapping[str, pa.DataType] | None) -> Iterator[pa.Table]:
+    fetch([file])
+    if file.suffix == ".csv":
+        with pyarrow.csv.open_csv(file, convert_options=pyarrow.csv.ConvertOptions(column_types=types)) as reader:
+            yield from (pa.Table.from_batches([batch]) for batch in reader)
+        return
+    with pyarrow.parquet.ParquetFile(file) as source:
+        yield from (pa.Table.from_batches([batch]) for batch in source.iter_batches(READ_ROWS))
+
+
 def predict_files(
     job: BatchJob,
     files: Sequence[Path],
-    output: Path,
+    output: Path | BucketOutput,
     workers: int | None,
     types: Mapping[str, pa.DataType] | None = None,
     num_gpus: float = 0.0,
@@ -99,35 +160,47 @@ def predict_files(
     context.execution_options.preserve_order = True
     context.use_datasource_v2 = False  # it lists Parquet files in a task of 1 CPU, whatever reading reserves
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the error is raised and shown once
-    paths = [str(file) for file in files]
-    incoming = make_incoming_path(output)
     with ExitStack() as on_failure:
-        on_failure.callback(shutil.rmtree, incoming, ignore_errors=True)
-        if (failure := _catch_failure(lambda: _predict(paths, incoming, job, count, reserved, types))) is not None:
+        if isinstance(output, Path):
+            incoming = make_incoming_path(output)
+            on_failure.callback(shutil.rmtree, incoming, ignore_errors=True)
+        else:
+            on_failure.callback(output.discard)
+            sink = PartSink(output)
+
+        def predict() -> None:
+            rows = _map(_read(files, types), job, count, reserved)
+            if isinstance(output, Path):
+                rows.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILE_IO_CPUS})
+            else:
+                rows.write_datasink(sink, ray_remote_args={"num_cpus": FILE_IO_CPUS})
+
+        if (failure := _catch_failure(predict)) is not None:
             gc.collect()  # ends the workers: Ray Data drops them, but reference cycles keep its objects alive
             raise failure
-        num_rows = verify_row_count(incoming, files)
+        if isinstance(output, Path):
+            num_rows = verify_row_count(incoming, files)
+        else:
+            num_rows = sum(part.rows for part in sink.parts)
+            require_all_rows(num_rows, files)
         on_failure.pop_all()
-    publish_output(incoming, output)
+    if isinstance(output, Path):
+        publish_output(incoming, output)
+    else:
+        output.publish(sink.parts)
     return num_rows
 
 
-def _predict(
-    paths: list[str],
-    incoming: Path,
-    job: BatchJob,
-    count: int,
-    reserved: Mapping[str, float],
-    types: Mapping[str, pa.DataType] | None,
-) -> None:
+def _read(files: Sequence[Path], types: Mapping[str, pa.DataType] | None) -> ray.data.Dataset:
+    if found := [file for file in files if isinstance(file, BucketPath)]:
+        return ray.data.read_datasource(BucketTables(found, types), num_cpus=FILE_IO_CPUS)
+    paths = [str(file) for file in files]
     if paths[0].endswith(".csv"):
         converted = pa.csv.ConvertOptions(column_types=types)
-        rows = ray.data.read_csv(paths, num_cpus=FILE_IO_CPUS, partitioning=None, convert_options=converted)
-    else:  # `partitioning`, in both: a folder named day=3 is not a column
-        # Ray Data ignores the part of a path after a ? when it checks the extension.
-        rows = ray.data.read_parquet(paths, num_cpus=FILE_IO_CPUS, partitioning=None, file_extensions=None)
-    answered = _map(rows, job, count, reserved)
-    answered.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILE_IO_CPUS})
+        return ray.data.read_csv(paths, num_cpus=FILE_IO_CPUS, partitioning=None, convert_options=converted)
+    # `partitioning`, in both: a folder named day=3 is not a column
+    # Ray Data ignores the part of a path after a ? when it checks the extension.
+    return ray.data.read_parquet(paths, num_cpus=FILE_IO_CPUS, partitioning=None, file_extensions=None)
 
 
 def _catch_failure(predict: Callable[[], None]) -> RunError | None:

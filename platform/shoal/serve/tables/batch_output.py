@@ -14,6 +14,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from shoal.errors import RunError
+from shoal.store import open_source
 
 
 def make_incoming_path(output: Path) -> Path:
@@ -33,12 +34,17 @@ def count_rows(files: Sequence[Path]) -> int:
 
 def verify_row_count(incoming: Path, files: Sequence[Path]) -> int:
     """Count the rows written to `incoming`. Raises RunError unless `files` have as many."""
-    written, read = count_rows([*incoming.glob("*.parquet")]), count_rows(files)
-    if written != read:
+    written = count_rows([*incoming.glob("*.parquet")])
+    require_all_rows(written, files)
+    return written
+
+
+def require_all_rows(written: int, files: Sequence[Path]) -> None:
+    """Raises RunError unless as many rows were written as `files` have."""
+    if written != (read := count_rows(files)):
         raise RunError(
             f"{written} rows were written for {read} of the input: the input may have changed: predict again"
         )
-    return written
 
 
 def publish_output(incoming: Path, output: Path) -> None:
@@ -51,19 +57,20 @@ def publish_output(incoming: Path, output: Path) -> None:
 
 
 def _has_csv_rows(file: Path) -> bool:
-    with pyarrow.csv.open_csv(file) as reader:
+    with open_source(file) as source, pyarrow.csv.open_csv(source) as reader:
         return any(batch.num_rows for batch in reader)
 
 
 def _count_parquet_rows(file: Path) -> int:
-    rows: int = pyarrow.parquet.read_metadata(file).num_rows
+    with open_source(file) as source:
+        rows: int = pyarrow.parquet.read_metadata(source).num_rows
     return rows
 
 
 def _count_csv_rows(file: Path) -> int:
-    with pyarrow.csv.open_csv(file) as reader:
+    with open_source(file) as source, pyarrow.csv.open_csv(source) as reader:
         names = reader.schema.names
     # A type inferred from the beginning may not fit the rest; any value can be read as text.
     as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
-    with pyarrow.csv.open_csv(file, convert_options=as_text) as reader:
+    with open_source(file) as source, pyarrow.csv.open_csv(source, convert_options=as_text) as reader:
         return sum(batch.num_rows for batch in reader)

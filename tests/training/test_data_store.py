@@ -1,0 +1,234 @@
+"""The formats read a bucket as they read a folder: the same batches, and the same fingerprint."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as arrow
+import pytest
+import torch
+from PIL import Image
+from pyarrow import feather, parquet
+from test_data_formats import IMAGES, LABELS, idx_bytes
+
+from bucket_server import BUCKET, bucket_environment  # noqa: F401 - a fixture
+from shoal.data import Loader, LoaderSpec, fingerprint
+from shoal.data.formats import Arrow, Hdf5, Idx, ImageFolder, NumpyFiles, Parquet
+from shoal.errors import ConfigError, DataError, MissingExtra
+from shoal.store import BucketPath, Store, location, open_store
+
+_numbers = itertools.count()
+INDICES = np.array([4, 0, 4, 1])
+
+
+@pytest.fixture
+def bucket(
+    bucket_environment: dict[str, str],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> Store:
+    """A store below a prefix of its own."""
+    for name, value in bucket_environment.items():
+        monkeypatch.setenv(name, value)
+    return open_store(f"s3://{BUCKET}/data-{os.getpid()}-{next(_numbers)}/a b")
+
+
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what is downloaded from now on."""
+    found: list[str] = []
+    download = BucketPath.download
+
+    def count(path: BucketPath) -> None:
+        found.append(path.name)
+        download(path)
+
+    monkeypatch.setattr(BucketPath, "download", count)
+    return found
+
+
+def upload(folder: Path, store: Store) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            store.write(path.relative_to(folder).as_posix(), path)
+
+
+def write_all(folder: Path) -> None:
+    """A file of each format, or a folder of several; 6 samples."""
+    np.save(folder / "x.npy", IMAGES)
+    np.savez(folder / "both.npz", x=IMAGES, y=LABELS)
+    with h5py.File(folder / "both.h5", "w") as file:
+        file["x"], file["y"] = IMAGES, LABELS
+    (folder / "train-images-idx3-ubyte").write_bytes(idx_bytes(IMAGES))
+    (folder / "train-labels-idx1-ubyte").write_bytes(idx_bytes(LABELS))
+    for kind in ("parquet", "arrow", "pictures/cat", "pictures/a dog"):
+        (folder / kind).mkdir(parents=True)
+    for part in range(2):
+        table = arrow.table({"x": np.arange(3) + 3 * part, "y": LABELS[3 * part : 3 * part + 3]})
+        parquet.write_table(table, folder / f"parquet/{part}.parquet")
+        feather.write_feather(table, folder / f"arrow/{part}.arrow", compression="uncompressed")
+    for number, picture in enumerate(IMAGES):
+        Image.fromarray(picture).save(folder / f"pictures/{'cat' if number < 2 else 'a dog'}/{number % 4}.png")
+
+
+OPEN: dict[str, Callable[[str], Any]] = {
+    "npy": lambda place: NumpyFiles({"x": f"{place}/x.npy", "y": f"{place}/both.npz:y"}),
+    "npz": lambda place: NumpyFiles(f"{place}/both.npz"),
+    "hdf5": lambda place: Hdf5(f"{place}/both.h5", ["x", "y"]),
+    "idx": lambda place: Idx(Path(place) / "train-images-idx3-ubyte", Path(place) / "train-labels-idx1-ubyte"),
+    "mnist": lambda place: Idx.mnist(place, train=True),
+    "parquet": lambda place: Parquet(f"{place}/parquet/", ["x", "y"]),
+    "parquet file": lambda place: Parquet(f"{place}/parquet/1.parquet", ["x"]),
+    "arrow": lambda place: Arrow(f"{place}/arrow", {"x": "x"}),
+    "pictures": lambda place: ImageFolder(f"{place}/pictures"),
+}
+
+
+def flatten(batch: Any) -> list[torch.Tensor]:
+    return list(batch.values() if isinstance(batch, dict) else batch)
+
+
+def test_every_format_reads_a_bucket_as_it_reads_a_folder(bucket: Store, tmp_path: Path) -> None:
+    write_all(tmp_path)
+    upload(tmp_path, bucket)
+    for name, open_at in OPEN.items():
+        ours, theirs = open_at(str(tmp_path)), pickle.loads(pickle.dumps(open_at(bucket.url)))
+        indices = INDICES % len(ours)
+        for one, other in zip(flatten(ours.batch(indices)), flatten(theirs.batch(indices)), strict=True):
+            assert torch.equal(one, other), name
+        assert fingerprint(ours) == fingerprint(theirs), name
+        assert fingerprint(open_at(f"file://{tmp_path}")) == fingerprint(ours), name
+    assert ImageFolder(f"{bucket.url}/pictures").classes == ["a dog", "cat"]
+
+
+def test_files_are_downloaded_once_and_pictures_when_they_are_read(
+    bucket: Store, tmp_path: Path, downloads: list[str]
+) -> None:
+    write_all(tmp_path)
+    upload(tmp_path, bucket)
+    for _ in range(2):
+        pictures = ImageFolder(f"{bucket.url}/pictures")
+        pictures.batch(np.array([0, 2, 0]))
+        Parquet(f"{bucket.url}/parquet", ["x"]).batch(np.array([0]))
+        assert sorted(downloads) == ["0.parquet", "0.png", "1.parquet", "2.png"]
+
+
+def test_a_copy_that_was_removed_or_truncated_is_downloaded_again(
+    bucket: Store, tmp_path: Path, downloads: list[str]
+) -> None:
+    write_all(tmp_path)
+    upload(tmp_path, bucket)
+    dataset = NumpyFiles([f"{bucket.url}/x.npy"])
+    (path,) = dataset.paths
+    path.unlink()
+    assert dataset.batch(INDICES)[0].tolist() == IMAGES[INDICES].tolist()
+    path.write_bytes(path.read_bytes()[:-1])
+    assert NumpyFiles([f"{bucket.url}/x.npy"]).batch(INDICES)[0].tolist() == IMAGES[INDICES].tolist()
+    assert downloads == ["x.npy"] * 3
+
+
+_FETCH = """
+import sys
+from shoal.store import fetch, locate
+from shoal.store.objects import ObjectStore
+download = ObjectStore.download
+ObjectStore.download = lambda *arguments: (print("downloads", flush=True), download(*arguments))[1]
+path = locate(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+fetch([path])
+assert path.stat().st_size == path.size_bytes
+"""
+
+
+def test_several_processes_of_a_host_download_a_file_once(bucket: Store) -> None:
+    bucket.write("large", os.urandom(1 << 20) * 32)
+    command = [sys.executable, "-c", _FETCH, f"{bucket.url}/large"]
+    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write("\n")
+            child.stdin.flush()
+        outputs = [child.communicate(timeout=120)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert sorted(outputs) == ["", "", "downloads\n"]
+    assert [child.returncode for child in children] == [0, 0, 0]
+
+
+def test_workers_of_a_loader_download_for_themselves(bucket: Store, tmp_path: Path) -> None:
+    write_all(tmp_path)
+    upload(tmp_path, bucket)
+    with Loader(ImageFolder(f"{bucket.url}/pictures"), batch_size=2, spec=LoaderSpec(workers=1)) as loader:
+        batches = list(loader)
+    ours = list(Loader(ImageFolder(tmp_path / "pictures"), batch_size=2))
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(ours, batches, strict=True))
+
+
+def test_a_new_content_is_another_file(bucket: Store, tmp_path: Path) -> None:
+    for value in (1, 2):
+        np.save(tmp_path / "x.npy", np.full(4, value))
+        upload(tmp_path, bucket)
+        assert NumpyFiles([f"{bucket.url}/x.npy"])[0][0] == value
+
+
+@pytest.mark.parametrize("change", ["changed", "removed"])
+def test_a_file_that_changes_between_listing_and_reading_is_an_error(
+    change: str, bucket: Store, tmp_path: Path
+) -> None:
+    write_all(tmp_path)
+    upload(tmp_path, bucket)
+    dataset = ImageFolder(f"{bucket.url}/pictures")
+    if change == "changed":
+        bucket.write("pictures/cat/0.png", b"other")
+    else:
+        bucket.delete(["pictures/cat/0.png"])
+    said = "was changed after it had been listed" if change == "changed" else "does not exist any more"
+    with pytest.raises(DataError, match=rf"path = 's3://.*/a b/pictures/cat/0\.png': {said}") as raised:
+        next(iter(Loader(dataset, batch_size=6, shuffle=False)))
+    assert raised.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("url", "change", "said"),
+    [
+        (f"s3://{BUCKET}/nothing/here", {}, "does not exist: there is no such object"),
+        ("s3://no-such-bucket/x", {}, "cannot be read: s3://no-such-bucket does not exist: create the bucket"),
+        (f"s3://{BUCKET}/x", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, r"cannot be read: .*check the URL, the cred"),
+        ("http://host/x.npy", {}, "is of none of the kinds file, s3, gs, az"),
+        ("s3://", {}, "names no bucket"),
+        ("file:///no/such/file.npy", {}, "does not exist"),
+    ],
+)
+def test_a_place_that_cannot_be_read_is_named(
+    url: str, change: dict[str, str], said: str, bucket: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in change.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("shoal.store.objects.RETRIES", {"max_retries": 0})
+    location._open_bucket.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=rf"path = '{url}': {said}"):
+            NumpyFiles([url])
+    finally:
+        location._open_bucket.cache_clear()
+
+
+def test_without_the_extra_a_bucket_is_an_error_that_names_it(bucket: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    location._open_bucket.cache_clear()
+    with pytest.raises(MissingExtra, match=r"obstore.* is not installed: pip install .*\[store\]"):
+        Parquet(f"s3://{BUCKET}/other-client", ["x"])
