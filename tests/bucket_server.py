@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import boto3
 import pytest
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
 from shoal.store import location
@@ -20,10 +23,20 @@ ENVIRONMENT = {
 BUCKET = "shoal-tests"
 
 
+_PUT, _PUTTING = S3Response.put_object, threading.Lock()
+
+
+def _put_atomically(response: S3Response) -> Any:
+    """As S3 does: moto checks a condition and writes in two steps, between which another thread may write."""
+    with _PUTTING:
+        return _PUT(response)
+
+
 @contextmanager
 def running_bucket(host: str = "127.0.0.1") -> Iterator[dict[str, str]]:
     """The environment of those who use the bucket `s3://shoal-tests`, empty at first."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+    S3Response.put_object = _put_atomically  # type: ignore[method-assign]
     server = ThreadedMotoServer(ip_address=host, port=0, verbose=False)
     server.start()
     try:
