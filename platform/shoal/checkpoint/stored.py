@@ -134,8 +134,8 @@ class StoredCheckpoints:
                 return ""
             draft = path.with_name(f".{name}-{secrets.token_hex(4)}")
             try:
-                self.store.download(f"{_name(step)}/{manifest['folder']}/{name}", draft)
-                if problem := find_damage(draft, expected):
+                found = self.store.download(f"{_name(step)}/{manifest['folder']}/{name}", draft)
+                if found != expected.sha256 and (problem := find_damage(draft, expected)):
                     return problem.replace(draft.name, f"{name} in {self.url}")
                 draft.replace(path)
             except FileNotFoundError:

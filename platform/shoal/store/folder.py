@@ -40,8 +40,10 @@ class FolderStore(Store):
     def read(self, key: str) -> bytes:
         return (self.root / key).read_bytes()
 
-    def download(self, key: str, path: Path) -> None:
+    def download(self, key: str, path: Path) -> str:
         shutil.copyfile(self.root / key, path)
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def write(self, key: str, content: bytes | Path) -> None:
         self._put(key, content)

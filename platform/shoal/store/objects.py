@@ -6,9 +6,11 @@ error in place of waiting for ever.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 PART_BYTES = 16 << 20
 MAX_PARALLEL_PARTS = 4
+# A request of a download: it is repeated alone, and must end within the timeout below.
+RANGE_BYTES = 128 << 20
+_CHUNK_BYTES = 4 << 20
 # Of a store that is down, a caller hears within seconds: what runs goes on without it.
 CLIENT_OPTIONS: dict[str, Any] = {"connect_timeout": "5s", "timeout": "300s"}
 RETRIES: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
@@ -60,12 +65,24 @@ class ObjectStore(Store):
             found = client.get(self._client, key)
             return Tagged(bytes(found.bytes()), found.meta["e_tag"] or "")
 
-    def download(self, key: str, path: Path) -> None:
-        with self._calls(key) as client:
-            found = client.get(self._client, key)
-            with path.open("wb") as file:
-                for chunk in found.stream(min_chunk_size=4 << 20):
-                    file.write(chunk)
+    def download(self, key: str, path: Path) -> str:
+        digest = hashlib.sha256()
+        with self._calls(key) as client, path.open("w+b") as file:
+            meta = client.head(self._client, key)
+            begins = range(0, meta["size"], RANGE_BYTES)
+
+            def fetch(begin: int) -> None:
+                end, place = min(begin + RANGE_BYTES, meta["size"]), begin
+                options: Any = {"range": (begin, end), "if_match": meta["e_tag"]}
+                for chunk in client.get(self._client, key, options=options).stream(min_chunk_size=_CHUNK_BYTES):
+                    place += os.pwrite(file.fileno(), chunk, place)
+
+            with ThreadPoolExecutor(MAX_PARALLEL_PARTS, "shoal-download") as pool:
+                for begin, _ in zip(begins, pool.map(fetch, begins), strict=True):
+                    end = begin + RANGE_BYTES
+                    for place in range(begin, end, _CHUNK_BYTES):
+                        digest.update(os.pread(file.fileno(), min(_CHUNK_BYTES, end - place), place))
+        return digest.hexdigest()
 
     def write(self, key: str, content: bytes | Path) -> None:
         with self._calls(key) as client:

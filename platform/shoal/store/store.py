@@ -58,8 +58,11 @@ class Store(ABC):
         """The object and its tag. Raises FileNotFoundError."""
 
     @abstractmethod
-    def download(self, key: str, path: Path) -> None:
-        """Write the object to a new file, without holding all of it in memory. Raises FileNotFoundError."""
+    def download(self, key: str, path: Path) -> str:
+        """Write the object to a new file, without holding all of it in memory; returns its SHA-256.
+
+        Raises FileNotFoundError.
+        """
 
     @abstractmethod
     def write(self, key: str, content: bytes | Path) -> None:
