@@ -67,7 +67,7 @@ class ObjectStore(Store):
 
     def download(self, key: str, path: Path) -> str:
         digest = hashlib.sha256()
-        with self._calls(key) as client, path.open("w+b") as file:
+        with path.open("w+b") as file, self._calls(key) as client:
             meta = client.head(self._client, key)
             begins = range(0, meta["size"], RANGE_BYTES)
 
