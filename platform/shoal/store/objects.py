@@ -28,7 +28,8 @@ MAX_PARALLEL_PARTS = 4
 RANGE_BYTES = 128 << 20
 _CHUNK_BYTES = 4 << 20
 # Of a store that is down, a caller hears within seconds: what runs goes on without it.
-CLIENT_OPTIONS: dict[str, Any] = {"connect_timeout": "5s", "timeout": "300s"}
+CONNECT_TIMEOUT, REQUEST_TIMEOUT = "5s", "30s"
+BULK_TIMEOUT = "300s"  # of a request that carries a part of a file
 RETRIES: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 
 _first_pid = 0  # of the process in which the first store was opened
@@ -43,15 +44,15 @@ class ObjectStore(Store):
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._client = self._open_client()
+        self._client, self._bulk = self._open_client(REQUEST_TIMEOUT), self._open_client(BULK_TIMEOUT)
 
-    def _open_client(self) -> Any:
+    def _open_client(self, timeout: str) -> Any:
         global _first_pid
         with needs_extra("store"):
             from obstore.exceptions import BaseError
             from obstore.store import from_url
         _first_pid = _first_pid or os.getpid()
-        options = dict(CLIENT_OPTIONS)
+        options: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT, "timeout": timeout}
         if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
             options["allow_http"] = True
         try:
@@ -74,7 +75,7 @@ class ObjectStore(Store):
             def fetch(begin: int) -> None:
                 end, place = min(begin + RANGE_BYTES, meta["size"]), begin
                 options: Any = {"range": (begin, end), "if_match": meta["e_tag"]}
-                for chunk in client.get(self._client, key, options=options).stream(min_chunk_size=_CHUNK_BYTES):
+                for chunk in client.get(self._bulk, key, options=options).stream(min_chunk_size=_CHUNK_BYTES):
                     place += os.pwrite(file.fileno(), chunk, place)
 
             with ThreadPoolExecutor(MAX_PARALLEL_PARTS, "shoal-download") as pool:
@@ -86,7 +87,7 @@ class ObjectStore(Store):
 
     def write(self, key: str, content: bytes | Path) -> None:
         with self._calls(key) as client:
-            client.put(self._client, key, content, chunk_size=PART_BYTES, max_concurrency=MAX_PARALLEL_PARTS)
+            client.put(self._bulk, key, content, chunk_size=PART_BYTES, max_concurrency=MAX_PARALLEL_PARTS)
 
     def create(self, key: str, payload: bytes) -> None:
         if not self._put_if(key, payload, "create"):

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import multiprocessing
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,22 @@ def test_a_store_that_cannot_be_used_is_an_error_within_seconds(
     for call in (lambda: store.write("x", b"1"), lambda: store.read("x"), store.list_entries, store.list_folders):
         with pytest.raises(StoreError, match=problem):
             call()
+
+
+def test_a_store_that_never_answers_is_an_error_in_less_time_than_a_file_may_take(
+    bucket_environment: dict[str, str],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for name, value in (bucket_environment | {"AWS_ENDPOINT_URL": address}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("shoal.store.objects.REQUEST_TIMEOUT", "1s")
+        monkeypatch.setattr("shoal.store.objects.RETRIES", {"max_retries": 0})
+        store = open_store(f"s3://{BUCKET}/{next(_numbers)}")
+        for call in (lambda: store.read("x"), lambda: store.create("x", b"1"), store.list_entries):
+            with pytest.raises(StoreError, match="cannot be used"):
+                call()
 
 
 def _read_in_child(store: Store, answers: multiprocessing.Queue[str]) -> None:
