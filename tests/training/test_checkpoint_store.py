@@ -86,6 +86,28 @@ def test_a_return_to_an_older_step_removes_the_later_ones(store: Store, opened: 
     assert steps_in(store) == ["step-000000010", "step-000000015"]
 
 
+def test_a_process_that_was_taken_for_dead_removes_nothing_of_the_one_that_resumed_the_run(
+    store: Store, opened: Callable[..., Checkpointer]
+) -> None:
+    first = opened("a", keep=1)
+    assert first.latest() is None
+    first.save(10, state_of(10))
+    first.finish_uploads(TIMEOUT_S)
+    second = opened("b", keep=1)
+    second.load(newest(second), state_of(0))
+    second.save(30, state_of(30))
+    second.finish_uploads(TIMEOUT_S)
+    store.write("step-000000040/uploading-1/shard-00000-of-00001.safetensors", b"of the second")
+    first.save(20, state_of(20))  # when its host reaches the store again
+    first.finish_uploads(TIMEOUT_S)
+    assert "step-000000030" in steps_in(store)
+    assert store.list_entries("step-000000040")
+    state = state_of(0)
+    third = opened("c")
+    third.load(newest(third), state)
+    assert_equal(state, state_of(30))
+
+
 def test_a_step_that_is_saved_again_replaces_the_first(store: Store, opened: Callable[..., Checkpointer]) -> None:
     first = opened("a")
     for number in (1, 2):

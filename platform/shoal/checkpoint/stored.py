@@ -50,14 +50,21 @@ def open_run_store(run_id: str) -> Store | None:
 
 
 class StoredCheckpoints:
-    """The checkpoints below `store`. Every method raises StoreError when it cannot be reached."""
+    """The checkpoints below `store`. Every method raises StoreError when it cannot be reached.
+
+    Retention deletes what `list_steps` has shown, and what was uploaded here: a process that was taken for dead may
+    come back, and must delete nothing of the one that has resumed the run since.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store, self.url = store, store.url
+        self._known: set[str] = set()  # STEP/manifest.json and STEP/ATTEMPT
 
     def list_steps(self) -> list[int]:
         """The steps that have a manifest, newest first."""
-        return sorted(self._find_steps(self._list_keys()), reverse=True)
+        keys = self._list_keys()
+        self._known.update(map(_parent, keys))
+        return sorted(self._find_steps(keys), reverse=True)
 
     def read_manifest(self, step: int) -> dict[str, Any] | str:
         """The manifest's content, or its problem."""
@@ -80,6 +87,7 @@ class StoredCheckpoints:
 
     def upload(self, step: int, attempt: str, path: Path) -> None:
         """Upload one file of a save. Raises OSError."""
+        self._known.add(f"{_name(step)}/{attempt}")
         self.store.write(f"{_name(step)}/{attempt}/{path.name}", path)
 
     def find_missing(self, step: int, attempt: str, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -90,13 +98,14 @@ class StoredCheckpoints:
 
     def publish(self, step: int, manifest: bytes, *, best: bool) -> None:
         """Make a checkpoint of files that were uploaded; one of the same step is replaced."""
+        self._known.add(f"{_name(step)}/{MANIFEST}")
         update(self.store, f"{_name(step)}/{MANIFEST}", lambda found: None if found == manifest else manifest)
         if best:
             self.store.write(BEST, record.format_best(step, json.loads(manifest)["sha256"]))
 
     def delete_old(self, newest: int, keep: int, since: int | None) -> None:
         """Retain what `choose_removed` says, and the best one; delete the rest, and files without a manifest."""
-        keys = self._list_keys()
+        keys = [key for key in self._list_keys() if _parent(key) in self._known]
         complete = sorted(self._find_steps(keys), reverse=True)
         best = self.read_best_step()
         removed = choose_removed(complete, newest, keep, () if best is None else (best,), since)
@@ -134,8 +143,8 @@ class StoredCheckpoints:
                 return ""
             draft = path.with_name(f".{name}-{secrets.token_hex(4)}")
             try:
-                self.store.download(f"{_name(step)}/{manifest['folder']}/{name}", draft)
-                if problem := find_damage(draft, expected):
+                found = self.store.download(f"{_name(step)}/{manifest['folder']}/{name}", draft)
+                if found != expected.sha256 and (problem := find_damage(draft, expected)):
                     return problem.replace(draft.name, f"{name} in {self.url}")
                 draft.replace(path)
             except FileNotFoundError:
@@ -156,6 +165,11 @@ class StoredCheckpoints:
     def _find_steps(self, keys: Iterable[str]) -> set[int]:
         names = (key.partition("/") for key in keys)
         return {step for name, _, rest in names if rest == MANIFEST and (step := parse_step(name)) >= 0}
+
+
+def _parent(key: str) -> str:
+    """STEP/ATTEMPT of a file of a save; the key itself of a manifest."""
+    return "/".join(key.split("/")[:2])
 
 
 def _name(step: int) -> str:

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +67,13 @@ class Uploader:
         """Wait until it is not busy, no longer than this."""
         if self._thread is not None:
             self._thread.join(timeout_s)
+
+    def resume_from(self, step: int) -> None:
+        """This step was loaded. What is in the store now is of this timeline or of an abandoned one."""
+        self.since = step
+        if self._is_first:
+            with suppress(StoreError):  # then the abandoned one stays there
+                self._stored.list_steps()
 
     def give_up(self) -> None:
         """On the first rank: wait no longer for the shards of others."""
@@ -139,7 +147,7 @@ class UploadQueue:
 
         missing: what an earlier process could not upload
         """
-        self._uploader.since = step
+        self._uploader.resume_from(step)
         if missing:
             self._waiting = _choose_uploads([*self._waiting, *missing])
 

@@ -33,22 +33,22 @@ class ModelVersion:
         return f"{self.store.url}/{self.name}/{self.version}"
 
     def weight_file(self) -> WeightFile:
-        """The payload as a file of this host, unread and unchecked; from a bucket, downloaded once.
+        """The payload as a file of this host: unread and unchecked, or from a bucket, downloaded and verified once.
 
         Raises WeightsError when it is missing, or cannot be fetched whole.
         """
-        manifest = self.manifest
-        return WeightFile(self.version, self._fetch(), manifest.sha256, manifest.created_at)
+        manifest, is_copy = self.manifest, self.store.locate(self._key) is None
+        return WeightFile(self.version, self._fetch(), manifest.sha256, manifest.created_at, is_verified=is_copy)
 
     def snapshot(self) -> WeightSnapshot:
         """The payload, as version `self.version`: the weights, or the model's file.
 
         Raises WeightsError when it is missing or damaged.
         """
-        snapshot = self._read(self._fetch())
-        if not snapshot.is_intact and self.store.locate(self._key) is None:  # the copy on this host is damaged
-            BlobCache().forget(self.manifest.sha256)
-            snapshot = self._read(self._fetch())
+        file = self.weight_file()
+        if file.is_verified:
+            return file
+        snapshot = self._read(file.path)
         if not snapshot.is_intact:
             expected = self.manifest.size_bytes
             raise WeightsError(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.atomic_file import make_folder
@@ -15,6 +17,7 @@ from shoal.store.store import Entry, Store
 
 CAPACITY_GIB = 100.0  # of all files together; those used longest ago are removed
 LOCK_TIMEOUT_S = 3600.0  # for another process that downloads the same file
+_VERIFIED_S = 1.0  # the modification time of a file with its hash: whatever writes to it later changes the time
 
 
 class BlobCache:
@@ -22,7 +25,8 @@ class BlobCache:
 
     capacity_bytes: None: `$SHOAL_CACHE_GIB`, else 100 GiB
 
-    A file that is removed while a process has it open or mapped stays readable to that process.
+    A file of a hash is verified once, when it is downloaded; a change since then is noticed by its modification time.
+    The time of access is that of the last use. What is removed while a process has it open stays readable to it.
     """
 
     def __init__(self, folder: Path | None = None, capacity_bytes: int | None = None) -> None:
@@ -37,13 +41,24 @@ class BlobCache:
         """
         if (own := store.locate(key)) is not None:
             return own
+        path = self.folder / sha256[:2] / sha256
+
+        def is_verified() -> bool:
+            if not (status := _stat(path)) or status.st_mtime != _VERIFIED_S:
+                return False
+            with suppress(FileNotFoundError):  # another process has removed it meanwhile
+                os.utime(path, (time.time(), _VERIFIED_S))
+                return True
+            return False
 
         def download(draft: Path) -> None:
-            store.download(key, draft)
-            if (found := _hash(draft)) != sha256:
+            if (found := store.download(key, draft)) != sha256:
                 raise StoreError(f"{key} in {store.url} is damaged: its hash is {found}, not {sha256}")
+            os.utime(draft, (time.time(), _VERIFIED_S))
+            with draft.open("rb") as file:  # a power cut must not leave the name without the content
+                os.fsync(file.fileno())
 
-        return self._obtain(self.folder / sha256[:2] / sha256, None, download)
+        return self._obtain(path, is_verified, download)
 
     def fetch_entry(self, store: Store, entry: Entry) -> Path:
         """The file of an object of a bucket with the tag and the size of its entry.
@@ -51,7 +66,11 @@ class BlobCache:
         Raises FileNotFoundError, KeyChanged when the object has another tag, and StoreError.
         """
         path = self.get_path(store.url, entry)
-        return self._obtain(path, entry.size_bytes, lambda draft: store.download(entry.key, draft, entry.tag))
+
+        def download(draft: Path) -> None:
+            store.download(entry.key, draft, entry.tag)
+
+        return self._obtain(path, lambda: is_present(path, entry.size_bytes), download)
 
     def get_folder(self, store_url: str) -> Path:
         """The folder of a bucket's objects."""
@@ -63,20 +82,16 @@ class BlobCache:
         tag = hashlib.sha256(f"{entry.tag or entry.modified_s} {entry.size_bytes}".encode()).hexdigest()[:16]
         return self.get_folder(store_url) / folder / f"{tag}-{name}"
 
-    def forget(self, sha256: str) -> None:
-        """Remove a file, which is damaged."""
-        (self.folder / sha256[:2] / sha256).unlink(missing_ok=True)
-
-    def _obtain(self, path: Path, size_bytes: int | None, download: Callable[[Path], None]) -> Path:
+    def _obtain(self, path: Path, is_valid: Callable[[], bool], download: Callable[[Path], None]) -> Path:
         """The file; `download` writes it, in one process of this host and thread of that."""
-        if is_present(path, size_bytes):
+        if is_valid():
             return path
         make_folder(path.parent)
         locks = self.folder / ".locks"
         make_folder(locks)
         busy = StoreError(f"{path} is being downloaded by another process, for more than {LOCK_TIMEOUT_S:.0f} s")
         with file_lock(locks / hashlib.sha256(str(path).encode()).hexdigest()[:2], LOCK_TIMEOUT_S, busy):
-            if is_present(path, size_bytes):
+            if is_valid():
                 return path
             draft = path.with_name(f".{secrets.token_hex(8)}")
             try:
@@ -93,7 +108,7 @@ class BlobCache:
     def _evict(self, newest: Path) -> None:
         folders = [each for each in self.folder.iterdir() if not each.name.startswith(".")]
         paths = [path for folder in folders for path in folder.rglob("*")]
-        found = [(status.st_mtime, status.st_size, path) for path in paths if (status := _stat(path))]
+        found = [(status.st_atime, status.st_size, path) for path in paths if (status := _stat(path))]
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):
             if total <= self._capacity_bytes:
@@ -126,8 +141,3 @@ def _stat(path: Path) -> os.stat_result | None:
         return None if path.is_dir() else path.stat()
     except FileNotFoundError:
         return None
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -41,10 +41,12 @@ class FolderStore(Store):
     def read(self, key: str) -> bytes:
         return (self.root / key).read_bytes()
 
-    def download(self, key: str, path: Path, tag: str = "") -> None:
+    def download(self, key: str, path: Path, tag: str = "") -> str:
         if tag and self.read_tagged(key).tag != tag:
             raise KeyChanged(f"{self.root / key} was changed")
         shutil.copyfile(self.root / key, path)
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def open_reader(self, key: str) -> BinaryIO:
         return (self.root / key).open("rb")

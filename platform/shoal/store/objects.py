@@ -6,10 +6,12 @@ error in place of waiting for ever.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import secrets
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,8 +25,12 @@ if TYPE_CHECKING:
 
 PART_BYTES = 16 << 20
 MAX_PARALLEL_PARTS = 4
+# A request of a download: it is repeated alone, and must end within the timeout below.
+RANGE_BYTES = 128 << 20
+_CHUNK_BYTES = 4 << 20
 # Of a store that is down, a caller hears within seconds: what runs goes on without it.
-CLIENT_OPTIONS: dict[str, Any] = {"connect_timeout": "5s", "timeout": "300s"}
+CONNECT_TIMEOUT, REQUEST_TIMEOUT = "5s", "30s"
+BULK_TIMEOUT = "300s"  # of a request that carries a part of a file
 RETRIES: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 
 _first_pid = 0  # of the process in which the first store was opened
@@ -39,15 +45,15 @@ class ObjectStore(Store):
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._client = self._open_client()
+        self._client, self._bulk = self._open_client(REQUEST_TIMEOUT), self._open_client(BULK_TIMEOUT)
 
-    def _open_client(self) -> Any:
+    def _open_client(self, timeout: str) -> Any:
         global _first_pid
         with needs_extra("store"):
             from obstore.exceptions import BaseError
             from obstore.store import from_url
         _first_pid = _first_pid or os.getpid()
-        options = dict(CLIENT_OPTIONS)
+        options: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT, "timeout": timeout}
         if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
             options["allow_http"] = True
         try:
@@ -61,14 +67,33 @@ class ObjectStore(Store):
             found = client.get(self._client, key)
             return Tagged(bytes(found.bytes()), found.meta["e_tag"] or "")
 
-    def download(self, key: str, path: Path, tag: str = "") -> None:
-        with self._calls(key) as client:
-            found = client.get(self._client, key)
-            if tag and _to_entry(found.meta).tag != tag:
+    def download(self, key: str, path: Path, tag: str = "") -> str:
+        digest = hashlib.sha256()
+        with path.open("w+b") as file, self._calls(key) as client:
+            whole = client.get(self._bulk, key)
+            meta = whole.meta
+            if tag and _to_entry(meta).tag != tag:
                 raise KeyChanged(f"{key} in {self.url} was changed")
-            with path.open("wb") as file:
-                for chunk in found.stream(min_chunk_size=4 << 20):
+            if meta["size"] <= RANGE_BYTES:
+                for chunk in whole.stream(min_chunk_size=_CHUNK_BYTES):
                     file.write(chunk)
+                    digest.update(chunk)
+                return digest.hexdigest()
+            del whole  # its content is read in ranges
+            begins = range(0, meta["size"], RANGE_BYTES)
+
+            def fetch(begin: int) -> None:
+                end, place = min(begin + RANGE_BYTES, meta["size"]), begin
+                options: Any = {"range": (begin, end), "if_match": meta["e_tag"]}
+                for chunk in client.get(self._bulk, key, options=options).stream(min_chunk_size=_CHUNK_BYTES):
+                    place += os.pwrite(file.fileno(), chunk, place)
+
+            with ThreadPoolExecutor(MAX_PARALLEL_PARTS, "shoal-download") as pool:
+                for begin, _ in zip(begins, pool.map(fetch, begins), strict=True):
+                    end = begin + RANGE_BYTES
+                    for place in range(begin, end, _CHUNK_BYTES):
+                        digest.update(os.pread(file.fileno(), min(_CHUNK_BYTES, end - place), place))
+        return digest.hexdigest()
 
     def open_reader(self, key: str) -> BinaryIO:
         with self._calls(key) as client:
@@ -76,7 +101,7 @@ class ObjectStore(Store):
 
     def write(self, key: str, content: bytes | Path) -> None:
         with self._calls(key) as client:
-            client.put(self._client, key, content, chunk_size=PART_BYTES, max_concurrency=MAX_PARALLEL_PARTS)
+            client.put(self._bulk, key, content, chunk_size=PART_BYTES, max_concurrency=MAX_PARALLEL_PARTS)
 
     def copy(self, source: str, target: str) -> None:
         with self._calls(source) as client:

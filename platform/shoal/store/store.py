@@ -62,8 +62,8 @@ class Store(ABC):
         """The object and its tag. Raises FileNotFoundError."""
 
     @abstractmethod
-    def download(self, key: str, path: Path, tag: str = "") -> None:
-        """Write the object to a new file, without holding all of it in memory.
+    def download(self, key: str, path: Path, tag: str = "") -> str:
+        """Write the object to a new file, without holding all of it in memory; returns its SHA-256.
 
         Raises FileNotFoundError, and KeyChanged when the object has another tag than `tag`, if that is given.
         """

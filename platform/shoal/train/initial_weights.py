@@ -10,13 +10,13 @@ import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, SpecMismatch, WeightsError
 from shoal.registry import Registry
-from shoal.weights import WeightSnapshot
+from shoal.weights import WeightFile
+from shoal.weights.tensor_file import read_tensors
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
 
@@ -48,12 +48,12 @@ def read_state_dict(init: str) -> Mapping[str, Tensor]:
         if found.manifest.model.format != "module":
             problem = f"{found.ref} is a program of the format {found.manifest.model.format}, which has no state dict"
             raise ConfigError("init", init, problem, "name a model that a run has registered")
-        return _to_tensors(found.snapshot())
+        return read_tensors(found.weight_file())
     path = Path(init)
     if not path.is_file():
         raise ConfigError("init", init, "is no file", f"paths are looked up from {Path.cwd()}")
     if path.suffix == ".safetensors":
-        return _to_tensors(WeightSnapshot.from_payload(0, path.read_bytes()))
+        return read_tensors(WeightFile(0, path, "", 0.0, is_verified=True))  # its hash is not known
     try:
         loaded: object = torch.load(path, "cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -61,9 +61,3 @@ def read_state_dict(init: str) -> Mapping[str, Tensor]:
     if not isinstance(loaded, Mapping) or not all(isinstance(each, Tensor) for each in loaded.values()):
         raise ConfigError("init", init, "holds no state dict", "save it by torch.save(model.state_dict(), path)")
     return loaded
-
-
-def _to_tensors(snapshot: WeightSnapshot) -> dict[str, Tensor]:
-    snapshot.check()
-    tensors: dict[str, Tensor] = safetensors.torch.load(snapshot.payload)
-    return tensors

@@ -31,6 +31,7 @@ DTYPES = {
 }
 _PLACES = {np.dtype(dtype): place for place, dtype in enumerate(DTYPES.values())}
 _NAMES = tuple(DTYPES)
+REMEDY = "restore the file from a copy, or register the model again"
 
 
 def encode_tensors(tensors: Mapping[str, np.ndarray]) -> bytes:
@@ -112,31 +113,59 @@ class WeightSnapshot:
     def verify(self) -> None:
         """Raises WeightsError when the checksum does not fit."""
         if not self.is_intact:
-            raise WeightsError(f"weights version {self.version}: the checksum does not match the payload")
+            raise self.damage
 
     @cached_property
     def is_intact(self) -> bool:
         """Whether the checksum fits; computed once in a process, as it takes half of a small model's load."""
         return hashlib.sha256(self.payload).hexdigest() == self.sha256
 
+    @property
+    def damage(self) -> WeightsError:
+        """What is raised when the checksum does not fit."""
+        return WeightsError(f"weights version {self.version}: the checksum does not match the payload")
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the payload."""
+        return len(self.payload)
+
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "is_intact"}
 
 
 class WeightFile(WeightSnapshot):
-    """A version whose payload is in a file, from which others read parts."""
+    """A version whose payload is in a file, from which others read parts.
 
-    def __init__(self, version: int, path: Path, sha256: str, published_at: float) -> None:
-        values = {"version": version, "path": path, "sha256": sha256, "published_at": published_at}
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+    is_verified: it has been, and did not change since: nobody needs to compute its hash again
+    """
+
+    def __init__(
+        self, version: int, path: Path, sha256: str, published_at: float, *, is_verified: bool = False
+    ) -> None:
+        self.__dict__.update(
+            version=version, path=path, sha256=sha256, published_at=published_at, is_verified=is_verified
+        )
 
     path: Path
+    is_verified: bool
 
     @property
     def payload(self) -> bytes:
         """All of it, in memory."""
         return self.path.read_bytes()
+
+    @property
+    def size_bytes(self) -> int:
+        return self.path.stat().st_size
+
+    @cached_property
+    def is_intact(self) -> bool:
+        return self.is_verified or hashlib.sha256(self.payload).hexdigest() == self.sha256
+
+    @property
+    def damage(self) -> WeightsError:
+        return WeightsError(f"{self.path} is damaged: the checksum does not match: {REMEDY}")
 
 
 class PublishedVersion(NamedTuple):

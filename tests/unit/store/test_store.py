@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import multiprocessing
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,11 @@ def test_what_is_written_is_read_listed_and_deleted(store: Store, tmp_path: Path
     assert store.list_entries("nothing") == []
     assert (store.list_folders(), store.list_folders("a"), store.list_folders("nothing")) == (["a"], ["b"], [])
     assert (store.read("ab"), store.read("a/two")) == (b"4444", b"from a file")
-    store.download("a/two", tmp_path / "copy")
+    assert store.download("a/two", tmp_path / "copy") == hashlib.sha256(b"from a file").hexdigest()
     assert (tmp_path / "copy").read_bytes() == b"from a file"
+    store.write("empty", b"")
+    assert store.download("empty", tmp_path / "none") == hashlib.sha256().hexdigest()
+    store.delete(["empty"])
     assert store.open_folder("a").read("b/one") == b"1"
     store.delete(["a/b/one", "never there"])
     store.delete([])
@@ -63,12 +67,17 @@ def test_the_times_of_objects_are_those_of_the_store(store: Store) -> None:
     assert 1.6e9 < one.modified_s <= two.modified_s + 1.0
 
 
-def test_a_large_object_is_written_in_parts(store: Store, tmp_path: Path) -> None:
+def test_a_large_object_is_written_and_read_in_parts(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     payload = os.urandom(1 << 20) * 40
     (tmp_path / "large").write_bytes(payload)
     store.write("from file", tmp_path / "large")
     store.write("from memory", payload)
     assert store.read("from file") == payload == store.read("from memory")
+    monkeypatch.setattr("shoal.store.objects.RANGE_BYTES", 7_000_000)  # each one a request
+    assert store.download("from file", tmp_path / "copy") == hashlib.sha256(payload).hexdigest()
+    assert (tmp_path / "copy").read_bytes() == payload
 
 
 def test_one_of_several_creates_an_object(store: Store) -> None:
@@ -202,6 +211,21 @@ def test_an_object_is_downloaded_once(store: Store, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("store", ["bucket"], indirect=True)
+@pytest.mark.parametrize("size_bytes", [4, 3])
+def test_a_copy_that_was_changed_is_downloaded_again(store: Store, tmp_path: Path, size_bytes: int) -> None:
+    store.write("weights", b"1234")
+    cache, sha256 = BlobCache(tmp_path), hashlib.sha256(b"1234").hexdigest()
+    path = cache.fetch(store, "weights", sha256)
+    with path.open("rb") as opened:
+        path.write_bytes(b"5678"[:size_bytes])
+        changed = opened.read()
+        assert cache.fetch(store, "weights", sha256) == path
+        opened.seek(0)
+        assert opened.read() == changed, "a file is replaced, not overwritten: a process may read it"
+    assert path.read_bytes() == b"1234"
+
+
+@pytest.mark.parametrize("store", ["bucket"], indirect=True)
 def test_an_object_with_another_hash_is_refused(store: Store, tmp_path: Path) -> None:
     store.write("weights", b"damaged")
     with pytest.raises(StoreError, match=r"weights in s3://.* is damaged: its hash is"):
@@ -218,7 +242,7 @@ def test_copies_used_longest_ago_leave_first(store: Store, tmp_path: Path) -> No
         hashes.append(hashlib.sha256(payload).hexdigest())
         store.write(f"{number}", payload)
         paths.append(cache.fetch(store, f"{number}", hashes[-1]))
-        os.utime(paths[-1], (number + 1, number + 1))
+        os.utime(paths[-1], (number + 1, paths[-1].stat().st_mtime))
         if number == 1:
             cache.fetch(store, "0", hashes[0])  # used again
     assert [path.exists() for path in paths] == [True, False, True]
@@ -307,6 +331,22 @@ def test_a_store_that_cannot_be_used_is_an_error_within_seconds(
     for call in (lambda: store.write("x", b"1"), lambda: store.read("x"), store.list_entries, store.list_folders):
         with pytest.raises(StoreError, match=problem):
             call()
+
+
+def test_a_store_that_never_answers_is_an_error_in_less_time_than_a_file_may_take(
+    bucket_environment: dict[str, str],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for name, value in (bucket_environment | {"AWS_ENDPOINT_URL": address}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("shoal.store.objects.REQUEST_TIMEOUT", "1s")
+        monkeypatch.setattr("shoal.store.objects.RETRIES", {"max_retries": 0})
+        store = open_store(f"s3://{BUCKET}/{next(_numbers)}")
+        for call in (lambda: store.read("x"), lambda: store.create("x", b"1"), store.list_entries):
+            with pytest.raises(StoreError, match="cannot be used"):
+                call()
 
 
 def _read_in_child(store: Store, answers: multiprocessing.Queue[str]) -> None:

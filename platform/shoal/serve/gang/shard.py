@@ -72,6 +72,8 @@ def _group_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _verify(file: WeightFile) -> None:
+    if file.is_verified:
+        return
     try:
         with file.path.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()

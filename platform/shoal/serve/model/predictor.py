@@ -128,7 +128,7 @@ class Predictor:
         try:
             forward = template.load(snapshot)
         except torch.OutOfMemoryError as error:
-            what = f"version {snapshot.version}, whose weights are {format_size(len(snapshot.payload))}"
+            what = f"version {snapshot.version}, whose weights are {format_size(snapshot.size_bytes)}"
             raise WeightsError(explain_out_of_memory(error, what)) from None
         steps = self.layout, self._collator, self._padding_cost, self._check, self._preprocess, self._postprocess
         model = LoadedModel(snapshot.version, forward, *steps)

@@ -84,7 +84,7 @@ class VersionLoader:
 
         def load() -> StagedVersion:
             since_s = time.monotonic()
-            package = source.load_package(version) if self._share is None else source.open_package(version)
+            package = source.load_package(version)
             if signature is not None and package.signature != signature:
                 raise WeightsError(OTHER_TENSORS)
             built, loaded = self._load(package, options, last)

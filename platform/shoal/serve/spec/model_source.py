@@ -15,7 +15,7 @@ from typing import Protocol
 
 from shoal.errors import RegistryError
 from shoal.open_inference.episodes import EpisodeService
-from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, split_ref
+from shoal.registry import ModelFactory, Registry, Signature, split_ref
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot, WeightSource
 
@@ -39,17 +39,14 @@ class RegisteredModel:
     registry: str
 
     def load_package(self, version: int) -> ModelPackage:
-        """Load a version. Raises RegistryError, WeightsError."""
-        found = self._find(version)
-        return ModelPackage(found.manifest.model, found.manifest.signature, found.snapshot())
+        """Find a version: a program in memory, tensors as a file, which is verified when it is read.
 
-    def open_package(self, version: int) -> ModelPackage:
-        """The same with the file of its weights, unread. Raises RegistryError."""
-        found = self._find(version)
-        return ModelPackage(found.manifest.model, found.manifest.signature, found.weight_file())
-
-    def _find(self, version: int) -> ModelVersion:
-        return Registry(self.registry).get(f"{self.name}@{version}")
+        Raises RegistryError, WeightsError.
+        """
+        found = Registry(self.registry).get(f"{self.name}@{version}")
+        model = found.manifest.model
+        snapshot = found.weight_file() if model.format == "module" else found.snapshot()
+        return ModelPackage(model, found.manifest.signature, snapshot)
 
 
 @dataclass(frozen=True)

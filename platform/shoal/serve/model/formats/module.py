@@ -24,9 +24,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, WeightsError
@@ -37,6 +35,7 @@ from shoal.serve.model.formats.template import Forward, TemplateConfig
 from shoal.serve.model.formats.torch_forward import choose_kernels, make_torch_forward
 from shoal.serve.model.precision import Int8Linear, PrecisionConverter
 from shoal.weights import WeightSnapshot
+from shoal.weights.tensor_file import read_tensors
 
 State = Mapping[str, Tensor]
 logger = logging.getLogger(__name__)
@@ -103,14 +102,10 @@ class ModuleTemplate:
         return partial(self._bind_copy, bare)
 
     def load(self, snapshot: WeightSnapshot) -> Forward:
-        snapshot.verify()
         if self._has_int8 and self._setting.device != "cpu":
             problem = "has int8 layers, which compute on the CPU alone: set device: cpu, or auto"
             raise WeightsError(f"version {snapshot.version} {problem}")
-        try:
-            tensors = safetensors.torch.load(snapshot.payload)  # in their own memory; NumPy has no bfloat16
-        except (SafetensorError, ValueError, KeyError) as error:
-            raise WeightsError(f"weights version {snapshot.version} are not safetensors: {error}") from None
+        tensors = read_tensors(snapshot)
         self._check(snapshot.version, tensors)
         # In the module's order: a compiled graph is guarded by the order of its arguments, and a file has none.
         state = self._precision.convert({name: tensors[name] for name in self._expected})
