@@ -79,13 +79,15 @@ class Learner:
         # Versions up to the number of registered opponents are theirs, in the pool.
         if must_restore:
             self._checkpoints.require_files()
+        self._log_position = 0
         after = max(self._restore(), used_version, len(spec.self_play.opponents))
         self._versions = PublishedVersions(
             sink, folder / VERSIONS_FILE, after, is_known=bool(used_version), updates=self.updates
         )
         # Actors that do not pause fill one half of the queue while the learner has the other.
         max_segments = max(1, spec.gateway.queue_capacity // (1 if spec.algorithm.pauses_actors else 2))
-        self._lease = BatchLease(source, BatchRequest(*spec.batch_limits, max_segments, spec.take_timeout_s))
+        request = BatchRequest(*spec.batch_limits, max_segments, spec.take_timeout_s, position=self._log_position)
+        self._lease = BatchLease(source, request)
         self._evidence: EvidenceCheck | None = None
         if not spec.algorithm.is_off_policy:
             self._evidence = EvidenceCheck(self.algorithm.compute_log_ratios, spec.learner.seed)
@@ -283,6 +285,7 @@ class Learner:
             "updates": self.updates,
             "steps": self.steps,
             "version": self.version,
+            "position": self._lease.position,
             "counts": dict(self.counts),
         }
 
@@ -303,6 +306,7 @@ class Learner:
         if "cuda_rng" in state and self.algorithm.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"])
         self.updates, self.steps, self.counts = state["updates"], state["steps"], dict(state["counts"])
+        self._log_position = int(state.get("position", 0))  # of an earlier Shoal: none
         return int(state["version"])
 
 

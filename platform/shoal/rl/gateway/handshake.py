@@ -26,6 +26,7 @@ class Handshake:
     """Opens and ends the sessions of one gateway.
 
     run_id, token:  of the run, as the actors must know them
+    get_acknowledged: the number of the next segment of an actor that the gateway needs
     get_version:    of the newest weights
     is_synchronous: actors pause between two batches
     """
@@ -38,6 +39,7 @@ class Handshake:
         token: str,
         is_synchronous: bool,
         ledger: Ledger,
+        get_acknowledged: Callable[[ActorKey], int],
         progress: RunProgress,
         sessions: Sessions,
         actors: ActorTable,
@@ -46,7 +48,7 @@ class Handshake:
         get_version: Callable[[], int],
     ) -> None:
         self._spec, self._experience, self.run_id, self._token = spec, experience, run_id, token
-        self._is_synchronous, self._get_version = is_synchronous, get_version
+        self._is_synchronous, self._get_version, self._get_acknowledged = is_synchronous, get_version, get_acknowledged
         self._ledger, self._progress, self._sessions, self._actors = ledger, progress, sessions, actors
         self._send_queue, self._inference = send_queue, inference
 
@@ -106,7 +108,7 @@ class Handshake:
             PROTOCOL_VERSION,
             self.run_id,
             self._experience,
-            self._ledger.get_account(session.key).next_seq,
+            self._get_acknowledged(session.key),
             session.send_limit,
             self._get_version(),
             self._spec.heartbeat_s,
