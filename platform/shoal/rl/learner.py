@@ -195,6 +195,7 @@ class Learner:
             return {
                 "updates": self.updates,
                 "steps": self.steps,
+                "consumed": self.counts["consumed"],
                 "weights_version": self.version,
                 "restored_updates": self.restored_updates,
                 "damaged_checkpoints": list(self._checkpoints.damaged),

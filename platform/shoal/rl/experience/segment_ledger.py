@@ -176,6 +176,16 @@ class Ledger:
                     each.dropped[reason.value] += 1
             self._touch(key)
 
+    def record_lost(self, key: ActorKey, count: int) -> None:
+        """Count the segments that a gateway has acknowledged, of whose ledger this disk has nothing."""
+        with self.lock:
+            if key in self._accounts or count <= 0:
+                return
+            for each in (self.get_account(key), self._totals):
+                each.received += count
+                each.dropped[DropReason.GATEWAY_LOST.value] += count
+            self._touch(key)
+
     def count_duplicate(self, key: ActorKey) -> None:
         with self.lock:
             self.get_account(key).duplicates += 1

@@ -74,7 +74,10 @@ class Handshake:
             except ConfigError as error:
                 return self._reject_hello(route, hello, "no_remote_inference", str(error))
         self._supersede(route, hello)
-        self._open_session(route, (hello.actor_id, hello.incarnation), hello.inference == REMOTE)
+        key = (hello.actor_id, hello.incarnation)
+        if hello.run_id == self.run_id:
+            self._ledger.record_lost(key, hello.acknowledged)
+        self._open_session(route, key, hello.inference == REMOTE)
 
     def _reject_hello(self, route: bytes, hello: Hello, code: str, message: str) -> None:
         self.reject(route, code, message)
