@@ -183,7 +183,7 @@ def test_a_host_that_is_lost_at_any_moment_loses_no_acknowledged_segment_and_rep
         host.commit.close()
     host = Host(FolderStore(tmp_path))
     live(host, actors, learner, chance, 20)
-    wait_for(lambda: not host.queue.has_unlogged and len(host.queue) == learner.learn() == 0)
+    wait_for(lambda: not host.queue.num_unlogged and len(host.queue) == learner.learn() == 0)
     for actor in actors:
         mine = [value - actor.first for value in learner.learnt if value // 1000 == actor.first // 1000]
         assert mine == list(range(actor.num_sent))

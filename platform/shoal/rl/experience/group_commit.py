@@ -16,7 +16,7 @@ from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.experience.segment_log import Group, SegmentLog
 from shoal.store import KeyTaken
 
-GROUP_INTERVAL_S = 0.1  # between two uploads, unless half of the queue waits for the next
+GROUP_INTERVAL_S = 0.1  # between two uploads, while actors have credit for more
 COUNTS_INTERVAL_S = 1.0  # until counts are uploaded for which no actor waits
 RETRY_S = 1.0
 GROUPS_PER_FULL = 64
@@ -51,7 +51,7 @@ class GroupCommit:
         self._is_awaited = False  # an acknowledgement waits for the group that is filling
         self._since_full, self._counted_at = GROUPS_PER_FULL, time.monotonic()
         self._wake, self._closing = threading.Event(), threading.Event()
-        queue.on_half_unlogged, queue.on_closed = self._wake.set, self.close
+        queue.on_closed = self.close
         self._thread = threading.Thread(target=self._run, name="group-commit", daemon=True)
         self._thread.start()
 
@@ -72,6 +72,12 @@ class GroupCommit:
     def get_acknowledged(self, key: ActorKey) -> int:
         """The sequence number after the last segment of an actor that is in the store."""
         return self._acknowledged.get(key, 0)
+
+    def hurry_if(self, open_credit: int) -> None:
+        """Upload as soon as the present upload has ended, if more segments wait than may still come. open_credit: of
+        all sessions"""
+        if 0 < self._queue.num_unlogged >= open_credit:
+            self._wake.set()
 
     def close(self) -> None:
         """Upload the rest, if the store takes it. Idempotent."""
@@ -97,7 +103,7 @@ class GroupCommit:
         queue, ledger = self._queue, self._queue.ledger
         with ledger.lock:
             is_due = ledger.is_changed and time.monotonic() - self._counted_at >= COUNTS_INTERVAL_S
-            if not (self._is_awaited or is_due or queue.has_unlogged or self._closing.is_set()):
+            if not (self._is_awaited or is_due or queue.num_unlogged or self._closing.is_set()):
                 return 0, None, {}
             self._is_awaited, self._counted_at = False, time.monotonic()
             number, self._filling = self._filling, self._filling + 1

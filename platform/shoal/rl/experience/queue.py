@@ -167,7 +167,6 @@ class ExperienceQueue:
         self._logged_end: int | None = None  # with a log: segments of lower positions are ready; without, all
         self._unlogged: list[Positioned] = []
         self._dropped: list[int] = []  # positions, since `take_unlogged`
-        self.on_half_unlogged: Callable[[], object] = lambda: None  # called when much waits for the log
         self.on_closed: Callable[[], object] = lambda: None
         self._newest_take = ("", 0)  # consumer, number
         self._wanted = (0, 0)  # steps, segments: either wakes `take`
@@ -194,10 +193,8 @@ class ExperienceQueue:
             self.ledger.record_received(key, seq)
             if self._logged_end is not None:
                 self._unlogged.append(entry)
-                if len(self._unlogged) >= self.capacity // 2:
-                    self.on_half_unlogged()
-                return True
-            self._admit([entry])
+            else:
+                self._admit([entry])
             return True
 
     def begin_log(self, segments: Sequence[Positioned], next_position: int) -> None:
@@ -209,9 +206,9 @@ class ExperienceQueue:
             self._admit(segments)
 
     @property
-    def has_unlogged(self) -> bool:
-        """Whether `take_unlogged` has any segment."""
-        return bool(self._unlogged)
+    def num_unlogged(self) -> int:
+        """How many segments wait for `take_unlogged`."""
+        return len(self._unlogged)
 
     def take_unlogged(self) -> Unlogged:
         """What has come and gone since the last call, under the ledger's lock."""

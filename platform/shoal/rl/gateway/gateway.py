@@ -300,6 +300,8 @@ class Gateway:
         if not self._try_commit():
             return self._send_all(is_written=False)
         self._sessions.grant_credit(self.queue, self.spec.max_credits)
+        if self._group_commit is not None:
+            self._group_commit.hurry_if(sum(self._sessions.compute_open_credit(self.queue).values()))
         snapshot = self._latest_weights
         if self._opponents is not None and snapshot is not None:
             self._opponents.offer(snapshot, self._progress.steps)
