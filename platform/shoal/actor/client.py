@@ -107,7 +107,6 @@ class ActorClient:
         self.finished = False  # the gateway has reported the end of the run
         self.reconnects = 0  # sessions after the first one
         self.acknowledged: dict[str, int] = {"accepted": 0, "dropped": 0, "duplicate": 0}
-        self._num_acknowledged = 0  # by the present run
         self.drops: dict[str, int] = {}  # dropped segments by reason, or by the error that named them
         self.last_drop = ""  # reason and detail of the newest drop
 
@@ -331,7 +330,6 @@ class ActorClient:
     def _on_ack(self, ack: Ack) -> None:
         self._backoff.reset()
         self.acknowledged[ack.status] = self.acknowledged.get(ack.status, 0) + 1
-        self._num_acknowledged += ack.status != "duplicate"
         if ack.status == "dropped":
             if ack.reason not in self.drops:  # the first of each reason is logged: no bad data without a word
                 _log.warning("the gateway dropped segment %d (%s: %s)", ack.seq, ack.reason, ack.detail)
@@ -390,17 +388,8 @@ class ActorClient:
         if self._socket is not None:
             self._socket.close(linger=0)
         self._socket = connect_socket(self._context, self._address, self._server_key, self._limits.max_message_bytes)
-        hello = Hello(
-            PROTOCOL_VERSION,
-            self._token,
-            self.actor_id,
-            self.incarnation,
-            "shoal-python",
-            self.inference,
-            self.run_id,
-            self._num_acknowledged,
-        )
-        self._send_message(hello)
+        who = (self.actor_id, self.incarnation, "shoal-python", self.inference, self.run_id)
+        self._send_message(Hello(PROTOCOL_VERSION, self._token, *who, self._outbox.num_acknowledged))
         return self._await_welcome(deadline)
 
     def _await_welcome(self, deadline: float) -> Welcome | None:
@@ -425,7 +414,7 @@ class ActorClient:
         if changed:
             self._outbox.clear()
             self._weights.clear()
-            self.published_version = self._num_acknowledged = 0
+            self.published_version = 0
         self._outbox.begin_session(welcome.next_seq, welcome.send_limit)
         self.published_version = max(self.published_version, welcome.weights_version)
         self._begin_exchange(welcome, changed)
