@@ -14,7 +14,7 @@ from benchmarks.children import ROOT
 
 NAMES = (
     *("time_to_solve", "champion_promise", "experience", "weights", "algorithms", "actor_cost", "self_play"),
-    *("version_lag", "publish_latency", "remote_inference"),
+    *("version_lag", "publish_latency", "remote_inference", "gateway_durable"),
     *(
         "training_step",
         "step_before",

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.experience.segment_log import SegmentLog
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.spec import GatewaySpec
+from shoal.store import Store
 from shoal.weights import WeightSnapshot, WeightStore
 from shoal.wire import ExperienceSpec, PolicySpec, Segment, TensorSpec
 
@@ -40,15 +43,18 @@ def segment(length: int = 8, version: int = 1, **changes: object) -> Segment:
 
 
 class Parts:
-    """A gateway and what is around it, without a learner."""
+    """A gateway and what is around it, without a learner. log: where its segments are, with `durable: store`"""
 
-    def __init__(self, folder: Path | None = None, **spec: object) -> None:
+    def __init__(self, folder: Path | None = None, log: Store | None = None, **spec: object) -> None:
         self.store = WeightStore()
         self.store.publish(weights(1))
         self.ledger = Ledger(folder / "ledger.sqlite" if folder else None)
         self.spec = GatewaySpec.parse({"heartbeat_s": 0.2, "timeout_s": 60.0, **spec})
         self.queue = ExperienceQueue(self.spec.queue_capacity, self.ledger)
-        self.gateway = Gateway(self.spec, EXPERIENCE, self.queue, self.store, TOKEN, "run-1", target_return=475.0)
+        commit = None if log is None else GroupCommit(SegmentLog(log, EXPERIENCE), self.queue)
+        self.gateway = Gateway(
+            self.spec, EXPERIENCE, self.queue, self.store, TOKEN, "run-1", 475.0, group_commit=commit
+        )
 
     @property
     def address(self) -> str:
@@ -56,9 +62,9 @@ class Parts:
 
 
 @contextmanager
-def serving(folder: Path | None = None, **spec: object) -> Iterator[Parts]:
+def serving(folder: Path | None = None, log: Store | None = None, **spec: object) -> Iterator[Parts]:
     """A gateway that serves; at the end its books must balance, with nothing queued."""
-    parts = Parts(folder, **spec)
+    parts = Parts(folder, log, **spec)
     parts.gateway.start()
     try:
         yield parts

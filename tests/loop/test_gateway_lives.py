@@ -15,6 +15,7 @@ import zmq
 from loop.gateway_asking import Raw, client
 from rl_setting import TOKEN, Parts, segment, serving, weights
 from shoal.errors import ConfigError, LedgerUnwritable
+from shoal.flows.rl_metrics import count_lost
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.zmq_listener import bind_router
 from shoal.rl.spec import GatewaySpec
@@ -200,3 +201,22 @@ def test_a_gateway_begins_on_a_disk_that_is_full(tmp_path: Path, monkeypatch: py
         again.send(segment())
         assert again.drain(60)
         again.close()
+
+
+def test_what_a_gateway_had_acknowledged_that_is_lost_with_its_disk_is_counted() -> None:
+    with serving() as first:
+        actor = client(first)
+        actor.connect()
+        for _ in range(3):
+            actor.send(segment())
+        assert actor.drain(60)
+        port = first.gateway.port
+        first.gateway.close()
+        with serving(port=port) as second:
+            actor.send(segment())
+            assert actor.drain(60)
+            account = second.ledger.get_account((actor.actor_id, actor.incarnation))
+            assert (account.received, account.queued, account.dropped) == (4, 1, {"gateway_lost": 3})
+            segments = second.gateway.stats()["segments"]
+            assert [count_lost(segments, {"consumed": learnt}) for learnt in (0, 2, 3)] == [3, 1, 0]
+            actor.close()

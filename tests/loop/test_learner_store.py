@@ -78,3 +78,21 @@ def test_a_mirror_skips_what_came_meanwhile_and_tries_again(
     loaded = files.load_latest(tmp_path / "b")
     assert loaded is not None
     assert (loaded.step, loaded.state) == (4, {"step": 4})
+
+
+def test_a_learner_on_another_host_publishes_no_version_twice(tmp_path: Path, store: Store) -> None:
+    """Neither does the first host, if the run returns there."""
+    first = Bench(tmp_path / "a", store=store)
+    first.learner.save()
+    assert first.learner._checkpoints.finish_upload() == ""
+    for _ in range(5):
+        first.learner.try_publish()  # after its newest checkpoint
+    used = {each.version for each in first.learner.take_published()}
+    for folder in ("b", "a", "c"):
+        queue = ExperienceQueue(64, Ledger())
+        again = Learner(spec(), EXPERIENCE, queue, WeightStore(), tmp_path / folder, store=store, must_restore=True)
+        again.try_publish()
+        published = {each.version for each in again.take_published()}
+        assert len(published) == 2
+        assert not published & used
+        used |= published

@@ -388,8 +388,8 @@ class ActorClient:
         if self._socket is not None:
             self._socket.close(linger=0)
         self._socket = connect_socket(self._context, self._address, self._server_key, self._limits.max_message_bytes)
-        hello = Hello(PROTOCOL_VERSION, self._token, self.actor_id, self.incarnation, "shoal-python", self.inference)
-        self._send_message(hello)
+        who = (self.actor_id, self.incarnation, "shoal-python", self.inference, self.run_id)
+        self._send_message(Hello(PROTOCOL_VERSION, self._token, *who, self._outbox.num_acknowledged))
         return self._await_welcome(deadline)
 
     def _await_welcome(self, deadline: float) -> Welcome | None:

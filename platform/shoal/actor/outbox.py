@@ -26,7 +26,7 @@ class Outbox:
         self._unacknowledged: deque[PackedSegment] = deque()
         self._first_seq = 0  # the number of the oldest segment
         self._num_sent = 0  # of these segments, in this session
-        self.send_limit = 0
+        self.send_limit = self.num_acknowledged = 0  # by the present run
 
     def __len__(self) -> int:
         return len(self._unacknowledged)
@@ -61,6 +61,7 @@ class Outbox:
         """Remove all segments up to `seq`."""
         while self._unacknowledged and self._first_seq <= seq:
             self._unacknowledged.popleft()
+            self.num_acknowledged += 1
             self._first_seq += 1
             self._num_sent = max(0, self._num_sent - 1)
 
@@ -84,4 +85,4 @@ class Outbox:
     def clear(self) -> None:
         """Drop everything: it belongs to another run."""
         self._unacknowledged.clear()
-        self._num_sent = 0
+        self._num_sent = self.num_acknowledged = 0

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.flows.actor_learner_spec import ONLY_POLICY
+from shoal.wire import DropReason
 
 MAX_LAG_METRICS = 16  # actors with a lag metric of their own
 MAX_REJECTIONS = 16  # pairs of actor and reason with a count of their own
@@ -78,6 +79,7 @@ class ActorLearnerMetrics:
             "segments/consumed": segments["consumed"],
             "segments/queued": segments["queued"],
             "segments/dropped": sum(segments["dropped"].values()),
+            "segments/lost": count_lost(segments, learner),
             "endpoint/requests_per_s": self._requests.update(requests_at, requests),
             "learner/updates": learner.get("updates", 0),
             **learner.get("metrics", {}),
@@ -85,6 +87,14 @@ class ActorLearnerMetrics:
         metrics |= {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
         metrics |= _summarize_opponents(gateway)
         return {name: float(value) for name, value in metrics.items()}
+
+
+def count_lost(segments: Mapping[str, Any], learner: Mapping[str, Any]) -> int:
+    """Segments that were acknowledged and never learnt, since a gateway was lost with its disk: what no ledger accounts
+    for. segments: the accounts of the gateway of now"""
+    acknowledged: int = segments["dropped"].get(DropReason.GATEWAY_LOST.value, 0)
+    learnt_before: int = max(0, learner.get("consumed", 0) - segments["consumed"])
+    return max(0, acknowledged - learnt_before)
 
 
 def combine_policies(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

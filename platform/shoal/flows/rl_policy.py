@@ -23,6 +23,7 @@ from shoal.errors import ConfigError, InvalidSegment, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.home import home
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.rl.experience.segment_log import require_store
 from shoal.rl.gateway.gateway_inference import require_remote_inference
 from shoal.rl.gateway.sessions import LOCAL, REMOTE
 from shoal.rl.spec import RLSpec, experience_spec, network_kwargs
@@ -88,6 +89,8 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
         if own.learn_from_endpoint:
             _require_answerable(own, experience)
         require_playable_opponents(own, experience)
+        if own.gateway.durable == "store":
+            require_store()
         checkpoints = None if run is None else run.folder / name / "checkpoints"
         if own.algorithm.disk_mb:
             require_disk_space(own.algorithm.disk_mb, None if checkpoints is None else checkpoints / "replay")

@@ -19,7 +19,7 @@ POLL_S = 1.0  # how long a learner waits for experience before it checks whether
 class BatchLease:
     """The lease of the newest batch. `consumer` names this incarnation: the queue revokes the leases of earlier ones.
 
-    request:       what each batch is like; `timeout_s` of waiting in all
+    request:       what each batch is like; `timeout_s` of waiting in all; `position`: up to which the log was learnt
     is_superseded: another incarnation of this learner has taken over
     """
 
@@ -34,6 +34,11 @@ class BatchLease:
     def num_requests(self) -> int:
         """How many batches were asked for."""
         return self._request.number
+
+    @property
+    def position(self) -> int:
+        """In the log of the run, up to which it was learnt; 0 without a log."""
+        return self._request.position
 
     @property
     def is_unacknowledged(self) -> bool:
@@ -63,6 +68,8 @@ class BatchLease:
     ) -> None:
         """Set what `acknowledge` reports: the outcome of each segment, and the evidence against its actor."""
         self._outcomes = (batch.lease_id, outcomes, evidence)
+        position = max(self._request.position, batch.position)
+        self._request = self._request._replace(position=position, lease=batch.lease_id)
 
     def acknowledge(self) -> None:
         """Report the outcomes of the newest batch. Raises LedgerUnwritable when that cannot be recorded now: try again.

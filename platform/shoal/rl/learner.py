@@ -36,6 +36,7 @@ from shoal.wire import DropReason, ExperienceSpec
 T = TypeVar("T")
 
 VERSIONS_FILE = "versions-reserved"  # in the folder of checkpoints
+VERSIONS_AHEAD = 1_000_000  # of a checkpoint: that many are published without another in the store, at most
 UPLOAD_TIMEOUT_S = 30.0  # of the last checkpoint, at the end
 
 
@@ -79,19 +80,25 @@ class Learner:
         # Versions up to the number of registered opponents are theirs, in the pool.
         if must_restore:
             self._checkpoints.require_files()
-        after = max(self._restore(), used_version, len(spec.self_play.opponents))
+        self._log_position = self._restored_version = 0
+        has_moved = self._restore(folder / VERSIONS_FILE) and not used_version
+        after = max(self._restored_version, used_version, len(spec.self_play.opponents))
         self._versions = PublishedVersions(
             sink, folder / VERSIONS_FILE, after, is_known=bool(used_version), updates=self.updates
         )
         # Actors that do not pause fill one half of the queue while the learner has the other.
         max_segments = max(1, spec.gateway.queue_capacity // (1 if spec.algorithm.pauses_actors else 2))
-        self._lease = BatchLease(source, BatchRequest(*spec.batch_limits, max_segments, spec.take_timeout_s))
+        request = BatchRequest(*spec.batch_limits, max_segments, spec.take_timeout_s, position=self._log_position)
+        self._lease = BatchLease(source, request)
         self._evidence: EvidenceCheck | None = None
         if not spec.algorithm.is_off_policy:
             self._evidence = EvidenceCheck(self.algorithm.compute_log_ratios, spec.learner.seed)
         lag = spec.applied_gateway.max_version_lag
         self._bad_batches = BadBatchPolicy(lag, self._update, self.algorithm.is_usable)
         self._loop = PausableLoop(self.step)
+        if has_moved:  # before it publishes: the host before must not continue below these numbers
+            self.save()
+            self.failure = self._checkpoints.finish_upload()
         self._publish()
 
     def run(self) -> None:
@@ -188,6 +195,7 @@ class Learner:
             return {
                 "updates": self.updates,
                 "steps": self.steps,
+                "consumed": self.counts["consumed"],
                 "weights_version": self.version,
                 "restored_updates": self.restored_updates,
                 "damaged_checkpoints": list(self._checkpoints.damaged),
@@ -283,14 +291,17 @@ class Learner:
             "updates": self.updates,
             "steps": self.steps,
             "version": self.version,
+            "reserved": self.version + VERSIONS_AHEAD,
+            "position": self._lease.position,
             "counts": dict(self.counts),
         }
 
-    def _restore(self) -> int:
-        """Load the newest checkpoint; its version, or 0. Raises SpecMismatch for one of another network."""
+    def _restore(self, reserved: Path) -> bool:
+        """Load the newest checkpoint, if there is one. Whether it is of another host: `reserved` does not tell which
+        versions were published there. Raises SpecMismatch for one of another network."""
         state = self._checkpoints.load()
         if state is None:
-            return 0
+            return False
         try:
             self.algorithm.load_state_dict(state)
         except RuntimeError as error:
@@ -303,7 +314,10 @@ class Learner:
         if "cuda_rng" in state and self.algorithm.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"])
         self.updates, self.steps, self.counts = state["updates"], state["steps"], dict(state["counts"])
-        return int(state["version"])
+        self._log_position = int(state.get("position", 0))  # of an earlier Shoal: none
+        has_moved = not reserved.exists() or int(reserved.read_text()) < state["version"]
+        self._restored_version = int(state.get("reserved", state["version"]) if has_moved else state["version"])
+        return has_moved
 
 
 class LearnerCheckpoints:

@@ -39,6 +39,9 @@ class LocalLoop:
         if spec.learner.replicas > 1:
             problem = "needs a cluster, and this loop is one process"
             raise ConfigError("learner.replicas", spec.learner.replicas, problem, "use 1, or shoal run")
+        if spec.gateway.durable == "store":
+            problem = "is for a gateway that may begin again elsewhere, and this loop is one process"
+            raise ConfigError("gateway.durable", "store", problem, "use disk, or shoal run")
         make_folder(folder)
         self.store = WeightStore()
         self.ledger = Ledger(folder / LEDGER_NAME)

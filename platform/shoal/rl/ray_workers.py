@@ -40,8 +40,10 @@ from shoal.gc_freeze import freeze_loaded_objects
 from shoal.network_address import is_loopback
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
+from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
+from shoal.rl.experience.segment_log import open_log
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.user_episodes import EpisodeRejection
@@ -84,12 +86,16 @@ class RunSetting:
 
 @ray.remote(num_cpus=0, max_concurrency=16)
 class GatewayWorker:
-    """A Gateway in a process of its own. After a restart, segments queued before are dropped as GATEWAY_CRASH."""
+    """A Gateway in a process of its own. After a restart, segments queued before are dropped as GATEWAY_CRASH; with
+    `gateway.durable: store` they are queued again."""
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
         make_folder(setting.folder)  # absent on a host that shares no files with the driver's
         self._ledger = Ledger(setting.folder / LEDGER_NAME)
         self._queue = ExperienceQueue(spec.gateway.queue_capacity, self._ledger)
+        commit = None
+        if spec.gateway.durable == "store":
+            commit = GroupCommit(open_log(setting.folder_name, experience), self._queue)
         self._gateway = Gateway(
             spec.applied_gateway,
             experience,
@@ -102,6 +108,7 @@ class GatewayWorker:
             spec.algorithm.pauses_actors,
             learns_from_users=spec.learn_from_endpoint,
             opponents=OpponentPool.of_run(spec.self_play, setting.folder),
+            group_commit=commit,
         )
         self._gateway.start(START_TIMEOUT_S)
 

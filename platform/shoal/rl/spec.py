@@ -43,6 +43,11 @@ class GatewaySpec(Spec):
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535, description="0 takes a free one")
     curve: bool = False
+    durable: Literal["disk", "store"] = Field(
+        default="disk",
+        description="where a segment is counted before it is acknowledged; store: it is also kept there until learnt,"
+        " and outlives the gateway's host",
+    )
     queue_capacity: int = Field(default=96, ge=2, description="segments; at least one for every actor")
     max_credits: int = Field(default=8, ge=1, description="segments that one actor may have on their way")
     max_version_lag: int = Field(default=30, ge=0, description="weight versions; not for dqn")

@@ -37,7 +37,8 @@ class TensorHeader(msgspec.Struct, frozen=True):
 
 class Hello(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="hello"):
     """actor → gateway, first on every connection. `incarnation` grows with every start of the same actor id.
-    `inference`: "local", or "remote" for a session of `act` and `action`."""
+    `inference`: "local", or "remote" for a session of `act` and `action`. `acknowledged`: how many segments gateways
+    of the run `run_id` have acknowledged to this incarnation."""
 
     protocol: int
     token: str
@@ -45,6 +46,8 @@ class Hello(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", t
     incarnation: int
     client: str = ""
     inference: str = "local"
+    run_id: str = ""
+    acknowledged: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome", omit_defaults=True):

@@ -48,6 +48,7 @@ class DropReason(enum.StrEnum):
     STALE_CONSUMPTION = "stale_consumption"  # older than max_version_lag when the learner took it
     EXPIRED = "expired"  # of an episode at the gateway that its client has not continued, or its user not rewarded
     GATEWAY_CRASH = "gateway_crash"  # queued in a gateway that died
+    GATEWAY_LOST = "gateway_lost"  # acknowledged by a gateway that was lost with its ledger; perhaps learnt before
     LEARNER_CRASH = "learner_crash"  # leased to a learner that died before it acknowledged
     LEASE_LOST = "lease_lost"  # leased in an answer that never reached the learner
     QUARANTINED = "quarantined"  # of an actor whose log-probabilities are impossible

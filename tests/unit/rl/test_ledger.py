@@ -62,7 +62,14 @@ def test_a_lease_is_settled_once_and_saying_it_again_is_no_mistake(tmp_path: Pat
     assert ledger.acknowledge(lease, [None])
     assert Ledger(tmp_path / "ledger.sqlite").acknowledge(lease, [None])
     assert ledger.get_account(A).consumed == 1
-    assert not ledger.acknowledge(lease + 1, [None])
+    assert ledger.revoke_open_leases("another") == 0
+    revoked = ledger.open_lease("learner", [])
+    ledger.revoke_open_leases("another")
+    assert not ledger.acknowledge(revoked, [])
+
+
+def test_a_lease_of_a_gateway_whose_ledger_is_lost_does_not_end_the_learner() -> None:
+    assert Ledger().acknowledge(57, [None, None])
 
 
 def test_the_leases_of_an_earlier_learner_are_dropped_with_a_reason_and_cannot_be_settled() -> None:

@@ -16,7 +16,7 @@ from ray.tune import Trainable
 
 from shoal.device_memory import limit_device_memory
 from shoal.flows.sweep.loop_spec import add_module_folders
-from shoal.flows.sweep.trial import Trial, TrialRun, TrialSetting, make_run_id
+from shoal.flows.sweep.trial import Trial, TrialRun, TrialSetting, make_run_id, require_shared_home
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.runs import RunRecorder
 from shoal.train.launch.training_run import Backend
@@ -53,6 +53,7 @@ class TuneTrial(Trainable):
 
     def setup(self, config: dict[str, Any], setting: TrialSetting | None = None) -> None:
         assert setting is not None
+        require_shared_home(setting)
         os.environ["SHOAL_HOME"] = str(setting.home)
         if folder := find_working_folder(setting.spec.source, setting.working_folder):
             os.chdir(folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import socket
 import threading
 import time
 import traceback
@@ -24,7 +25,7 @@ import numpy as np
 import shoal.runs
 from shoal.checkpoint.directory import checkpoint_path, list_newest_first
 from shoal.checkpoint.stored import StoredCheckpoints, open_run_store
-from shoal.errors import CheckpointError, RunError, ShoalError
+from shoal.errors import CheckpointError, ConfigError, RunError, ShoalError
 from shoal.flows.sweep.spec import CheckedSweep, SweepSpec
 from shoal.home import home
 from shoal.parallel import World
@@ -72,6 +73,15 @@ class PlannedTrial:
 
     def to_config(self) -> dict[str, Any]:
         return {"number": self.number, "parameters": self.parameters}
+
+
+def require_shared_home(setting: TrialSetting) -> None:
+    """Raise ConfigError on a host that does not see the sweep's files: the trial's record would be lost there."""
+    folder = setting.stop_file.parent
+    if not folder.is_dir():
+        problem = f"has no {folder} on {socket.gethostname()}: it is another folder than the driver's"
+        remedy = "let all hosts mount one folder as SHOAL_HOME, or run the sweep on a cluster of one host"
+        raise ConfigError("SHOAL_HOME", str(setting.home), problem, remedy)
 
 
 def make_run_id(sweep_id: str, number: int) -> str:

@@ -6,6 +6,7 @@ exactly once: acknowledged by the learner, or dropped with a reason in the ledge
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter, deque
@@ -20,10 +21,12 @@ import numpy as np
 from shoal.errors import Closed, LedgerUnwritable
 from shoal.rl.experience.quarantine import EvidenceTable
 from shoal.rl.experience.segment_ledger import ActorKey, Ledger
+from shoal.rl.experience.segment_log import Positioned, Unlogged
 from shoal.weights import decode_tensors, encode_tensors
 from shoal.wire.segment import DropReason, Segment
 
 UNWRITABLE_PAUSE_S = 0.5
+_NUMBERS = ("lease_id", "position")
 _EXTRA = "extra."  # before the name of an extra, where a batch is one flat mapping
 
 
@@ -34,6 +37,7 @@ class ExperienceBatch:
     observations [N+S, *obs] (each segment has one more observation than steps), actions [N, *act], rewards [N],
     log_probabilities [N], versions [N], lengths int64 [S], terminated bool [S]; `acknowledge` takes the lease_id.
     extras: the segments' further tensors by name, [S, ...] or [N+S, ...] as they are given for a segment or observation
+    position: of its last segment in the log of the run; 0 without a log
     """
 
     lease_id: int
@@ -45,9 +49,10 @@ class ExperienceBatch:
     lengths: np.ndarray
     terminated: np.ndarray
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    position: int = 0
 
     @classmethod
-    def from_segments(cls, lease_id: int, segments: list[Segment]) -> ExperienceBatch:
+    def from_segments(cls, lease_id: int, segments: list[Segment], position: int = 0) -> ExperienceBatch:
         """Lay segments end to end."""
         return cls(
             lease_id,
@@ -59,6 +64,7 @@ class ExperienceBatch:
             np.array([segment.num_steps for segment in segments], np.int64),
             np.array([segment.terminated for segment in segments], np.bool_),
             {name: np.concatenate([segment.extras[name] for segment in segments]) for name in segments[0].extras},
+            position,
         )
 
     @property
@@ -69,7 +75,8 @@ class ExperienceBatch:
         """The batch, serialised for another process."""
         extras = {_EXTRA + name: array for name, array in self.extras.items()}
         arrays = {name: each for name, each in vars(self).items() if name != "extras"}
-        return encode_tensors({**arrays, **extras, "lease_id": np.array([self.lease_id])})
+        numbers = {name: np.array([getattr(self, name)]) for name in _NUMBERS}
+        return encode_tensors({**arrays, **extras, **numbers})
 
     @classmethod
     def from_bytes(cls, payload: bytes) -> ExperienceBatch:
@@ -77,7 +84,8 @@ class ExperienceBatch:
         arrays = decode_tensors(payload)
         names = [name for name in arrays if name.startswith(_EXTRA)]
         extras = {name.removeprefix(_EXTRA): arrays.pop(name) for name in names}
-        return cls(lease_id=int(arrays.pop("lease_id")[0]), extras=extras, **arrays)
+        numbers = {name: int(arrays.pop(name)[0]) for name in _NUMBERS}
+        return cls(extras=extras, **numbers, **arrays)  # type: ignore[arg-type]
 
     def oldest_versions(self) -> np.ndarray:
         """The oldest weights version in each segment. [S]"""
@@ -99,6 +107,7 @@ class ExperienceBatch:
             self.lengths[keep],
             self.terminated[keep],
             {name: each[keep if len(each) == len(keep) else rows] for name, each in self.extras.items()},
+            self.position,
         )
 
 
@@ -106,7 +115,7 @@ class BatchRequest(NamedTuple):
     """A learner's request: at least `min_steps`, and all queued segments up to `max_steps` (to within one segment) or
     `max_segments`; after `timeout_s` everything queued, or nothing when `is_patient`. `number` grows with every request
     of one consumer, so that an abandoned request that arrives late takes nothing. `version`, if actors pause: the
-    weights that all of the batch must be of."""
+    weights that all of the batch must be of. `position` and `lease`: of the newest batch that has been learnt."""
 
     min_steps: int
     max_steps: int
@@ -115,6 +124,8 @@ class BatchRequest(NamedTuple):
     number: int = 0
     is_patient: bool = False
     version: int = 0
+    position: int = 0
+    lease: int = 0
 
 
 class ExperienceSource(Protocol):
@@ -149,8 +160,14 @@ class ExperienceQueue:
         self.ledger = ledger
         self.on_space_freed: Callable[[], None] = lambda: None  # called when there may be credit to grant
         self._arrived = Condition(ledger.lock)  # one lock: the ledger and the queue always agree
-        self._segments: deque[tuple[ActorKey, Segment]] = deque()
+        self._segments: deque[Positioned] = deque()
         self._num_steps = 0
+        self._num_ready = self._ready_steps = 0  # of those, the first ones: what may be taken
+        self._next_position = 1
+        self._logged_end: int | None = None  # with a log: segments of lower positions are ready; without, all
+        self._unlogged: list[Positioned] = []
+        self._dropped: list[int] = []  # positions, since `take_unlogged`
+        self.on_closed: Callable[[], object] = lambda: None
         self._newest_take = ("", 0)  # consumer, number
         self._wanted = (0, 0)  # steps, segments: either wakes `take`
         self.awaited_version = 0  # of the batch that the learner waits for; 0: none, or actors do not pause
@@ -169,19 +186,53 @@ class ExperienceQueue:
                 raise Closed("the experience queue is closed")
             if len(self._segments) >= self.capacity:
                 return False
-            self._segments.append((key, segment))
+            entry = Positioned(self._next_position, key, seq, segment)
+            self._next_position += 1
+            self._segments.append(entry)
             self._num_steps += segment.num_steps
             self.ledger.record_received(key, seq)
-            if self._has_enough(*self._wanted):
-                self._arrived.notify()  # not for every segment: needless wake-ups of the learner slow the actors
+            if self._logged_end is not None:
+                self._unlogged.append(entry)
+            else:
+                self._admit([entry])
             return True
 
+    def begin_log(self, segments: Sequence[Positioned], next_position: int) -> None:
+        """Queue segments of a log, in their order. Later ones wait for `admit_logged`."""
+        with self._arrived:
+            self._next_position = self._logged_end = next_position
+            self._segments.extend(segments)
+            self._num_steps += sum(each.segment.num_steps for each in segments)
+            self._admit(segments)
+
+    @property
+    def num_unlogged(self) -> int:
+        """How many segments wait for `take_unlogged`."""
+        return len(self._unlogged)
+
+    def take_unlogged(self) -> Unlogged:
+        """What has come and gone since the last call, under the ledger's lock."""
+        first_queued = self._segments[0].position if self._segments else self._next_position
+        taken = Unlogged(self._unlogged, first_queued, self._dropped, self._next_position)
+        self._unlogged, self._dropped = [], []
+        return taken
+
+    def admit_logged(self, end: int) -> None:
+        """Segments of positions below `end` may be taken."""
+        with self._arrived:
+            self._logged_end = end
+            waiting = itertools.islice(self._segments, self._num_ready, None)
+            self._admit([each for each in waiting if each.position < end])
+        self.on_space_freed()
+
     def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
-        min_steps, max_steps, max_segments, timeout_s, number, is_patient, version = request
+        min_steps, max_steps, max_segments, timeout_s, number, is_patient, version, *_ = request
         deadline = time.monotonic() + timeout_s
         with self._arrived:
             if self._newest_take[0] == consumer and number < self._newest_take[1]:
                 return None  # a newer request has overtaken this one: its lease is in use
+            if self._logged_end is not None:
+                self._acknowledge_seen(consumer, request)
             with suppress(LedgerUnwritable):  # the following lease writes it, or there is none
                 self.ledger.revoke_open_leases(consumer)
             self._newest_take = (consumer, number)
@@ -197,20 +248,21 @@ class ExperienceQueue:
                 return None  # abandoned by the learner: a newer request is waiting
             if is_patient and not self._has_enough(min_steps, max_segments):
                 return None
-            keys, segments = self._pop(max_steps, max_segments)
-            if not segments:
+            popped = self._pop(max_steps, max_segments)
+            if not popped:
                 return None
             try:
-                lease_id = self.ledger.open_lease(consumer, keys)
+                lease_id = self.ledger.open_lease(consumer, [each.key for each in popped])
             except LedgerUnwritable:
-                self._put_back(keys, segments)
+                self._put_back(popped)
                 self._arrived.wait_for(
                     lambda: self._closed, UNWRITABLE_PAUSE_S
                 )  # otherwise the caller would retry without a pause
                 return None
             self.awaited_version, self.num_batches = 0, self.num_batches + 1
         self.on_space_freed()
-        return ExperienceBatch.from_segments(lease_id, segments)
+        position = 0 if self._logged_end is None else popped[-1].position
+        return ExperienceBatch.from_segments(lease_id, [each.segment for each in popped], position)
 
     def acknowledge(self, lease_id: int, outcomes: Sequence[DropReason | None], evidence: Sequence[float] = ()) -> bool:
         with self._arrived:
@@ -234,13 +286,16 @@ class ExperienceQueue:
 
     def close(self) -> None:
         """Drop the rest as SHUTDOWN and wake `take`. Idempotent. Raises LedgerUnwritable, but closes all the same."""
-        with self._arrived:
-            self._closed = True
-            self.ledger.drop_queued((key for key, _ in self._segments), DropReason.SHUTDOWN)
-            self._segments.clear()
-            self._num_steps = 0
-            self._arrived.notify_all()  # the waiters continue when this lock is released
-            self.ledger.commit()
+        try:
+            with self._arrived:
+                self._closed = True
+                self.ledger.drop_queued((each.key for each in self._segments), DropReason.SHUTDOWN)
+                self._segments.clear()
+                self._num_steps = self._num_ready = self._ready_steps = 0
+                self._arrived.notify_all()  # the waiters continue when this lock is released
+                self.ledger.commit()
+        finally:
+            self.on_closed()
 
     def count_missing(self, segment_length: int) -> int:
         """How many segments of this length complete the batch that the learner waits for; 0 while it waits for none."""
@@ -258,30 +313,51 @@ class ExperienceQueue:
         self._drop(lambda _, segment: segment.oldest_version < version, DropReason.STALE_CONSUMPTION)
         self.on_space_freed()  # the gateway grants credit for this batch
 
+    def _acknowledge_seen(self, consumer: str, request: BatchRequest) -> None:
+        """Count what the learner has, and has acknowledged to a gateway that died before it could log that."""
+        seen = []
+        while self._segments and self._segments[0].position <= request.position:
+            seen.append(self._remove_first())
+        self.ledger.acknowledge_seen(consumer, request.lease, [each.key for each in seen])
+
     def _drop(self, is_dropped: Callable[[ActorKey, Segment], bool], reason: DropReason) -> None:
-        queued, self._segments = self._segments, deque()
-        for key, segment in queued:
-            if is_dropped(key, segment):
-                self._num_steps -= segment.num_steps
-                self.ledger.drop_queued([key], reason)
-            else:
-                self._segments.append((key, segment))
+        dropped = [each for each in self._segments if is_dropped(each.key, each.segment)]
+        self.ledger.drop_queued([each.key for each in dropped], reason)
+        positions = {each.position for each in dropped}
+        if self._logged_end is not None:
+            self._dropped += positions
+        queued, num_ready = self._segments, self._num_ready
+        self._segments = deque(each for each in queued if each.position not in positions)
+        ready = [each for each in itertools.islice(queued, num_ready) if each.position not in positions]
+        self._num_steps = sum(each.segment.num_steps for each in self._segments)
+        self._num_ready, self._ready_steps = len(ready), sum(each.segment.num_steps for each in ready)
+
+    def _admit(self, segments: Sequence[Positioned]) -> None:
+        """The next ones are ready."""
+        self._num_ready += len(segments)
+        self._ready_steps += sum(each.segment.num_steps for each in segments)
+        if self._has_enough(*self._wanted):
+            self._arrived.notify()  # not for every segment: needless wake-ups of the learner slow the actors
 
     def _has_enough(self, min_steps: int, max_segments: int) -> bool:
-        return self._num_steps >= min_steps or len(self._segments) >= max_segments
+        return self._ready_steps >= min_steps or self._num_ready >= max_segments
 
-    def _pop(self, max_steps: int, max_segments: int) -> tuple[list[ActorKey], list[Segment]]:
-        keys: list[ActorKey] = []
-        segments: list[Segment] = []
+    def _pop(self, max_steps: int, max_segments: int) -> list[Positioned]:
+        popped: list[Positioned] = []
         num_steps = 0
-        while self._segments and num_steps < max_steps and len(segments) < max_segments:
-            key, segment = self._segments.popleft()
-            keys.append(key)
-            segments.append(segment)
-            num_steps += segment.num_steps
-        self._num_steps -= num_steps
-        return keys, segments
+        while self._num_ready and num_steps < max_steps and len(popped) < max_segments:
+            popped.append(self._remove_first())
+            num_steps += popped[-1].segment.num_steps
+        return popped
 
-    def _put_back(self, keys: list[ActorKey], segments: list[Segment]) -> None:
-        self._segments.extendleft(reversed(list(zip(keys, segments, strict=True))))
-        self._num_steps += sum(segment.num_steps for segment in segments)
+    def _remove_first(self) -> Positioned:
+        removed = self._segments.popleft()
+        num_steps = removed.segment.num_steps
+        self._num_ready, self._ready_steps = self._num_ready - 1, self._ready_steps - num_steps
+        self._num_steps -= num_steps
+        return removed
+
+    def _put_back(self, popped: Sequence[Positioned]) -> None:
+        self._segments.extendleft(reversed(popped))
+        self._num_steps += sum(each.segment.num_steps for each in popped)
+        self._admit(popped)

@@ -13,11 +13,13 @@ import json
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from shoal.atomic_file import connect_private, describe_newer_format, is_newer_format, log_unknown_fields
 from shoal.errors import LedgerUnwritable, RunError
@@ -27,6 +29,7 @@ from shoal.wire.segment import DropReason
 _TRANSIENT_ERRORS = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 LEDGER_NAME = "ledger.sqlite"  # in a run's folder
+LEASE_GAP = 1_000_000  # in their numbers, after leases of which this ledger may not know
 BUSY_TIMEOUT_MS = 100  # for a commit while another process locks the file; the gateway answers no actor meanwhile
 
 ActorKey = tuple[str, int]  # (actor id, incarnation)
@@ -81,6 +84,17 @@ class _Lease:
     keys: tuple[ActorKey, ...]  # one for each segment, in batch order
 
 
+class LedgerChanges(msgspec.Struct, frozen=True):
+    """What a log has of a ledger: rows of `accounts`, and all leases and facts.
+
+    leases: the consumer and the keys of each, by its id
+    """
+
+    accounts: list[tuple[str, int, int, int, int, int, str]]
+    leases: dict[int, tuple[str, tuple[ActorKey, ...]]]
+    facts: dict[str, str]
+
+
 class Ledger:
     """The accounts of one run, in memory and in a SQLite file. Safe to use from any thread."""
 
@@ -106,10 +120,12 @@ class Ledger:
         self._dirty: set[ActorKey] = set()
         self._dirty_leases: set[int] = set()
         self._new_facts: dict[str, str] = {}
+        self._unlogged: set[ActorKey] = set()  # changed since `take_changes`
         self.quarantined: dict[str, str] = {}  # actor id -> reason; see `load_quarantine`
         self._new_quarantined: dict[str, str] = {}
         self._next_lease = 1  # never reused, also after a crash: a late acknowledgement must not hit another lease
         self._last_acknowledged = 0
+        self._lost_leases = range(0)  # of which the log that was restored may not know
         self._closed = False
         self._load()
         self._database.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
@@ -144,7 +160,7 @@ class Ledger:
     def open_account(self, key: ActorKey) -> Account:
         """The account, stored from the next commit on even if nothing was received yet."""
         with self.lock:
-            self._dirty.add(key)
+            self._touch(key)
             return self.get_account(key)
 
     def record_received(self, key: ActorKey, seq: int, reason: DropReason | None = None) -> None:
@@ -158,13 +174,23 @@ class Ledger:
                     each.queued += 1
                 else:
                     each.dropped[reason.value] += 1
-            self._dirty.add(key)
+            self._touch(key)
+
+    def record_lost(self, key: ActorKey, count: int) -> None:
+        """Count the segments that a gateway has acknowledged, of whose ledger this disk has nothing."""
+        with self.lock:
+            if key in self._accounts or count <= 0:
+                return
+            for each in (self.get_account(key), self._totals):
+                each.received += count
+                each.dropped[DropReason.GATEWAY_LOST.value] += count
+            self._touch(key)
 
     def count_duplicate(self, key: ActorKey) -> None:
         with self.lock:
             self.get_account(key).duplicates += 1
             self._totals.duplicates += 1
-            self._dirty.add(key)
+            self._touch(key)
 
     def open_lease(self, consumer: str, keys: Iterable[ActorKey]) -> int:
         """Record that `consumer` receives one segment of each key; returns the lease's id, durable on return.
@@ -192,7 +218,8 @@ class Ledger:
         with self.lock:
             if lease_id not in self._leases:
                 self.commit()  # the first acknowledgement may have failed to commit
-                return lease_id == self._last_acknowledged
+                is_lost = lease_id in self._lost_leases or lease_id >= self._next_lease  # of a gateway that is gone
+                return lease_id == self._last_acknowledged or is_lost
             self._last_acknowledged = lease_id
             self._new_facts["last_settled"] = str(lease_id)
             keys = self._close_lease(lease_id)
@@ -200,11 +227,18 @@ class Ledger:
                 if outcome is not None:
                     self._drop(key, count, outcome)
                 else:
-                    for each in (self._accounts[key], self._totals):
-                        each.queued -= count
-                        each.consumed += count
+                    self._consume(key, count)
             self.commit()
             return True
+
+    def acknowledge_seen(self, consumer: str, last_lease: int, keys: Iterable[ActorKey]) -> None:
+        """Count as consumed what `consumer` has acknowledged to a gateway that was lost before it could log that: its
+        leases up to `last_lease`, and one queued segment of each key."""
+        with self.lock:
+            seen = [number for number, each in self._leases.items() if each.consumer == consumer]
+            leased = [key for number in seen if number <= last_lease for key in self._close_lease(number)]
+            for key, count in Counter([*leased, *keys]).items():
+                self._consume(key, count)
 
     def revoke_open_leases(self, consumer: str) -> int:
         """Revoke the open leases because `consumer` asks for a new one: its own, whose answer was lost (LEASE_LOST),
@@ -230,6 +264,43 @@ class Ledger:
         with self.lock:
             lease = self._leases.get(lease_id)
             return () if lease is None else lease.keys
+
+    def take_changes(self, is_full: bool) -> LedgerChanges | None:
+        """The accounts changed since the last call, or all; None where none is."""
+        with self.lock:
+            keys = self._accounts.keys() if is_full else self._unlogged
+            self._unlogged = set()
+            if not keys:
+                return None
+            facts = dict(self._database.execute("SELECT name, value FROM facts")) | self._new_facts
+            leases = {number: (each.consumer, each.keys) for number, each in self._leases.items()}
+            return LedgerChanges([self._to_row(key) for key in keys], leases, facts)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether `take_changes` has any."""
+        return bool(self._unlogged)
+
+    def restore(self, logged: LedgerChanges, queued: Mapping[ActorKey, int]) -> None:
+        """Take the accounts and leases of a log in place of those of this disk. queued: segments that are queued again,
+        of each account; others that were become GATEWAY_CRASH."""
+        with self.lock:
+            unknown = self._accounts.keys() - {(actor_id, incarnation) for actor_id, incarnation, *_ in logged.accounts}
+            self._dirty_leases.update(self._leases, logged.leases)
+            self._accounts, self._totals = {}, Account()
+            for key in unknown:  # what was received was not acknowledged
+                self._add_account(key, Account())
+            self._leases = {number: _Lease(*each) for number, each in logged.leases.items()}
+            self._load_accounts(logged.accounts, queued)
+            for key in self._accounts:
+                self._touch(key)
+            own = {name: value for name in logged.facts if (value := self.get_fact(name)) is not None}
+            logged_lease = int(logged.facts.get("next_lease", 1))
+            self._next_lease = logged_lease + LEASE_GAP
+            self._lost_leases = range(logged_lease, self._next_lease)
+            self._last_acknowledged = int(logged.facts.get("last_settled", 0))
+            lease_facts = {"next_lease": str(self._next_lease), "last_settled": str(self._last_acknowledged)}
+            self._new_facts |= {**logged.facts, **own, **lease_facts}
 
     def quarantine(self, actor_id: str, reason: str) -> None:
         """Put an actor in quarantine, until `release_actor`."""
@@ -299,7 +370,18 @@ class Ledger:
             for each in (self._accounts[key], self._totals):
                 each.queued -= count
                 each.dropped[reason.value] += count
-            self._dirty.add(key)
+            self._touch(key)
+
+    def _touch(self, key: ActorKey) -> None:
+        """The account is to be written, and to be logged."""
+        self._dirty.add(key)
+        self._unlogged.add(key)
+
+    def _consume(self, key: ActorKey, count: int) -> None:
+        for each in (self._accounts[key], self._totals):
+            each.queued -= count
+            each.consumed += count
+        self._touch(key)
 
     def _add_account(self, key: ActorKey, account: Account) -> Account:
         actor_id, incarnation = key
@@ -310,10 +392,11 @@ class Ledger:
     def _close_lease(self, lease_id: int) -> tuple[ActorKey, ...]:
         self._dirty_leases.add(lease_id)
         keys = self._leases.pop(lease_id).keys
-        self._dirty.update(keys)
+        for key in set(keys):
+            self._touch(key)
         return keys
 
-    def _to_row(self, key: ActorKey) -> tuple[object, ...]:
+    def _to_row(self, key: ActorKey) -> tuple[str, int, int, int, int, int, str]:
         account = self._accounts[key]
         dropped = json.dumps(account.dropped)
         return (*key, account.next_seq, account.received, account.consumed, account.duplicates, dropped)
@@ -338,20 +421,24 @@ class Ledger:
 
     def _load(self) -> None:
         """Read the ledger, and drop the segments queued in a gateway that did not close it."""
-        for actor_id, incarnation, next_seq, received, consumed, duplicates, dropped in self._database.execute(
-            f"SELECT {', '.join(_COLUMNS)} FROM accounts"
-        ):
-            reasons = json.loads(dropped)
-            if former := reasons.pop("malformed", 0):  # the former word, in older records
-                reasons[DropReason.INVALID_FRAMES.value] = reasons.get(DropReason.INVALID_FRAMES.value, 0) + former
-            account = Account(next_seq, received, consumed, 0, duplicates, Counter(reasons))
-            self._add_account((actor_id, incarnation), account)
         self.load_quarantine()
         self._next_lease = int(self.get_fact("next_lease") or 1)
         self._last_acknowledged = int(self.get_fact("last_settled") or 0)
         for lease_id, consumer, text in self._database.execute("SELECT lease_id, consumer, keys FROM leases"):
             keys = tuple((actor_id, incarnation) for actor_id, incarnation in json.loads(text))
             self._leases[lease_id] = _Lease(consumer, keys)
+        self._load_accounts(self._database.execute(f"SELECT {', '.join(_COLUMNS)} FROM accounts"), {})
+        with suppress(LedgerUnwritable):  # a later commit writes it, or the next start repeats this
+            self.commit()
+
+    def _load_accounts(self, rows: Iterable[Sequence[Any]], queued: Mapping[ActorKey, int]) -> None:
+        """Add accounts; of their segments that were queued, `queued` still are."""
+        for actor_id, incarnation, next_seq, received, consumed, duplicates, dropped in rows:
+            reasons = json.loads(dropped)
+            if former := reasons.pop("malformed", 0):  # the former word, in older records
+                reasons[DropReason.INVALID_FRAMES.value] = reasons.get(DropReason.INVALID_FRAMES.value, 0) + former
+            account = Account(next_seq, received, consumed, 0, duplicates, Counter(reasons))
+            self._add_account((actor_id, incarnation), account)
         leased = Counter(key for lease in self._leases.values() for key in lease.keys)
         for key, account in self._accounts.items():
             account.queued = account.received - account.consumed - account.dropped.total()
@@ -360,6 +447,4 @@ class Ledger:
             self._totals.queued += account.queued
             self._totals.duplicates += account.duplicates
             self._totals.dropped.update(account.dropped)
-            self._drop(key, account.queued - leased[key], DropReason.GATEWAY_CRASH)
-        with suppress(LedgerUnwritable):  # a later commit writes it, or the next start repeats this
-            self.commit()
+            self._drop(key, account.queued - leased[key] - queued.get(key, 0), DropReason.GATEWAY_CRASH)

@@ -19,7 +19,9 @@ import zmq
 
 from shoal.errors import ConfigError, InvalidSegment, LedgerUnwritable, ProtocolViolation
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
+from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import ExperienceQueue
+from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorTable, RunProgress
 from shoal.rl.gateway.admission import Admission
 from shoal.rl.gateway.gateway_inference import GatewayInference
@@ -66,10 +68,11 @@ class Gateway:
         synchronous: bool = False,
         learns_from_users: bool = False,
         opponents: OpponentPool | None = None,
+        group_commit: GroupCommit | None = None,
     ) -> None:
         """`curve_keys` are (public, secret) as zmq.curve_keypair() makes them; required when `spec.curve`.
         `synchronous`: actors pause between two batches. `learns_from_users`: `answer_user` takes their episodes.
-        `opponents`: for self-play."""
+        `opponents`: for self-play. `group_commit`: of the queue, with `durable: store`."""
         if not token:
             raise ConfigError("token", token, "is empty", "a gateway without a token would take anybody's experience")
         if spec.curve and curve_keys is None:
@@ -81,7 +84,9 @@ class Gateway:
         self._progress = RunProgress(target_return, opponent_names=opponents.names if opponents is not None else {})
         self._opponents = opponents
         self._sessions = Sessions(experience.segment_length if synchronous else 0)
-        self._actors, self._send_queue = ActorTable(), SendQueue()
+        self._group_commit = group_commit
+        self._send_queue = SendQueue() if self._group_commit is None else SendQueue(self._group_commit.await_group)
+        self._actors = ActorTable()
         self._admission = Admission(
             experience, queue, self._progress, spec.max_version_lag, lambda: self._version, opponents
         )
@@ -109,6 +114,7 @@ class Gateway:
             token,
             synchronous,
             self.queue.ledger,
+            self._get_acknowledged,
             self._progress,
             self._sessions,
             self._actors,
@@ -116,6 +122,12 @@ class Gateway:
             self._inference,
             lambda: self._version,
         )
+
+    def _get_acknowledged(self, key: ActorKey) -> int:
+        """The number of the next segment that an actor need not keep."""
+        if self._group_commit is not None:
+            return self._group_commit.get_acknowledged(key)
+        return self.queue.ledger.get_account(key).next_seq
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -157,8 +169,9 @@ class Gateway:
     @property
     def is_alive(self) -> bool:
         """Whether its threads run; True before `start` and after `close`."""
+        has_log = self._group_commit is None or self._group_commit.is_alive
         return self._stopping.is_set() or (
-            self._inference.is_alive and all(thread.is_alive() for thread in self._threads)
+            has_log and self._inference.is_alive and all(thread.is_alive() for thread in self._threads)
         )
 
     def close(self, finished: bool = False) -> None:
@@ -287,6 +300,8 @@ class Gateway:
         if not self._try_commit():
             return self._send_all(is_written=False)
         self._sessions.grant_credit(self.queue, self.spec.max_credits)
+        if self._group_commit is not None:
+            self._group_commit.hurry_if(sum(self._sessions.compute_open_credit(self.queue).values()))
         snapshot = self._latest_weights
         if self._opponents is not None and snapshot is not None:
             self._opponents.offer(snapshot, self._progress.steps)
@@ -317,21 +332,24 @@ class Gateway:
             session.pull_opponent_newer_than = None
 
     def _try_commit(self) -> bool:
-        """Write the ledger; False when that fails now. Records events when the failure begins and ends."""
+        """Write the ledger; False when that fails now. Records events when it, or the log in the store, begins and ends
+        to take nothing: then no segment is acknowledged, and actors wait for credit."""
+        problem = "" if self._group_commit is None else self._group_commit.problem
+        is_written = True
         try:
             self.queue.ledger.commit()
         except LedgerUnwritable as error:
-            if not self._is_ledger_unwritable:
-                self._progress.record_event("ledger_unwritable", problem=str(error))
-            self._is_ledger_unwritable = True
-            return False
-        if self._is_ledger_unwritable:
+            problem, is_written = str(error), False
+        if problem and not self._is_ledger_unwritable:
+            self._progress.record_event("ledger_unwritable", problem=problem)
+        if self._is_ledger_unwritable and not problem:
             self._progress.record_event("ledger_writable")
-        self._is_ledger_unwritable = False
-        return True
+        self._is_ledger_unwritable = bool(problem)
+        return is_written
 
     def _send_all(self, is_written: bool = True) -> None:
-        for route, frames, _ in self._send_queue.take(is_written):
+        num_groups = 0 if self._group_commit is None else self._group_commit.num_uploaded
+        for route, frames, *_ in self._send_queue.take(is_written, num_groups):
             try:
                 self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
             except zmq.ZMQError as error:

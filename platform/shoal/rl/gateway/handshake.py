@@ -26,6 +26,7 @@ class Handshake:
     """Opens and ends the sessions of one gateway.
 
     run_id, token:  of the run, as the actors must know them
+    get_acknowledged: the number of the next segment of an actor that the gateway needs
     get_version:    of the newest weights
     is_synchronous: actors pause between two batches
     """
@@ -38,6 +39,7 @@ class Handshake:
         token: str,
         is_synchronous: bool,
         ledger: Ledger,
+        get_acknowledged: Callable[[ActorKey], int],
         progress: RunProgress,
         sessions: Sessions,
         actors: ActorTable,
@@ -46,7 +48,7 @@ class Handshake:
         get_version: Callable[[], int],
     ) -> None:
         self._spec, self._experience, self.run_id, self._token = spec, experience, run_id, token
-        self._is_synchronous, self._get_version = is_synchronous, get_version
+        self._is_synchronous, self._get_version, self._get_acknowledged = is_synchronous, get_version, get_acknowledged
         self._ledger, self._progress, self._sessions, self._actors = ledger, progress, sessions, actors
         self._send_queue, self._inference = send_queue, inference
 
@@ -72,7 +74,10 @@ class Handshake:
             except ConfigError as error:
                 return self._reject_hello(route, hello, "no_remote_inference", str(error))
         self._supersede(route, hello)
-        self._open_session(route, (hello.actor_id, hello.incarnation), hello.inference == REMOTE)
+        key = (hello.actor_id, hello.incarnation)
+        if hello.run_id == self.run_id:
+            self._ledger.record_lost(key, hello.acknowledged)
+        self._open_session(route, key, hello.inference == REMOTE)
 
     def _reject_hello(self, route: bytes, hello: Hello, code: str, message: str) -> None:
         self.reject(route, code, message)
@@ -106,7 +111,7 @@ class Handshake:
             PROTOCOL_VERSION,
             self.run_id,
             self._experience,
-            self._ledger.get_account(session.key).next_seq,
+            self._get_acknowledged(session.key),
             session.send_limit,
             self._get_version(),
             self._spec.heartbeat_s,
