@@ -1,8 +1,13 @@
-"""An S3 server for tests: moto's, which honours conditional writes, on a free port of the loopback."""
+"""An S3 server for tests: moto's, which honours conditional writes, on a free port of the loopback.
+
+python bucket_server.py ADDRESS     says the environment of its users, as JSON, and serves until its input ends
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,3 +44,10 @@ def running_bucket(host: str = "127.0.0.1") -> Iterator[dict[str, str]]:
 def bucket_environment() -> Iterator[dict[str, str]]:
     with running_bucket() as environment:
         yield environment
+
+
+if __name__ == "__main__":
+    with running_bucket(sys.argv[1]) as found:
+        sys.stdout.write(f"{json.dumps(found)}\n")
+        sys.stdout.flush()
+        sys.stdin.read()
