@@ -90,5 +90,5 @@ def test_a_host_serves_what_another_has_trained(cluster: Cluster) -> None:
     [replica] = json.loads(cluster.head.run("shoal", "serve", "status", "line", "--json"))["replicas"]
     assert (replica["host"], replica["ready"]) == ("spare", True)
     asking = "import sys; from shoal.client import Client; url, token = sys.argv[1:];"
-    asking += "print(*(each.shape for each in Client(url, token=token).infer('line', {'x': [[0.5]]}).values()))"
+    asking += "print(*(each.shape for each in Client(url, token=token).infer('line', {'input': [[0.5]]}).values()))"
     assert cluster.head.run(sys.executable, "-c", asking, url[1], cluster.token) == "(1, 1)\n"
