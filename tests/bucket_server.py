@@ -1,9 +1,14 @@
-"""An S3 server for tests: moto's, which honours conditional writes, on a free port of the loopback."""
+"""An S3 server for tests: moto's, which honours conditional writes, on a free port of the loopback.
+
+python bucket_server.py ADDRESS     says the environment of its users, as JSON, and serves until its input ends
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,3 +60,10 @@ def bucket_environment() -> Iterator[dict[str, str]]:
     with running_bucket() as environment:
         yield environment
     location._open_bucket.cache_clear()  # the next server has another port
+
+
+if __name__ == "__main__":
+    with running_bucket(sys.argv[1]) as found:
+        sys.stdout.write(f"{json.dumps(found)}\n")
+        sys.stdout.flush()
+        sys.stdin.read()

@@ -2,7 +2,8 @@
 
 A host is a process in namespaces of its own, and what runs there is a child of its init: it dies with it, as with a
 host that loses power. They share the file system, as hosts that mount the same one do, but for /dev/shm and Ray's
-folder. Nothing of this is seen outside, and all of it ends with whoever made it, however that ends.
+folder; or nothing: then each has a disk of its own, which is lost with it, and what is installed can only be read.
+Nothing of this is seen outside, and all of it ends with whoever made it, however that ends.
 """
 
 from __future__ import annotations
@@ -26,8 +27,13 @@ NETWORK = "198.18.7"  # of RFC 2544, for tests of networks
 # Bash reaps whom their parents have left, and ends, and with it the host, when nobody holds its standard input.
 # No name server is reached from there: a query would only take its time.
 _INIT = (
-    "hostname {name}; mkdir -p /tmp/ray; mount -t tmpfs ray /tmp/ray; mount -t tmpfs shm /dev/shm;"
-    " mount --bind /dev/null /etc/resolv.conf; echo up; read -r"
+    "set -e; hostname {name}; mkdir -p /tmp/ray; mount -t tmpfs ray /tmp/ray; mount -t tmpfs shm /dev/shm;"
+    " mount --bind /dev/null /etc/resolv.conf; {disk} mkdir -p {home}/project; echo up; read -r"
+)
+# What is mounted can only be read, but for the kernel's own and its own. A disk hides the folder of all hosts.
+_OWN_DISK = (
+    'for each in $(findmnt -rno TARGET); do case "$each" in /proc*|/sys*|/dev*|/tmp/ray|/etc/resolv.conf) ;;'
+    ' *) mount -o remount,bind,ro "$each";; esac; done; mount -t tmpfs disk {folder};'
 )
 SMALL = "--num-cpus={num_cpus} --object-store-memory=300000000"
 LIMIT_S, GRACE_S = 800.0, 60.0
@@ -40,7 +46,8 @@ def why_none() -> str:
     """Why there can be no hosts here; "" when there can."""
     if os.geteuid() != 0:
         return "hosts are namespaces, which take root to make"
-    missing = [tool for tool in ("ip", "unshare", "nsenter", "pgrep", "hostname") if shutil.which(tool) is None]
+    tools = ("ip", "unshare", "findmnt", "nsenter", "pgrep", "hostname")
+    missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing:
         return f"apt install iproute2 util-linux procps hostname: there is no {', '.join(missing)}"
     may = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)
@@ -48,12 +55,15 @@ def why_none() -> str:
 
 
 class Host:
-    """One of them. `home` is its user's, whose programs run in `project`; the others reach it at `address`."""
+    """One of them. `home` is its user's, whose programs run in `project`; the others reach it at `address`.
 
-    def __init__(self, name: str, address: str, folder: Path, shared: Path, init: int) -> None:
-        self.name, self.address, self.home = name, address, folder
-        self.project = folder / "project"
-        self._shared, self._init = shared, init
+    files: `home`, from outside
+    """
+
+    def __init__(self, name: str, address: str, home: Path, init: int, environment: Mapping[str, str]) -> None:
+        self.name, self.address, self.home = name, address, home
+        self.project, self.files = home / "project", Path(f"/proc/{init}/root{home}")
+        self._init, self._environment = init, environment
 
     def command(self, words: Sequence[str]) -> list[str]:
         """What runs `words` there, from here."""
@@ -77,7 +87,7 @@ class Host:
         """Of a user there: what is not said here, nobody has set."""
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         kept = {name: os.environ[name] for name in ("PYTHONPATH", "LANG") if name in os.environ}
-        return {**kept, "PATH": path, "HOME": str(self.home), "SHOAL_HOME": str(self._shared), "PYTHONUNBUFFERED": "1"}
+        return {**kept, "PATH": path, "HOME": str(self.home), "PYTHONUNBUFFERED": "1", **self._environment}
 
     def start(
         self,
@@ -99,10 +109,15 @@ class Host:
 
 
 class Network:
-    """A switch and the hosts at it."""
+    """A switch and the hosts at it.
 
-    def __init__(self, shared: Path, folder: Path) -> None:
-        self._shared, self._folder = shared, folder
+    shared:      what all hosts have for $SHOAL_HOME; None: hosts have a disk each, and no other folder to write to
+    environment: of the users of all hosts
+    """
+
+    def __init__(self, shared: Path | None, folder: Path) -> None:
+        self._shared, self.folder = shared, folder
+        self.environment = {} if shared is None else {"SHOAL_HOME": str(shared)}
         self._inits: dict[str, subprocess.Popen[str]] = {}
         self._ending = ExitStack()
         with ExitStack() as on_failure:
@@ -114,10 +129,11 @@ class Network:
 
     def add(self, name: str) -> Host:
         """A host that is up, and reached by the others at its address."""
-        home = self._folder / name
-        (home / "project").mkdir(parents=True)
+        home = self.folder / (name if self._shared else "user")
+        disk = "" if self._shared else _OWN_DISK.format(folder=self.folder)
+        init_words = _INIT.format(name=name, home=home, disk=disk)
         spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        self._inits[name] = self._begin(name, ["unshare", *spaces, "bash", "-c", _INIT.format(name=name)])
+        self._inits[name] = self._begin(name, ["unshare", *spaces, "bash", "-c", init_words])
         init = int(_output("pgrep", "-P", str(self._inits[name].pid)))
         address = f"{NETWORK}.{9 + len(self._inits)}"
         port, here = f"to-{name}", ["nsenter", "-t", str(init), "-n", "ip"]
@@ -126,7 +142,8 @@ class Network:
         for words in ("link set lo up", "link set eth0 up", f"addr add {address}/24 dev eth0"):
             _output(*here, *words.split())
         _output(*here, *f"route add default via {NETWORK}.1".split())  # by it Ray finds its own address
-        return Host(name, address, home, self._shared, init)
+        own = {} if self._shared else {"TMPDIR": str(RAYS)}
+        return Host(name, address, home, init, own | self.environment)
 
     def cut(self, host: Host) -> None:
         """Its link: it goes on, and nobody on the network hears a word of it."""
@@ -163,10 +180,12 @@ def _output(*words: str) -> str:
 
 
 @contextmanager
-def network(folder: Path) -> Iterator[Network]:
-    """A network without hosts, whose files are in `folder`; what they share is `folder/shared`."""
-    (folder / "shared").mkdir()
-    made = Network(folder / "shared", folder)
+def network(folder: Path, *, has_disks: bool = False) -> Iterator[Network]:
+    """A network without hosts, whose files are in `folder`; what they share is `folder/shared`, unless they have disks
+    of their own there."""
+    if not has_disks:
+        (folder / "shared").mkdir()
+    made = Network(None if has_disks else folder / "shared", folder)
     try:
         yield made
     finally:
@@ -178,8 +197,12 @@ def network(folder: Path) -> Iterator[Network]:
 def start_ray(host: Host, head: Host, num_cpus: int = 2) -> None:
     """By the commands of cluster.yaml, without what its launcher does."""
     cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-    if not (venv := host.home / "shoal-venv").exists():
+    if not (venv := host.files / "shoal-venv").exists():
         venv.symlink_to(sys.prefix)
+    if host is not head and "SHOAL_HOME" not in host.environment():  # file_mounts of cluster.yaml copies it
+        (own := host.files / ".shoal").mkdir(mode=0o700)
+        (own / "ray-token").touch(0o600)
+        (own / "ray-token").write_bytes((head.files / ".shoal/ray-token").read_bytes())
     host_environment = next(line for line in cluster["setup_commands"] if "host_environment" in line)
     in_ray = "shoal.cluster.host_environment /tmp/ray/ha"  # a folder that each host has for itself
     patience = " ".join(f"{name}={value}" for name, value in _PATIENCE.items())

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,26 @@ def test_lost_workers_are_replaced_as_long_as_there_is_progress(fit: type[FakeFi
     assert found.metrics()["train/loss"].tolist() == [1.0, 1 / 2, 1 / 3, 1 / 4]
     assert Registry().get("toy-flow@champion").manifest.run_id == found.id
     assert (found.folder / "report.html").exists()
+
+
+def test_attempts_of_replicas_that_have_progressed_may_be_more_than_three(
+    fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    steps = iter(range(1, 6))
+
+    def fit_replicas(spec: TrainSpec, run_id: str, folder: Path, log: Any, *_: object) -> TrainResult:
+        log.log(step := next(steps), {"train/loss": 1.0 / step})
+        if step < 5:
+            raise RankLost("a server died with its disk")
+        return ended(tmp_path)
+
+    monkeypatch.setattr("shoal.train.launch.parameter_server.fit_replicas", fit_replicas)
+    monkeypatch.setattr(
+        "shoal.train.launch.ray_processes.RayProcesses", lambda _: SimpleNamespace(start=None, find_address=str)
+    )
+    found = run(spec_of(sync={"kind": "parameter_server"}))
+    lost = found.events().query("kind == 'workers_lost'")["details"]
+    assert [each["step"] for each in lost] == [1, 2, 3, 4]
 
 
 def test_lost_workers_are_replaced_while_the_disk_of_the_record_is_full(

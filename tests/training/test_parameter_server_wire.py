@@ -26,7 +26,7 @@ from shoal.sync.parameter_server.config import ParameterServerConfig
 from shoal.sync.parameter_server.partition import plan_partition
 from shoal.sync.parameter_server.rpc import CallId, CurveKeys, Request, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
-from shoal.sync.parameter_server.update_log import GradientKey, UpdateLog, remove_log
+from shoal.sync.parameter_server.update_log import GradientKey, UpdateLog, remove_earlier
 from shoal.train.spec import TrainSpec
 
 
@@ -212,7 +212,7 @@ def test_no_worker_is_further_ahead_than_the_bound_whatever_the_delays(tmp_path:
 
 
 def test_a_log_keeps_what_no_state_on_disk_has(tmp_path: Path) -> None:
-    file = tmp_path / "server-0.safetensors"
+    file = tmp_path / "server-0-ab.safetensors"
     log = UpdateLog(file)
     first, second, third = (GradientKey(0, 1, clock) for clock in range(3))
     log.append(first, b"one")
@@ -223,7 +223,7 @@ def test_a_log_keeps_what_no_state_on_disk_has(tmp_path: Path) -> None:
     log.begin_segment()
     log.append(third, b"three")
     log.close()
-    with (tmp_path / "server-0.2.log").open("ab") as torn:
+    with (tmp_path / "server-0-ab.2.log").open("ab") as torn:
         torn.write(b"\0" * 20)  # of a server that was killed
 
     again = UpdateLog(file)
@@ -236,8 +236,13 @@ def test_a_log_keeps_what_no_state_on_disk_has(tmp_path: Path) -> None:
     again.append(third, b"three")  # pushed again after the death
     assert again.read(third) == b"three"
     again.close()
-    remove_log(file)
-    assert list(tmp_path.iterdir()) == []
+    remove_earlier(file)
+    assert len(list(tmp_path.iterdir())) > 0
+    for other in ("server-1-cd.safetensors", "server-01-cd.0.log", "model.safetensors"):
+        (tmp_path / other).touch()
+    kept = {tmp_path / "server-1-cd.safetensors", tmp_path / "server-01-cd.0.log", tmp_path / "model.safetensors"}
+    remove_earlier(tmp_path / "server-0-ef.safetensors")
+    assert set(tmp_path.iterdir()) == kept
 
 
 # -- TCP

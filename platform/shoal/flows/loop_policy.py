@@ -110,6 +110,7 @@ class LoopPolicy:
     def poll(self) -> list[tuple[str, dict[str, Any]]]:
         """Take the newest counts; returns what has happened, as events."""
         gateway, learner = self.workers.stats()
+        known = self.updates  # of the learner's earlier incarnation, if this is another
         self.gateway, self.learner = gateway or self.gateway, learner or self.learner
         self.address = gateway["address"] if gateway else self.address
         self.solved_s = self.solved_s if self.solved_s is not None else self.gateway.get("solved_s")
@@ -118,6 +119,9 @@ class LoopPolicy:
             for part, stats in (("gateway", gateway), ("learner", learner))
             if stats and self._pids.get(part, stats["pid"]) != stats["pid"]
         ]
+        for kind, details in happened:
+            if kind == "learner_restarted":
+                details |= {"updates": known, "restored_updates": self.learner["restored_updates"]}
         self._pids |= {part: stats["pid"] for part, stats in (("gateway", gateway), ("learner", learner)) if stats}
         pids = set(self.learner.get("replica_pids", []))
         happened += [("replica_lost", {"pid": pid}) for pid in sorted(self._replica_pids - pids)]

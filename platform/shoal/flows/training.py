@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,8 @@ from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from shoal.train.launch.ray_train import RayTrainAttempt
 
 JOB = "train"
@@ -157,6 +159,26 @@ MISSING_HOSTS = _Shortage("hosts_missing", 0.0, "on the hosts that are left", "a
 OCCUPIED_CAPACITY = _Shortage("room_taken", CAPACITY_WAIT_S, "beside what runs", "that has ended")
 
 
+class _StepLog:
+    """Passes on to `log`. step: the newest that was logged, -1 before."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log, self.step = log, -1
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.step = max(self.step, step)
+        self._log.log(step, values)
+
+    def record_event(self, kind: str, /, **details: object) -> None:
+        self._log.record_event(kind, **details)
+
+    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        self._log.log_histogram(step, name, counts, edges)
+
+    def flush(self) -> None:
+        self._log.flush()
+
+
 class RayBackend:
     """Workers on the connected cluster.
 
@@ -172,12 +194,15 @@ class RayBackend:
         log: EventLog,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.spec, self.recorder, self._log, self._should_stop = spec, recorder, log, should_stop
-        self.step = -1
+        self.spec, self.recorder, self._log, self._should_stop = spec, recorder, _StepLog(log), should_stop
         self._beat_at = time.monotonic()
         self._has_started = False  # whether the present attempt has reported anything
         self._shortage: _Shortage | None = None  # the present one
         self._shortage_since, self._is_shortage_reported = 0.0, False
+
+    @property
+    def step(self) -> int:
+        return self._log.step
 
     def attempt(self, run: TrainingRun) -> TrainResult:
         """Also raises ClusterError when the cluster has no room, and KeyboardInterrupt."""
@@ -290,9 +315,7 @@ class RayBackend:
     def _record_message(self, message: Message) -> None:
         kind, content = message
         if kind == "log":
-            step, values = content
-            self.step = max(self.step, step)
-            self._log.log(step, values)
+            self._log.log(*content)
         elif kind == "event":
             name, details = content
             self._log.record_event(name, **details)

@@ -117,10 +117,12 @@ class UpdateLog:
             self._descriptor = -1
 
 
-def remove_log(file: Path) -> None:
-    """Remove the log of an earlier attempt of a run, beside `file`."""
-    for path in _find_segments(file):
-        path.unlink()
+def remove_earlier(file: Path) -> None:
+    """Remove what earlier attempts of a run have left on this host: `file` is `server-INDEX-ATTEMPT.safetensors`."""
+    server = file.name.rpartition("-")[0]
+    for path in file.parent.glob(f"{server}[-.]*"):
+        if not path.name.startswith(f"{file.stem}."):
+            path.unlink(missing_ok=True)
 
 
 def _find_segments(file: Path) -> list[Path]:

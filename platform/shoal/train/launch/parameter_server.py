@@ -6,6 +6,7 @@ Owns the folder of the processes' sockets, and the controller. Called by `fit_lo
 
 from __future__ import annotations
 
+import secrets
 import signal
 import tempfile
 import threading
@@ -23,6 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
+from shoal.atomic_file import make_folder
 from shoal.errors import ConnectionLost, RankLost, ShoalError, TrainError, WorkerDeparted
 from shoal.network_address import find_local_address
 from shoal.parallel import World
@@ -32,7 +34,7 @@ from shoal.sync.parameter_server.controller import Controller, ControllerSetting
 from shoal.sync.parameter_server.rpc import CallId, CurveKeys, Handlers, Request, RpcClient, RpcService
 from shoal.sync.parameter_server.server import ParameterServer
 from shoal.sync.parameter_server.server_service import ServerService
-from shoal.sync.parameter_server.update_log import remove_log
+from shoal.sync.parameter_server.update_log import remove_earlier
 from shoal.sync.synchronizer import Connection, Traffic
 from shoal.train.launch.process_group import (
     ForkedProcess,
@@ -88,10 +90,6 @@ class Addresses:
         if host is None:
             raise TrainError(f"server {index}: this host has no route to {controller}, where the run was started")
         return f"tcp://{host}:0"
-
-
-def _state_files(spec: TrainSpec, folder: Path) -> list[Path]:
-    return [folder / f"server-{index}.safetensors" for index in range(spec.applied_sync.num_servers)]
 
 
 class LogValues(Request[bool], frozen=True):
@@ -150,9 +148,12 @@ class _Inbox:
 
 
 def _list_targets(spec: TrainSpec, addresses: Addresses, run_id: str, folder: Path) -> dict[str, Target]:
-    """What each process of a run does."""
+    """What each process of a run does. Files of servers have the attempt in their names: those of an earlier one may be
+    on any host, and it has ended with a checkpoint."""
     targets: dict[str, Target] = {}
-    for index, file in enumerate(_state_files(spec, folder)):
+    attempt = secrets.token_hex(4)
+    for index in range(spec.applied_sync.num_servers):
+        file = folder / f"server-{index}-{attempt}.safetensors"
         targets[f"server {index}"] = run_server, (spec, index, addresses, file)
     for index in range(spec.workers):
         targets[f"worker {index}"] = run_worker, (spec, index, addresses, run_id, folder)
@@ -182,9 +183,6 @@ def fit_replicas(
         sockets = closing.enter_context(tempfile.TemporaryDirectory(prefix="shoal-sync-"))
         sync, num_servers = spec.applied_sync, spec.applied_sync.num_servers
         addresses = Addresses.at(host, num_servers) if host else Addresses.within(sockets, num_servers)
-        for file in _state_files(spec, folder):
-            file.unlink(missing_ok=True)  # of an earlier attempt, which ended with a checkpoint
-            remove_log(file)
         places = addresses.servers, spec.workers, spec.min_workers
         controller = make_controller(
             sync, ControllerSetting(addresses.controller, *places, CALL_TIMEOUT_S, addresses.keys)
@@ -329,6 +327,8 @@ def _start_server(
     optimizer = make_optimizer(task, spec.optimizer, model.parameters(), model)
     assert isinstance(spec.sync, ServersConfig)
     server = ParameterServer(index, spec.sync.make_server_optimizer(optimizer), spec.sync, spec.workers)
+    make_folder(file.parent)  # absent on a host that shares no files with the driver's
+    remove_earlier(file)
     where = addresses.choose_server_address(index), index, server, addresses.controller, CALL_TIMEOUT_S, file
     ServerService(*where, keys=addresses.keys, report=report).start()
 

@@ -30,8 +30,10 @@ class Backend(Protocol):
     is_restartable: whether another attempt may follow one whose workers were lost
     """
 
-    step: int
     is_restartable: bool
+
+    @property
+    def step(self) -> int: ...
 
     def attempt(self, run: TrainingRun) -> TrainResult:
         """Train until the run ends or is interrupted. Raises RankLost when a worker was lost."""

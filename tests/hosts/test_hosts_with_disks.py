@@ -1,0 +1,94 @@
+"""Hosts that share a bucket and nothing else: runs that lose one with its disk, and what the others have then."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from bucket_hosts import DASHBOARD, RUN_S, STEPS, TASK, TRAINING, Cluster, Lost, begin, bucket_cluster, find, lose_host
+from network import why_none
+
+from shoal_program import ROOT, STATE_S
+from waiting import wait_for
+
+pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600)]
+SERVERS = ["workers=2", "sync.kind=parameter_server", "sync.servers=2", "sync.durable=true"]
+LOOP = ["gateway.host=0.0.0.0", "gateway.curve=true", "endpoint.num_cpus=0.3", "learner.num_cpus=4"]
+LOOP += ["target_return=1000", "max_wall_s=3600", "learner.checkpoint_every_s=1"]  # the target is beyond reach
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with bucket_cluster(tmp_path_factory.mktemp("disks"), num_cpus=7) as made:
+        yield made
+
+
+def test_hosts_see_nothing_of_each_other(cluster: Cluster) -> None:
+    hosts = [cluster.head, cluster.lost, cluster.client]
+    for host in hosts:
+        host.run("bash", "-c", f"hostname > {host.home}/mine; hostname > /dev/shm/mine; hostname > /tmp/ray/mine")
+    for host in hosts:
+        assert host.run("cat", f"{host.home}/mine", "/dev/shm/mine", "/tmp/ray/mine").split() == 3 * [host.name]
+        assert not (cluster.network.folder / "user").exists()
+        with pytest.raises(AssertionError) as refused:
+            host.run("touch", str(ROOT / "mine"))
+        assert "Read-only file system" in "".join(refused.value.__notes__)
+
+
+def test_runs_go_on_from_their_checkpoints_when_a_host_is_lost_with_its_disk(cluster: Cluster) -> None:
+    """The learner fits on that host alone, and the ranks on no single one. Nothing says that it is gone."""
+    with ExitStack() as stack:
+        looping = begin(stack, cluster, "actor_learner", *LOOP)
+        servers = find(begin(stack, cluster, "train", *TRAINING, *SERVERS), cluster)
+        acting = [sys.executable, *shlex.split(looping.wait_for_line(".*--connect.*")[0])[1:]]
+        idle = ["nice", "-n", "19"]
+        stack.enter_context(cluster.client.start([*idle, *acting], {"SHOAL_TOKEN": cluster.token}, RUN_S))
+        servers.program.wait_until(lambda: servers.step > 0, "workers of the servers, which leave one CPU on each host")
+        ranks = find(begin(stack, cluster, "train", *TRAINING, "workers=3", "parallel=fsdp", "name=line"), cluster)
+        runs = {"parameter_server": servers, "fsdp": ranks, "learner": find(looping, cluster)}
+        saved = lose_host(cluster, runs)
+        learner = runs.pop("learner")
+        learner.program.wait_until(lambda: learner.list_events("learner_restarted"), "another learner")
+        for name, run in runs.items():
+            assert run.program.wait(STATE_S) == 0
+            [(_, lost), (_, restored), (_, stopped)] = run.list_events("workers_lost", "restored", "stopped")
+            Lost(lost["step"], restored["step"], saved[name]).check(name)
+            assert stopped["step"] == STEPS
+        [(_, lost)] = learner.list_events("learner_restarted")
+        Lost(lost["updates"], lost["restored_updates"], saved["learner"]).check("learner")
+        learner.program.wait_until(lambda: learner.count_updates() > lost["updates"], "what was lost, learnt again")
+        cluster.head.run("bash", "-c", f". ~/shoal-host.env; ray job stop --address {DASHBOARD} {learner.job}")
+        assert learner.program.wait() != 0
+        [(_, segments)] = learner.list_events("accounting")
+        assert segments["received"] == segments["consumed"] + segments["queued"] + sum(segments["dropped"].values())
+        assert segments["balanced"]
+        cluster.trained = ranks.id
+
+
+def test_a_host_that_had_nothing_of_a_run_shows_it_and_resumes_it(cluster: Cluster) -> None:
+    """It is not of the cluster: it has the bucket alone."""
+    client, run_id = cluster.client, cluster.trained
+    wait_for(lambda: run_id in client.run("shoal", "runs"), STATE_S, "the copy of its record")
+    assert f"The report of {run_id} (finished)" in client.run("shoal", "report", run_id)
+    (client.files / "project/line.py").write_text(TASK)
+    words = [f"resume={run_id}", "workers=1", "parallel=ddp", f"stop.steps={STEPS + 20}"]
+    assert f"{STEPS + 20} steps" in client.run(sys.executable, "-m", "shoal.train", *words)
+    restored = [details["step"] for kind, details in cluster.observer.observe(run_id)["events"] if kind == "restored"]
+    assert restored[1:] == [STEPS], "the head has heard of it by the store"
+
+
+def test_a_host_serves_what_another_has_trained(cluster: Cluster) -> None:
+    """The replica fits on the host that came last."""
+    said = cluster.head.run("shoal", "serve", "deploy", "line", "endpoint.num_cpus=3.5", "--address", DASHBOARD)
+    url = re.search(r"is ready at ([^\s,]+)", said)
+    assert url, said
+    [replica] = json.loads(cluster.head.run("shoal", "serve", "status", "line", "--json"))["replicas"]
+    assert (replica["host"], replica["ready"]) == ("spare", True)
+    asking = "import sys; from shoal.client import Client; url, token = sys.argv[1:];"
+    asking += "print(*(each.shape for each in Client(url, token=token).infer('line', {'input': [[0.5]]}).values()))"
+    assert cluster.head.run(sys.executable, "-c", asking, url[1], cluster.token) == "(1, 1)\n"
