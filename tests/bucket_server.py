@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
