@@ -50,7 +50,7 @@ class Pods:
         self._start(host, group, found, {"address": f"{self.head.address}:{GCS}"})
 
     def stop(self, host: Host, group: str) -> None:
-        """As Kubernetes removes a pod: `preStop` first."""
+        """As Kubernetes removes a pod: `preStop`, then SIGTERM."""
         [found] = [each for each in self._cluster["workerGroupSpecs"] if each["groupName"] == group]
         container = found["template"]["spec"]["containers"][0]
         command = container["lifecycle"]["preStop"]["exec"]["command"]
@@ -58,6 +58,7 @@ class Pods:
             command, self._get_environment(container) | {"RAY_ADDRESS": f"{self.head.address}:{GCS}"}
         ) as stopping:
             assert stopping.wait() == 0
+        host.run("bash", "-c", "! pgrep -x raylet && kill -TERM $(pgrep -f '[r]ay start')")
         self._programs[host.name].wait(STATE_S)
 
     def submit(self, client: Host, job: Mapping[str, Any]) -> str:

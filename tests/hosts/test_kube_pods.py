@@ -20,8 +20,8 @@ from certificates import Authority
 from shoal.libs.kube import command
 from shoal_program import ROOT
 
-pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600)]
-RATE, ASKING_S = 10, 60
+pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600), pytest.mark.soak]
+RATE, ASKING_S = 10, 45
 TASK = """\
 import torch
 from torch.utils.data import TensorDataset
