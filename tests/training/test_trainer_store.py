@@ -11,7 +11,7 @@ import pytest
 from shoal.checkpoint.stored import open_run_store
 from shoal.errors import CheckpointError, StoreError
 from shoal.store import Store
-from shoal.train.launch.finalize import _fetch_weights
+from shoal.train.launch.finalize import fetch_weights
 from training.test_trainer import Notes, assert_same, spec_of, train, weights_of
 
 
@@ -40,7 +40,7 @@ def test_a_run_goes_on_where_no_file_of_it_is(tmp_path: Path, store: Store) -> N
     assert outcome.weights is not None
     shutil.rmtree(tmp_path / "b")
     (tmp_path / "b").mkdir()
-    _fetch_weights(outcome, "r")  # the driver's host had no such file
+    fetch_weights(outcome, "r")  # the driver's host had no such file
     assert_same(weights_of(outcome), weights_of(whole))
 
 

@@ -15,6 +15,7 @@ from shoal.errors import CheckpointError
 from shoal.flows.sweep.trial import TrialReport, TrialRun, load_result
 from shoal.runs import RunKind, RunRecorder, Status
 from shoal.runs.sweep_trials import TrialLog, TrialState, load_history, load_sweep
+from shoal.train.launch.finalize import fetch_weights
 from shoal.train.launch.validate import validate_run
 from shoal.train.spec import TrainSpec
 
@@ -77,10 +78,24 @@ def test_the_table_has_the_best_first(recorder: RunRecorder) -> None:
     assert "best accuracy 0.9" in view.format_plain_line()
 
 
-def make_trial(run_id: str, folder: Path, **fields: object) -> TrialRun:
+def test_a_trial_of_another_host_passes_through_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record and its network; the driver has a home of its own."""
+    monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "there"))
+    reports = read_all(make_trial("t", tmp_path, is_remote=True))
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "here"))
+    result = load_result("t")
+    assert result.metrics == reports[-1].metrics
+    fetch_weights(result, "t")
+    assert result.weights is not None
+    there = tmp_path / "there/runs/t" / result.weights.name
+    assert result.weights.read_bytes() == there.read_bytes()
+
+
+def make_trial(run_id: str, folder: Path, *, is_remote: bool = False, **fields: object) -> TrialRun:
     stop, every = {"steps": 30}, {"every_steps": 10}
     spec = TrainSpec(task=TASK, stop=stop, evaluate=every, checkpoint=every, batch_size=32, **fields)
-    return TrialRun(run_id, spec, validate_run(spec))
+    return TrialRun(run_id, spec, validate_run(spec), is_remote=is_remote)
 
 
 def read_all(trial: TrialRun) -> list[TrialReport]:

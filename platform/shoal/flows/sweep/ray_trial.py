@@ -16,7 +16,7 @@ from ray.tune import Trainable
 
 from shoal.device_memory import limit_device_memory
 from shoal.flows.sweep.loop_spec import add_module_folders
-from shoal.flows.sweep.trial import Trial, TrialRun, TrialSetting, make_run_id, require_shared_home
+from shoal.flows.sweep.trial import Trial, TrialRun, TrialSetting, is_remote, make_run_id
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.runs import RunRecorder
 from shoal.train.launch.training_run import Backend
@@ -53,7 +53,7 @@ class TuneTrial(Trainable):
 
     def setup(self, config: dict[str, Any], setting: TrialSetting | None = None) -> None:
         assert setting is not None
-        require_shared_home(setting)
+        self._is_remote = is_remote(setting)
         os.environ["SHOAL_HOME"] = str(setting.home)
         if folder := find_working_folder(setting.spec.source, setting.working_folder):
             os.chdir(folder)
@@ -85,6 +85,7 @@ class TuneTrial(Trainable):
             make_backend=_make_ray_backend if setting.spec.starts_workers else None,
             threads=max(1, int(setting.spec.cpus_per_trial)),
             should_stop=setting.stop_file.exists,
+            is_remote=self._is_remote,
         )
 
     def step(self) -> dict[str, Any]:

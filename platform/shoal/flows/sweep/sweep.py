@@ -20,6 +20,7 @@ from shoal.home import home
 from shoal.runs import RunKind, RunRecorder
 from shoal.runs.sweep_trials import SWEEPING, Sweep, SweepTrial, TrialLog, load_sweep
 from shoal.train.export.model_entry import register_model
+from shoal.train.launch.finalize import fetch_weights
 from shoal.train.launch.validate import validate_run
 
 JOB = "sweep"
@@ -110,4 +111,5 @@ def _register(spec: SweepSpec, checked: CheckedSweep, recorder: RunRecorder, bes
     if any(path.startswith("args.") for path in best.parameters):
         run = validate_run(train)
     result = load_result(best.run_id)
+    fetch_weights(result, best.run_id)
     register_model(train, result, run.factory, run.signature, run.fingerprint, recorder, lineage)

@@ -41,6 +41,7 @@ from shoal.train.spec import TrainSpec
 JOB = "sweep"
 CHECKPOINT_TIMEOUT_S = 120.0
 STOP_POLL_S = 0.5
+LOST_TIMEOUT_S = 120.0  # more than a run takes to be lost by the store's clock
 _POLL_S = 0.02
 _VALIDATION = "validation/"
 _ORIGIN = "origin"  # the file that names the run of a copied checkpoint
@@ -60,7 +61,7 @@ class TrialSetting:
 
     @property
     def stop_file(self) -> Path:
-        """Exists while the trials are to save and end; on all hosts, since the folder of runs is shared."""
+        """Exists while the trials are to save and end, where hosts share the folder of runs."""
         return self.home / "runs" / self.sweep_id / "stop"
 
 
@@ -75,13 +76,23 @@ class PlannedTrial:
         return {"number": self.number, "parameters": self.parameters}
 
 
-def require_shared_home(setting: TrialSetting) -> None:
-    """Raise ConfigError on a host that does not see the sweep's files: the trial's record would be lost there."""
+def is_remote(setting: TrialSetting) -> bool:
+    """Whether this host does not see the sweep's files, so that the trial's record and network pass through the store.
+
+    Raises ConfigError where they cannot: without a store, and for trials of the loop or those that are copied.
+    """
     folder = setting.stop_file.parent
-    if not folder.is_dir():
-        problem = f"has no {folder} on {socket.gethostname()}: it is another folder than the driver's"
-        remedy = "let all hosts mount one folder as SHOAL_HOME, or run the sweep on a cluster of one host"
+    if folder.is_dir():
+        return False
+    problem, place = "", f"{folder} on {socket.gethostname()}: it is another folder than the driver's"
+    if open_run_store(setting.sweep_id) is None:
+        problem = f"has no {place}"
+    elif setting.spec.loop is not None or setting.spec.search == "pbt":
+        problem = f"has no {place}, by which trials of the loop, and copies of trials, pass"
+    if problem:
+        remedy = "set SHOAL_STORE to a bucket for trainings, or let all hosts mount one folder as SHOAL_HOME"
         raise ConfigError("SHOAL_HOME", str(setting.home), problem, remedy)
+    return True
 
 
 def make_run_id(sweep_id: str, number: int) -> str:
@@ -203,6 +214,7 @@ class TrialRun(Trial):
     checked:      the facts of a trial of this sweep
     make_backend: where its workers are; None: this process
     threads:      of torch, unless the spec says it
+    is_remote:    see `is_remote`
     """
 
     def __init__(
@@ -214,8 +226,10 @@ class TrialRun(Trial):
         make_backend: MakeBackend | None = None,
         threads: int = 1,
         should_stop: Callable[[], bool] = lambda: False,
+        is_remote: bool = False,
     ) -> None:
         super().__init__(run_id, should_stop)
+        self._is_remote = is_remote
         self._spec, self._checked, self._threads = spec, checked, threads
         self._make_backend = make_backend or _make_local_backend
         self._copied_from = ""
@@ -263,7 +277,7 @@ class TrialRun(Trial):
         return TrialReport(ended["steps"], 1.0, ended["metrics"], is_over=True)
 
     def _run_recorded(self) -> TrialReport:
-        spec, record = self._spec, find_trial(self.run_id)
+        spec, record = self._spec, self._find_record()
         if record is not None:
             spec = spec.model_copy(update={"resume": self.run_id})
         with shoal.runs.recording(
@@ -277,7 +291,18 @@ class TrialRun(Trial):
                 spec, self._checked, recorder.id, recorder.folder, log, recorder, registers=False, predicts=False
             )
             result = run.run(self._make_backend(spec, recorder, log, self._is_stopping))
+            if self._is_remote and result.weights is not None and (store := open_run_store(self.run_id)):
+                store.write(result.weights.name, result.weights)
         return TrialReport(result.steps, 1.0, result.metrics, is_over=True)
+
+    def _find_record(self) -> shoal.runs.Run | None:
+        """The record of an earlier attempt, once its end is known: another host's heartbeat must first be missed."""
+        until_s = time.monotonic() + LOST_TIMEOUT_S
+        while (record := find_trial(self.run_id)) is not None and record.status is Status.RUNNING:
+            if time.monotonic() > until_s or self._is_stopping():
+                break
+            time.sleep(STOP_POLL_S)
+        return record
 
 
 def find_trial(run_id: str) -> shoal.runs.Run | None:

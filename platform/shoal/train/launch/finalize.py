@@ -6,6 +6,7 @@ Called by the launchers, in the process that writes the record, after the Traine
 from __future__ import annotations
 
 import shoal.runs
+from shoal.atomic_file import make_folder
 from shoal.checkpoint.stored import open_run_store
 from shoal.runs import RunRecorder
 from shoal.runs.run_status import Status
@@ -16,10 +17,11 @@ from shoal.train.reporting.time_to_accuracy import find_attempts, find_target_re
 from shoal.train.spec import TrainSpec
 
 
-def _fetch_weights(outcome: TrainResult, run_id: str) -> None:
+def fetch_weights(outcome: TrainResult, run_id: str) -> None:
     """Download the network that the first rank has written on another host. Raises StoreError, CheckpointError."""
     path = outcome.weights
     if path is not None and not path.exists() and (store := open_run_store(run_id)) is not None:
+        make_folder(path.parent)
         draft = path.with_name(f".{path.name}.draft")
         store.download(path.name, draft)
         draft.replace(path)
@@ -43,7 +45,7 @@ def finalize_run(
         metrics=outcome.metrics,
     )
     recorder.flush()
-    _fetch_weights(outcome, recorder.id)
+    fetch_weights(outcome, recorder.id)
     target = spec.stop.target
     if target is not None:
         run = shoal.runs.load(recorder.id)
