@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 PART_BYTES = 16 << 20
 MAX_PARALLEL_PARTS = 4
 # A request of a download: it is repeated alone, and must end within the timeout below.
-RANGE_BYTES = 128 << 20
+RANGE_BYTES = 512 << 20
 _CHUNK_BYTES = 4 << 20
 # Of a store that is down, a caller hears within seconds: what runs goes on without it.
 CONNECT_TIMEOUT, REQUEST_TIMEOUT = "5s", "30s"
-BULK_TIMEOUT = "300s"  # of a request that carries a part of a file
+BULK_TIMEOUT = "600s"  # of a request that carries a part of a file
 RETRIES: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 
 _first_pid = 0  # of the process in which the first store was opened
