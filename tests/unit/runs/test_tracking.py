@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import math
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from shoal.runs.report.event_messages import format_warning
 from shoal.runs.run_reader import MetricValue
 from shoal.runs.tracking import follower as following
 from shoal.runs.tracking import processes
-from shoal.runs.tracking.follower import Follower, read_state, watch
+from shoal.runs.tracking.follower import Follower, TrackingState, read_state, watch
 from shoal.runs.tracking.trackers import find_trackers, list_parameters
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
@@ -281,9 +282,11 @@ def test_the_recorder_starts_a_process_for_each_tracker_and_records_what_it_lack
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # the port `discard`, of no server here
     with runs.create("job", "task: lenet\ntrack: [mlflow]\n", "two") as recorder:
         log(recorder, 0, 5)
+        before = TrackingState("there", "http://tracker", sent=3, is_complete=True)  # of an earlier attempt
+        (recorder.folder / "tracking-mlflow.json").write_text(json.dumps(asdict(before)))
     run = runs.load("two")
     [(kind, details)] = run.list_events("tracked")
-    assert (details["tracker"], details["values"]) == ("mlflow", 0)
+    assert (details["tracker"], details["run"], details["values"]) == ("mlflow", "there", 3)
     assert details["problem"]
     assert "shoal runs track RUN --to mlflow" in format_warning(kind, details)
     assert run.status is Status.FINISHED

@@ -66,7 +66,7 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
             return "the broker is back and has lost its session: what was sent meanwhile is lost; switch on persistence"
         case "drift":
             return f"errors have grown at {details['count']} sensors: {', '.join(details['sensors'])}"
-        case "tracked" if details["problem"]:
+        case "tracked" if details.get("problem"):
             remedy = f"shoal runs track RUN --to {details['tracker']}"
             return f"{details['tracker']} lacks values of this run ({details['problem']}): {remedy}"
     return _PLAIN.get(kind, "")

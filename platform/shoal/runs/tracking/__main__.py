@@ -22,16 +22,21 @@ def main() -> None:
     follower = Follower(load(run_id), name, TRACKERS[name])
 
     def give_up() -> None:
-        follower.record_problem(follower.state.problem or "its server does not answer")
-        os._exit(1)  # a call that does not return holds the interpreter
+        try:
+            if not follower.state.is_complete:
+                follower.record_problem(follower.state.problem or "its server does not answer")
+        finally:
+            os._exit(1)  # a call that does not return holds the interpreter
 
     watch(follower, give_up)
     try:
         is_complete = follower.follow().is_complete
+        if follower.has_expired():
+            give_up()
     except RunError as error:  # the run was removed
         logging.warning("%s", error)
         sys.exit(1)
-    os._exit(0) if is_complete else os._exit(1)  # a library may wait for its server at exit
+    sys.exit(0 if is_complete else 1)  # a library may send what it has queued: `watch` limits that too
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class Follower:
         """
         busy = RunError(f"run {self._run.id!r} is being sent to {self._name} by another process: wait until it ends")
         with file_lock(self._run.folder / f"tracking-{self._name}.lock", 2 * self._grace_s, busy):
-            self.state = read_state(self._run.folder, self._name)
+            self.state = replace(read_state(self._run.folder, self._name), is_complete=False)
             while not (self.has_expired() or self.is_superseded):
                 began_s = time.monotonic()
                 try:
@@ -133,7 +133,7 @@ class Follower:
         if not self._is_open:
             tracker_run, url = self._tracker.begin(self._run, self.state.tracker_run)
             self._is_open = True
-            self._store(replace(self.state, tracker_run=tracker_run, url=url, is_complete=False))
+            self._store(replace(self.state, tracker_run=tracker_run, url=url))
         run = self._run.reload()  # before its values: an ended run has no more
         while values := run.list_values(self.state.time, BATCH):
             self._tracker.send(values)

@@ -57,7 +57,8 @@ class Followers:
 
     def _describe(self, name: str) -> dict[str, object]:
         state = read_state(self._folder, name)
-        problem = "" if state.is_complete else state.problem or f"it has not answered yet, see tracking-{name}.log"
+        has_all = name in self._processes and self._processes[name].returncode == 0
+        problem = "" if has_all else state.problem or f"it has not answered yet, see tracking-{name}.log"
         return {
             "tracker": name,
             "run": state.tracker_run,
