@@ -68,7 +68,7 @@ class FakeTracker:
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    monkeypatch.setattr(following, "RETRY_S", POLL_S)
+    monkeypatch.setattr(following, "MAX_RETRY_S", POLL_S)
     return tmp_path
 
 

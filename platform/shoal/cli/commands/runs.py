@@ -48,6 +48,7 @@ from shoal.runs.tracking.trackers import TRACKERS, require_library
 
 NUM_EVENTS = 8
 ANY_NUMBER = -1  # of SQLite's LIMIT
+TRACKER_GRACE_S = 300.0  # for a tracker's server that does not answer: a person waits, and may end it
 _RESUMABLE = frozenset({RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM})
 MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
 _COLOURS = {
@@ -156,7 +157,7 @@ def track(run: str, tracker: str) -> None:
     """
     require_library(tracker)
     found = load(run)
-    state = Follower(found, tracker, TRACKERS[tracker]).follow()
+    state = Follower(found, tracker, TRACKERS[tracker], grace_s=TRACKER_GRACE_S).follow()
     if not state.is_complete:
         raise RunError(f"{tracker} lacks values of run {found.id}: {state.problem or 'the run was resumed'}")
     click.echo(f"{found.id} is in {tracker} ({state.sent:,} values): {state.url}")

@@ -23,7 +23,7 @@ from shoal.runs.tracking.trackers import Tracker
 
 POLL_S = 1.0
 MAX_SHARE = 0.05  # of the time that may go into polls: a long run is read less often
-RETRY_S = 5.0  # between two attempts to reach a server
+MAX_RETRY_S = 120.0  # between two attempts to reach a server, which grows
 GRACE_S = 30.0  # after the run's end, for a server that does not answer
 LOST_S = 60.0  # without a heartbeat, until a lost run has ended: its process may only have been stopped for a while
 BATCH = 10_000  # values between two writes of the state
@@ -85,6 +85,7 @@ class Follower:
         busy = RunError(f"run {self._run.id!r} is being sent to {self._name} by another process: wait until it ends")
         with file_lock(self._run.folder / f"tracking-{self._name}.lock", 2 * self._grace_s, busy):
             self.state = replace(read_state(self._run.folder, self._name), is_complete=False)
+            wait_s = self._poll_s
             while not (self.has_expired() or self.is_superseded):
                 began_s = time.monotonic()
                 try:
@@ -95,7 +96,7 @@ class Follower:
                     raise
                 except Exception as error:  # noqa: BLE001 - a tracker's library may raise anything
                     self.record_problem(summarize_error(error))
-                    wait_s = RETRY_S
+                    wait_s = min(2 * wait_s, MAX_RETRY_S)
                 self._wait(wait_s)
         return self.state
 

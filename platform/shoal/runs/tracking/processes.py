@@ -58,7 +58,11 @@ class Followers:
     def _describe(self, name: str) -> dict[str, object]:
         state = read_state(self._folder, name)
         has_all = name in self._processes and self._processes[name].returncode == 0
-        problem = "" if has_all else state.problem or f"it has not answered yet, see tracking-{name}.log"
+        problem = (
+            ""
+            if has_all
+            else state.problem or f"not all was sent {CLOSE_TIMEOUT_S:g} s after the end, see tracking-{name}.log"
+        )
         return {
             "tracker": name,
             "run": state.tracker_run,

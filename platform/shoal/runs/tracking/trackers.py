@@ -184,14 +184,18 @@ class WandbTracker:
         os.environ.setdefault("WANDB_INIT_TIMEOUT", str(_ANSWER_S))
         settings = wandb.Settings(console="off", disable_git=True, disable_code=True, x_disable_stats=True)
         self._created_at = run.created_at
-        self._run = wandb.init(
-            id=run.id,
-            name=run.id,
-            dir=os.environ.get("WANDB_DIR", run.folder),
-            job_type=run.kind.value,
-            resume="allow",
-            settings=settings,
-        )
+        try:
+            self._run = wandb.init(
+                id=run.id,
+                name=run.id,
+                dir=os.environ.get("WANDB_DIR", run.folder),
+                job_type=run.kind.value,
+                resume="allow",
+                settings=settings,
+            )
+        except Exception:  # of the network, of credentials: until then its service holds the run's id as used
+            wandb.teardown()
+            raise
         self._run.config.update({**list_parameters(run.spec), **_list_facts(run)}, allow_val_change=True)
         self._run.define_metric(self.STEP, hidden=True)
         self._run.define_metric("*", step_metric=self.STEP)
