@@ -22,6 +22,7 @@ NAMES = (
         "sweep",
         "checkpoint",
         "checkpoint_store",
+        "tracking",
         "input",
         "fashion_mnist",
         "pipeline",

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from shoal.errors import RunError, needs_extra
 from shoal.home import home
@@ -69,6 +69,18 @@ class EndpointRecord:
     kind: str
     address: str
     state: str
+
+
+class MetricValue(NamedTuple):
+    """One value of a metric.
+
+    time: when it was logged; Unix time in seconds
+    """
+
+    step: int
+    name: str
+    time: float
+    value: float
 
 
 def load(ref: str) -> Run:
@@ -202,6 +214,11 @@ class Run:
             copied_from=read_later_column(row, "copied_from"),
         )
 
+    def reload(self) -> Run:
+        """This run as the record of this host has it now. Raises RunError when it was removed."""
+        with read_connection(self._home) as connection:
+            return self._from_row(find_run_row(connection, self.id), self._home)
+
     @property
     def kind(self) -> RunKind:
         """What it does, whatever its job is called."""
@@ -230,6 +247,23 @@ class Run:
         wide = frame.pivot(index="step", columns="name", values="value").rename_axis(columns=None)
         wide.insert(0, "time", (frame.groupby("step")["time"].max() - self.created_at).astype(float))
         return wide
+
+    def list_values(self, after: float, most: int) -> list[MetricValue]:
+        """The values logged after a time (Unix time in seconds), oldest first; values of one time are not separated.
+
+        most: of values, as far as that goes
+        """
+        new = "FROM metrics WHERE run = :run AND time > :after"
+        rows = self._query(
+            f"SELECT step, name, time, value {new} AND time <= (SELECT max(time) FROM"
+            f" (SELECT time {new} ORDER BY time LIMIT :most)) ORDER BY time, step, name",
+            after=after,
+            most=most,
+        )
+        return [
+            MetricValue(step, name, at, math.nan if value is None else value)
+            for step, name, at, value in map(tuple, rows)
+        ]
 
     def latest(self, since_resumed: bool = False) -> dict[str, float]:
         """The newest value of each metric; cheap enough to poll several times a second.
@@ -355,9 +389,9 @@ class Run:
             ],
         }
 
-    def _query(self, sql: str) -> list[sqlite3.Row]:
-        """The rows of a query; its parameters are `:run` (this run) and `:created_at`."""
-        parameters = {"run": self._number, "created_at": self.created_at}
+    def _query(self, sql: str, **others: float) -> list[sqlite3.Row]:
+        """The rows of a query; its parameters are `:run` (this run), `:created_at` and `others`."""
+        parameters = {"run": self._number, "created_at": self.created_at, **others}
         with read_connection(self._home) as connection:
             return connection.execute(sql, parameters).fetchall()
 

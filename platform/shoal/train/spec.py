@@ -15,6 +15,7 @@ from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.registry import AliasNames
 from shoal.runs.formatting import Duration
 from shoal.runs.run_reader import infer_direction
+from shoal.runs.tracking.trackers import TrackerNames
 from shoal.sync.config import AllReduceConfig, AnySyncConfig, SyncConfig
 
 Direction = Literal["auto", "max", "min"]
@@ -148,6 +149,7 @@ class TrainSpec(Spec):
     wait:                  how long the workers may wait for their places, as 30m or seconds; None: 30m where an
                            autoscaler may add nodes, 10m where other runs are on, else 10 s
     priority:              of the runs that wait for places, those with a higher one start first
+    track:                 where its record is mirrored to: mlflow, wandb, trackio
     threads:               of torch, in each worker; None divides this machine's cores among the workers
     name:                  in the registry; "" takes the Task's name
     """
@@ -163,6 +165,7 @@ class TrainSpec(Spec):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     wait: Duration | None = None
     priority: int = 0
+    track: TrackerNames = ()
     threads: int | None = Field(default=None, ge=1)
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()

@@ -28,7 +28,7 @@ from shoal.cli.support.console import (
     print_facts,
     print_json,
 )
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, RunError
 from shoal.rl.experience.quarantine import find_ledgers, read_run_quarantine, release_actor
 from shoal.runs import Run, RunKind, Status, list_runs, load, write_report
 from shoal.runs.formatting import format_age, format_duration, format_number, format_timestamp, format_value
@@ -43,9 +43,12 @@ from shoal.runs.record.removal import (
 from shoal.runs.report.event_messages import WAITING, format_warning
 from shoal.runs.run_kind import infer_fields
 from shoal.runs.sweep_trials import SWEEPING, load_sweep
+from shoal.runs.tracking.follower import Follower
+from shoal.runs.tracking.trackers import TRACKERS, require_library
 
 NUM_EVENTS = 8
 ANY_NUMBER = -1  # of SQLite's LIMIT
+TRACKER_GRACE_S = 300.0  # for a tracker's server that does not answer: a person waits, and may end it
 _RESUMABLE = frozenset({RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM})
 MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
 _COLOURS = {
@@ -58,7 +61,7 @@ _COLOURS = {
 
 @click.group(cls=DefaultCommandGroup)
 def runs() -> None:
-    """List the runs, newest first, or show one RUN; remove runs.
+    """List the runs, newest first, or show one RUN; remove runs, or send one to a tracker.
 
     `shoal runs RUN` is `shoal runs show RUN`: its id, the beginning of one, or `latest`. See `shoal runs show --help`
     for the options --limit, --json and --follow.
@@ -70,6 +73,7 @@ def runs() -> None:
       shoal runs latest --follow
       shoal runs rm 20261120-0645
       shoal runs prune --keep 50 --older-than 30d
+      shoal runs track latest --to mlflow
     """
 
 
@@ -135,6 +139,28 @@ def remove(names: tuple[str, ...], yes: bool) -> None:
     remove_runs(found)
     for run in found:
         click.echo(f"{run.id} is removed")
+
+
+@runs.command()
+@click.argument("run", default="latest")
+@click.option("--to", "tracker", required=True, type=click.Choice(sorted(TRACKERS)), help="The tracker.")
+def track(run: str, tracker: str) -> None:
+    """Send a RUN (the newest when left out) to a tracker: all of it, or what the tracker lacks.
+
+    For a run that had no `track`, or whose tracker did not answer. The tracker's own environment variables name its
+    server. A run that goes on is followed until it ends.
+
+    \b
+    Examples:
+      MLFLOW_TRACKING_URI=http://127.0.0.1:5000 shoal runs track latest --to mlflow
+      shoal runs track 20261120-0645 --to wandb
+    """
+    require_library(tracker)
+    found = load(run)
+    state = Follower(found, tracker, TRACKERS[tracker], grace_s=TRACKER_GRACE_S).follow()
+    if not state.is_complete:
+        raise RunError(f"{tracker} lacks values of run {found.id}: {state.problem or 'the run was resumed'}")
+    click.echo(f"{found.id} is in {tracker} ({state.sent:,} values): {state.url}")
 
 
 def _describe_removal() -> str:

@@ -26,7 +26,7 @@ MEAN_RETURN = "mean_return"
 # Where a trial runs, how long, and what it leaves.
 _SAME = (
     *("recipe", "env", "actors", "stop", "reports", "model_name", "aliases"),
-    *("learn_from_endpoint", "wait", "priority"),
+    *("learn_from_endpoint", "wait", "priority", "track"),
 )
 _SAME_INNER = ("learner.device", "learner.replicas", "gateway.host", "gateway.port", "gateway.curve")
 

@@ -27,6 +27,7 @@ from shoal.flows.sweep.loop_spec import (
 )
 from shoal.runs import RunKind
 from shoal.runs.run_reader import infer_direction
+from shoal.runs.tracking.trackers import TrackerNames
 from shoal.search.space import Options, SearchSpace
 from shoal.train.launch.checked_run import check_once
 from shoal.train.launch.overrides import spec_from_overrides
@@ -39,7 +40,10 @@ Scheduler = Literal["auto", "none", "asha"]
 
 _LOOP = "loop."
 # Where a trial runs, and what it leaves.
-_SAME = ("task", "resume", "name", "aliases", "device", "workers", "min_workers", "threads", "wait", "priority")
+_SAME = (
+    *("task", "resume", "name", "aliases", "device", "workers", "min_workers"),
+    *("threads", "wait", "priority", "track"),
+)
 # What a population-based trial may change while it goes on: these need no other network and no other plan.
 _CHANGEABLE = ("optimizer.", "schedule.", "args.", "batch_size", "clip_norm")
 _FIXED = ("optimizer.name", "optimizer.fused", "schedule.name", "schedule.total_steps")
@@ -81,6 +85,7 @@ class SweepSpec(Spec):
     gpus_per_trial: may be a fraction, as 0.25: then a trial may use this share of the device's memory
     concurrent:     trials at a time; None: as many as the cluster has room for
     registers:      register the best trial's network at the end
+    track:          where the sweep's own record is mirrored to; that of each trial with `train.track`, `loop.track`
     retry_failed:   with `resume`: run the failed trials again, from their last checkpoints
     """
 
@@ -100,6 +105,7 @@ class SweepSpec(Spec):
     pbt: PbtSpec = PbtSpec()
     registers: bool = True
     retry_failed: bool = False
+    track: TrackerNames = ()
     resume: str = ""
 
     @property

@@ -16,6 +16,7 @@ from shoal.config import Spec
 from shoal.libs.population.evolution import ARCHITECTURE, EvolutionSpec
 from shoal.registry import AliasNames
 from shoal.runs.run_reader import infer_direction
+from shoal.runs.tracking.trackers import TrackerNames
 from shoal.search.space import Options, SearchSpace
 
 AUGMENTATION = "augmentation."
@@ -58,6 +59,7 @@ class PopulationSpec(Spec):
                      where there are fewer
     workers:         Ray workers with a share of the members each; 1: this process has them all
     threads:         that train chunks at once, in each worker; None: all cores
+    track:           where its record is mirrored to: mlflow, wandb, trackio
     name:            in the registry; "" takes the Task's name
     """
 
@@ -88,6 +90,7 @@ class PopulationSpec(Spec):
     workers: int = Field(default=1, ge=1)
     threads: int | None = Field(default=None, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
+    track: TrackerNames = ()
     name: str = ""
     aliases: AliasNames = ("champion",)
     resume: str = ""

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from shoal.config import Spec
 from shoal.registry import AliasNames
+from shoal.runs.tracking.trackers import TrackerNames
 from shoal.sources.mqtt_spec import MqttSpec
 
 
@@ -80,6 +81,7 @@ class StreamSpec(Spec):
     sensors, rate_hz: of the simulated sensors, which publish where mqtt.broker is ""; messages a second of each
     max_messages:     ends the run after so many; None: never
     max_wall_s:       ends the run after so long; None: never
+    track:            where its record is mirrored to: mlflow, wandb, trackio
     name:             in the registry; versions get the aliases, which endpoints follow
     register_every_s: between two versions
     resume:           the run to go on with
@@ -93,6 +95,7 @@ class StreamSpec(Spec):
     rate_hz: float = Field(default=1.0, gt=0)
     max_messages: int | None = Field(default=None, ge=1)
     max_wall_s: float | None = Field(default=None, gt=0)
+    track: TrackerNames = ()
     name: str = "stream"
     aliases: AliasNames = ("champion",)
     register_every_s: float = Field(default=30.0, gt=0)

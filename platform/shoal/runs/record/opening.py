@@ -30,6 +30,8 @@ from shoal.runs.record.serialization import escape_text, validate_text
 from shoal.runs.run_kind import RunKind, infer_kind
 from shoal.runs.run_reader import find_run_row
 from shoal.runs.run_status import Status, resolve_status, transition
+from shoal.runs.tracking.processes import Followers
+from shoal.runs.tracking.trackers import find_trackers
 
 if TYPE_CHECKING:
     from shoal.runs.record.store_mirror import StoreMirror
@@ -46,7 +48,8 @@ def create(
     command: what would start the run again; the command line of this process when None
     kind:    what the run does; inferred from the fields of its spec when None
 
-    Raises ConfigError for an id that cannot name a folder, RunError for one in use or an unwritable record.
+    Raises ConfigError for an id that cannot name a folder, and for a tracker in `spec` whose library is missing;
+    RunError for an id in use, or an unwritable record.
     """
     now = time.time()
     run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
@@ -54,6 +57,7 @@ def create(
         raise ConfigError("run_id", run_id, "cannot name a run", "use letters, digits, '.', '_' and '-', not 'latest'")
     revision, is_dirty = git_revision(Path.cwd())
     job, spec, command = validate_text("job", job), validate_text("spec", spec), escape_text(command or command_line())
+    trackers = find_trackers(spec)
     values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty, kind)
     writer = _make_writer() if os.environ.get("SHOAL_STORE") else None
     connection, folder = connect(home()), home() / "runs" / run_id
@@ -74,7 +78,9 @@ def create(
     except BaseException:
         connection.close()
         raise
-    return RunRecorder(connection, number, run_id, incarnation, folder, mirror, kind or infer_kind(spec))
+    followers = Followers(run_id, folder, trackers) if trackers else None
+    found = kind or infer_kind(spec)
+    return RunRecorder(connection, number, run_id, incarnation, folder, mirror, followers, found)
 
 
 def reopen(ref: str, spec: str | None = None) -> RunRecorder:
@@ -95,6 +101,7 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
             with translate_read_errors(home()):
                 row = find_run_row(connection, ref)
             folder = home() / "runs" / row["id"]
+            trackers = find_trackers(row["spec"] if spec is None else spec)
             writers = None if writer is None else f"{previous} {writer}".strip()
             incarnation = _claim_run(connection, row["number"], is_resumed=True, spec=spec, writers=writers)
             make_run_folder(folder, spec)
@@ -102,9 +109,10 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
     except BaseException:
         connection.close()
         raise
+    followers = Followers(row["id"], folder, trackers) if trackers else None
     known = read_later_column(row, "kind")
     found = RunKind(known) if known else infer_kind(spec or row["spec"])
-    return RunRecorder(connection, row["number"], row["id"], incarnation, folder, mirror, found)
+    return RunRecorder(connection, row["number"], row["id"], incarnation, folder, mirror, followers, found)
 
 
 def _make_writer() -> str:

@@ -101,6 +101,11 @@ def mask_variables(text: str) -> str:
     return mask_values(text, [os.environ.get(name, "") for name in os.environ.get(MASKED_VARIABLE, "").split(",")])
 
 
+def is_secret_name(path: str) -> bool:
+    """Whether a field's path is that of a secret, as `endpoint.token` is."""
+    return _SECRET.match(f"{path}=") is not None
+
+
 def split_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The job's arguments with secrets masked, and the environment variables that hold the masked ones."""
     secrets = [argument for argument in arguments if _SECRET.match(argument)]

@@ -12,7 +12,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +45,7 @@ from shoal.runs.run_status import TERMINAL, Status, transition
 if TYPE_CHECKING:
     from shoal.runs.ray_gauges import RunGauges
     from shoal.runs.record.store_mirror import StoreMirror
+    from shoal.runs.tracking.processes import Followers
 
 FLUSH_INTERVAL_S = 0.5
 HEARTBEAT_INTERVAL_S = 3.0
@@ -91,6 +92,7 @@ class RunRecorder:
         incarnation: int,
         folder: Path,
         store_mirror: StoreMirror | None = None,
+        followers: Followers | None = None,
         kind: RunKind = RunKind.OTHER,
     ) -> None:
         self.id, self.folder = run_id, folder
@@ -98,7 +100,7 @@ class RunRecorder:
         self._gauges: RunGauges | None = None
         self._number, self._incarnation = number, incarnation
         self._connection = connection
-        self._store_mirror = store_mirror
+        self._store_mirror, self._followers = store_mirror, followers
         self._mirror = TensorBoardMirror(run_id, folder / "tensorboard", incarnation)
         self._pending = PendingWrites()
         self._status = Status.RUNNING
@@ -116,10 +118,11 @@ class RunRecorder:
         in_history: False: the values update the newest and the best, but enter no curve
         Raises ConfigError for an invalid metric name, a value that is not a number, and a step beyond 64 bits.
         """
-        entry = (validate_integer("step", step), time.time(), validate_metrics(values))
+        step, checked = validate_integer("step", step), validate_metrics(values)
         self._flush_if_full()
         with self._buffer_lock:
             self._require_open()
+            entry = (step, time.time(), checked)  # times grow in the order of commits, by which readers follow them
             (self._pending.logged if in_history else self._pending.shown).append(entry)
             self._pending.num_rows += len(values)
 
@@ -346,7 +349,18 @@ class RunRecorder:
         self._stopping.set()
         try:
             self._mirror.close()
+            if self._followers is not None:
+                self._record_tracking(self._followers.close())
             if self._store_mirror is not None:
                 self._store_mirror.close()
         finally:
             self._connection.close()
+
+    def _record_tracking(self, trackers: Iterable[Mapping[str, object]]) -> None:
+        """After the end of the run, by which the followers know that there are no more values."""
+        rows = [(self._number, time.time(), "tracked", to_json(details)) for details in trackers]
+        try:
+            with transaction(self._connection):
+                self._connection.executemany(INSERT_EVENT, rows)
+        except RunError as error:
+            _log.warning("run %s: %s", self.id, error)

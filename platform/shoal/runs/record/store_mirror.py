@@ -29,7 +29,7 @@ TOUCH_INTERVAL_S = 5.0  # at most two of the recorder's heartbeats
 RECORD_INTERVAL_S = 10.0
 MAX_SHARE = 0.05  # of the time that may go into records: those of long runs are written less often
 CLOSE_TIMEOUT_S = 10.0
-FILES = ("spec.yaml", "pictures/*")  # of the run's folder: what a report reads
+FILES = ("spec.yaml", "pictures/*", "tracking-*.json")  # of the run's folder: what a report and followers read
 MAX_FILE_BYTES = 4 << 20
 
 _log = logging.getLogger(__name__)

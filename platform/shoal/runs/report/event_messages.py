@@ -8,6 +8,11 @@ from typing import Any
 
 WAITING = "waiting"  # the event of a wait for capacity: `reason` is empty at its end
 NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
+_FAILED = {
+    "checkpoint_failed": "a checkpoint could not be written, training goes on",
+    "upload_failed": "checkpoints are on this run's hosts alone, training goes on",
+    "register_failed": "a version could not be registered, learning goes on",
+}
 _PLAIN = {
     NO_CHECKPOINT: "there is no checkpoint: it begins again, at step 0",
     "broker_back": "the broker is back",
@@ -18,10 +23,8 @@ _PLAIN = {
 def format_warning(kind: str, details: Mapping[str, Any]) -> str:
     """The message of an event that reports a problem which did not end the run; "" for other events."""
     match kind:
-        case "checkpoint_failed":
-            return f"a checkpoint could not be written, training goes on: {details['error']}"
-        case "upload_failed":
-            return f"checkpoints are on this run's hosts alone, training goes on: {details['error']}"
+        case "checkpoint_failed" | "upload_failed" | "register_failed":
+            return f"{_FAILED[kind]}: {details['error']}"
         case "restored" if details["damaged"]:
             return f"going on from step {details['step']:,}; damaged, and passed over: {'; '.join(details['damaged'])}"
         case "workers_lost":
@@ -63,8 +66,9 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
             return "the broker is back and has lost its session: what was sent meanwhile is lost; switch on persistence"
         case "drift":
             return f"errors have grown at {details['count']} sensors: {', '.join(details['sensors'])}"
-        case "register_failed":
-            return f"a version could not be registered, learning goes on: {details['error']}"
+        case "tracked" if details.get("problem"):
+            remedy = f"shoal runs track RUN --to {details['tracker']}"
+            return f"{details['tracker']} lacks values of this run ({details['problem']}): {remedy}"
     return _PLAIN.get(kind, "")
 
 

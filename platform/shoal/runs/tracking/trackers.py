@@ -1,0 +1,248 @@
+"""The trackers that a run can be mirrored to, each called through its own library.
+
+Called by the follower, in a process of its own. Each library is imported when its tracker is made, and configured by
+its own environment variables. Never reads the record's tables by itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import posixpath
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
+
+from pydantic import AfterValidator, BeforeValidator
+
+from shoal.config import MASKED
+from shoal.errors import ConfigError
+from shoal.home import home
+from shoal.runs.record.provenance import is_secret_name
+from shoal.runs.run_status import Status
+from shoal.yaml_text import parse_yaml
+
+if TYPE_CHECKING:
+    from shoal.runs.run_reader import MetricValue, Run
+
+TrackerName = Literal["mlflow", "wandb", "trackio"]
+TrackerNames = Annotated[
+    tuple[TrackerName, ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    AfterValidator(lambda names: tuple(dict.fromkeys(names))),
+]
+"""A field of a spec: where its run is mirrored to; `track=mlflow` is `track=[mlflow]`."""
+
+PROJECT = "shoal"  # unless the tracker's own variable names another
+_ANSWER_S = 20  # for a server, by default, before the attempt has failed
+
+
+class Tracker(Protocol):
+    """One run at a tracker. Each method may raise any exception of the library, and is then called again later."""
+
+    def begin(self, run: Run, tracker_run: str) -> tuple[str, str]:
+        """Create the run there, or go on with `tracker_run` ("": unknown). Returns its id there, and its address."""
+
+    def send(self, values: Sequence[MetricValue]) -> None:
+        """Add values, those of one time together and in the order of time."""
+
+    def finish(self, run: Run) -> None:
+        """Record how the run ended, and return when the tracker has everything."""
+
+
+def require_library(name: str) -> None:
+    """Raises ConfigError if the tracker's library is not installed here."""
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError("track", name, "its library is not installed here", f"pip install 'shoal[{name}]'")
+
+
+def find_trackers(spec: str) -> tuple[str, ...]:
+    """The trackers in the field `track` of a recorded spec (YAML); none where a job has another such field.
+
+    Raises ConfigError if the library of one is not installed here.
+    """
+    fields = parse_yaml(spec) if "track" in spec else None
+    named = fields.get("track") if isinstance(fields, dict) else None
+    names = tuple(name for name in get_args(TrackerName) if isinstance(named, list) and name in named)
+    for name in names:
+        require_library(name)
+    return names
+
+
+def list_parameters(spec: str) -> dict[str, object]:
+    """The fields of a recorded spec (YAML) by their paths, as `optimizer.learning_rate`, without secrets.
+
+    Values are texts, numbers, booleans or None; a list is its JSON.
+    """
+    fields = parse_yaml(spec)
+    return dict(_flatten("", fields)) if isinstance(fields, dict) else {}
+
+
+def _flatten(path: str, value: object) -> Iterable[tuple[str, object]]:
+    if isinstance(value, Mapping) and value:
+        for name, each in value.items():
+            yield from _flatten(f"{path}.{name}" if path else str(name), each)
+    elif MASKED not in str(value) and not is_secret_name(path):
+        yield path, value if value is None or isinstance(value, str | int | float) else json.dumps(value, default=str)
+
+
+def _list_facts(run: Run) -> dict[str, str]:
+    """What a reader of the tracker may look for, besides the spec."""
+    facts = {"job": run.job, "kind": run.kind.value, "host": run.host, "git": run.git_revision or ""}
+    return {f"shoal.{name}": each for name, each in facts.items() if each}
+
+
+def _list_models(run: Run) -> list[str]:
+    """The registered models, as NAME@VERSION."""
+    models: Any = run.to_dict()["models"]
+    return [f"{model['name']}@{model['version']}" for model in models]
+
+
+class MlflowTracker:
+    """A run of MLflow, found again by its id or its tag `shoal.run`. The server ignores a value that it has already."""
+
+    _ENDS: Mapping[Status, str] = {Status.FINISHED: "FINISHED", Status.FAILED: "FAILED"}
+    _BATCH = 1000  # values in a request, the most that MLflow takes
+    _PARAMETERS = 100
+    _MAX_CHARS = 500  # of a parameter: servers of MLflow 1 refuse longer ones
+
+    def __init__(self) -> None:
+        os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{home() / 'mlflow.db'}")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_ANSWER_S))
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # the follower tries again
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient()
+        self._id = ""
+
+    def begin(self, run: Run, tracker_run: str) -> tuple[str, str]:
+        from mlflow.entities import Param
+
+        experiment = self._find_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT)
+        self._id = tracker_run or self._find_run(experiment, run)
+        before = self._client.get_run(self._id).data.params
+        parameters = {
+            self._clean(name): str(each)[: self._MAX_CHARS] for name, each in list_parameters(run.spec).items()
+        }
+        added = [Param(name, each) for name, each in parameters.items() if name not in before]  # they cannot change
+        for start in range(0, len(added), self._PARAMETERS):
+            self._client.log_batch(self._id, params=added[start : start + self._PARAMETERS])
+        self._client.update_run(self._id, status="RUNNING")
+        server = os.environ["MLFLOW_TRACKING_URI"]
+        page = f"{server.rstrip('/')}/#/experiments/{experiment}/runs/{self._id}"
+        return self._id, page if server.startswith("http") else server
+
+    def send(self, values: Sequence[MetricValue]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [Metric(self._clean(each.name), each.value, int(each.time * 1000), each.step) for each in values]
+        for start in range(0, len(metrics), self._BATCH):
+            self._client.log_batch(self._id, metrics=metrics[start : start + self._BATCH])
+
+    def finish(self, run: Run) -> None:
+        for model in _list_models(run):
+            self._client.set_tag(self._id, f"shoal.model.{self._clean(model.partition('@')[0])}", model)
+        ended_ms = None if run.finished_at is None else int(run.finished_at * 1000)
+        self._client.set_terminated(self._id, self._ENDS.get(run.status, "KILLED"), ended_ms)
+
+    def _find_experiment(self, name: str) -> str:
+        if (found := self._client.get_experiment_by_name(name)) is None:
+            return str(self._client.create_experiment(name))
+        return str(found.experiment_id)
+
+    def _find_run(self, experiment: str, run: Run) -> str:
+        found = self._client.search_runs([experiment], f"tags.`shoal.run` = '{run.id}'", max_results=1)
+        if found:
+            return str(found[0].info.run_id)
+        tags = {"shoal.run": run.id, **_list_facts(run)}
+        if run.git_revision:
+            tags["mlflow.source.git.commit"] = run.git_revision
+        made = self._client.create_run(experiment, int(run.created_at * 1000), tags, run_name=run.id)
+        return str(made.info.run_id)
+
+    @staticmethod
+    def _clean(name: str) -> str:
+        """The name with only such characters as MLflow takes."""
+        return re.sub(r"[^\w\-. /]", "_", posixpath.normpath(name)).strip("./") or "_"
+
+
+class WandbTracker:
+    """A run of Weights & Biases, whose id is Shoal's.
+
+    W&B drops a value of an earlier step than its own counter, which a restarted run would log: the steps are a metric
+    of their own, the x-axis of all others. The library uploads in the background, from files in the run's folder.
+    """
+
+    STEP, TIME = "shoal/step", "shoal/time"
+
+    def begin(self, run: Run, tracker_run: str) -> tuple[str, str]:
+        import wandb
+
+        os.environ.setdefault("WANDB_PROJECT", PROJECT)
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", str(_ANSWER_S))
+        settings = wandb.Settings(console="off", disable_git=True, disable_code=True, x_disable_stats=True)
+        self._created_at = run.created_at
+        try:
+            self._run = wandb.init(
+                id=run.id,
+                name=run.id,
+                dir=os.environ.get("WANDB_DIR", run.folder),
+                job_type=run.kind.value,
+                resume="allow",
+                settings=settings,
+            )
+        except Exception:  # of the network, of credentials: until then its service holds the run's id as used
+            wandb.teardown()
+            raise
+        self._run.config.update({**list_parameters(run.spec), **_list_facts(run)}, allow_val_change=True)
+        self._run.define_metric(self.STEP, hidden=True)
+        self._run.define_metric("*", step_metric=self.STEP)
+        return run.id, self._run.url or f"wandb sync {self._run.settings.sync_dir}"
+
+    def send(self, values: Sequence[MetricValue]) -> None:
+        for (at, step), group in itertools.groupby(values, key=lambda each: (each.time, each.step)):
+            known = {self.STEP: step, self.TIME: at - self._created_at}
+            self._run.log({**known, **{each.name: each.value for each in group}})
+
+    def finish(self, run: Run) -> None:
+        models = (*(self._run.tags or ()), *(model[:64] for model in _list_models(run)))
+        self._run.tags = tuple(dict.fromkeys(models))
+        self._run.summary["shoal/status"] = run.status.value
+        self._run.finish(exit_code=0 if run.status is Status.FINISHED else 1)
+
+
+class TrackioTracker:
+    """A run of Trackio, found again by its name, which is Shoal's id."""
+
+    def begin(self, run: Run, tracker_run: str) -> tuple[str, str]:
+        import trackio
+
+        self._trackio = trackio
+        project = os.environ.get("TRACKIO_PROJECT") or PROJECT
+        config = {**list_parameters(run.spec), **_list_facts(run)}
+        trackio.init(
+            project=project,
+            name=run.id,
+            config=config,
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+        return run.id, f"trackio show --project {project}"
+
+    def send(self, values: Sequence[MetricValue]) -> None:
+        for (_, step), group in itertools.groupby(values, key=lambda each: (each.time, each.step)):
+            self._trackio.log({each.name: each.value for each in group}, step=step)
+
+    def finish(self, run: Run) -> None:
+        self._trackio.finish()
+
+
+TRACKERS: Mapping[str, Callable[[], Tracker]] = {
+    "mlflow": MlflowTracker,
+    "wandb": WandbTracker,
+    "trackio": TrackioTracker,
+}
