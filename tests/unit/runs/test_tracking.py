@@ -24,7 +24,7 @@ from shoal.runs.run_reader import MetricValue
 from shoal.runs.tracking import follower as following
 from shoal.runs.tracking import processes
 from shoal.runs.tracking.follower import Follower, TrackingState, read_state, watch
-from shoal.runs.tracking.trackers import find_trackers, list_parameters
+from shoal.runs.tracking.trackers import find_trackers, list_parameters, require_library
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
 
@@ -302,6 +302,13 @@ def test_a_tracker_without_its_library_is_refused_before_anything_is_recorded(mo
         runs.create("job", "track: [wandb]\n", "two")
     with pytest.raises(RunError):
         runs.load("two")
+
+
+def test_a_folder_of_the_name_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trackio").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="not installed"):
+        require_library("trackio")
 
 
 def test_the_field_is_one_of_the_trackers_or_a_list_of_them() -> None:

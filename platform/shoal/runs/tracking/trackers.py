@@ -54,7 +54,8 @@ class Tracker(Protocol):
 
 def require_library(name: str) -> None:
     """Raises ConfigError if the tracker's library is not installed here."""
-    if importlib.util.find_spec(name) is None:
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:  # the latter is a folder of this name, as `wandb` makes one
         raise ConfigError("track", name, "its library is not installed here", f"pip install 'shoal[{name}]'")
 
 
