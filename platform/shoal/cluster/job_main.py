@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import shoal.runs
 from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle
+from shoal.cluster.json_lines import JSON, TEXT, log_json, write_json_lines
 from shoal.config import Spec, last_override
 from shoal.errors import ClusterError, ShoalError
 from shoal.runs.record.provenance import restore_secrets
@@ -56,7 +57,10 @@ def job_main(
         if CHECK in words:
             return
         signal.signal(signal.SIGTERM, _raise_interrupt)
-        connect()
+        has_json = getattr(chosen, "logs", TEXT) == JSON
+        if has_json:
+            write_json_lines()
+        connect(has_json=has_json)
         signal.signal(signal.SIGTERM, _raise_interrupt)  # ray.init replaces the handler
         try:
             run(chosen, job)
@@ -95,10 +99,12 @@ def expected_run_id() -> str | None:
     return os.environ.get("SHOAL_RUN_ID")
 
 
-def connect() -> None:
+def connect(*, has_json: bool = False) -> None:
     """Connect this process to the cluster of $RAY_ADDRESS. Raises ClusterError.
 
     Of a cluster that was started without HIDE_GPUS, all workers of this process get it.
+
+    has_json: the log of this process and of its workers is JSON
     """
     import ray  # a third of a second: wrong overrides fail before it
 
@@ -115,9 +121,12 @@ def connect() -> None:
             log_to_driver=False,
             logging_level=logging.WARNING,
             runtime_env={"env_vars": missing} if missing else None,
+            logging_config=ray.LoggingConfig(encoding="JSON", log_level="WARNING") if has_json else None,
         )
     except (ConnectionError, RuntimeError) as error:
         raise ClusterError(f"no Ray answers at {os.environ['RAY_ADDRESS']}: {error}") from error
+    if has_json:
+        log_json()  # in place of Ray's handler, of this process
 
 
 def join_cluster(cluster: ClusterHandle) -> None:

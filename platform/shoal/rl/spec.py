@@ -165,6 +165,7 @@ class RLSpec(Spec):
     priority: int = Field(
         default=0, description="of the runs that wait for places, those with a higher one start first"
     )
+    logs: Literal["text", "json"] = Field(default="text", description="of the driver and the workers")
     track: TrackerNames = Field(default=(), description="where its record is mirrored to: mlflow, wandb, trackio")
     segment_length: int = Field(default=256, ge=1, description="environment steps in a segment, at most")
     gateway: GatewaySpec = GatewaySpec()

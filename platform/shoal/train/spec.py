@@ -149,6 +149,7 @@ class TrainSpec(Spec):
     wait:                  how long the workers may wait for their places, as 30m or seconds; None: 30m where an
                            autoscaler may add nodes, 10m where other runs are on, else 10 s
     priority:              of the runs that wait for places, those with a higher one start first
+    logs:                  json: each line of the driver's output, and of the workers' logs, is an object
     track:                 where its record is mirrored to: mlflow, wandb, trackio
     threads:               of torch, in each worker; None divides this machine's cores among the workers
     name:                  in the registry; "" takes the Task's name
@@ -166,6 +167,7 @@ class TrainSpec(Spec):
     wait: Duration | None = None
     priority: int = 0
     track: TrackerNames = ()
+    logs: Literal["text", "json"] = "text"
     threads: int | None = Field(default=None, ge=1)
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()

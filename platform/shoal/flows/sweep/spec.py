@@ -85,6 +85,7 @@ class SweepSpec(Spec):
     gpus_per_trial: may be a fraction, as 0.25: then a trial may use this share of the device's memory
     concurrent:     trials at a time; None: as many as the cluster has room for
     registers:      register the best trial's network at the end
+    logs:           json: each line of the driver's output, and of the workers' logs, is an object
     track:          where the sweep's own record is mirrored to; that of each trial with `train.track`, `loop.track`
     retry_failed:   with `resume`: run the failed trials again, from their last checkpoints
     """
@@ -106,6 +107,7 @@ class SweepSpec(Spec):
     registers: bool = True
     retry_failed: bool = False
     track: TrackerNames = ()
+    logs: Literal["text", "json"] = "text"
     resume: str = ""
 
     @property

@@ -59,6 +59,7 @@ class PopulationSpec(Spec):
                      where there are fewer
     workers:         Ray workers with a share of the members each; 1: this process has them all
     threads:         that train chunks at once, in each worker; None: all cores
+    logs:            json: each line of the driver's output, and of the workers' logs, is an object
     track:           where its record is mirrored to: mlflow, wandb, trackio
     name:            in the registry; "" takes the Task's name
     """
@@ -91,6 +92,7 @@ class PopulationSpec(Spec):
     threads: int | None = Field(default=None, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     track: TrackerNames = ()
+    logs: Literal["text", "json"] = "text"
     name: str = ""
     aliases: AliasNames = ("champion",)
     resume: str = ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from shoal.config import Spec
@@ -81,6 +83,7 @@ class StreamSpec(Spec):
     sensors, rate_hz: of the simulated sensors, which publish where mqtt.broker is ""; messages a second of each
     max_messages:     ends the run after so many; None: never
     max_wall_s:       ends the run after so long; None: never
+    logs:             json: each line of the driver's output, and of the workers' logs, is an object
     track:            where its record is mirrored to: mlflow, wandb, trackio
     name:             in the registry; versions get the aliases, which endpoints follow
     register_every_s: between two versions
@@ -96,6 +99,7 @@ class StreamSpec(Spec):
     max_messages: int | None = Field(default=None, ge=1)
     max_wall_s: float | None = Field(default=None, gt=0)
     track: TrackerNames = ()
+    logs: Literal["text", "json"] = "text"
     name: str = "stream"
     aliases: AliasNames = ("champion",)
     register_every_s: float = Field(default=30.0, gt=0)
