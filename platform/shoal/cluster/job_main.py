@@ -16,9 +16,9 @@ from typing import TypeVar
 
 import shoal.runs
 from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle
-from shoal.cluster.json_lines import JSON, TEXT, log_json, write_json_lines
 from shoal.config import Spec, last_override
 from shoal.errors import ClusterError, ShoalError
+from shoal.runs.json_lines import JSON, TEXT, log_json, write_json_lines
 from shoal.runs.record.provenance import restore_secrets
 from shoal.runs.report.event_messages import format_warning
 

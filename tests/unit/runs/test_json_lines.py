@@ -14,7 +14,7 @@ from shoal.train.spec import TrainSpec
 
 PROGRAM = """
 import logging, sys
-from shoal.cluster.json_lines import log_json, write_json_lines
+from shoal.runs.json_lines import log_json, write_json_lines
 write_json_lines()
 logging.getLogger().addHandler(logging.StreamHandler())  # as Ray adds one
 log_json()
