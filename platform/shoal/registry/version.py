@@ -37,8 +37,10 @@ class ModelVersion:
 
         Raises WeightsError when it is missing, or cannot be fetched whole.
         """
-        manifest, is_copy = self.manifest, self.store.locate(self._key) is None
-        return WeightFile(self.version, self._fetch(), manifest.sha256, manifest.created_at, is_verified=is_copy)
+        manifest, path = self.manifest, self._fetch()
+        origin = None if self.store.locate(self._key) else (self.store.url, self.ref)
+        is_copy = origin is not None
+        return WeightFile(self.version, path, manifest.sha256, manifest.created_at, is_verified=is_copy, origin=origin)
 
     def snapshot(self) -> WeightSnapshot:
         """The payload, as version `self.version`: the weights, or the model's file.

@@ -138,17 +138,25 @@ class WeightFile(WeightSnapshot):
     """A version whose payload is in a file, from which others read parts.
 
     is_verified: it has been, and did not change since: nobody needs to compute its hash again
+    origin:      of a copy on this host: the registry's URL, and the reference of the version; else None
     """
 
     def __init__(
-        self, version: int, path: Path, sha256: str, published_at: float, *, is_verified: bool = False
+        self,
+        version: int,
+        path: Path,
+        sha256: str,
+        published_at: float,
+        *,
+        is_verified: bool = False,
+        origin: tuple[str, str] | None = None,
     ) -> None:
-        self.__dict__.update(
-            version=version, path=path, sha256=sha256, published_at=published_at, is_verified=is_verified
-        )
+        fields = {"version": version, "path": path, "sha256": sha256, "published_at": published_at}
+        self.__dict__.update(fields, is_verified=is_verified, origin=origin)
 
     path: Path
     is_verified: bool
+    origin: tuple[str, str] | None
 
     @property
     def payload(self) -> bytes:

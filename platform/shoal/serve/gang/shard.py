@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shoal.errors import WeightsError
+from shoal.errors import RegistryError, WeightsError
 from shoal.parallel.state.skeleton import set_parameters
 from shoal.parallel.tensor.apply import split_layers
+from shoal.registry import Registry
 from shoal.serve.gang.plan import GangPlan, build_model
 from shoal.serve.gang.stages import Stage, make_absent
 from shoal.serve.model.formats.module import check_finite, check_names, check_shape
@@ -35,6 +36,7 @@ def load_shard(config: TemplateConfig, plan: GangPlan, file: WeightFile, rank: i
 
     mesh: of the workers that split layers
     """
+    file = find_file(file)
     _verify(file)
     model = build_model(config.factory)
     state = model.state_dict(keep_vars=True)
@@ -60,6 +62,20 @@ def load_shard(config: TemplateConfig, plan: GangPlan, file: WeightFile, rank: i
         choose_kernels(model)
     model.requires_grad_(False)
     return (lambda inputs, _: model(*inputs)) if plan.stages is None else Stage(model, plan.stages, rank)
+
+
+def find_file(file: WeightFile) -> WeightFile:
+    """The file on this host: a copy of a bucket's, which the replica has on its own, is downloaded here too.
+
+    Raises WeightsError.
+    """
+    if file.origin is None or file.path.exists():
+        return file
+    url, reference = file.origin
+    try:
+        return Registry(url).get(reference).weight_file()
+    except RegistryError as error:
+        raise WeightsError(f"weights version {file.version} cannot be read: {error}") from error
 
 
 def _group_names(model: nn.Module) -> dict[str, list[str]]:
