@@ -23,7 +23,7 @@ from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, Tagged
 if TYPE_CHECKING:
     import obstore
 
-PART_BYTES = 16 << 20
+PART_BYTES, MAX_PARTS = 16 << 20, 9_000  # S3 takes 10,000 parts of an object
 MAX_PARALLEL_PARTS = 4
 # A request of a download: it is repeated alone, and must end within the timeout below.
 RANGE_BYTES = 512 << 20
@@ -101,7 +101,9 @@ class ObjectStore(Store):
 
     def write(self, key: str, content: bytes | Path) -> None:
         with self._calls(key) as client:
-            client.put(self._bulk, key, content, chunk_size=PART_BYTES, max_concurrency=MAX_PARALLEL_PARTS)
+            size_bytes = content.stat().st_size if isinstance(content, Path) else len(content)
+            part_bytes = max(PART_BYTES, size_bytes // MAX_PARTS + 1)
+            client.put(self._bulk, key, content, chunk_size=part_bytes, max_concurrency=MAX_PARALLEL_PARTS)
 
     def copy(self, source: str, target: str) -> None:
         with self._calls(source) as client:

@@ -31,6 +31,7 @@ _NAMES = r"(?:token|keys|password|secret|api[_-]?key)"
 _SECRET = re.compile(
     rf"(?P<name>(?:[\w.]*\.|-*){_NAMES})=|(?P<parent>[\w.]+)=\s*\{{.*\b{_NAMES}\b", re.IGNORECASE | re.DOTALL
 )
+_USER = re.compile(r"(\w://)[^/@\s]+@")  # of a URL, as of a package in a private repository
 _OPTION = re.compile(rf"--{_NAMES}", re.IGNORECASE)  # of a user's own program; its value is the next word
 
 
@@ -122,7 +123,7 @@ def restore_secrets(arguments: Sequence[str]) -> list[str]:
 def _mask_secrets(arguments: Sequence[str]) -> list[str]:
     before = ("", *arguments)
     return [
-        "***" if _OPTION.fullmatch(option) else _mask_secret(argument)
+        "***" if _OPTION.fullmatch(option) else _USER.sub(r"\1***@", _mask_secret(argument))
         for option, argument in zip(before, arguments, strict=False)
     ]
 
