@@ -23,6 +23,7 @@ NAMES = (
         "checkpoint",
         "checkpoint_store",
         "tracking",
+        "run_metrics",
         "input",
         "fashion_mnist",
         "pipeline",

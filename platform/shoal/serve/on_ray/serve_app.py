@@ -80,10 +80,9 @@ def build(args: dict[str, Any]) -> serve.Application:
 def _require_every_node(spec: EndpointSpec) -> None:
     """Raises ConfigError where Serve's file does not put an ingress on each node with a replica, and replicas within
     its reach."""
-    client = _get_global_client()
-    assert client is not None  # it builds this application
-    details = client.get_serve_details()
-    location, host = details["proxy_location"], details["http_options"]["host"]
+    client = _get_global_client(raise_if_no_controller_running=False)
+    details = {} if client is None else client.get_serve_details()
+    location, host = details.get("proxy_location"), details.get("http_options", {}).get("host")
     if (location, host) != ("EveryNode", ANY_ADDRESS):
         problem = f"needs other settings of Serve than proxy_location: {location} and http_options.host: {host}"
         remedy = f"write proxy_location: EveryNode and host: {ANY_ADDRESS}, or use `shoal serve deploy`"
