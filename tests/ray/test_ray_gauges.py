@@ -78,6 +78,7 @@ def test_a_recorder_on_a_cluster_sets_them_and_one_without_does_not(
     import ray
 
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with create("train", "task: t\n", "r") as recorder:
         recorder.log(1, {"loss": 3.0})
         recorder.flush()
