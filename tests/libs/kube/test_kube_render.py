@@ -122,6 +122,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("cluster", IMAGE), "store"),
     (("cluster", IMAGE, "kube.store=/mnt/shared"), "store"),
     (("cluster", *PLAIN, "kube.name=Lab"), "name"),
+    (("cluster", *PLAIN, "kube.name="), "kube.name"),
+    (("endpoint", "123", "endpoint.insecure=true", *PLAIN), "kube.name"),
     (("cluster", *PLAIN, f"kube.name=a{'b' * 47}"), "name"),
     (("cluster", *PLAIN, "kube.workers.memory=16 GB"), "workers.memory"),
     (("cluster", *PLAIN, "kube.workers.min=5"), "workers.max"),
@@ -131,6 +133,9 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("cluster", *PLAIN, "kube.autoscale=false"), "min"),
     (("cluster", *PLAIN, "kube.gpu_resource=gpu"), "gpu_resource"),
     (("cluster", *PLAIN, "kube.variables={AWS_SECRET_ACCESS_KEY: x}"), "credentials"),
+    (("cluster", *PLAIN, "kube.variables={SHOAL_HOME: /data}"), "SHOAL_HOME"),
+    (("cluster", *PLAIN, "kube.variables={SHOAL_STORE: /data}"), "SHOAL_STORE"),
+    (("cluster", *PLAIN, "kube.variables={MY NAME: x}"), "MY NAME"),
     (("cluster", *PLAIN, "kube.wrokers.max=2"), "workers"),
     (("cluster", *PLAIN, "workers=2"), "kube"),
     (("cluster", *PLAIN, "--file", "nowhere.yaml"), "file"),
@@ -199,9 +204,32 @@ def test_actors_reach_the_gateway_by_its_service(tmp_path: Path) -> None:
     words = (*SPECS["job with actors"][0], "kube.gateway_host=play.example.org", "kube.name=cartpole")
     _, job, service = render(tmp_path / "out", words)
     assert "gateway.advertise=play.example.org:5700" in job["spec"]["entrypoint"]
-    assert service["spec"]["selector"]["ray.io/group"] == "driver"
-    [driver, _] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    [driver, other] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    # KubeRay labels a pod with its group's name and with the labels of its template, and not with the RayJob's name.
+    pods = [
+        {"ray.io/group": each["groupName"], **each["template"].get("metadata", {}).get("labels", {})}
+        for each in (driver, other)
+    ]
+    selector = service["spec"]["selector"]
+    assert [selector.items() <= each.items() for each in pods] == [True, False]
+    assert "cartpole" in selector.values()  # not the pod of another job
     assert driver["groupName"] == "driver"
     assert (driver["minReplicas"], driver["maxReplicas"]) == (1, 1)
     assert "shoal_driver" in driver["rayStartParams"]["resources"]
     assert "shoal_driver" in job["spec"]["entrypointResources"]
+
+
+@pytest.mark.parametrize(("model", "name"), [("resnet50", "resnet50"), ("My.Model_2@1", "my-model-2"), ("3d", "d")])
+def test_a_model_gives_its_endpoint_a_name_of_its_own(model: str, name: str, tmp_path: Path) -> None:
+    _, service = render(tmp_path / "out", ("endpoint", model, "endpoint.insecure=true", *PLAIN))
+    assert service["metadata"]["name"] == name
+
+
+def test_the_submitter_of_a_job_pulls_its_image_from_a_private_registry(tmp_path: Path) -> None:
+    words = ("job", "train", TASK, "kube.pull_secrets=[registry]", *PLAIN)
+    _, job = render(tmp_path / "out", words)
+    assert find_problems(job) == []
+    submitter = job["spec"]["submitterPodTemplate"]["spec"]
+    assert submitter["imagePullSecrets"] == [{"name": "registry"}]
+    assert submitter["containers"][0]["image"] == "example.org/shoal:1"
+    assert "command" not in submitter["containers"][0]  # KubeRay's own

@@ -115,7 +115,7 @@ def _find_in_image(path: Path) -> str:
 
 def _to_name(text: str) -> str:
     """A name of Kubernetes's of a job's or a model's."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-0123456789")[:MAX_NAME_CHARS].rstrip("-")
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).lstrip("-0123456789")[:MAX_NAME_CHARS].rstrip("-")
 
 
 def _load(file: Path | None, overrides: Sequence[str], name: str) -> KubeSpec:

@@ -12,12 +12,14 @@ import yaml
 from shoal.errors import ConfigError
 from shoal.libs.kube.pods import (
     DRIVER_RESOURCE,
+    NAME_LABEL,
     SERVE_PORT,
     TLS_FOLDER,
     Document,
     get_secret_name,
     make_cluster_spec,
     make_driver_group,
+    make_submitter,
     make_worker_group,
 )
 from shoal.libs.kube.spec import DRIVER_GROUP, KubeSpec
@@ -49,6 +51,8 @@ def make_job(spec: KubeSpec, program: Sequence[str]) -> list[Document]:
         "ttlSecondsAfterFinished": spec.keep_s,
         "rayClusterSpec": make_cluster_spec(spec, groups, {}),
     }
+    if spec.pull_secrets:
+        made["submitterPodTemplate"] = make_submitter(spec)
     if spec.deadline_s:
         made["activeDeadlineSeconds"] = spec.deadline_s
     if spec.working_dir:
@@ -136,11 +140,7 @@ def _probe(endpoint: EndpointSpec) -> Document:
 
 
 def _make_gateway_service(spec: KubeSpec) -> Document:
-    selector = {
-        "ray.io/originated-from-cr-name": spec.name,
-        "ray.io/originated-from-crd": "RayJob",
-        "ray.io/group": DRIVER_GROUP,
-    }
+    selector = {NAME_LABEL: spec.name, "ray.io/group": DRIVER_GROUP}
     ports = [{"name": "gateway", "port": spec.gateway_port, "targetPort": spec.gateway_port}]
     metadata = {
         "name": f"{spec.name}-gateway",

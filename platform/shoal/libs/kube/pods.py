@@ -11,6 +11,7 @@ Document = dict[str, Any]
 HOME, TLS_FOLDER = "/var/lib/shoal", "/etc/shoal/tls"
 SERVE_PORT, GCS_PORT, DASHBOARD_PORT, METRICS_PORT = 8000, 6379, 8265, 8080
 DRIVER_RESOURCE = "shoal_driver"
+NAME_LABEL = "shoal/name"  # of all pods; KubeRay gives them no label with the name of their RayJob
 # KubeRay puts its own command, `ulimit ...; ray start ...`, behind this and "&&". Ray and all its workers inherit it.
 SET_ENVIRONMENT = 'set=$(python -m shoal.cluster.host_environment) && eval "$set" || exit 1'
 # Serve moves replicas to other nodes, Ray places nothing more here, and the raylet ends once nothing runs here.
@@ -49,7 +50,7 @@ def make_worker_group(spec: KubeSpec, group: WorkerGroup, readiness: Document | 
         "replicas": group.min,
         "minReplicas": group.min,
         "maxReplicas": group.max if spec.autoscale else group.min,
-        "rayStartParams": {},
+        "rayStartParams": {"num-gpus": str(group.gpus)},  # KubeRay counts those of some resources only
         "template": template,
     }
 
@@ -60,8 +61,16 @@ def make_driver_group(spec: KubeSpec) -> Document:
     made = make_worker_group(
         spec, WorkerGroup.model_construct(**size, name=DRIVER_GROUP, gpus=0, min=1, max=1, spot="")
     )
-    made["rayStartParams"] = {"resources": f"'{{\"{DRIVER_RESOURCE}\": 1}}'"}
+    made["rayStartParams"]["resources"] = f"'{{\"{DRIVER_RESOURCE}\": 1}}'"
     return made
+
+
+def make_submitter(spec: KubeSpec) -> Document:
+    """The pod that submits a job, as KubeRay makes it, which leaves out the secrets of the image's registry."""
+    resources = {"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "500m", "memory": "200Mi"}}
+    container = {"name": "ray-job-submitter", "image": spec.image, "resources": resources}
+    secrets = [{"name": name} for name in spec.pull_secrets]
+    return {"spec": {"containers": [container], "restartPolicy": "Never", "imagePullSecrets": secrets}}
 
 
 def make_cluster_spec(spec: KubeSpec, groups: list[Document], ports: dict[str, int]) -> Document:
@@ -128,7 +137,7 @@ def _make_template(spec: KubeSpec, pod: PodSpec, container: Document) -> Documen
         made["nodeSelector"] = dict(pod.node_selector)
     if pod.tolerations:
         made["tolerations"] = list(pod.tolerations)
-    return {"spec": made}
+    return {"metadata": {"labels": {NAME_LABEL: spec.name}}, "spec": made}
 
 
 def _list_ports(ports: dict[str, int]) -> list[Document]:

@@ -12,6 +12,7 @@ from shoal.store.location import require_location
 
 DRIVER_GROUP = "driver"  # where the gateway of a job is; added to a job with `gateway_port`
 MAX_NAME_CHARS = 47  # KubeRay adds to it, and refuses names of clusters beyond 53
+OWN_VARIABLES = ("SHOAL_HOME", "SHOAL_STORE", "RAY_ADDRESS", "RAY_AUTH_MODE")
 
 Label = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
 ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
@@ -143,6 +144,10 @@ class KubeSpec(Spec):
     @classmethod
     def _are_no_secrets(cls, variables: dict[str, str]) -> dict[str, str]:
         for name in variables:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"has {name!r}, which is no name of a variable")
+            if name in OWN_VARIABLES:
+                raise ValueError(f"has {name}, which Shoal or KubeRay sets: leave it out; kube.store gives SHOAL_STORE")
             if re.search(r"TOKEN|SECRET|PASSWORD|_KEY$", name):
                 raise ValueError(f"has {name}, which anybody who reads the manifest would see: give it in credentials")
         return variables
@@ -156,6 +161,8 @@ class KubeSpec(Spec):
 
     @model_validator(mode="after")
     def _go_together(self) -> KubeSpec:
+        if not self.name:
+            raise ValueError("name is missing: give kube.name, such as lab")
         if not self.image:
             raise ValueError("image is missing: give kube.image, one that is made of the Dockerfile")
         if not (self.store or self.home_claim):
