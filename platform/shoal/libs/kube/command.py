@@ -127,7 +127,11 @@ def _load(file: Path | None, overrides: Sequence[str], name: str) -> KubeSpec:
             raise ConfigError("file", str(file), f"cannot be read: {error}", "name a file of YAML") from None
         if not isinstance(values, dict):
             raise ConfigError("file", str(file), "holds no fields", "write it as `image: IMAGE`")
-    return KubeSpec.parse(merge({"name": name, **values}, parse_overrides(KubeSpec, overrides)))
+    try:
+        return KubeSpec.parse(merge({"name": name, **values}, parse_overrides(KubeSpec, overrides)))
+    except ConfigError as error:  # by the field's name on the command line: a job has `workers` of its own
+        field = PREFIX.rstrip(".") if error.field == KubeSpec.__name__ else f"{PREFIX}{error.field}"
+        raise ConfigError(field, error.value, error.problem, error.remedy) from None
 
 
 def _require_capacity(spec: KubeSpec, overrides: Sequence[str]) -> None:

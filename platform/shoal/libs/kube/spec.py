@@ -16,6 +16,7 @@ OWN_VARIABLES = ("SHOAL_HOME", "SHOAL_STORE", "RAY_ADDRESS", "RAY_AUTH_MODE")
 
 Label = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
 ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+OptionalName = Annotated[str, StringConstraints(pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)]
 Quantity = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*(\.[0-9]+)?([kMGTP]|[KMGTP]i)?$")]
 
 # What selects a cloud's nodes that may be taken away at any time: labels, and the taint to tolerate, if there is one.
@@ -107,10 +108,10 @@ class KubeSpec(Spec):
     image: str = ""
     pull_secrets: list[ObjectName] = Field(default_factory=list)
     store: str = ""
-    home_claim: ObjectName | Literal[""] = ""
-    credentials: ObjectName | Literal[""] = ""
-    service_account: ObjectName | Literal[""] = ""
-    secret: ObjectName | Literal[""] = ""
+    home_claim: OptionalName = ""
+    credentials: OptionalName = ""
+    service_account: OptionalName = ""
+    secret: OptionalName = ""
     variables: dict[str, str] = Field(default_factory=dict)
     head: PodSpec = PodSpec()
     workers: WorkerGroup = WorkerGroup()
@@ -120,7 +121,7 @@ class KubeSpec(Spec):
     gpu_resource: str = Field(default="nvidia.com/gpu", pattern=r"^[a-z0-9.-]+/[A-Za-z0-9_.-]+$")
     service_type: Literal["ClusterIP", "LoadBalancer", "NodePort"] = "ClusterIP"
     service_annotations: dict[str, str] = Field(default_factory=dict)
-    tls_secret: ObjectName | Literal[""] = ""
+    tls_secret: OptionalName = ""
     gateway_port: int = Field(default=0, ge=0, le=65535)
     gateway_host: str = ""
     working_dir: str = ""
