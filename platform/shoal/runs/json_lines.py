@@ -10,6 +10,7 @@ import io
 import json
 import logging
 import sys
+import threading
 from datetime import UTC, datetime
 from typing import TextIO
 
@@ -32,11 +33,12 @@ class JsonFormatter(logging.Formatter):
 
 
 class JsonLines(io.TextIOBase):
-    """A stream that writes each full line as a log record's object."""
+    """A stream that writes each full line as a log record's object, of a progress bar its last state."""
 
     def __init__(self, target: TextIO, name: str, level: int) -> None:
         self.target, self._name, self._level = target, name, level
         self._formatter, self._rest = JsonFormatter(), ""
+        self._lock = threading.RLock()  # a signal's handler may write as well
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -46,12 +48,18 @@ class JsonLines(io.TextIOBase):
         return True
 
     def write(self, text: str, /) -> int:
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in lines:
-            if line.strip():
-                record = logging.LogRecord(self._name, self._level, "", 0, line, None, None)
-                self.target.write(f"{self._formatter.format(record)}\n")
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            for line in lines:
+                if line.strip():
+                    shown = line.rstrip("\r").rpartition("\r")[-1]
+                    record = logging.LogRecord(self._name, self._level, "", 0, shown, None, None)
+                    self.target.write(f"{self._formatter.format(record)}\n")
         return len(text)
+
+    def fileno(self) -> int:
+        """The target's: programs that inherit it, and faulthandler, write to it as they are."""
+        return self.target.fileno()
 
     def flush(self) -> None:
         self.target.flush()

@@ -13,12 +13,15 @@ from shoal.errors import ConfigError
 from shoal.train.spec import TrainSpec
 
 PROGRAM = """
-import logging, sys
+import logging, subprocess, sys
 from shoal.runs.json_lines import log_json, write_json_lines
 write_json_lines()
 logging.getLogger().addHandler(logging.StreamHandler())  # as Ray adds one
 log_json()
 print("one\\ntwo")
+print("10%\\r", end="")
+print("100%")
+subprocess.run([sys.executable, "-c", ""], stdout=sys.stdout, stderr=sys.stderr, check=True)
 print("begun", end=" ")
 print("and ended: é")
 print()
@@ -39,7 +42,7 @@ def test_each_line_is_an_object() -> None:
     assert ended.returncode == 1
     said = [json.loads(line) for line in ended.stdout.splitlines()]
     assert [(each["logger"], each["level"], each["message"]) for each in said] == [
-        ("stdout", "INFO", message) for message in ("one", "two", "begun and ended: é", "no end")
+        ("stdout", "INFO", message) for message in ("one", "two", "100%", "begun and ended: é", "no end")
     ]
     assert all(datetime.fromisoformat(each["time"]).tzinfo is not None for each in said)
     errors = [json.loads(line) for line in ended.stderr.splitlines()]
