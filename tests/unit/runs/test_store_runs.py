@@ -82,7 +82,7 @@ def make_lost(store: Store, monkeypatch: pytest.MonkeyPatch, run_id: str = "lost
     recorder = runs.create("cartpole", SPEC, run_id)
     recorder.log(1, {"loss": 2.0})
     recorder.flush()
-    wait_for(lambda: has_record(store, run_id), timeout_s=60)
+    wait_for(lambda: is_mirrored(store, recorder), timeout_s=60)
     kill(recorder)
     set_age(monkeypatch, 100.0)
 
@@ -117,6 +117,18 @@ def has_record(store: Store, run_id: str) -> bool:
         return bool(read_head(store, run_id)[0].record)
     except FileNotFoundError:
         return False
+
+
+def is_mirrored(store: Store, recorder: runs.RunRecorder) -> bool:
+    """Whether the store has all that is recorded: its first record may be older than the first values."""
+    mirror = recorder._store_mirror
+    assert mirror is not None
+    is_written = not mirror._is_changed and not (mirror._upload and mirror._upload.is_alive())
+    return (
+        is_written
+        and has_record(store, recorder.id)
+        and read_head(store, recorder.id)[0].revision == mirror._head.revision
+    )
 
 
 def test_a_run_is_read_on_another_host(store: Store, move_to: MoveTo) -> None:
