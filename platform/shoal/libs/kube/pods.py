@@ -15,9 +15,10 @@ NAME_LABEL = "shoal/name"  # of all pods; KubeRay gives them no label with the n
 # KubeRay puts its own command, `ulimit ...; ray start ...`, behind this and "&&". Ray and all its workers inherit it.
 SET_ENVIRONMENT = 'set=$(python -m shoal.cluster.host_environment) && eval "$set" || exit 1'
 # Serve moves replicas to other nodes, Ray places nothing more here, and the raylet ends once nothing runs here.
+# Without a head, as at the end of a job, there is nothing to wait for.
 DRAIN = (
-    "ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'Kubernetes removes the pod'"
-    " --deadline-remaining-seconds {drain_s}; timeout {drain_s} bash -c 'while pgrep -x raylet; do sleep 1; done'"
+    "timeout 30 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'Kubernetes removes the pod'"
+    " --deadline-remaining-seconds {drain_s} && timeout {drain_s} bash -c 'while pgrep -x raylet; do sleep 1; done'"
 )
 END_GRACE_S = 30  # beyond `drain_s`, for the end of Ray
 
