@@ -5,11 +5,13 @@ python bucket_server.py ADDRESS     says the environment of its users, as JSON, 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
-from shoal.store import location
+from shoal.store import Store, location, open_store
 
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -26,6 +28,7 @@ ENVIRONMENT = {
     "AWS_REGION": "us-east-1",
 }
 BUCKET = "shoal-tests"
+_numbers = itertools.count()
 
 
 _PUT, _PUTTING = S3Response.put_object, threading.Lock()
@@ -60,6 +63,13 @@ def bucket_environment() -> Iterator[dict[str, str]]:
     with running_bucket() as environment:
         yield environment
     location._open_bucket.cache_clear()  # the next server has another port
+
+
+def open_bucket(environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store below a prefix of its own, within the test's reach from now on. environment: `bucket_environment`"""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return open_store(f"s3://{BUCKET}/{os.getpid()}-{next(_numbers)}/a b")
 
 
 if __name__ == "__main__":

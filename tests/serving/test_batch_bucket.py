@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,28 +10,21 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from bucket_server import BUCKET, bucket_environment  # noqa: F401 - a fixture
+from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import ConfigError, DataError, RunError, StoreError
 from shoal.flows.batch_predict import BatchPredictSpec, check, list_input_files, open_output
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.tables.batch_output import count_rows, has_rows
 from shoal.serve.tables.bucket_output import BucketOutput, Part
-from shoal.store import BucketPath, Store, open_store
+from shoal.store import BucketPath, Store
 from shoal.weights import WeightSnapshot
 
-_numbers = itertools.count()
 ROWS = pa.table({"a": [1, 2, 3], "b": [4, 5, 6]})
 
 
 @pytest.fixture
-def bucket(
-    bucket_environment: dict[str, str],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> Store:
-    """A store below a prefix of its own."""
-    for name, value in bucket_environment.items():
-        monkeypatch.setenv(name, value)
-    return open_store(f"s3://{BUCKET}/batch-{os.getpid()}-{next(_numbers)}")
+def bucket(bucket_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Store:  # noqa: F811
+    return open_bucket(bucket_environment, monkeypatch)
 
 
 def keys(store: Store) -> list[str]:
@@ -60,7 +51,7 @@ def test_parts_have_their_names_when_all_are_there(bucket: Store) -> None:
     assert isinstance(output, BucketOutput)
     parts = write_parts(output)
     assert {key.split("/")[1][:10] for key in keys(bucket)} == {"_incoming-"}
-    output.require_new()  # of a prediction that goes on, or was killed, nobody sees anything
+    output.require_new()  # a prediction that goes on, or was killed, shows no part
     output.publish(parts)
     names = ["part-000000.parquet", "part-000001.parquet"]
     assert keys(bucket) == [f"out/{name}" for name in ("_SUCCESS", "_manifest.json", *names)]

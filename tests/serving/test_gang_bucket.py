@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bucket_server import BUCKET, bucket_environment  # noqa: F401 - a fixture
+from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import WeightsError
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.serve.gang.shard import find_file
@@ -19,10 +19,8 @@ def test_a_worker_downloads_what_the_replicas_host_has(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in bucket_environment.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "replica"))
-    registry = Registry(f"s3://{BUCKET}/shared")
+    registry = Registry(f"{open_bucket(bucket_environment, monkeypatch).url}/shared")
     snapshot, factory = WeightSnapshot.of(1, {"w": np.ones(3)}), ModelFactory(factory="a:b")
     nothing = Signature(inputs=[], outputs=[])
     version = registry.register("linear", snapshot, model=factory, signature=nothing, aliases=[])

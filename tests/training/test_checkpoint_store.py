@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bucket_server import BUCKET, bucket_environment
+from bucket_server import bucket_environment, open_bucket
 from shoal.checkpoint import Checkpointer
 from shoal.errors import CheckpointError, StoreError
 from shoal.store import Store, open_store
@@ -26,9 +26,7 @@ def store(
 ) -> Store:
     if request.param == "folder":
         return open_store(tmp_path / "store")
-    for name, value in bucket_environment.items():
-        monkeypatch.setenv(name, value)
-    return open_store(f"s3://{BUCKET}/{tmp_path.name}")
+    return open_bucket(bucket_environment, monkeypatch)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import subprocess
@@ -20,25 +19,18 @@ from PIL import Image
 from pyarrow import feather, parquet
 from test_data_formats import IMAGES, LABELS, idx_bytes
 
-from bucket_server import BUCKET, bucket_environment  # noqa: F401 - a fixture
+from bucket_server import BUCKET, bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.data import Loader, LoaderSpec, fingerprint
 from shoal.data.formats import Arrow, Hdf5, Idx, ImageFolder, NumpyFiles, Parquet
 from shoal.errors import ConfigError, DataError, MissingExtra
-from shoal.store import BucketPath, Store, location, open_store
+from shoal.store import BucketPath, Store, location
 
-_numbers = itertools.count()
 INDICES = np.array([4, 0, 4, 1])
 
 
 @pytest.fixture
-def bucket(
-    bucket_environment: dict[str, str],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> Store:
-    """A store below a prefix of its own."""
-    for name, value in bucket_environment.items():
-        monkeypatch.setenv(name, value)
-    return open_store(f"s3://{BUCKET}/data-{os.getpid()}-{next(_numbers)}/a b")
+def bucket(bucket_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Store:  # noqa: F811
+    return open_bucket(bucket_environment, monkeypatch)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from bucket_server import BUCKET, ENVIRONMENT, bucket_environment  # noqa: F401 - a fixture
+from bucket_server import BUCKET, ENVIRONMENT, bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import ConfigError, RegistryError, WeightsError
 from shoal.home import file_lock
 from shoal.registry import (
@@ -59,10 +59,8 @@ def registry(tmp_path: Path) -> Registry:
 def any_registry(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     if request.param == "folder":
         return Registry(tmp_path / "registry")
-    for name, value in request.getfixturevalue("bucket_environment").items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    return Registry(f"s3://{BUCKET}/{request.node.name}-{time.time_ns()}")
+    return Registry(open_bucket(request.getfixturevalue("bucket_environment"), monkeypatch).url)
 
 
 def list_keys(registry: Registry) -> list[str]:

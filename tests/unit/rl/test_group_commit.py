@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from abandoned_ledgers import ledgers_may_stay_open  # noqa: F401
-from bucket_server import BUCKET, bucket_environment  # noqa: F401 - a fixture
+from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
 from rl_setting import EXPERIENCE, segment
 from shoal.errors import ConfigError, RunError, StoreError
 from shoal.rl.batch_lease import BatchLease
@@ -315,9 +315,7 @@ def test_durable_store_needs_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_bucket_has_the_log_too(bucket_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    for name, value in bucket_environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("SHOAL_STORE", f"s3://{BUCKET}/log")
+    monkeypatch.setenv("SHOAL_STORE", open_bucket(bucket_environment, monkeypatch).url)
     first = Host(open_log("run-1", EXPERIENCE)._store)
     first.put_logged(A, *range(10))
     assert values_of(lease(first, 5).take(0)) == [0, 1, 2, 3, 4]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bucket_server import BUCKET, bucket_environment  # noqa: F401 - a fixture
+from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import RegistryError, StoreError
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.serve.spec import model_source
@@ -21,10 +21,8 @@ def test_a_moved_alias_is_seen_and_a_bucket_that_fails_is_told(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in bucket_environment.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(model_source, "FOLLOW_S", 0.0)
-    registry = Registry(f"s3://{BUCKET}/followed")
+    registry = Registry(f"{open_bucket(bucket_environment, monkeypatch).url}/followed")
     for number in (1, 2):
         registry.register(
             "linear",

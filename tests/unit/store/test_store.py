@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bucket_server import BUCKET, bucket_environment  # noqa: F401 - a fixture
+from bucket_server import BUCKET, bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import ConfigError, StoreError
 from shoal.store import BlobCache, KeyChanged, KeyTaken, Store, open_store, require_location, store_url, update
 
@@ -24,9 +24,7 @@ _numbers = itertools.count()
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     if request.param == "folder":
         return open_store(tmp_path / "store")
-    for name, value in request.getfixturevalue("bucket_environment").items():
-        monkeypatch.setenv(name, value)
-    return open_store(f"s3://{BUCKET}/{os.getpid()}-{next(_numbers)}")
+    return open_bucket(request.getfixturevalue("bucket_environment"), monkeypatch)
 
 
 def test_what_is_written_is_read_listed_and_deleted(store: Store, tmp_path: Path) -> None:
