@@ -3,7 +3,7 @@
 A host is a process in namespaces of its own, and what runs there is a child of its init: it dies with it, as with a
 host that loses power. They share the file system, as hosts that mount the same one do, but for /dev/shm and Ray's
 folder; or nothing: then each has a disk of its own, which is lost with it, and what is installed can only be read.
-Nothing of this is seen outside, and all of it ends with whoever made it, however that ends.
+Nothing of this is visible outside, and all of it ends with the process that made it, however that ends.
 """
 
 from __future__ import annotations

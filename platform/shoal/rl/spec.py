@@ -21,6 +21,7 @@ from shoal.network_address import WILDCARDS, is_loopback, split_address
 from shoal.plugins.find import load_reference
 from shoal.rl.algorithm_config import CONFIGS, AnyAlgorithmConfig, find_config_type
 from shoal.runs.formatting import Duration
+from shoal.runs.json_lines import LogFormat
 from shoal.runs.tracking.trackers import TrackerNames
 from shoal.wire.action_masks import INFO_KEY, describe_masks
 from shoal.wire.experience_spec import (
@@ -165,7 +166,7 @@ class RLSpec(Spec):
     priority: int = Field(
         default=0, description="of the runs that wait for places, those with a higher one start first"
     )
-    logs: Literal["text", "json"] = Field(default="text", description="of the driver and the workers")
+    logs: LogFormat = Field(default="text", description="of the driver and the workers")
     track: TrackerNames = Field(default=(), description="where its record is mirrored to: mlflow, wandb, trackio")
     segment_length: int = Field(default=256, ge=1, description="environment steps in a segment, at most")
     gateway: GatewaySpec = GatewaySpec()

@@ -12,9 +12,10 @@ import logging
 import sys
 import threading
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import Literal, TextIO
 
 TEXT, JSON = "text", "json"
+LogFormat = Literal["text", "json"]  # of a spec's field `logs`
 
 
 class JsonFormatter(logging.Formatter):

@@ -14,6 +14,7 @@ from shoal.data import LoaderSpec
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.registry import AliasNames
 from shoal.runs.formatting import Duration
+from shoal.runs.json_lines import LogFormat
 from shoal.runs.run_reader import infer_direction
 from shoal.runs.tracking.trackers import TrackerNames
 from shoal.sync.config import AllReduceConfig, AnySyncConfig, SyncConfig
@@ -167,7 +168,7 @@ class TrainSpec(Spec):
     wait: Duration | None = None
     priority: int = 0
     track: TrackerNames = ()
-    logs: Literal["text", "json"] = "text"
+    logs: LogFormat = "text"
     threads: int | None = Field(default=None, ge=1)
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()

@@ -137,7 +137,7 @@ class WeightSnapshot:
 class WeightFile(WeightSnapshot):
     """A version whose payload is in a file, from which others read parts.
 
-    is_verified: it has been, and did not change since: nobody needs to compute its hash again
+    is_verified: the file matched its hash when it was downloaded, and has not changed since: a load skips the check
     origin:      of a copy on this host: the registry's URL, and the reference of the version; else None
     """
 

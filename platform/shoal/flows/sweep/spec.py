@@ -26,6 +26,7 @@ from shoal.flows.sweep.loop_spec import (
     require_loop_search,
 )
 from shoal.runs import RunKind
+from shoal.runs.json_lines import LogFormat
 from shoal.runs.run_reader import infer_direction
 from shoal.runs.tracking.trackers import TrackerNames
 from shoal.search.space import Options, SearchSpace
@@ -107,7 +108,7 @@ class SweepSpec(Spec):
     registers: bool = True
     retry_failed: bool = False
     track: TrackerNames = ()
-    logs: Literal["text", "json"] = "text"
+    logs: LogFormat = "text"
     resume: str = ""
 
     @property

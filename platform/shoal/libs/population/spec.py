@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from shoal.config import Spec
 from shoal.libs.population.evolution import ARCHITECTURE, EvolutionSpec
 from shoal.registry import AliasNames
+from shoal.runs.json_lines import LogFormat
 from shoal.runs.run_reader import infer_direction
 from shoal.runs.tracking.trackers import TrackerNames
 from shoal.search.space import Options, SearchSpace
@@ -92,7 +93,7 @@ class PopulationSpec(Spec):
     threads: int | None = Field(default=None, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     track: TrackerNames = ()
-    logs: Literal["text", "json"] = "text"
+    logs: LogFormat = "text"
     name: str = ""
     aliases: AliasNames = ("champion",)
     resume: str = ""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, model_validator
 
 from shoal.config import Spec
 from shoal.registry import AliasNames
+from shoal.runs.json_lines import LogFormat
 from shoal.runs.tracking.trackers import TrackerNames
 from shoal.sources.mqtt_spec import MqttSpec
 
@@ -99,7 +98,7 @@ class StreamSpec(Spec):
     max_messages: int | None = Field(default=None, ge=1)
     max_wall_s: float | None = Field(default=None, gt=0)
     track: TrackerNames = ()
-    logs: Literal["text", "json"] = "text"
+    logs: LogFormat = "text"
     name: str = "stream"
     aliases: AliasNames = ("champion",)
     register_every_s: float = Field(default=30.0, gt=0)
