@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shoal.errors import PlanError
 from shoal.parallel.comm.mesh import make_data_group, make_mesh
 from shoal.parallel.comm.world import World
+from shoal.parallel.deferred.weights import DeferredWeights
 from shoal.parallel.layers.memory_format import use_channels_last
 from shoal.parallel.model import ParallelModel, TaskProtocol
 from shoal.parallel.pipeline.model import build_pipeline
@@ -32,10 +33,12 @@ def parallelize(
     world: World,
     example: Any,
     seed: int = 0,
+    deferred: DeferredWeights | None = None,
 ) -> ParallelModel:
     """Parallelise `model` over the ranks of `world`; every rank has built the same model and calls this.
 
-    example: a batch of this rank, from which shapes are read
+    example:  a batch of this rank, from which shapes are read
+    deferred: what fills the parameters of a model that was built without memory for them: for a sharded plan
 
     Raises PlanError on every rank, with the remedy, when the model does not fit the plan.
     """
@@ -45,7 +48,9 @@ def parallelize(
         )
     check_plan(model, learnable, spec, degrees, device=world.device.type)
     if degrees.shard or degrees.tensor > 1 or degrees.pipeline > 1:
-        _check_same_weights(model, world)  # replicas take rank 0's weights; parts of one model must already be equal
+        _check_same_weights(
+            model, world, deferred
+        )  # replicas take rank 0's weights; parts of one model must already be equal
     if spec.channels_last:
         use_channels_last(model)
     if degrees.pipeline > 1:
@@ -55,19 +60,19 @@ def parallelize(
     if degrees.tensor > 1:
         return build_tensor_parallel(model, learnable, spec, degrees, world, example, seed)
     if degrees.shard:
-        return FsdpModel(
-            model, learnable, spec, world, seed, make_mesh(degrees, world), make_data_group(degrees, world)
-        )
+        mesh, group = make_mesh(degrees, world), make_data_group(degrees, world)
+        return FsdpModel(model, learnable, spec, world, seed, mesh, group, deferred)
     return DdpModel(model, learnable, spec, world, example, seed, make_data_group(degrees, world))
 
 
-def _check_same_weights(model: nn.Module, world: World) -> None:
+def _check_same_weights(model: nn.Module, world: World, deferred: DeferredWeights | None) -> None:
     """Raises PlanError when ranks have built models with different weights. Collective."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    sums = {name: _sum(each.detach()) for name, each in tensors}
-    for rank, theirs in enumerate(world.gather(sums)):
-        for name in dict.fromkeys([*sums, *theirs]):
-            if repr(theirs.get(name)) != repr(sums.get(name)):
+    found: dict[str, object] = {name: _sum(each.detach()) for name, each in tensors if not each.is_meta}
+    found |= {} if deferred is None else deferred.fingerprint()
+    for rank, theirs in enumerate(world.gather(found)):
+        for name in dict.fromkeys([*found, *theirs]):
+            if repr(theirs.get(name)) != repr(found.get(name)):
                 problem = f"{name} is not the same on ranks {world.rank} and {rank}"
                 remedy = "let Task.model() draw from torch's generator only, which is seeded alike everywhere"
                 raise PlanError("model", type(model).__name__, problem, remedy)
@@ -75,5 +80,5 @@ def _check_same_weights(model: nn.Module, world: World) -> None:
 
 def _sum(tensor: Tensor) -> float | complex:
     """In double precision, including the imaginary part of a complex tensor."""
-    total: float | complex = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).sum().item()
+    total: float | complex = tensor.sum(dtype=torch.complex128 if tensor.is_complex() else torch.float64).item()
     return total

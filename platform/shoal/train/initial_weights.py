@@ -21,14 +21,14 @@ from shoal.weights.tensor_file import read_tensors
 SUFFIXES = (".pt", ".pth", ".safetensors")
 
 
-def load_initial_weights(network: nn.Module, init: str) -> None:
-    """Fill the network with the weights of `init`: NAME@VERSION, NAME@ALIAS, NAME, or the path of a state dict.
+def find_initial_weights(network: nn.Module, init: str) -> Mapping[str, Tensor]:
+    """The weights of `init` for this network: NAME@VERSION, NAME@ALIAS, NAME, or the path of a state dict; {} for "".
 
-    "" leaves the network as it is. Raises SpecMismatch for other names or shapes of tensors, ConfigError for a file
-    without a state dict, RegistryError for an unknown model, WeightsError for damaged weights.
+    Raises SpecMismatch for other names or shapes of tensors, ConfigError for a file without a state dict, RegistryError
+    for an unknown model, WeightsError for damaged weights.
     """
     if not init:
-        return
+        return {}
     state = read_state_dict(init)
     own = network.state_dict()
     if missing := sorted(own.keys() ^ state.keys()):
@@ -38,7 +38,13 @@ def load_initial_weights(network: nn.Module, init: str) -> None:
         if state[name].shape != tensor.shape:
             problem = f"{name} is {list(state[name].shape)}, and {list(tensor.shape)} in the network"
             raise SpecMismatch("init", init, problem, "use the same Task and args")
-    network.load_state_dict(state)
+    return state
+
+
+def load_initial_weights(network: nn.Module, init: str) -> None:
+    """Fill the network with the weights of `init`; "" leaves it as it is. Raises as `find_initial_weights`."""
+    if state := find_initial_weights(network, init):
+        network.load_state_dict(state)
 
 
 def read_state_dict(init: str) -> Mapping[str, Tensor]:

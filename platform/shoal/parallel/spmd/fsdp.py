@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.errors import PlanError
 from shoal.parallel.comm.world import World
+from shoal.parallel.deferred.weights import DeferredWeights
 from shoal.parallel.layers.compile import compile_forward
 from shoal.parallel.model import Observer, TaskProtocol
 from shoal.parallel.spec import ParallelSpec
@@ -46,6 +47,7 @@ class FsdpModel(TimedCollectivesMixin):
         seed: int,
         mesh: DeviceMesh,
         group: dist.ProcessGroup,
+        deferred: DeferredWeights | None = None,
     ) -> None:
         super().__init__(model, learnable, spec, world, seed, group)
         blocks = list(find_blocks(model))
@@ -53,6 +55,8 @@ class FsdpModel(TimedCollectivesMixin):
             compile_forward(block)
         with preserve_parameter_attributes(model):
             apply_fsdp([*(block for _, block in blocks), model], mesh, spec.dynamic)
+            if deferred is not None:
+                deferred.fill(model, world.device)
             model.to(world.device)  # the unsharded part: buffers
         self._collect_trainable()
         assert self._ranks is not None

@@ -11,6 +11,7 @@ NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
 _FAILED = {
     "checkpoint_failed": "a checkpoint could not be written, training goes on",
     "upload_failed": "checkpoints are on this run's hosts alone, training goes on",
+    "built_eagerly": "each rank builds the full model before it is sharded",
     "register_failed": "a version could not be registered, learning goes on",
 }
 _PLAIN = {
@@ -23,7 +24,7 @@ _PLAIN = {
 def format_warning(kind: str, details: Mapping[str, Any]) -> str:
     """The message of an event that reports a problem which did not end the run; "" for other events."""
     match kind:
-        case "checkpoint_failed" | "upload_failed" | "register_failed":
+        case "checkpoint_failed" | "upload_failed" | "register_failed" | "built_eagerly":
             return f"{_FAILED[kind]}: {details['error']}"
         case "restored" if details["damaged"]:
             return f"going on from step {details['step']:,}; damaged, and passed over: {'; '.join(details['damaged'])}"

@@ -21,10 +21,12 @@ from shoal.data.loader import load_first_batch
 from shoal.errors import ConfigError
 from shoal.parallel import ParallelDims, World
 from shoal.parallel.build import parallelize
+from shoal.parallel.deferred.build import build_deferred
+from shoal.parallel.deferred.weights import DeferredWeights
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.spmd.base import SpmdModel
 from shoal.random_state import seed_everything
-from shoal.train.initial_weights import load_initial_weights
+from shoal.train.initial_weights import find_initial_weights, load_initial_weights
 from shoal.train.optim.ema import WeightAverage
 from shoal.train.optim.lr_schedule import (
     SchedulePosition,
@@ -75,6 +77,7 @@ class TrainComponents:
 
     num_parameters: of the whole model; a tied one counts once
     stateful:       the Task's metrics that are no means over samples
+    eager_reason:    why each rank of a sharded plan has built the whole model; "" where none has
     """
 
     spec: TrainSpec
@@ -90,6 +93,7 @@ class TrainComponents:
     steps_per_epoch: int | None
     num_parameters: int
     stateful: MetricSet
+    eager_reason: str = ""
     finished_steps: int | None = None  # of the run, where replicas are at steps of their own
     outer: Optimizer | None = None  # that of the servers, of the same parameters, where workers take local steps
 
@@ -299,11 +303,10 @@ def build_components(
     training = _make_loader(spec, data, world, replica or share, is_training=True)
     validation = _make_loader(spec, data, world, share, is_training=False) if data.validation is not None else None
     seed_everything(spec.seed)
-    network = build_model(task, spec.task)
-    load_initial_weights(network, spec.init)
+    network, deferred, eager_reason = _build_network(spec, task, degrees)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
     example = _load_example(data, spec.batch_size // (replica[1] if replica else degrees.data), world)
-    model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed)
+    model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed, deferred)
     has_full_model = not degrees.shard and degrees.tensor == degrees.pipeline == 1
     optimizer = make_optimizer(
         task,
@@ -333,10 +336,28 @@ def build_components(
         steps_per_epoch=steps_per_epoch,
         num_parameters=num_parameters,
         stateful=stateful,
+        eager_reason=eager_reason,
     )
     if isinstance(optimizer, OptimizerGroup):
         _use_phases(parts, optimizer)
     return parts
+
+
+def _build_network(spec: TrainSpec, task: Task, degrees: ParallelDims) -> tuple[nn.Module, DeferredWeights | None, str]:
+    """The model with its first weights; if its plan shards it, without memory for them, which it gets when it is
+    sharded. Or, where that is impossible, the reason."""
+    reason = ""
+    if degrees.is_sharded and degrees.tensor == degrees.pipeline == 1:
+        try:
+            network, deferred = build_deferred(lambda: build_model(task, spec.task))
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # if it is the user's, it comes again
+            reason = str(error).partition("\n")[0] or type(error).__name__
+        else:
+            deferred.given = find_initial_weights(network, spec.init)
+            return network, deferred, ""
+    network = build_model(task, spec.task)
+    load_initial_weights(network, spec.init)
+    return network, None, reason
 
 
 def _use_phases(parts: TrainComponents, optimizer: OptimizerGroup) -> None:

@@ -148,6 +148,8 @@ class Trainer:
             steps_per_epoch=parts.steps_per_epoch,
             total_steps=None if place.total_steps is None else step + round(place.total_steps - place.step),
         )
+        if parts.eager_reason:
+            self._event_log.record_event("built_eagerly", error=parts.eager_reason)
         self._callbacks.begin(step, self._progress.metrics)
         self._began_s = time.monotonic()
         self._meter.begin(self._progress.training_s)

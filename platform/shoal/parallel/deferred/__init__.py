@@ -1,0 +1,1 @@
+"""Models that are built without memory for their parameters, which are drawn later, part by part."""

@@ -1,0 +1,290 @@
+"""Build a model without memory for its parameters: they are on the meta device, and how they get values is recorded.
+
+Buffers are real. Each parameter leaves real memory when it is registered; what is done to it from then on is run on
+the meta device alone, and goes to a tape. While the model is built such a tensor says that it is on the CPU, since
+code that sees the meta device leaves weights out. Called where a run builds the model of a sharded plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from shoal.parallel.deferred.tape import Call, CannotDefer, Region, Tape
+from shoal.parallel.deferred.weights import DeferredWeights
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_TRUNCATED = "_no_grad_trunc_normal_"
+_FRESH = ("aten::empty", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_like")
+
+
+def build_deferred(make: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredWeights]:
+    """Call `make`; the parameters of its model are on the meta device, and the second result has their values.
+
+    Raises CannotDefer, with the reason, when a value is needed while the model is built; and whatever `make` raises,
+    which may have the same cause. Random numbers are as before then.
+    """
+    state = torch.get_rng_state()
+    pretence = _Pretence()
+    recorder = _Recorder(pretence)
+    try:
+        with pretence, recorder, _register_on_meta(recorder), _record_truncation(recorder):
+            model = make()
+        recorder.tape.end_state = recorder.find_end_state()
+        recorder.tape.require_constants()
+        return model, DeferredWeights(model, recorder.tape, recorder.find_region)
+    except BaseException:
+        torch.set_rng_state(state)
+        raise
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs operations on meta tensors on the meta device, and records them."""
+
+    def __init__(self, pretence: _Pretence) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape, self._pretence = Tape(), pretence
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of meta tensors, kept so that none is reused
+        self._fresh: dict[int, torch.UntypedStorage] = {}  # of real tensors that nothing has been written to
+        self._left: dict[int, StorageWeakRef] = {}  # of parameters that had no value yet
+        self._undrawn = 0  # the first call whose random numbers the generator has not given yet
+        self._follows = False  # whether the generator is where the calls since then begin
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self._pretence.pause():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensors = list(_iter_tensors((args, kwargs)))
+        if kwargs.get("device") == _META or any(_is_meta(each) for each in tensors):
+            return self._record(func, args, kwargs)
+        for number in [] if func.is_view else [each.untyped_storage()._cdata for each in tensors]:
+            self._fresh.pop(number, None)
+            if number in self._left and not self._left.pop(number).expired():
+                raise CannotDefer("a tensor in the memory of a parameter was changed after the parameter was made")
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            self._draw_pending()
+            self._follows = False
+        found = func(*args, **kwargs)
+        if func._schema.name in _FRESH:
+            storage = found.untyped_storage()
+            self._fresh[storage._cdata] = storage
+        return found
+
+    def defer(self, parameter: nn.Parameter) -> None:
+        """Move a real parameter to the meta device; its value so far goes to the tape."""
+        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+            raise CannotDefer(f"a parameter is a {type(parameter).__name__} on {parameter.layout}")
+        with torch.utils._python_dispatch._disable_current_modes(), self._pretence.pause():
+            other = nn.Parameter(torch.empty_like(parameter, device=_META), parameter.requires_grad)
+        other.__dict__.update(parameter.__dict__)
+        index, number = self._add(other), parameter.untyped_storage()._cdata
+        is_fresh = self._fresh.pop(number, None) is not None
+        if is_fresh:
+            self._left[number] = StorageWeakRef(parameter.untyped_storage())
+        try:
+            torch.utils.swap_tensors(parameter, other)
+        except RuntimeError as error:
+            raise CannotDefer(f"a parameter is used elsewhere, too ({error})") from error
+        if not is_fresh:
+            self.tape.constants[index] = self.tape.record_version(other)
+
+    def find_region(self, tensor: Tensor) -> Region | None:
+        """The region of a meta tensor; None for one that no operation has given a value."""
+        known = self._storages.get(tensor.untyped_storage()._cdata)
+        return None if known is None else _describe(tensor, known[1])
+
+    def _add(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        index = self.tape.add_storage(storage.nbytes())
+        self._storages[storage._cdata] = (storage, index)
+        return index
+
+    def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        arguments = func._schema.arguments
+        for argument, value in itertools.chain(
+            zip(arguments, args, strict=False), ((each, kwargs.get(each.name)) for each in arguments)
+        ):
+            if argument.is_write and isinstance(value, Tensor) and not _is_meta(value):
+                raise CannotDefer(f"{func} writes a parameter's value into another tensor")
+        if kwargs.get("generator") is not None:
+            raise CannotDefer(f"{func} draws from a generator of its own")
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _META}
+        try:
+            found = func(*tree_map_only(Tensor, _to_meta, args), **tree_map_only(Tensor, _to_meta, kwargs))
+        except NotImplementedError as error:
+            raise CannotDefer(f"{func} needs a parameter's value") from error
+        if not all(isinstance(each, Tensor) for each in _as_tuple(found)):
+            raise CannotDefer(f"{func} needs a parameter's value")
+        if not func.is_view:
+            self._append(func, args, kwargs, found)
+        return found
+
+    def record_function(self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Record a function that overwrites `tensor` by random numbers, as one call."""
+        region = self.find_region(tensor)
+        if region is None or region.num_bytes != self.tape.sizes[region.storage] or kwargs.get("generator") is not None:
+            raise CannotDefer(f"{func.__name__} fills a part of a parameter, or draws from a generator of its own")
+        self._add_call(func, (region, *args), kwargs, set(), {region.storage}, [], is_random=True)
+
+    def _append(self, func: OpOverload, args: Any, kwargs: dict[str, Any], found: Any) -> None:
+        reads, writes = set[int](), set[int]()
+
+        def locate(tensor: Tensor) -> Region | Tensor:
+            if not _is_meta(tensor):
+                return self.tape.record_version(tensor)
+            region = self.find_region(tensor)
+            if region is None:
+                raise CannotDefer(f"{func} reads a tensor without a value")
+            reads.add(region.storage)
+            return region
+
+        args = tree_map_only(Tensor, locate, args)
+        kwargs = {name: _CPU if name == "device" else value for name, value in kwargs.items()}
+        kwargs = tree_map_only(Tensor, locate, kwargs)
+        for argument, value in [
+            *zip(func._schema.arguments, args, strict=False),
+            *((each, kwargs.get(each.name)) for each in func._schema.arguments),
+        ]:
+            if argument.is_write and isinstance(value, Region):
+                writes.add(value.storage)
+                others = [each for each in _iter_regions((args, kwargs)) if each is not value]
+                if self.tape.overwrites(func, value) and all(each.storage != value.storage for each in others):
+                    reads.discard(value.storage)
+        new = []
+        for index, output in enumerate(_as_tuple(found)):
+            if isinstance(output, Tensor) and self.find_region(output) is None:
+                new.append((index, _describe(output, self._add(output))))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self._add_call(func, args, kwargs, reads, writes, new, is_random=is_random)
+
+    def _add_call(
+        self,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        reads: set[int],
+        writes: set[int],
+        new: list[tuple[int, Region]],
+        *,
+        is_random: bool,
+    ) -> None:
+        state = None
+        if is_random and not self._follows:
+            state, self._follows, self._undrawn = torch.get_rng_state(), True, len(self.tape.calls)
+        call = Call(func, tuple(args), kwargs, frozenset(reads), frozenset(writes), tuple(new), is_random, state)
+        self.tape.calls.append(call)
+
+    def find_end_state(self) -> Tensor | None:
+        """The generator's state at the end, if the replay of the calls does not lead there."""
+        return None if self._follows else torch.get_rng_state()
+
+    def _draw_pending(self) -> None:
+        """Let the generator give the numbers of the recorded calls, before a real operation takes the next ones."""
+        if self._follows:
+            with torch.utils._python_dispatch._disable_current_modes():
+                self.tape.draw(self._undrawn)
+
+
+@contextmanager
+def _register_on_meta(recorder: _Recorder) -> Iterator[None]:
+    plain = nn.Module.register_parameter
+
+    def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not is_lazy(param) and not _is_meta(param):
+            recorder.defer(param)
+        plain(module, name, param)
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def _record_truncation(recorder: _Recorder) -> Iterator[None]:
+    """`trunc_normal_` draws again until all numbers are in range: recorded as one call."""
+    plain = getattr(nn.init, _TRUNCATED, None)
+
+    def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert plain is not None
+        if not _is_meta(tensor):
+            return plain(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+        recorder.record_function(plain, tensor, *args, **kwargs)
+        return tensor
+
+    if plain is not None:
+        setattr(nn.init, _TRUNCATED, draw)
+    try:
+        yield
+    finally:
+        if plain is not None:
+            setattr(nn.init, _TRUNCATED, plain)
+
+
+_get_device = torch._C.TensorBase.device.__get__
+
+
+class _Pretence:
+    """Within, a tensor on the meta device says that it is on the CPU: `nn.init` leaves out what says that it is not."""
+
+    def __init__(self) -> None:
+        self._is_on = True
+
+    def __enter__(self) -> None:
+        def get_device(tensor: Tensor) -> torch.device:
+            device: torch.device = _get_device(tensor)
+            return _CPU if self._is_on and device == _META else device
+
+        Tensor.device = property(get_device)  # type: ignore[assignment]
+        Tensor.is_meta = property(lambda tensor: get_device(tensor) == _META)  # type: ignore[assignment]
+        Tensor.is_cpu = property(lambda tensor: get_device(tensor) == _CPU)  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        for name in ("device", "is_meta", "is_cpu"):
+            delattr(Tensor, name)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Within, for torch's own code, it says where it is."""
+        before, self._is_on = self._is_on, False
+        try:
+            yield
+        finally:
+            self._is_on = before
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    return bool(_get_device(tensor) == _META)
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    return tensor if _is_meta(tensor) else tensor.to(_META)
+
+
+def _describe(tensor: Tensor, storage: int) -> Region:
+    return Region(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _as_tuple(found: Any) -> tuple[Any, ...]:
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def _iter_tensors(values: Any) -> Iterator[Tensor]:
+    return (each for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, Tensor))
+
+
+def _iter_regions(values: Any) -> Iterator[Region]:
+    return (each for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, Region))

@@ -1,0 +1,74 @@
+"""The values of parameters on the meta device: drawn, or read from a file, and given one after the other.
+
+Made by `build`; filled into a sharded model by its plan. No more than one whole tensor is in memory at a time, besides
+those that the draw of another needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shoal.parallel.deferred.tape import CannotDefer, Region, Tape
+from shoal.parallel.state.state_dict import copy_into
+
+
+class DeferredWeights:
+    """What fills the parameters, and buffers, of one model that are on the meta device.
+
+    given: values that are read instead of drawn, by name in the model's state dict
+    """
+
+    def __init__(self, model: nn.Module, tape: Tape, find_region: Callable[[Tensor], Region | None]) -> None:
+        self._tape = tape
+        self.given: Mapping[str, Tensor] = {}
+        self._regions: dict[str, Region] = {}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if not tensor.is_meta:
+                continue
+            region = find_region(tensor)
+            if region is None:
+                raise CannotDefer(f"{name} is on the meta device, and nothing gives it a value")
+            self._regions[name] = region
+
+    def fingerprint(self) -> dict[str, str]:
+        """By name, a hash of how the value comes about: equal where the values are."""
+        hashes = dict[int, str]()
+        for call, digest in zip(self._tape.calls, self._tape.digest(), strict=True):
+            hashes |= dict.fromkeys([*call.writes, *(region.storage for _, region in call.new)], digest)
+        constants = {storage: float(value.sum(dtype=torch.float64)) for storage, value in self._tape.constants.items()}
+        return {
+            name: f"{region.size} {constants.get(region.storage)} {hashes.get(region.storage)}"
+            for name, region in self._regions.items()
+        }
+
+    def fill(self, model: nn.Module, device: torch.device) -> None:
+        """Give memory on `device` to what is on the meta device, this rank's part alone, and fill it.
+
+        Each rank draws the same numbers, and keeps its part. What is already there moves to `device`.
+        """
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)  # a tied parameter stays one
+        try:
+            model._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+        tensors = dict[str, Tensor]([*model.named_parameters(), *model.named_buffers()])
+        sinks: dict[int, list[tuple[Region, Tensor]]] = {}
+        for name, region in self._regions.items():
+            if name not in self.given:
+                sinks.setdefault(region.storage, []).append((region, tensors[name]))
+
+        def sink(pairs: list[tuple[Region, Tensor]]) -> Callable[[Tensor], None]:
+            def fill(value: Tensor) -> None:
+                for region, tensor in pairs:
+                    copy_into(tensor.data, region.view(value.untyped_storage()))
+
+            return fill
+
+        self._tape.replay({storage: sink(pairs) for storage, pairs in sinks.items()}, keeps_rng=not self.given)
+        for name, value in self.given.items():
+            if name in tensors:
+                copy_into(tensors[name].data, value)

@@ -1,0 +1,68 @@
+"""Ten small models of transformers, of as many families, and a Task's view of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+VOCABULARY, LENGTH = 64, 8
+SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+
+
+def _make(kind: str, config: str, **sizes: Any) -> nn.Module:
+    import transformers
+
+    made: nn.Module = getattr(transformers, f"AutoModelFor{kind}").from_config(getattr(transformers, config)(**sizes))
+    return made
+
+
+CONFIGS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: _make("CausalLM", "LlamaConfig", **SIZES, **TOKENS),
+    "qwen": lambda: _make("CausalLM", "Qwen3Config", **SIZES, **TOKENS, head_dim=8, num_key_value_heads=1),
+    "mixtral": lambda: _make(
+        "CausalLM", "MixtralConfig", **SIZES, **TOKENS, num_local_experts=4, num_key_value_heads=1
+    ),
+    "gpt2": lambda: _make("CausalLM", "GPT2Config", n_embd=16, n_layer=2, n_head=2, **TOKENS),
+    "bert": lambda: _make("MaskedLM", "BertConfig", **SIZES, **TOKENS),
+    "vit": lambda: _make("ImageClassification", "ViTConfig", **SIZES, image_size=8, patch_size=4, num_channels=1),
+    "t5": lambda: _make("Seq2SeqLM", "T5Config", d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, **TOKENS),
+    "mamba": lambda: _make("CausalLM", "MambaConfig", hidden_size=16, num_hidden_layers=2, **TOKENS),
+    "distilbert": lambda: _make("MaskedLM", "DistilBertConfig", dim=16, n_layers=2, n_heads=2, hidden_dim=32, **TOKENS),
+    "gemma": lambda: _make("CausalLM", "Gemma2Config", **SIZES, **TOKENS, head_dim=8, num_key_value_heads=1),
+}
+
+
+class KnownTask:
+    """What a plan needs of a Task, for any of them: the labels are the inputs."""
+
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        return tuple(batch[:-1])
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        logits = outputs.logits
+        return functional.cross_entropy(logits.flatten(0, -2).float(), batch[-1].flatten())
+
+    def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
+        return {}
+
+    def tensor_plan(self) -> dict[str, str] | None:
+        return None
+
+    def pipeline_cuts(self) -> list[str] | None:
+        return None
+
+
+def make_batch(name: str, num_samples: int, seed: int) -> tuple[Tensor, ...]:
+    """Pictures [B, 1, 8, 8] and classes [B] for `vit`; otherwise tokens [B, 8], which are the labels, too."""
+    generator = torch.Generator().manual_seed(seed)
+    if name == "vit":
+        return torch.rand(num_samples, 1, 8, 8, generator=generator), torch.randint(
+            2, (num_samples,), generator=generator
+        )
+    tokens = torch.randint(VOCABULARY, (num_samples, LENGTH), generator=generator)
+    return (tokens, torch.ones_like(tokens), tokens, tokens) if name == "t5" else (tokens, tokens)

@@ -1,0 +1,230 @@
+"""Models built on the meta device get the weights, buffers and random numbers of one that is built in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.parallel.deferred.build import build_deferred
+from shoal.parallel.deferred.weights import DeferredWeights
+
+CPU = torch.device("cpu")
+
+
+class Layers(nn.Module):
+    """Layers of torch that draw their weights in various ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.embedding = nn.Linear(8, 6), nn.Embedding(5, 8, padding_idx=0)
+        self.recurrent, self.attention = nn.LSTM(8, 8, 2), nn.MultiheadAttention(8, 2)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2)
+        self.norm, self.convolution = nn.BatchNorm1d(8), nn.Conv1d(4, 4, 3)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+
+class Functions(nn.Module):
+    """Functions of `nn.init`, some of which do nothing on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("orthogonal_", "trunc_normal_", "xavier_normal_", "eye_", "kaiming_uniform_"):
+            setattr(self, name, nn.Linear(6, 6))
+            getattr(nn.init, name)(getattr(self, name).weight)
+        self.sparse, self.dirac = nn.Linear(6, 6), nn.Conv1d(4, 4, 3)
+        nn.init.sparse_(self.sparse.weight, 0.5)
+        nn.init.dirac_(self.dirac.weight)
+
+
+class Assigned(nn.Module):
+    """Values that are drawn, copied, changed and shared by hand; buffers between them take random numbers too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.register_buffer("noise", torch.rand(3))
+        self.scaled = nn.Parameter(torch.randn(4, 4) * 0.1)
+        mine = nn.Parameter(torch.empty(4, 4))
+        self.mine = mine
+        nn.init.normal_(mine)
+        with torch.no_grad():
+            self.first.bias.copy_(torch.arange(4.0))
+            self.first.weight.mul_(0.5)[1:3] = 7.0
+            self.first.weight[0, torch.tensor([1, 2])] = torch.zeros(2)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.first.weight
+        self.target = copy.deepcopy(self.first)
+        self.register_buffer("copied", self.first.weight.detach().clone())
+        self.last = nn.Linear(4, 4)
+        self.half = nn.Linear(4, 4).to(torch.bfloat16)
+
+
+def build_lazy() -> nn.Module:
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    model(torch.zeros(1, 4))
+    return model
+
+
+def build_both(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module, DeferredWeights]:
+    """The model in memory, and on the meta device with its weights."""
+    torch.manual_seed(3)
+    expected = make()
+    torch.rand(1)
+    torch.manual_seed(3)
+    return expected, *build_deferred(make)
+
+
+@pytest.mark.parametrize("make", [Layers, Functions, Assigned, lambda: Layers().double(), build_lazy])
+def test_every_value_and_the_next_random_number_are_the_same(make: Callable[[], nn.Module]) -> None:
+    expected, model, deferred = build_both(make)
+    torch.manual_seed(3)
+    make()
+    following = torch.rand(1)
+    assert any(each.is_meta for each in model.parameters())
+    deferred.fill(model, CPU)
+    assert torch.equal(torch.rand(1), following)
+    assert_same_tensors(expected, model)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected.named_parameters()]
+
+
+def assert_same_tensors(expected: nn.Module, found: nn.Module) -> None:
+    def tensors(model: nn.Module) -> Mapping[str, Tensor]:
+        return dict([*model.named_parameters(), *model.named_buffers()])
+
+    for name, tensor in tensors(expected).items():
+        other = tensors(found)[name]
+        assert (other.dtype, other.requires_grad) == (tensor.dtype, tensor.requires_grad), name
+        torch.testing.assert_close(other, tensor, rtol=0, atol=0, msg=name)
+
+
+def test_buffers_are_real_while_the_model_is_built() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.register_buffer("frequencies", 1.0 / 10.0 ** torch.arange(0, 1, 0.25), persistent=False)
+            self.rates = [each.item() for each in torch.linspace(0, 0.1, 3)]
+
+    _, model, _ = build_both(Rotary)
+    assert model.frequencies.tolist() == pytest.approx([1.0, 0.5623413, 0.3162278, 0.1778279])
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.scale = float(self.linear.weight.norm())
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        torch.zeros(2, 2).copy_(self.linear.weight)
+
+
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        nn.init.normal_(self.linear.weight, generator=torch.Generator().manual_seed(1))
+
+
+class Changes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, values = nn.Linear(2, 2), torch.zeros(2)
+        with torch.no_grad():
+            self.linear.bias.copy_(values)
+        values += 1
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.zeros(2, 2)
+        self.row, self.other = nn.Parameter(both[0]), nn.Linear(2, 2)
+        both += 1
+
+
+class Leaves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.empty(2, 2)
+        self.weight, self.other = nn.Parameter(values), nn.Linear(2, 2)
+        values.fill_(3.0)
+
+
+@pytest.mark.parametrize("make", [Reads, Writes, Draws, Changes, Views, Leaves])
+def test_what_needs_a_value_while_it_is_built_is_refused(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError):
+        build_deferred(make)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not nn.Linear(2, 2).weight.is_meta
+    assert torch.empty(1, device="meta").is_meta
+
+
+def test_few_tensors_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are drawn twice: by the layers, and by the model."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(20))
+            for layer in self.layers:
+                nn.init.normal_(layer.weight, 0.02)
+
+    *_, deferred = build_both(Twice)
+    alive, most = 0, 0
+    allocate = torch.UntypedStorage
+
+    class Counted:
+        def __new__(cls, size: int) -> torch.UntypedStorage:  # type: ignore[misc]
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+            return allocate(size)
+
+    def free(_: Tensor) -> None:
+        nonlocal alive
+        alive -= 1
+
+    monkeypatch.setattr(torch, "UntypedStorage", Counted)
+    deferred._tape.replay({region.storage: free for region in deferred._regions.values()})
+    assert most == 1
+
+
+def test_given_weights_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, model, deferred = build_both(Assigned)
+    deferred.given = expected.state_dict()
+    state = torch.get_rng_state()
+    deferred.fill(model, CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same_tensors(expected, model)
+
+
+def test_fingerprints_tell_models_with_other_weights_apart() -> None:
+    def find(make: Callable[[], nn.Module], seed: int) -> dict[str, str]:
+        torch.manual_seed(seed)
+        return build_deferred(make)[1].fingerprint()
+
+    def scaled(by: float) -> Callable[[], nn.Module]:
+        def make() -> nn.Module:
+            model = Assigned()
+            with torch.no_grad():
+                model.last.weight.mul_(by)
+            return model
+
+        return make
+
+    assert find(Assigned, 3) == find(Assigned, 3)
+    assert find(Assigned, 3)["mine"] != find(Assigned, 4)["mine"]
+    one, two = find(scaled(1.0), 3), find(scaled(2.0), 3)
+    assert {name for name in one if one[name] != two[name]} == {"last.weight"}
