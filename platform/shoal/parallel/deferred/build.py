@@ -35,10 +35,10 @@ def build_deferred(make: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredWe
     which may have the same cause. Random numbers are as before then.
     """
     state = torch.get_rng_state()
-    pretence = _Pretence()
-    recorder = _Recorder(pretence)
+    disguise = _Disguise()
+    recorder = _Recorder(disguise)
     try:
-        with pretence, recorder, _register_on_meta(recorder), _record_truncation(recorder):
+        with disguise, recorder, _register_on_meta(recorder), _record_truncation(recorder):
             model = make()
         recorder.tape.end_state = recorder.find_end_state()
         recorder.tape.require_constants()
@@ -51,17 +51,17 @@ def build_deferred(make: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredWe
 class _Recorder(TorchDispatchMode):
     """Runs operations on meta tensors on the meta device, and records them."""
 
-    def __init__(self, pretence: _Pretence) -> None:
+    def __init__(self, disguise: _Disguise) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape, self._pretence = Tape(), pretence
+        self.tape, self._disguise = Tape(), disguise
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of meta tensors, kept so that none is reused
         self._fresh: dict[int, torch.UntypedStorage] = {}  # of real tensors that nothing has been written to
-        self._left: dict[int, StorageWeakRef] = {}  # of parameters that had no value yet
+        self._unwritten: dict[int, StorageWeakRef] = {}  # of parameters that had no value yet
         self._undrawn = 0  # the first call whose random numbers the generator has not given yet
         self._follows = False  # whether the generator is where the calls since then begin
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self._pretence.pause():
+        with self._disguise.pause():
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -70,7 +70,7 @@ class _Recorder(TorchDispatchMode):
             return self._record(func, args, kwargs)
         for number in [] if func.is_view else [each.untyped_storage()._cdata for each in tensors]:
             self._fresh.pop(number, None)
-            if number in self._left and not self._left.pop(number).expired():
+            if number in self._unwritten and not self._unwritten.pop(number).expired():
                 raise CannotDefer("a tensor in the memory of a parameter was changed after the parameter was made")
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
             self._draw_pending()
@@ -85,13 +85,13 @@ class _Recorder(TorchDispatchMode):
         """Move a real parameter to the meta device; its value so far goes to the tape."""
         if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
             raise CannotDefer(f"a parameter is a {type(parameter).__name__} on {parameter.layout}")
-        with torch.utils._python_dispatch._disable_current_modes(), self._pretence.pause():
+        with torch.utils._python_dispatch._disable_current_modes(), self._disguise.pause():
             other = nn.Parameter(torch.empty_like(parameter, device=_META), parameter.requires_grad)
         other.__dict__.update(parameter.__dict__)
         index, number = self._add(other), parameter.untyped_storage()._cdata
         is_fresh = self._fresh.pop(number, None) is not None
         if is_fresh:
-            self._left[number] = StorageWeakRef(parameter.untyped_storage())
+            self._unwritten[number] = StorageWeakRef(parameter.untyped_storage())
         try:
             torch.utils.swap_tensors(parameter, other)
         except RuntimeError as error:
@@ -237,7 +237,7 @@ def _record_truncation(recorder: _Recorder) -> Iterator[None]:
 _get_device = torch._C.TensorBase.device.__get__
 
 
-class _Pretence:
+class _Disguise:
     """Within, a tensor on the meta device says that it is on the CPU: `nn.init` leaves out what says that it is not."""
 
     def __init__(self) -> None:
