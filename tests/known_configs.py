@@ -36,6 +36,17 @@ CONFIGS: dict[str, Callable[[], nn.Module]] = {
     "gemma": lambda: _make("CausalLM", "Gemma2Config", **SIZES, **TOKENS, head_dim=8, num_key_value_heads=1),
 }
 
+# Decoders of ten families that bring a tensor-parallel plan of their own.
+WITH_PLAN = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "Mixtral", "Olmo2", "Phi3", "Glm"]
+
+
+def make_planned(family: str) -> nn.Module:
+    """A decoder of one of these families, with twice as many heads as there are of keys and values."""
+    sizes = SIZES | TOKENS | {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    if family == "Phi3":
+        del sizes["head_dim"]
+    return _make("CausalLM", f"{family}Config", **sizes, attention_dropout=0.0)
+
 
 class KnownTask:
     """What a plan needs of a Task, for any of them: the labels are the inputs."""

@@ -94,6 +94,8 @@ class Between(nn.Module):
         match self.which:
             case "parameter":
                 hidden = hidden * self.scale
+            case "parameter of another":
+                hidden = hidden * self.first.weight.mean()
             case "activation":
                 hidden = hidden * entered.mean(-1, keepdim=True)
             case "parameter in training":
@@ -186,9 +188,8 @@ def test_what_is_found() -> None:
 @pytest.mark.parametrize(
     ("which", "message"),
     [
-        ("parameter", "scale enters between up and down"),
-        ("activation", r"first\.\w+ enters between up and down"),
-        ("parameter in training", "scale enters between up and down"),
+        ("parameter of another", "what lies between them is used elsewhere"),
+        ("activation", "what lies between them is used elsewhere"),
         ("recomputed", "cannot be seen: it is recomputed reentrantly"),
         ("functional dropout", "random numbers are drawn between up and down"),
         ("noise", "random numbers are drawn between up and down"),
@@ -200,6 +201,12 @@ def test_what_would_be_that_of_one_part_only_keeps_layers_whole(which: str, mess
         _found(Between(which), torch.randn(4, 3, 6))
     with pytest.raises(PlanError, match=message):
         find_tensor_plan(Between(which), Learnable({"up": "column", "down": "row"}), 2, torch.randn(4, 3, 6))
+
+
+@pytest.mark.parametrize("which", ["parameter", "parameter in training"])
+def test_a_parameter_between_layers_gets_the_gradients_of_all_parts(which: str) -> None:
+    plan = _found(Between(which), torch.randn(4, 3, 6))
+    assert (plan.styles, plan.summed) == ({"up": "column", "down": "row"}, {"scale"})
 
 
 @pytest.mark.parametrize("which", ["constant", "drawn before", "in place", "nothing"])

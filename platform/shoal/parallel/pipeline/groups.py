@@ -7,17 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from shoal.parallel.spec import Coordinates, ParallelDims
-from shoal.parallel.state.gradients import to_local
 
-BUCKET_BYTES = 25 << 20
 HEADER_SIZE = 12  # of a tensor whose shape the receiver does not know: dtype, dimensions, sizes
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -56,49 +52,6 @@ class PipelineGroups:
             formed = dist.new_group(ranks)
             own = formed if rank in ranks else own
         return own
-
-
-def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, factor: float = 1.0) -> None:
-    """Sum the gradients over the ranks of `group`, times `factor`; None where no rank has one.
-
-    `parameters` correspond on all ranks. Collective.
-    """
-    if not parameters:
-        return
-    device = parameters[0].device
-    has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32, device=device)
-    dist.all_reduce(has, group=group)
-    used = [parameter for parameter, count in zip(parameters, has.tolist(), strict=True) if count]
-    for parameter in used:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        elif parameter.grad.is_sparse:  # another rank may have used other rows
-            parameter.grad = parameter.grad.to_dense()
-        elif isinstance(parameter.grad, DTensor):  # the use in a split layer determines its sharding
-            assert isinstance(parameter, DTensor)
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-    under_way: list[tuple[list[Tensor], Tensor, Any]] = []
-    for bucket in _make_buckets([to_local(parameter.grad) for parameter in used if parameter.grad is not None]):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        under_way.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    for bucket, flat, work in under_way:
-        work.wait()
-        if factor != 1.0:
-            flat.mul_(factor)
-        for gradient, summed in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
-            gradient.copy_(summed.view(gradient.shape))
-
-
-def _make_buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    buckets: list[list[Tensor]] = []
-    size_bytes = 0
-    for gradient in gradients:
-        if not buckets or size_bytes > BUCKET_BYTES or buckets[-1][0].dtype != gradient.dtype:
-            buckets.append([])
-            size_bytes = 0
-        buckets[-1].append(gradient)
-        size_bytes += gradient.numel() * gradient.element_size()
-    return buckets
 
 
 def send_tensor(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:

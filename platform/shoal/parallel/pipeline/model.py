@@ -9,7 +9,7 @@ those of a micro-batch, over all data ranks. Called by `parallelize`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from shoal.parallel.layers.precision import autocast
 from shoal.parallel.loss import LOSS, Loss, StepCounts, invert_count, require_loss, split_mean
 from shoal.parallel.micro_batches import iter_chunks, split_micro_batches
 from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
-from shoal.parallel.pipeline.groups import PipelineGroups, receive_tensor, send_tensor, sum_gradients
+from shoal.parallel.pipeline.groups import PipelineGroups, receive_tensor, send_tensor
 from shoal.parallel.pipeline.partition import StagePartition, partition_model
 from shoal.parallel.pipeline.schedules import SPLIT_BACKWARD, check_schedule, get_stage_ranks
 from shoal.parallel.pipeline.stage_blocks import compile_blocks, find_gated_modules, shard_blocks
@@ -82,6 +82,7 @@ def build_pipeline(
     split_layers(model, plan, mesh["tensor"])
     pipelined = PipelineModel(model, learnable, spec, degrees, world, layout, mesh, seed)
     split_dropouts(model, plan, mesh["tensor"])
+    pipelined.sum_gradients_of(plan.summed, mesh.get_group("tensor"))
     return pipelined
 
 
@@ -237,13 +238,18 @@ class PipelineModel(ParallelModel):
         if self._usage_check is not None:
             self._usage_check.check(parameters, self._world.device)
 
+    def sum_gradients_of(self, names: Collection[str], group: dist.ProcessGroup) -> None:
+        """From now on, add up the gradients of these parameters over `group`: each rank has a part of them."""
+        local = [each for name, each in self._weights.local_parameters.items() if name in names]
+        self._tied_groups.append((group, local))
+
     def _reduce_gradients(self) -> None:
         began_s = time.perf_counter()
         if self._groups.data is not None:
             others = [each for name, each in self._weights.local_parameters.items() if name not in self._sharded]
-            sum_gradients(_filter_trainable(others), self._groups.data, 1.0 / self.num_data_ranks)
+            gradients.sum_over_ranks(_filter_trainable(others), self._groups.data, 1.0 / self.num_data_ranks)
         for group, tied in self._tied_groups:
-            sum_gradients(_filter_trainable(tied), group)
+            gradients.sum_over_ranks(_filter_trainable(tied), group)
         self._reduced_s += time.perf_counter() - began_s
 
     # -- evaluation

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -67,6 +67,8 @@ class SpmdModel(ParallelModel):
         self._phase_parameters: Mapping[str, list[nn.Parameter]] = {}
         self._loss_scale = LossScale() if spec.precision == "fp16" else None
         self._counts = StepCounts()
+        self._summed: list[nn.Parameter] = []
+        self._summing_group: dist.ProcessGroup | None = None
         self._collect_trainable()
 
     # -- a step
@@ -202,6 +204,13 @@ class SpmdModel(ParallelModel):
 
     def _exchange_gradients(self) -> None:
         """Called after the last backward pass of a step or a phase: average over the data ranks. Collective."""
+        if self._summed and self._summing_group is not None:
+            gradients.sum_over_ranks(self._summed, self._summing_group)
+
+    def sum_gradients_of(self, names: Collection[str], group: dist.ProcessGroup) -> None:
+        """From now on, add up the gradients of these parameters over `group`: each rank has a part of them."""
+        self._summed = [each for name, each in self.named_parameters() if name in names]
+        self._summing_group = group
 
     def _gradient_sync_context(self, last: bool) -> AbstractContextManager[object]:
         """The context of a micro-step: gradients are exchanged only in the last one."""

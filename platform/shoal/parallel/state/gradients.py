@@ -5,12 +5,15 @@ Called by every plan. Supports DTensors: a part that several ranks have is count
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
+
+BUCKET_BYTES = 25 << 20
 
 
 def clear(parameters: Iterable[nn.Parameter]) -> None:
@@ -26,6 +29,49 @@ def to_local(tensor: Tensor) -> Tensor:
 def get_local_values(gradient: Tensor) -> Tensor:
     """The values of a gradient on this rank, sharing its memory; of a sparse one, its stored values."""
     return gradient._values() if gradient.is_sparse else to_local(gradient)
+
+
+def sum_over_ranks(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, factor: float = 1.0) -> None:
+    """Sum the gradients over the ranks of `group`, times `factor`; None where no rank has one.
+
+    `parameters` correspond on all ranks. Collective.
+    """
+    if not parameters:
+        return
+    device = parameters[0].device
+    has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32, device=device)
+    dist.all_reduce(has, group=group)
+    used = [parameter for parameter, count in zip(parameters, has.tolist(), strict=True) if count]
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:  # another rank may have used other rows
+            parameter.grad = parameter.grad.to_dense()
+        elif isinstance(parameter.grad, DTensor):  # the use in a split layer determines its sharding
+            assert isinstance(parameter, DTensor)
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    under_way: list[tuple[list[Tensor], Tensor, Any]] = []
+    for bucket in _make_buckets([to_local(parameter.grad) for parameter in used if parameter.grad is not None]):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        under_way.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    for bucket, flat, work in under_way:
+        work.wait()
+        if factor != 1.0:
+            flat.mul_(factor)
+        for gradient, summed in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+            gradient.copy_(summed.view(gradient.shape))
+
+
+def _make_buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = []
+    size_bytes = 0
+    for gradient in gradients:
+        if not buckets or size_bytes > BUCKET_BYTES or buckets[-1][0].dtype != gradient.dtype:
+            buckets.append([])
+            size_bytes = 0
+        buckets[-1].append(gradient)
+        size_bytes += gradient.numel() * gradient.element_size()
+    return buckets
 
 
 def global_norm(

@@ -53,6 +53,7 @@ def build_tensor_parallel(
     else:
         parallel = FsdpModel(model, learnable, spec, world, seed, mesh, make_data_group(degrees, world))
     split_dropouts(model, plan, mesh["tensor"])
+    parallel.sum_gradients_of(plan.summed, mesh.get_group("tensor"))
     return parallel
 
 

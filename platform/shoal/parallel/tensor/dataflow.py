@@ -6,7 +6,7 @@ Called by `verify` for one pair, and by `plan` for all chosen pairs. Leaves the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,11 +28,11 @@ from shoal.parallel.tensor.trace import (
 )
 
 
-def find_lost_gradient(trace: ModelTrace, pair: Pair) -> str | None:
-    """A tensor that would get the gradient of one part only: it enters between the layers, which a rank runs in part.
+def find_entering_parameters(trace: ModelTrace, pair: Pair) -> frozenset[str] | str:
+    """The parameters that enter between the layers, which a rank runs in part: their gradient is the sum over ranks.
 
-    Walks the graph of a training step from each call of the second layer back to the first ones. It must have no other
-    leaves, and no node that hides its inputs.
+    Or why the layers cannot be split: another tensor enters that needs a gradient. Walks the graph of a training step
+    from each call of the second layer back to the first ones. It may have no node that hides its inputs.
     """
     columns = {call.name for call in pair.columns}
     stops = {call.output_node for call in trace.training_calls if call.name in columns}
@@ -44,14 +44,17 @@ def find_lost_gradient(trace: ModelTrace, pair: Pair) -> str | None:
     if trains and not all(call.has_gradients for call in trace.training_calls if call.name in pair.names):
         return f"what happens {between} cannot be seen: they are called without gradients, or recomputed reentrantly"
     names = {id(parameter): name for name, parameter in trace.model.named_parameters()}
+    found = set[str]()
     for call in rows:
         for node in _walk_back(call.input_node, stops):
             if getattr(node, "_forward_cls", None) is CheckpointFunction:
                 return f"what happens {between} cannot be seen: it is recomputed reentrantly"
             if hasattr(node, "variable"):
-                what = names.get(id(node.variable), "a tensor that is no parameter")
-                return f"{what} enters {between}, where it would get the gradient of one part only"
-    return None
+                if id(node.variable) not in names:
+                    return f"a tensor that is no parameter enters {between}, where it gets the gradient of one part"
+                found.add(names[id(node.variable)])
+    owned = {name for name in found if name.rpartition(".")[0] in pair.names}
+    return f"{min(owned)} enters {between}" if owned else frozenset(found)
 
 
 def find_shared_randomness(trace: ModelTrace, pair: Pair) -> str | None:
@@ -82,18 +85,20 @@ def _walk_back(node: Node | None, stops: set[Node | None]) -> Iterator[Node]:
         waiting += [each for each, _ in node.next_functions]
 
 
-def is_activation_used_elsewhere(trace: ModelTrace, pairs: Sequence[Pair]) -> bool:
+def is_activation_used_elsewhere(trace: ModelTrace, pairs: Sequence[Pair], entering: Iterable[str] = ()) -> bool:
     """Whether values between the layers of these pairs are used elsewhere, in training or evaluation.
 
-    The outputs of the first layers are made NaN, and those of the second ones are replaced by their earlier outputs, at
-    every call: NaN in the model's output, in the loss, or at another split layer shows a use. So does any other change:
-    counting or comparing does not pass NaN on.
+    entering: parameters that are used between them
+
+    The outputs of the first layers and these parameters are made NaN, and those of the second ones are replaced by
+    their earlier outputs, at every call: NaN in the model's output, in the loss, or at another split layer shows a use.
+    So does any other change: counting or comparing does not pass NaN on.
     """
     for mode in (train_trace_mode, eval_trace_mode):
         unsharded = _MaskedRun(trace, pairs)
         with preserve_module(trace.model), mode(trace.model):
             expected = unsharded.run()
-        hidden = _MaskedRun(trace, pairs, unsharded)
+        hidden = _MaskedRun(trace, pairs, unsharded, tuple(entering))
         try:
             with preserve_module(trace.model), mode(trace.model):
                 found = hidden.run()
@@ -113,8 +118,14 @@ class _MaskedRun:
     entered_nan: for each call of a column layer: whether its input had NaN
     """
 
-    def __init__(self, trace: ModelTrace, pairs: Sequence[Pair], unsharded: _MaskedRun | None = None) -> None:
-        self._trace, self._pairs, self._reference = trace, pairs, unsharded
+    def __init__(
+        self,
+        trace: ModelTrace,
+        pairs: Sequence[Pair],
+        unsharded: _MaskedRun | None = None,
+        entering: Sequence[str] = (),
+    ) -> None:
+        self._trace, self._pairs, self._reference, self._entering = trace, pairs, unsharded, entering
         self.row_outputs: dict[str, list[Tensor]] = {pair.row.name: [] for pair in pairs}
         self.nan_inputs: list[bool] = []
 
@@ -126,6 +137,10 @@ class _MaskedRun:
                     undo.callback(call.module.register_forward_hook(self._column_hook, prepend=True).remove)
                 row = self._make_row_hook(self.row_outputs[pair.row.name], pair.row.name)
                 undo.callback(pair.row.module.register_forward_hook(row, prepend=True).remove)
+            for name in self._entering:
+                owner, attribute = _find_owner(self._trace.model, name)
+                undo.callback(owner._parameters.__setitem__, attribute, owner._parameters[attribute])
+                owner._parameters[attribute] = _make_nan(getattr(owner, attribute))
             output = self._trace.model(*self._trace.inputs)
         try:
             loss = [self._trace.loss(output)]
@@ -168,11 +183,18 @@ def _float_tensors(output: Any) -> list[Tensor]:
 def _hide_weights(module: nn.Module, undo: ExitStack) -> None:
     """Give `module` its weights during its own calls only."""
     real = dict(module._parameters)
-    closed = {
-        name: None if each is None else nn.Parameter(each.new_full((), torch.nan).expand(each.shape), False)
-        for name, each in real.items()
-    }
+    closed = {name: None if each is None else _make_nan(each) for name, each in real.items()}
     undo.callback(module._parameters.update, real)
     undo.callback(module.register_forward_pre_hook(lambda *_: module._parameters.update(real)).remove)
     undo.callback(module.register_forward_hook(lambda *_: module._parameters.update(closed)).remove)
     module._parameters.update(closed)
+
+
+def _make_nan(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.new_full((), torch.nan).expand(parameter.shape), False)
+
+
+def _find_owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module of a parameter, and its attribute."""
+    owner, _, attribute = name.rpartition(".")
+    return model.get_submodule(owner), attribute

@@ -3,9 +3,10 @@
 Linear layers that read one tensor (q, k, v; gate and up) followed by another (o; down) form a pair: the first are split
 by columns, the second by rows, and operations between them work on a part of the features. A trial shows whether they
 may: the module with the pair runs on each part alone, and the parts that reach the second layer must be those of its
-full input. Nothing between them may need a gradient of its own, be drawn at random, or be used elsewhere: each rank
-would have that of its part alone. Layers that fail stay unsplit, with the reason. Needs no process group; called by
-`validate` and `apply`.
+full input. Nothing between them may be drawn at random or be used elsewhere: each rank would have that of its part
+alone. Parameters between them (a normalisation of heads) get the sum of all parts' gradients. Layers that fail stay
+unsplit, with the reason. A model of transformers has a plan of its own (`base_model_tp_plan`), which is verified in the
+same way, and wins over a search. Needs no process group; called by `validate` and `apply`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shoal.parallel.loss import get_value
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.state.module_snapshot import has_hooks, preserve_module
 from shoal.parallel.tensor.dataflow import is_activation_used_elsewhere, is_weight_used_elsewhere
+from shoal.parallel.tensor.model_plan import read_model_plan
 from shoal.parallel.tensor.trace import LinearCall, ModelTrace, Pair, trace_model
 from shoal.parallel.tensor.verify import PairSplit, verify_pair
 
@@ -31,8 +33,8 @@ from shoal.parallel.tensor.verify import PairSplit, verify_pair
 MIN_LAYER_SHARE, MIN_LAYER_RATIO = 0.1, 4
 NUM_TRIAL_SAMPLES = 2
 
-# How a layer is split. `column` and `row` belong together; the others stand alone: their output is full again.
-STYLES = ("column", "row", "column_gathered", "vocabulary")
+# How a layer is split. `column` and `row` belong together; the others stand alone: inputs and output are full.
+STYLES = ("column", "row", "column_gathered", "row_split", "vocabulary")
 _REASONS = {
     nn.RNNBase: "recurrent layers are not split",
     nn.MultiheadAttention: "its projections are not called as layers",
@@ -52,6 +54,7 @@ class TensorPlan:
     dropouts: dropout layers with a part of the features -> the dimension of these
     written:  split layers whose outputs the model changes in place
     whole:    layers with parameters that every rank holds whole -> why
+    summed:   unsplit parameters of whose gradient each rank has a part
     """
 
     styles: dict[str, str] = field(default_factory=dict)
@@ -59,11 +62,13 @@ class TensorPlan:
     dropouts: dict[str, int] = field(default_factory=dict)
     modified_in_place: set[str] = field(default_factory=set)
     unsplit: dict[str, str] = field(default_factory=dict)
+    summed: set[str] = field(default_factory=set)
 
     def add(self, split: PairSplit) -> None:
         self.styles |= {call.name: "column" for call in split.pair.columns} | {split.pair.row.name: "row"}
         self.changes |= split.changes
         self.dropouts |= split.dropouts
+        self.summed |= split.entering
 
 
 def find_tensor_plan(model: nn.Module, learnable: TaskProtocol, size: int, example: Any = None) -> TensorPlan:
@@ -79,13 +84,39 @@ def find_tensor_plan(model: nn.Module, learnable: TaskProtocol, size: int, examp
     few = move_to_device(slice_samples(example, slice(NUM_TRIAL_SAMPLES)), next(model.parameters()).device)
     with preserve_module(model):
         trace = trace_model(model, learnable.inputs(few), lambda outputs: get_value(learnable.loss(outputs, few)))
-        plan = _verify_given_plan(trace, styles, size) if given is not None else _search_plan(trace, size)
+        if given is not None:
+            plan = _verify_given_plan(trace, styles, size)
+        else:
+            plan = _verify_model_plan(trace, size) or _search_plan(trace, size)
     plan.modified_in_place = trace.modified_in_place & plan.styles.keys()
     _add_reasons(model, plan)
     if not plan.styles:
         listed = "; ".join(f"{name or 'the model itself'}: {reason}" for name, reason in list(plan.unsplit.items())[:4])
         remedy = "change the layer's size or the degree, use fsdp, or write Task.tensor_plan()"
         raise PlanError("parallel.tensor", size, f"no layer can be split ({listed})", remedy)
+    return plan
+
+
+def _verify_model_plan(trace: ModelTrace, size: int) -> TensorPlan | None:
+    """The plan that a model of transformers brings; None without one, or if it does not fit."""
+    styles: dict[str, str] = {}
+    unsplit: dict[str, str] = {}
+    for pattern, style in read_model_plan(trace.model).items():
+        for name, layer in trace.model.named_modules():
+            if type(layer) not in (nn.Linear, nn.Embedding) or name not in trace.call_counts:
+                continue
+            if not fnmatchcase(name, pattern):
+                continue
+            if (problem := _find_misfit(layer, style, size)) is None:
+                styles.setdefault(name, style)
+            else:
+                unsplit[name] = problem
+    try:
+        plan = _verify_given_plan(trace, styles, size) if styles else None
+    except PlanError:
+        return None
+    if plan is not None:
+        plan.unsplit = unsplit | plan.unsplit
     return plan
 
 
@@ -120,7 +151,9 @@ def _find_misfit(layer: nn.Module, style: str, size: int) -> str | None:
         number, what = layer.num_embeddings, "entries"
     else:
         assert isinstance(layer, nn.Linear)
-        number, what = (layer.in_features, "inputs") if style == "row" else (layer.out_features, "outputs")
+        number, what = (
+            (layer.in_features, "inputs") if style in ("row", "row_split") else (layer.out_features, "outputs")
+        )
     return f"has {number} {what}, which {size} ranks cannot share" if number % size else None
 
 
@@ -128,7 +161,7 @@ def _verify_given_plan(trace: ModelTrace, styles: dict[str, str], size: int) -> 
     """A user's plan, verified: each row layer belongs to the column layers called since the last one."""
     plan = TensorPlan({name: style for name, style in styles.items() if style not in ("column", "row")})
     columns: list[LinearCall] = []
-    pairs: list[Pair] = []
+    splits: list[PairSplit] = []
     for call in trace.linears:
         if styles.get(call.name) == "column":
             columns.append(call)
@@ -139,14 +172,14 @@ def _verify_given_plan(trace: ModelTrace, styles: dict[str, str], size: int) -> 
             if isinstance(split, str):
                 raise PlanError("tensor_plan", call.name, split, "leave these layers out of the plan")
             plan.add(split)
-            pairs.append(split.pair)
+            splits.append(split)
             columns = []
     for name, style in styles.items():
         if name not in plan.styles:
             partner = "no layer split by rows follows it" if style == "column" else "it is not called as a layer"
             raise PlanError("tensor_plan", name, partner, "use column_gathered, or leave it out")
-    if shown := _find_exposed_pairs(trace, pairs):
-        names = [name for pair in shown for name in pair.names]
+    if shown := _find_exposed_splits(trace, splits):
+        names = [name for split in shown for name in split.pair.names]
         raise PlanError("tensor_plan", names, _EXPOSED, "leave these layers out of the plan")
     _reconcile_tied_layers(trace.model, plan)
     if is_weight_used_elsewhere(trace, list(plan.styles)):
@@ -170,10 +203,10 @@ def _search_plan(trace: ModelTrace, size: int) -> TensorPlan:
         names = set(split.pair.names)
         while index < len(runs) and names & {call.name for call in runs[index]}:
             index += 1
-    shown = _find_exposed_pairs(trace, [split.pair for split in splits])
-    for pair in shown:
-        plan.unsplit |= dict.fromkeys(pair.names, _EXPOSED)
-    splits = [split for split in splits if split.pair not in shown]
+    shown = _find_exposed_splits(trace, splits)
+    for split in shown:
+        plan.unsplit |= dict.fromkeys(split.pair.names, _EXPOSED)
+    splits = [split for split in splits if split not in shown]
     lone = _find_lone_layers(trace, plan, {name for split in splits for name in split.pair.names}, size)
     groups = [split.pair.names for split in splits] + [[name] for name in lone]
     if is_weight_used_elsewhere(trace, [name for names in groups for name in names]):
@@ -188,11 +221,16 @@ def _search_plan(trace: ModelTrace, size: int) -> TensorPlan:
     return plan
 
 
-def _find_exposed_pairs(trace: ModelTrace, pairs: list[Pair]) -> list[Pair]:
-    """The pairs with values between their layers that are used elsewhere, too."""
-    shown: list[Pair] = []
-    while (left := [pair for pair in pairs if pair not in shown]) and is_activation_used_elsewhere(trace, left):
-        shown += [pair for pair in left if is_activation_used_elsewhere(trace, [pair])] or left
+def _find_exposed_splits(trace: ModelTrace, splits: list[PairSplit]) -> list[PairSplit]:
+    """The pairs with values, or parameters, between their layers that are used elsewhere, too."""
+
+    def is_used_elsewhere(some: list[PairSplit]) -> bool:
+        entering = {name for split in some for name in split.entering}
+        return is_activation_used_elsewhere(trace, [split.pair for split in some], entering)
+
+    shown: list[PairSplit] = []
+    while (left := [split for split in splits if split not in shown]) and is_used_elsewhere(left):
+        shown += [split for split in left if is_used_elsewhere([split])] or left
     return shown
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shoal.errors import summarize_error
 from shoal.parallel.layers.dropout import mix_seed
-from shoal.parallel.tensor.dataflow import find_lost_gradient, find_shared_randomness
+from shoal.parallel.tensor.dataflow import find_entering_parameters, find_shared_randomness
 from shoal.parallel.tensor.trace import SHAPE_ERRORS, ModelTrace, Pair, eval_trace_mode, is_close, max_magnitude
 
 
@@ -28,16 +28,21 @@ class PairSplit:
 
     changes:  (module, attribute) -> its value for a part: numbers of heads
     dropouts: those with a part of the features -> the dimension of these
+    entering: parameters that are used between the layers: each part has a part of their gradient
     """
 
     pair: Pair
     changes: dict[tuple[str, str], int]
     dropouts: dict[str, int]
+    entering: frozenset[str]
 
 
 def verify_pair(trace: ModelTrace, pair: Pair, size: int) -> PairSplit | str:
     """Whether the pair may be split `size` ways, and the required changes; if not, the reason."""
-    if (problem := find_lost_gradient(trace, pair) or find_shared_randomness(trace, pair)) is not None:
+    entering = find_entering_parameters(trace, pair)
+    if isinstance(entering, str):
+        return entering
+    if (problem := find_shared_randomness(trace, pair)) is not None:
         return problem
     ancestor = _find_common_module(trace, pair.names)
     unsharded = _PairRun(trace.call_counts[pair.row.name])
@@ -55,7 +60,7 @@ def verify_pair(trace: ModelTrace, pair: Pair, size: int) -> PairSplit | str:
             reason = reason or f"a part of it does not fit what follows ({summarize_error(error, max_chars=100)})"
             continue
         if (mix := _find_mixing(unsharded, parts)) is None:
-            return PairSplit(pair, changes, _find_split_dropouts(trace, parts[0].shapes, size))
+            return PairSplit(pair, changes, _find_split_dropouts(trace, parts[0].shapes, size), entering)
         reason = reason or mix.format(f"what lies between {pair.columns[0].name} and {pair.row.name}")
     return reason
 

@@ -1,0 +1,98 @@
+"""A decoder of 500 million parameters under fsdp: the time to its first step, and the memory of a rank.
+
+    python -m benchmarks.large_models [--before REVISION] [--runs N] [--quick]
+
+`torchrun -m shoal.train` beside PyTorch's own script (benchmarks/peers/fully_shard.py), which builds on the meta device
+too and draws each rank's shards alone, and beside ours at an earlier commit, where each rank built the whole model. The
+memory of a rank, over four of them, is by how much its resident memory has grown at most, from before the model is
+built to the end of the second step; beside it the size of what it must hold: its part of weights, gradients and both
+averages of Adam, and one block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.children import OUR_PYTHON, ROOT, scratch
+from benchmarks.ours.large_decoder import make_decoder
+from benchmarks.result import Row, compare, options, write
+from benchmarks.step_before import checkout
+
+BEFORE = "abb3b2c4"  # the last one whose ranks built the whole model
+WIDTH, DEPTH, QUICK_DEPTH = 1280, 25, 2
+NUM_STEPS, BATCH = 2, 8
+TIMEOUT_S = 1200.0
+
+
+def start(words: list[str], size: int, folder: Path, package: Path) -> tuple[float, list[dict[str, Any]]]:
+    """Run `words` on `size` ranks of torchrun; returns when it began, and the notes of each rank."""
+    for file in folder.glob("*.json"):
+        file.unlink()
+    path = os.pathsep.join([str(package), str(ROOT)])
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SHOAL_HOME": str(folder / "home")}
+    torchrun = [OUR_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    began_s = time.time()
+    done = subprocess.run(
+        [*torchrun, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return began_s, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def ours(size: int, depth: int, folder: Path) -> list[str]:
+    words = ["-m", "shoal.train", "task=benchmarks.ours.large_decoder:LargeDecoder", "parallel=fsdp"]
+    words += [f"args.folder={folder}", f"args.depth={depth}", f"batch_size={BATCH}", f"stop.steps={NUM_STEPS}"]
+    return [*words, f"workers={size}", "device=cpu", "check_loss=false", "checkpoint.every_s=.inf"]
+
+
+def peer(depth: int, folder: Path) -> list[str]:
+    script = str(ROOT / "benchmarks/peers/fully_shard.py")
+    return [script, str(folder), str(WIDTH), str(depth), str(NUM_STEPS), str(BATCH)]
+
+
+def count_needed_bytes(depth: int, size: int) -> float:
+    """A rank's part of weights, gradients and Adam's averages, and one block, in fp32."""
+    with torch.device("meta"):
+        model = make_decoder(WIDTH, depth)
+    whole, block = (sum(each.numel() for each in part.parameters()) for part in (model, model[1]))  # type: ignore[index]
+    return 4.0 * (4 * whole / size + block)
+
+
+def main() -> None:
+    chosen = options(__doc__, runs=5, before=BEFORE)
+    depth, rows = QUICK_DEPTH if chosen.quick else DEPTH, list[Row]()
+    seconds: dict[str, list[float]] = {"ours": [], "peer": [], "before": []}
+    grown: dict[str, list[float]] = {"ours": [], "peer": []}
+    with scratch() as folder, checkout(chosen.before, folder) as before:
+        now = ROOT / "platform"
+        for _ in range(chosen.runs):
+            turns = {"ours": (ours(2, depth, folder), now), "before": (ours(2, depth, folder), before)}
+            for name, (words, package) in {**turns, "peer": (peer(depth, folder), now)}.items():
+                began_s, notes = start(words, 2, folder, package)
+                seconds[name].append(notes[0]["steps"][0] - began_s)
+            for name, words in {"ours": ours(4, depth, folder), "peer": peer(depth, folder)}.items():
+                _, notes = start(words, 4, folder, now)
+                grown[name].append(max(each["grown_bytes"] for each in notes))
+        what = "from the command to the end of the first step, 500 M parameters, 2 ranks"
+        note = "torchrun, without Ray"
+        rows.append(compare(what, "s", "lower", seconds["ours"], seconds["before"], "before", 0.5, "ratio", note))
+        rows.append(compare(what, "s", "lower", seconds["ours"], seconds["peer"], "fully_shard", 1.1, "ratio", note))
+        needed = [count_needed_bytes(depth, 4) / 1e6] * len(grown["ours"])
+        what = "peak memory of a rank, fsdp over 4, 500 M parameters"
+        megabytes = {name: [each / 1e6 for each in values] for name, values in grown.items()}
+        rows.append(compare(what, "MB", "lower", megabytes["ours"], needed, "its states and one block", 1.15, "ratio"))
+        rows.append(compare(what, "MB", "lower", megabytes["ours"], megabytes["peer"], "fully_shard"))
+    write("large_models", rows, chosen.results)
+
+
+if __name__ == "__main__":
+    main()
