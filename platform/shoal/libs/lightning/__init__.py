@@ -1,0 +1,1 @@
+"""Modules of PyTorch Lightning as Tasks: `shoal.libs.lightning.task.LightningTask`."""
