@@ -17,6 +17,7 @@ from shoal.errors import ConfigError, SpecMismatch, WeightsError
 from shoal.registry import Registry
 from shoal.weights import WeightFile
 from shoal.weights.tensor_file import read_tensors
+from shoal.weights.tensor_files import open_tensors
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
 
@@ -34,21 +35,27 @@ def load_initial_weights(network: nn.Module, init: str) -> None:
     if missing := sorted(own.keys() ^ state.keys()):
         shown = ", ".join(missing[:3])
         raise SpecMismatch("init", init, f"has other tensors than the network: {shown}", "use the same Task and args")
-    for name, tensor in own.items():
-        if state[name].shape != tensor.shape:
-            problem = f"{name} is {list(state[name].shape)}, and {list(tensor.shape)} in the network"
+    for name, tensor in own.items():  # `load_state_dict` would hold those of all files at once
+        given = state[name]
+        if given.shape != tensor.shape:
+            problem = f"{name} is {list(given.shape)}, and {list(tensor.shape)} in the network"
             raise SpecMismatch("init", init, problem, "use the same Task and args")
-    network.load_state_dict(state)
+        tensor.copy_(given)
 
 
 def read_state_dict(init: str) -> Mapping[str, Tensor]:
-    """The tensors of `init`, by name. Raises as `load_initial_weights`."""
+    """The tensors of `init`, by name; of several files, each is read when it is asked for. Raises as
+    `load_initial_weights`."""
     if not init.endswith(SUFFIXES):
         found = Registry().get(init)
         if found.manifest.model.format != "module":
             problem = f"{found.ref} is a program of the format {found.manifest.model.format}, which has no state dict"
             raise ConfigError("init", init, problem, "name a model that a run has registered")
-        return read_tensors(found.weight_file())
+        file = found.weight_file()
+        if not file.has_index:
+            return read_tensors(file)
+        file.verify()
+        return open_tensors([part.path for part in file.parts])
     path = Path(init)
     if not path.is_file():
         raise ConfigError("init", init, "is no file", f"paths are looked up from {Path.cwd()}")

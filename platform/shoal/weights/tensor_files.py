@@ -7,9 +7,11 @@ one of them. Several files have the layout of Hugging Face: `model-00001-of-0000
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from shoal.atomic_file import create_private, make_folder, replace_synced, sync_folder
 from shoal.errors import WeightsError
+from shoal.weights.store import WeightFile, WeightPart
 
 MAX_FILE_BYTES = 2 << 30  # of tensors in one file, unless a single one has more
 INDEX_SUFFIX = ".index.json"
@@ -79,14 +82,27 @@ def list_files(path: Path) -> list[Path]:
         names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{path} cannot be read as an index of safetensors files ({error!r})") from error
-    if strange := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
-        raise WeightsError(f"{path} names {strange[0]!r}, which is no file beside it")
+    if strange := [name for name in names if Path(str(name)).name != name or not name.endswith(".safetensors")]:
+        raise WeightsError(f"{path} names {strange[0]!r}, which is no file of safetensors beside it")
     return [path.with_name(name) for name in names]
 
 
 def list_with_index(path: Path) -> list[Path]:
     """The files of an index and then the index; of another path the path itself. Raises WeightsError."""
     return list(dict.fromkeys([*list_files(path), path]))
+
+
+def make_weight_file(version: int, path: Path) -> WeightFile:
+    """The file, or the files of an index, as version `version`, published now: their hashes are computed, and none is
+    held in memory. Raises OSError, and WeightsError for a damaged index."""
+
+    def hash_file(file: Path) -> str:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+
+    digest = hash_file(path)
+    parts = [WeightPart(file, digest if file == path else hash_file(file)) for file in list_files(path)]
+    return WeightFile(version, path, digest, time.time(), parts=parts, is_verified=True)
 
 
 class TensorFiles(Mapping[str, Tensor]):

@@ -94,7 +94,10 @@ def test_what_is_no_index_or_file_is_named(tmp_path: Path) -> None:
     for content, says in [
         ("{}", "cannot be read as an index"),
         ("[]", "cannot be read as an index"),
-        ('{"weight_map": {"w": "../other.safetensors"}}', r"names '\.\./other\.safetensors', which is no file beside"),
+        (
+            '{"weight_map": {"w": "../other.safetensors"}}',
+            r"names '\.\./other\.safetensors', which is no file of safetensors beside",
+        ),
         ('{"weight_map": {"w": 3}}', "names 3"),
     ]:
         index.write_text(content)

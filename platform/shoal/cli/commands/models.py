@@ -111,12 +111,13 @@ def show(model: str, as_json: bool) -> None:
     if as_json:
         print_json(_as_dict(found))
         return
-    snapshot = found.snapshot()
-    manifest = found.manifest
-    payload = f"{format_size(manifest.size_bytes)}, whole"
+    is_module, manifest = found.manifest.model.format == "module", found.manifest
+    snapshot = found.weight_file() if is_module else found.snapshot()
+    files = f" in {len(manifest.parts)} files" if manifest.parts else ""
+    payload = f"{format_size(manifest.size_bytes)}{files}, whole"
     kind = manifest.model.format
     built_by = f"{get_payload_file(kind)} alone" if kind in FORMATS else kind
-    if manifest.model.format == "module":
+    if is_module:
         shapes = snapshot.shapes()
         num_values = sum(math.prod(shape) for shape in shapes.values())
         payload = f"{len(shapes)} tensors, {num_values:,} values, {payload}"
@@ -134,7 +135,7 @@ def show(model: str, as_json: bool) -> None:
         *((key, format_number(value)) for key, value in manifest.metrics.items()),
         *((key, _format_lineage(value)) for key, value in manifest.lineage.items()),
         *((f"{part} data", fingerprint) for part, fingerprint in manifest.data.items()),
-        ("weights" if manifest.model.format == "module" else "program", payload),
+        ("weights" if is_module else "program", payload),
         ("sha256", manifest.sha256),
         ("files", found.location),
     ]
