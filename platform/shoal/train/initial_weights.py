@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from shoal.errors import ConfigError, SpecMismatch, WeightsError
 from shoal.registry import Registry
 from shoal.weights import WeightFile
+from shoal.weights.dcp_folder import is_dcp, open_dcp
 from shoal.weights.tensor_file import read_tensors
-from shoal.weights.tensor_files import open_tensors
+from shoal.weights.tensor_files import open_weight_file
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
 
 
 def load_initial_weights(network: nn.Module, init: str) -> None:
-    """Fill the network with the weights of `init`: NAME@VERSION, NAME@ALIAS, NAME, or the path of a state dict.
+    """Fill the network with the weights of `init`: NAME@VERSION, NAME@ALIAS, NAME, the path of a state dict, or the
+    folder of a distributed checkpoint.
 
     "" leaves the network as it is. Raises SpecMismatch for other names or shapes of tensors, ConfigError for a file
     without a state dict, RegistryError for an unknown model, WeightsError for damaged weights.
@@ -46,16 +48,15 @@ def load_initial_weights(network: nn.Module, init: str) -> None:
 def read_state_dict(init: str) -> Mapping[str, Tensor]:
     """The tensors of `init`, by name; of several files, each is read when it is asked for. Raises as
     `load_initial_weights`."""
+    if is_dcp(Path(init)):
+        return open_dcp(Path(init))
     if not init.endswith(SUFFIXES):
         found = Registry().get(init)
         if found.manifest.model.format != "module":
             problem = f"{found.ref} is a program of the format {found.manifest.model.format}, which has no state dict"
             raise ConfigError("init", init, problem, "name a model that a run has registered")
         file = found.weight_file()
-        if not file.has_index:
-            return read_tensors(file)
-        file.verify()
-        return open_tensors([part.path for part in file.parts])
+        return open_weight_file(file) if file.has_index else read_tensors(file)
     path = Path(init)
     if not path.is_file():
         raise ConfigError("init", init, "is no file", f"paths are looked up from {Path.cwd()}")

@@ -130,6 +130,11 @@ class TensorFiles(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._files)
 
+    def describe(self) -> TensorTypes:
+        """Dtype and shape of each tensor, of which none is read."""
+        slices = {name: _open(file).get_slice(name) for name, file in self._files.items()}
+        return {name: (DTYPES[each.get_dtype()], torch.Size(each.get_shape())) for name, each in slices.items()}
+
     def get_shape(self, name: str) -> torch.Size:
         """The shape of a tensor, which is not read."""
         return torch.Size(_open(self._files[name]).get_slice(name).get_shape())
@@ -143,6 +148,12 @@ class TensorFiles(Mapping[str, Tensor]):
 def open_tensors(paths: Sequence[Path]) -> TensorFiles:
     """The tensors of these files, none of which is read yet. Raises WeightsError."""
     return TensorFiles(paths)
+
+
+def open_weight_file(file: WeightFile) -> TensorFiles:
+    """The tensors of a version, whose files are verified, and then not read yet. Raises WeightsError."""
+    file.verify()
+    return open_tensors([part.path for part in file.parts])
 
 
 def _open(path: Path) -> Any:
