@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from shoal.errors import ConfigError, SpecMismatch, WeightsError
 from shoal.registry import Registry
 from shoal.weights import WeightFile
-from shoal.weights.dcp_folder import is_dcp, open_dcp
 from shoal.weights.tensor_file import read_tensors
 from shoal.weights.tensor_files import open_weight_file
 
@@ -48,7 +47,9 @@ def load_initial_weights(network: nn.Module, init: str) -> None:
 def read_state_dict(init: str) -> Mapping[str, Tensor]:
     """The tensors of `init`, by name; of several files, each is read when it is asked for. Raises as
     `load_initial_weights`."""
-    if is_dcp(Path(init)):
+    if (Path(init) / ".metadata").is_file():
+        from shoal.weights.dcp_folder import open_dcp  # DCP takes a second to load
+
         return open_dcp(Path(init))
     if not init.endswith(SUFFIXES):
         found = Registry().get(init)

@@ -73,11 +73,6 @@ class DcpTensors(Mapping[str, Tensor]):
         return len(self._keys)
 
 
-def is_dcp(folder: Path) -> bool:
-    """Whether the folder has a distributed checkpoint."""
-    return (folder / METADATA).is_file()
-
-
 def open_dcp(folder: Path) -> DcpTensors:
     """The model's tensors of a checkpoint, none of which is read yet. Raises WeightsError."""
     return DcpTensors(folder)
