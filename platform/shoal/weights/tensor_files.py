@@ -58,6 +58,7 @@ def write_tensors(path: Path, types: TensorTypes, tensors: Iterable[tuple[str, T
             with draft.open("r+b") as opened:
                 opened.seek(begin)
                 opened.write(_view_bytes(tensor))
+            del tensor  # before the next one comes
         assert not places, f"{next(iter(places))} never came"
         for file, draft in drafts.items():
             with draft.open("rb") as opened:

@@ -86,11 +86,13 @@ class StageWeights:
                     yield name, own.detach().cpu()
                 elif global_ranks is not None and value.numel():
                     dist.send(_as_bytes(own.detach().cpu().contiguous()), global_ranks[0])
+                del own  # before the next one is gathered
             elif rank == 0 and global_ranks is not None:
                 received = torch.empty(value.shape, dtype=value.dtype)
                 if value.numel():
                     dist.recv(_as_bytes(received), global_ranks[owner])
                 yield name, received
+                del received
 
     def _get_owner(self, name: str) -> int:
         first = self._first_names.get(name)

@@ -64,6 +64,7 @@ def iter_weights(state: Mapping[str, Any], keep: bool) -> Iterator[tuple[str, Te
             full = gather_full_tensor(value) if isinstance(value, DTensor) else value
             if keep:
                 yield name, full.detach().cpu()
+            del full  # before the next one is gathered
 
 
 def gather_full_tensor(value: DTensor) -> Tensor:
