@@ -213,18 +213,22 @@ class WeightFile(WeightSnapshot):
                 raise WeightsError(f"{part.path} cannot be read as safetensors ({error}): {REMEDY}") from error
         return found
 
+    def verify_part(self, part: WeightPart) -> None:
+        """Raises WeightsError when the checksum of one of the files does not fit, or it cannot be read."""
+        if not self.is_verified and self._is_damaged(part):
+            raise self.describe_damage(part.path)
+
     def _find_damaged(self) -> Path | None:
         """The first file without its hash. Raises WeightsError when one cannot be read."""
-        if self.is_verified:
-            return None
-        for path, sha256 in dict.fromkeys([WeightPart(self.path, self.sha256), *self.parts]):
-            try:
-                with path.open("rb") as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                        return path
-            except OSError as error:
-                raise WeightsError(f"{path} cannot be read ({error}): {REMEDY}") from error
-        return None
+        files = [] if self.is_verified else dict.fromkeys([WeightPart(self.path, self.sha256), *self.parts])
+        return next((each.path for each in files if self._is_damaged(each)), None)
+
+    def _is_damaged(self, part: WeightPart) -> bool:
+        try:
+            with part.path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest() != part.sha256
+        except OSError as error:
+            raise WeightsError(f"{part.path} cannot be read ({error}): {REMEDY}") from error
 
 
 class PublishedVersion(NamedTuple):

@@ -109,40 +109,42 @@ def make_weight_file(version: int, path: Path) -> WeightFile:
 class TensorFiles(Mapping[str, Tensor]):
     """The tensors of several files by name, each read when it is asked for, into memory of its own.
 
+    files: which one has each
+
     A file is opened for each tensor anew: what is mapped stays in no process. Raises WeightsError for a file that is
     missing or damaged, and for a name in two files.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._files: dict[str, Path] = {}
+        self.files: dict[str, Path] = {}
         for path in paths:
             for name in sorted(_open(path).keys()):
-                if name in self._files:
-                    raise WeightsError(f"{name!r} is in {self._files[name]} and in {path}")
-                self._files[name] = path
+                if name in self.files:
+                    raise WeightsError(f"{name!r} is in {self.files[name]} and in {path}")
+                self.files[name] = path
 
     def __getitem__(self, name: str) -> Tensor:
-        found: Tensor = _open(self._files[name]).get_tensor(name)
+        found: Tensor = _open(self.files[name]).get_tensor(name)
         return found.clone()  # in the file it is misaligned, which changes the last digits of products
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self.files)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.files)
 
     def describe(self) -> TensorTypes:
         """Dtype and shape of each tensor, of which none is read."""
-        slices = {name: _open(file).get_slice(name) for name, file in self._files.items()}
+        slices = {name: _open(file).get_slice(name) for name, file in self.files.items()}
         return {name: (DTYPES[each.get_dtype()], torch.Size(each.get_shape())) for name, each in slices.items()}
 
     def get_shape(self, name: str) -> torch.Size:
         """The shape of a tensor, which is not read."""
-        return torch.Size(_open(self._files[name]).get_slice(name).get_shape())
+        return torch.Size(_open(self.files[name]).get_slice(name).get_shape())
 
     def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """The part of a tensor with these slices; nothing else of it is read."""
-        found: Tensor = _open(self._files[name]).get_slice(name)[part]
+        found: Tensor = _open(self.files[name]).get_slice(name)[part]
         return found.clone()
 
 

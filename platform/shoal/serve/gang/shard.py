@@ -36,7 +36,6 @@ def load_shard(config: TemplateConfig, plan: GangPlan, file: WeightFile, rank: i
     mesh: of the workers that split layers
     """
     file = find_file(file)
-    _verify(file)
     model = build_model(config.factory)
     state = model.state_dict(keep_vars=True)
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
@@ -86,26 +85,23 @@ def _group_names(model: nn.Module) -> dict[str, list[str]]:
     return names
 
 
-def _verify(file: WeightFile) -> None:
-    try:
-        file.verify()
-    except WeightsError as error:
-        if isinstance(error.__cause__, OSError):
-            remedy = "a worker's host needs the registry at the same path"
-            raise WeightsError(f"weights version {file.version}: {error}; {remedy}") from error
-        raise
-
-
 class _TensorReader:
-    """Reads tensors one by one."""
+    """Reads tensors one by one. A file is verified before the first of its tensors is read."""
 
     def __init__(self, file: WeightFile, is_finite: bool) -> None:
         self._file, self._is_finite = file, is_finite
+        for part in file.parts:
+            if not part.path.exists():
+                problem = f"weights version {file.version} cannot be read: there is no {part.path}"
+                raise WeightsError(f"{problem}; a worker's host needs the registry at the same path")
         self._tensors = open_tensors([part.path for part in file.parts])
+        self._unverified = {part.path: part for part in file.parts}
         self.names = frozenset(self._tensors)
 
     def read(self, name: str, expected: tuple[Any, Any], *, part: Any = None, may_be_infinite: bool = False) -> Tensor:
         """The tensor, or the slices of it that `part` has. Raises WeightsError."""
+        if (unverified := self._unverified.pop(self._tensors.files[name], None)) is not None:
+            self._file.verify_part(unverified)
         if part is None:
             found = self._tensors[name]
             shape = found.shape
