@@ -17,9 +17,9 @@ from shoal.errors import ConfigError, SpecMismatch, WeightsError
 from shoal.registry import Registry
 from shoal.weights import WeightFile
 from shoal.weights.tensor_file import read_tensors
-from shoal.weights.tensor_files import open_weight_file
+from shoal.weights.tensor_files import INDEX_SUFFIX, list_files, open_tensors, open_weight_file
 
-SUFFIXES = (".pt", ".pth", ".safetensors")
+SUFFIXES = (".pt", ".pth", ".safetensors", INDEX_SUFFIX)
 
 
 def load_initial_weights(network: nn.Module, init: str) -> None:
@@ -61,6 +61,8 @@ def read_state_dict(init: str) -> Mapping[str, Tensor]:
     path = Path(init)
     if not path.is_file():
         raise ConfigError("init", init, "is no file", f"paths are looked up from {Path.cwd()}")
+    if init.endswith(INDEX_SUFFIX):
+        return open_tensors(list_files(path))
     if path.suffix == ".safetensors":
         return read_tensors(WeightFile(0, path, "", 0.0, is_verified=True))  # its hash is not known
     try:

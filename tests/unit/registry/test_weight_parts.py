@@ -129,10 +129,11 @@ def test_a_damaged_or_missing_file_is_named(
 
 
 @pytest.mark.parametrize("registry", ["folder"], indirect=True)
-def test_a_run_begins_with_parts_tensor_by_tensor(register: Callable[[float], ModelVersion]) -> None:
+def test_a_run_begins_with_parts_tensor_by_tensor(register: Callable[[float], ModelVersion], tmp_path: Path) -> None:
     register(2.0)
-    state = read_state_dict("large@1")
-    assert isinstance(state, TensorFiles)
+    for state in (read_state_dict("large@1"), read_state_dict(str(tmp_path / "run" / INDEX))):
+        assert isinstance(state, TensorFiles)
+        assert state.keys() == set("abc")
     network = nn.ParameterDict({name: torch.zeros(4) for name in "abc"})
     load_initial_weights(network, "large")
     assert {name: each.tolist() for name, each in network.items()} == {name: [2.0] * 4 for name in "abc"}
