@@ -8,7 +8,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save
@@ -22,7 +23,12 @@ from shoal.serve.gang.messages import Address
 from shoal.serve.gang.template import GangTemplate
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.weights import WeightSnapshot
+from shoal.weights import WeightSnapshot, tensor_files
+from shoal.weights.tensor_file import read_tensors
+from shoal.weights.tensor_files import make_weight_file, write_tensors
+
+if TYPE_CHECKING:
+    import pytest
 
 WIDTH, VOCABULARY, LENGTH, CLASSES = 16, 12, 6, 5
 
@@ -93,6 +99,17 @@ def register(model: str, seed: int = 0) -> ModelVersion:
     snapshot = WeightSnapshot.from_payload(1, save({name: each.contiguous() for name, each in state.items()}))
     factory = ModelFactory(factory=f"{__name__}:{model}")
     return Registry().register(model, snapshot, model=factory, signature=SIGNATURES[model])
+
+
+def register_parts(whole: ModelVersion, folder: Path, patch: pytest.MonkeyPatch) -> ModelVersion:
+    """The next version, with the same weights in several files."""
+    patch.setattr(tensor_files, "MAX_FILE_BYTES", 4000)
+    tensors = read_tensors(whole.weight_file())
+    types = {name: (each.dtype, each.shape) for name, each in tensors.items()}
+    file = make_weight_file(1, write_tensors(folder / "model.safetensors", types, tensors.items()))
+    assert len(file.parts) > 2
+    manifest = whole.manifest
+    return Registry().register(whole.name, file, model=manifest.model, signature=manifest.signature, aliases=())
 
 
 OPTIONS = ModelOptions(max_batch_size=16)

@@ -24,7 +24,8 @@ from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.train.task import find_task
-from shoal.weights import WeightSnapshot
+from shoal.weights import WeightSnapshot, tensor_files
+from shoal.weights.tensor_files import list_files, open_tensors
 from train_task import Toy
 
 TASK = Path(__file__).parents[1] / "train_task.py"
@@ -68,6 +69,23 @@ def test_it_is_built_again_without_the_tasks_file(trained: Run) -> None:
     assert isinstance(model, torch.nn.Module)
     model.load_state_dict(safetensors.torch.load_file(trained.folder / "model.safetensors"))
     assert type(model) is type(Toy(hidden=4).model())
+
+
+def test_a_network_of_several_files_is_registered_served_and_begun_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 64)
+    outcome = fit_locally(spec_of())
+    version = Registry().get("toy")
+    assert len(version.manifest.parts) > 1
+    assert outcome.weights is not None
+    expected = dict(open_tensors(list_files(outcome.weights)))
+    package = RegisteredModel("toy", Registry().location).load_package(1)
+    assert package.snapshot is not None
+    model = Predictor(package.factory, package.signature, ModelOptions()).load(package.snapshot)
+    assert model.predict_batch([{"input": np.zeros((1, 8), np.float32)}])[0]
+    again = fit_locally(spec_of(init="toy@1", name="again", optimizer={"learning_rate": 1e-12}))
+    assert again.weights is not None
+    for name, tensor in open_tensors(list_files(again.weights)).items():
+        torch.testing.assert_close(tensor, expected[name])
 
 
 @pytest.mark.parametrize("later", ["raise SystemExit('edited meanwhile')\n", None], ids=["edited", "removed"])

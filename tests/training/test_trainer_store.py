@@ -12,6 +12,8 @@ from shoal.checkpoint.stored import open_run_store
 from shoal.errors import CheckpointError, StoreError
 from shoal.store import Store
 from shoal.train.launch.finalize import fetch_weights
+from shoal.weights import tensor_files
+from shoal.weights.tensor_files import list_files, list_with_index, open_tensors
 from training.test_trainer import Notes, assert_same, spec_of, train, weights_of
 
 
@@ -42,6 +44,24 @@ def test_a_run_goes_on_where_no_file_of_it_is(tmp_path: Path, store: Store) -> N
     (tmp_path / "b").mkdir()
     fetch_weights(outcome, "r")  # the driver's host had no such file
     assert_same(weights_of(outcome), weights_of(whole))
+
+
+def test_a_network_of_several_files_reaches_the_drivers_host(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = weights_of(train(tmp_path / "whole", spec(3)))
+    store.delete(entry.key for entry in store.list_entries())
+    monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 64)
+    outcome = train(tmp_path / "a", spec(3))
+    assert outcome.weights == tmp_path / "a" / "model.safetensors.index.json"
+    shutil.rmtree(tmp_path / "a")
+    fetch_weights(outcome, "r")
+    found = open_tensors(list_files(outcome.weights))
+    assert len(list_files(outcome.weights)) > 1
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(
+        path.name for path in list_with_index(outcome.weights)
+    )
+    assert_same(dict(found), whole)
 
 
 def test_a_store_that_is_down_is_reported_once_and_ends_no_run(

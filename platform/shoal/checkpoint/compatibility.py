@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.json_state import DTYPE_NAMES, Leaf
+from shoal.checkpoint.json_state import Leaf
+from shoal.weights.tensor_files import DTYPE_NAMES
 
 Misfit = tuple[str, object, str, str]  # the arguments of SpecMismatch
 

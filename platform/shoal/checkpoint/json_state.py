@@ -15,15 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import CheckpointError, ConfigError
-
-# Names of safetensors, also used in a shard's header.
-DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
-    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
-    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from shoal.weights.tensor_files import DTYPE_NAMES, DTYPES
 
 
 class Leaf(NamedTuple):

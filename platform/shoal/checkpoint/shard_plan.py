@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem
 from torch.distributed.tensor import DTensor
 
-from shoal.checkpoint.json_state import DTYPE_NAMES, DTYPES
 from shoal.errors import CheckpointError, ConfigError
+from shoal.weights.tensor_files import DTYPE_NAMES, DTYPES
 
 Shape = tuple[int, ...]
 

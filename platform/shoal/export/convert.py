@@ -102,12 +102,12 @@ def name_dynamic_axes(tensors: Iterable[TensorSignature], options: ModelOptions)
 
 def _open_module(found: ModelVersion, snapshot: WeightSnapshot) -> nn.Module:
     """Open the model as a module whose inputs and outputs are in the signature's order."""
-    import safetensors.torch
     from torch import fx, nn
 
     from shoal.serve.model.formats.exported import bind_constants, flatten_program, load_program
     from shoal.serve.model.formats.torch_forward import select_outputs
     from shoal.serve.model.formats.torchscript import load_module
+    from shoal.weights.tensor_file import read_tensors
 
     kind, signature = found.manifest.model.format, found.manifest.signature
     call: Any = None
@@ -122,7 +122,7 @@ def _open_module(found: ModelVersion, snapshot: WeightSnapshot) -> nn.Module:
         call = bind_constants(program, module)
     else:
         module = found.manifest.model.build()
-        module.load_state_dict(safetensors.torch.load(snapshot.payload))
+        module.load_state_dict(read_tensors(snapshot))
         module.eval()
         if callable(predict := getattr(module, "predict", None)):
             names = [spec.name for spec in signature.inputs]

@@ -57,8 +57,9 @@ def export_model(spec: ExportSpec) -> ExportReport:
     examples = read_examples(spec.examples, description)
     examples += generate_examples(found.manifest.signature, layout, options.max_rows)
     snapshot, registered = found.snapshot(), None
-    payload = snapshot.payload
-    if found.manifest.model.format != "onnx":
+    if found.manifest.model.format == "onnx":
+        payload = snapshot.payload
+    else:
         registered = load_registered(found, snapshot, options)
         examples = select_answered(examples, registered, found.ref)
         payload = convert_to_onnx(found, snapshot, options, max(examples, key=lambda each: each.num_rows))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -144,8 +145,19 @@ class ParallelModel(ABC):
         """Load a `loss_scale_state`, of any plan and precision."""
 
     @abstractmethod
+    def describe_full_weights(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Dtype and shape of each tensor of the full model's state, of which none is gathered."""
+
+    @abstractmethod
+    def iter_full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `describe_full_weights`, gathered one by one, on the CPU of rank 0; nothing elsewhere.
+
+        They may be the model's own: copy what you retain. Collective: every rank exhausts it.
+        """
+
     def full_weights(self) -> dict[str, Tensor]:
-        """The full model's state on the CPU, on rank 0; {} elsewhere. Collective."""
+        """A copy of the full model's state on the CPU, on rank 0; {} elsewhere. Collective."""
+        return {name: each.clone() for name, each in self.iter_full_weights()}
 
     def check_buffers(self) -> None:  # noqa: B027 - one process has nobody to differ from
         """Raises PlanError, on all data ranks or none, when a persistent buffer differs between them. Collective."""

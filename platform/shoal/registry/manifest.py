@@ -119,7 +119,15 @@ def find_callable(field: str, reference: str) -> Any:
     return found
 
 
-FORMAT = 1  # of manifest.json; a file of Shoal 0.1 has no number
+FORMAT = 2  # of a manifest with parts; one without them has 1, and one of Shoal 0.1 no number
+
+
+class ManifestPart(Spec):
+    """One of several files with a version's weights: its name, the hex digest of its content, its bytes."""
+
+    file: str
+    sha256: str
+    size_bytes: int = Field(ge=0)
 
 
 class Manifest(Spec):
@@ -130,14 +138,16 @@ class Manifest(Spec):
     created_at:      the time of registration in seconds since the epoch
     run_id:          the run that made it; None when no run did
     weights_version: the weights' version within that run
-    sha256:          hex digest of the payload: weights.safetensors or the model's file
+    sha256:          hex digest of the payload: weights.safetensors, the index of its parts, or the model's file
+    size_bytes:      of the payload, or of all parts
+    parts:           the files of weights that are several; else []
     data:            fingerprints of its datasets, by part: train, validation, test
     lineage:         of a search's best: the search's run, the trial or member, and its hyper-parameters
     """
 
     model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="strings")  # metrics, which JSON cannot represent
 
-    format: int = FORMAT
+    format: int = 1
     name: str
     version: int = Field(ge=1)
     created_at: float = Field(default_factory=time.time)
@@ -145,6 +155,7 @@ class Manifest(Spec):
     weights_version: int = Field(ge=0)
     sha256: str
     size_bytes: int = Field(ge=0)
+    parts: list[ManifestPart] = Field(default_factory=list)
     model: ModelFactory
     signature: Signature
     metrics: dict[str, float] = Field(default_factory=dict)

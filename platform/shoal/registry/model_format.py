@@ -13,6 +13,7 @@ from shoal.errors import ConfigError
 from shoal.plugins.find import find_extension
 
 GROUP = "shoal.formats"  # of entry points
+INDEX_FILE = "model.safetensors.index.json"  # of a module's weights that are several files
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@
     NAME/aliases.json             changed by conditional writes
 
 A model that is a single file (torch.export, TorchScript, ONNX) has model.pt2, model.pt or model.onnx in place of the
-weights. The objects lie in `registry` of `$SHOAL_STORE`, else of `$SHOAL_HOME`. No rename and no lock is relied on.
+weights. Weights of several files have Hugging Face's names: model-00001-of-00003.safetensors and so on, with
+model.safetensors.index.json. The objects lie in `registry` of `$SHOAL_STORE`, else of `$SHOAL_HOME`. No rename and no
+lock is relied on.
 
 Called by jobs that register trained models, by endpoints, and by the CLI. Any number of processes may read and write at
 once: a version appears complete or not at all, and never changes. Never runs or builds a model.
@@ -20,7 +22,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,12 +31,12 @@ from shoal.errors import ConfigError, RegistryError, StoreError
 from shoal.registry.aliases import FORMAT as ALIASES_FORMAT
 from shoal.registry.aliases import Aliases, AliasMove
 from shoal.registry.manifest import FORMAT as MANIFEST_FORMAT
-from shoal.registry.manifest import Manifest, ModelFactory, Signature
-from shoal.registry.model_format import find_format, get_payload_file
+from shoal.registry.manifest import Manifest, ManifestPart, ModelFactory, Signature
+from shoal.registry.model_format import INDEX_FILE, find_format, get_payload_file
 from shoal.registry.reference import NAME, is_twin, require_alias, require_aliases, require_name, split_ref
 from shoal.registry.version import ModelVersion
 from shoal.store import Entry, KeyTaken, open_store, store_url, update
-from shoal.weights import WeightSnapshot
+from shoal.weights import WeightFile, WeightSnapshot
 
 _CLAIM, _MANIFEST, _ALIASES = "claim.json", "manifest.json", "aliases.json"
 LEFTOVER_S = 24 * 3600.0  # an incomplete version that old, by the store's clock, has no writer
@@ -83,6 +85,7 @@ class Registry:
         aliases: Sequence[str] = ("champion",),
     ) -> ModelVersion:
         """Add the next version of `name`, and point `aliases` at it. The snapshot's payload is of the model's format.
+        Of a WeightFile no file is read whole.
 
         The number of a removed version, or of a killed registration, is not used again. Raises ConfigError for an
         invalid name, alias or format and for a name that differs from another's in capitals alone, WeightsError for a
@@ -96,24 +99,29 @@ class Registry:
         try:
             self.require_distinct_name("name", name)
             version = self._claim_number(name)
+            parts, contents = _list_contents(snapshot, get_payload_file(model.format))
             manifest = Manifest(
+                format=MANIFEST_FORMAT if parts else 1,
                 name=name,
                 version=version,
                 created_at=time.time(),
                 run_id=run_id,
                 weights_version=snapshot.version,
                 sha256=snapshot.sha256,
-                size_bytes=len(snapshot.payload),
+                size_bytes=snapshot.size_bytes,
+                parts=parts,
                 model=model,
                 signature=signature,
                 metrics=dict(metrics or {}),
                 data=dict(data or {}),
                 lineage=dict(lineage or {}),
             )
-            with self._undo_on_failure(name, version, get_payload_file(model.format)):
+            with self._undo_on_failure(name, version, contents):
                 folder = f"{name}/{version}"
-                self.store.write(f"{folder}/{get_payload_file(model.format)}", snapshot.payload)
-                self.store.create(f"{folder}/{_MANIFEST}", manifest.model_dump_json(indent=2).encode())
+                for file, content in contents.items():
+                    self.store.write(f"{folder}/{file}", content)
+                described = manifest.model_dump_json(indent=2, exclude=None if parts else {"parts"})
+                self.store.create(f"{folder}/{_MANIFEST}", described.encode())
                 self._update_aliases(
                     name, lambda now: now.with_version(version).with_promotion(version, aliases, time.time())
                 )
@@ -320,14 +328,14 @@ class Registry:
                 return version
 
     @contextmanager
-    def _undo_on_failure(self, name: str, version: int, file: str) -> Iterator[None]:
+    def _undo_on_failure(self, name: str, version: int, files: Iterable[str]) -> Iterator[None]:
         """Remove a version that is not registered in the end: it takes space, which may be short."""
         try:
             yield
         except BaseException:
             with suppress(OSError, RegistryError):
                 if not self._read_aliases(name).has_named(version):
-                    self.store.delete([f"{name}/{version}/{each}" for each in (_MANIFEST, file)])
+                    self.store.delete([f"{name}/{version}/{each}" for each in (_MANIFEST, *files)])
             raise
 
     def _delete_versions(self, name: str, versions: Sequence[int]) -> None:
@@ -337,6 +345,19 @@ class Registry:
             parts = [entry.key for entry in self.store.list_entries(f"{name}/{version}")]
             self.store.delete([key for key in parts if not key.endswith(f"/{_CLAIM}")])
             self._manifests.pop((name, version), None)
+
+
+def _list_contents(snapshot: WeightSnapshot, file: str) -> tuple[list[ManifestPart], dict[str, bytes | Path]]:
+    """The parts of weights that are several files, and what is to be written by its name: the index last."""
+    if not isinstance(snapshot, WeightFile):
+        return [], {file: snapshot.payload}
+    if not snapshot.has_index:
+        return [], {file: snapshot.path}
+    found = [
+        ManifestPart(file=part.path.name, sha256=part.sha256, size_bytes=part.path.stat().st_size)
+        for part in snapshot.parts
+    ]
+    return found, {**{part.path.name: part.path for part in snapshot.parts}, INDEX_FILE: snapshot.path}
 
 
 def _resolve_version(selector: str, versions: Sequence[int], aliases: Aliases) -> int | None:

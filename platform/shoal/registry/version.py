@@ -7,9 +7,9 @@ from pathlib import Path
 
 from shoal.errors import WeightsError
 from shoal.registry.manifest import Manifest
-from shoal.registry.model_format import get_payload_file
+from shoal.registry.model_format import INDEX_FILE, get_payload_file
 from shoal.store import BlobCache, Store
-from shoal.weights import WeightFile, WeightSnapshot
+from shoal.weights import WeightFile, WeightPart, WeightSnapshot
 
 
 @dataclass(frozen=True)
@@ -33,53 +33,60 @@ class ModelVersion:
         return f"{self.store.url}/{self.name}/{self.version}"
 
     def weight_file(self) -> WeightFile:
-        """The payload as a file of this host: unread and unchecked, or from a bucket, downloaded and verified once.
+        """The payload as files of this host: unread and unchecked, or from a bucket, downloaded and verified once.
 
-        Raises WeightsError when it is missing, or cannot be fetched whole.
+        Raises WeightsError when one is missing, or cannot be fetched whole.
         """
-        manifest, path = self.manifest, self._fetch()
-        origin = None if self.store.locate(self._key) else (self.store.url, self.ref)
-        is_copy = origin is not None
-        return WeightFile(self.version, path, manifest.sha256, manifest.created_at, is_verified=is_copy, origin=origin)
+        manifest, path = self.manifest, self._fetch(self._file, self.manifest.sha256)
+        parts = [WeightPart(self._fetch(each.file, each.sha256), each.sha256) for each in manifest.parts]
+        origin = None if self.store.locate(self.name) else (self.store.url, self.ref)
+        return WeightFile(
+            self.version,
+            path,
+            manifest.sha256,
+            manifest.created_at,
+            parts=parts,
+            is_verified=origin is not None,
+            origin=origin,
+        )
 
     def snapshot(self) -> WeightSnapshot:
-        """The payload, as version `self.version`: the weights, or the model's file.
+        """The payload, as version `self.version`: the weights, or the model's file; in memory, unless it is large.
 
         Raises WeightsError when it is missing or damaged.
         """
         file = self.weight_file()
-        if file.is_verified:
+        if file.has_index:
+            file.verify()
+        if file.is_verified or file.has_index:
             return file
         snapshot = self._read(file.path)
         if not snapshot.is_intact:
             expected = self.manifest.size_bytes
             raise WeightsError(
                 f"{self._file} of {self.ref} is damaged: the checksum does not match"
-                f" ({len(snapshot.payload)} bytes, {expected} expected): {self._remedy}"
+                f" ({len(snapshot.payload)} bytes, {expected} expected): {self._remedy(self._file)}"
             )
         return snapshot
 
     @property
     def _file(self) -> str:
-        return get_payload_file(self.manifest.model.format)
+        return INDEX_FILE if self.manifest.parts else get_payload_file(self.manifest.model.format)
 
-    @property
-    def _key(self) -> str:
-        return f"{self.name}/{self.version}/{self._file}"
+    def _remedy(self, file: str) -> str:
+        return f"restore {self.location}/{file} from a copy, or register the model again"
 
-    @property
-    def _remedy(self) -> str:
-        return f"restore {self.location}/{self._file} from a copy, or register the model again"
-
-    def _fetch(self) -> Path:
+    def _fetch(self, file: str, sha256: str) -> Path:
         try:
-            return BlobCache().fetch(self.store, self._key, self.manifest.sha256)
+            return BlobCache().fetch(self.store, f"{self.name}/{self.version}/{file}", sha256)
         except OSError as error:
-            raise WeightsError(f"{self._file} of {self.ref} cannot be read ({error}): {self._remedy}") from error
+            raise WeightsError(f"{file} of {self.ref} cannot be read ({error}): {self._remedy(file)}") from error
 
     def _read(self, path: Path) -> WeightSnapshot:
         try:
             payload = path.read_bytes()
         except OSError as error:
-            raise WeightsError(f"{self._file} of {self.ref} cannot be read ({error}): {self._remedy}") from error
+            raise WeightsError(
+                f"{self._file} of {self.ref} cannot be read ({error}): {self._remedy(self._file)}"
+            ) from error
         return WeightSnapshot(self.version, payload, self.manifest.sha256, self.manifest.created_at)

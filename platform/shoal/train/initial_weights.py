@@ -1,4 +1,4 @@
-"""Weights with which a network begins a run, instead of fresh ones: a registered model's, or a file's.
+"""Weights with which a network begins a run, instead of fresh ones: a registered model's, a file's, or a folder's.
 
 Called where a network is built: by the Trainer's parts, by the check of a run, and by populations. Never reads a run's
 checkpoints: those continue a run, and win over these.
@@ -17,47 +17,69 @@ from shoal.errors import ConfigError, SpecMismatch, WeightsError
 from shoal.registry import Registry
 from shoal.weights import WeightFile
 from shoal.weights.tensor_file import read_tensors
+from shoal.weights.tensor_files import INDEX_SUFFIX, TensorFiles, list_files, open_tensors, open_weight_file
 
-SUFFIXES = (".pt", ".pth", ".safetensors")
+SUFFIXES = (".pt", ".pth", ".safetensors", INDEX_SUFFIX)
+SINGLE = "model.safetensors"  # of a folder; of several files, with INDEX_SUFFIX, the index
 
 
-def find_initial_weights(network: nn.Module, init: str) -> Mapping[str, Tensor]:
-    """The weights of `init` for this network: NAME@VERSION, NAME@ALIAS, NAME, or the path of a state dict; {} for "".
+def find_initial_weights(network: nn.Module, init: str | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The weights of `init` for this network, by name; those of several files are read when they are asked for.
 
-    Raises SpecMismatch for other names or shapes of tensors, ConfigError for a file without a state dict, RegistryError
-    for an unknown model, WeightsError for damaged weights.
+    init: NAME@VERSION, NAME@ALIAS, NAME, the path of a state dict, of a folder of safetensors (with a slash in it), or
+          of a folder of a distributed checkpoint; "" for none. Or tensors by name: those that it leaves out stay fresh
+
+    A tensor that several names share may have one of them. The network may be without memory. Raises SpecMismatch for
+    other names or shapes of tensors, ConfigError for a file without a state dict, RegistryError for an unknown model,
+    WeightsError for damaged weights.
     """
-    if not init:
+    if init == "":
         return {}
-    state = read_state_dict(init)
-    own = network.state_dict()
-    if missing := sorted(own.keys() ^ state.keys()):
-        shown = ", ".join(missing[:3])
-        raise SpecMismatch("init", init, f"has other tensors than the network: {shown}", "use the same Task and args")
-    for name, tensor in own.items():
-        if state[name].shape != tensor.shape:
-            problem = f"{name} is {list(state[name].shape)}, and {list(tensor.shape)} in the network"
-            raise SpecMismatch("init", init, problem, "use the same Task and args")
+    own = network.state_dict(keep_vars=True)
+    state, source = (read_state_dict(init), init) if isinstance(init, str) else (init, "initial_weights")
+    present = {id(own[name]) for name in own.keys() & state.keys()}
+    missing = [name for name in own if name not in state and id(own[name]) not in present]
+    if not isinstance(init, str):
+        missing = []
+    if others := sorted([*missing, *(state.keys() - own.keys())]):
+        shown = ", ".join(others[:3])
+        raise SpecMismatch("init", source, f"has other tensors than the network: {shown}", "use the same Task and args")
+    for name in state:
+        shape = state.get_shape(name) if isinstance(state, TensorFiles) else state[name].shape
+        if shape != own[name].shape:
+            problem = f"{name} is {list(shape)}, and {list(own[name].shape)} in the network"
+            raise SpecMismatch("init", source, problem, "use the same Task and args")
     return state
 
 
-def load_initial_weights(network: nn.Module, init: str) -> None:
-    """Fill the network with the weights of `init`; "" leaves it as it is. Raises as `find_initial_weights`."""
-    if state := find_initial_weights(network, init):
-        network.load_state_dict(state)
+def load_initial_weights(network: nn.Module, init: str | Mapping[str, Tensor]) -> None:
+    """Fill the network with the weights of `init`, tensor by tensor, in its own datatypes. Raises as
+    `find_initial_weights`."""
+    own = network.state_dict()
+    for name, tensor in find_initial_weights(network, init).items():
+        own[name].copy_(tensor)
 
 
 def read_state_dict(init: str) -> Mapping[str, Tensor]:
-    """The tensors of `init`, by name. Raises as `load_initial_weights`."""
-    if not init.endswith(SUFFIXES):
+    """The tensors of `init`, by name. Raises as `find_initial_weights`."""
+    path = Path(init)
+    if (path / ".metadata").is_file():
+        from shoal.weights.dcp_folder import open_dcp  # DCP takes a second to load
+
+        return open_dcp(path)
+    if not init.endswith(SUFFIXES) and "/" not in init:
         found = Registry().get(init)
         if found.manifest.model.format != "module":
             problem = f"{found.ref} is a program of the format {found.manifest.model.format}, which has no state dict"
             raise ConfigError("init", init, problem, "name a model that a run has registered")
-        return read_tensors(found.weight_file())
-    path = Path(init)
+        file = found.weight_file()
+        return open_weight_file(file) if file.has_index else read_tensors(file)
+    if path.is_dir():
+        return open_folder(path)
     if not path.is_file():
         raise ConfigError("init", init, "is no file", f"paths are looked up from {Path.cwd()}")
+    if init.endswith(INDEX_SUFFIX):
+        return open_tensors(list_files(path))
     if path.suffix == ".safetensors":
         return read_tensors(WeightFile(0, path, "", 0.0, is_verified=True))  # its hash is not known
     try:
@@ -67,3 +89,13 @@ def read_state_dict(init: str) -> Mapping[str, Tensor]:
     if not isinstance(loaded, Mapping) or not all(isinstance(each, Tensor) for each in loaded.values()):
         raise ConfigError("init", init, "holds no state dict", "save it by torch.save(model.state_dict(), path)")
     return loaded
+
+
+def open_folder(folder: Path) -> TensorFiles:
+    """The tensors of a folder of safetensors: of one file, or of several with an index. Raises ConfigError for a folder
+    without them, WeightsError for damaged ones."""
+    for file in (folder / SINGLE, folder / (SINGLE + INDEX_SUFFIX)):
+        if file.is_file():
+            return open_tensors(list_files(file))
+    problem = f"has neither {SINGLE} nor {SINGLE}{INDEX_SUFFIX}"
+    raise ConfigError("init", str(folder), problem, "save the model as safetensors: save_pretrained does")

@@ -3,6 +3,7 @@
 from shoal.weights.store import (
     PublishedVersion,
     WeightFile,
+    WeightPart,
     WeightSnapshot,
     WeightSource,
     WeightStore,
@@ -13,6 +14,7 @@ from shoal.weights.store import (
 __all__ = [
     "PublishedVersion",
     "WeightFile",
+    "WeightPart",
     "WeightSnapshot",
     "WeightSource",
     "WeightStore",

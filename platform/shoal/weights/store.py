@@ -12,7 +12,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -134,10 +134,21 @@ class WeightSnapshot:
         return {name: value for name, value in self.__dict__.items() if name != "is_intact"}
 
 
-class WeightFile(WeightSnapshot):
-    """A version whose payload is in a file, from which others read parts.
+class WeightPart(NamedTuple):
+    """One of the files with a version's tensors."""
 
-    is_verified: the file matched its hash when it was downloaded, and has not changed since: a load skips the check
+    path: Path
+    sha256: str
+
+
+class WeightFile(WeightSnapshot):
+    """A version whose payload is in a file, or in several with an index, from which others read parts.
+
+    path:        of the file, or of the index
+    sha256:      hex digest of that
+    parts:       the files with the tensors: one without an index
+    is_verified: the files matched their hashes when they were downloaded, and have not changed since: a load skips the
+                 check
     origin:      of a copy on this host: the registry's URL, and the reference of the version; else None
     """
 
@@ -148,32 +159,76 @@ class WeightFile(WeightSnapshot):
         sha256: str,
         published_at: float,
         *,
+        parts: Sequence[WeightPart] = (),
         is_verified: bool = False,
         origin: tuple[str, str] | None = None,
     ) -> None:
         fields = {"version": version, "path": path, "sha256": sha256, "published_at": published_at}
-        self.__dict__.update(fields, is_verified=is_verified, origin=origin)
+        parts = tuple(parts) or (WeightPart(path, sha256),)
+        self.__dict__.update(fields, parts=parts, is_verified=is_verified, origin=origin)
 
     path: Path
+    parts: tuple[WeightPart, ...]
     is_verified: bool
     origin: tuple[str, str] | None
 
     @property
+    def has_index(self) -> bool:
+        """Whether the tensors are in other files than `path`."""
+        return self.parts[0].path != self.path
+
+    @property
     def payload(self) -> bytes:
-        """All of it, in memory."""
+        """All of it, in memory. Raises WeightsError when it is in several files."""
+        if self.has_index:
+            remedy = "its module's tensors can be read one by one: see shoal.weights.tensor_files"
+            problem = f"weights version {self.version} are {len(self.parts)} files, and this takes a model of one"
+            raise WeightsError(f"{problem}: {remedy}")
         return self.path.read_bytes()
 
     @property
     def size_bytes(self) -> int:
-        return self.path.stat().st_size
+        return sum(part.path.stat().st_size for part in self.parts)
 
     @cached_property
     def is_intact(self) -> bool:
-        return self.is_verified or hashlib.sha256(self.payload).hexdigest() == self.sha256
+        return self._find_damaged() is None
 
     @property
     def damage(self) -> WeightsError:
-        return WeightsError(f"{self.path} is damaged: the checksum does not match: {REMEDY}")
+        return self.describe_damage(self._find_damaged() or self.path)
+
+    def describe_damage(self, path: Path) -> WeightsError:
+        """What is raised when the checksum of one of the files does not fit."""
+        return WeightsError(f"{path} is damaged: the checksum does not match: {REMEDY}")
+
+    def shapes(self) -> dict[str, list[int]]:
+        self.verify()
+        found: dict[str, list[int]] = {}
+        for part in self.parts:
+            try:
+                with safetensors.safe_open(part.path, "numpy") as opened:
+                    found |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+            except (OSError, safetensors.SafetensorError) as error:
+                raise WeightsError(f"{part.path} cannot be read as safetensors ({error}): {REMEDY}") from error
+        return found
+
+    def verify_part(self, part: WeightPart) -> None:
+        """Raises WeightsError when the checksum of one of the files does not fit, or it cannot be read."""
+        if not self.is_verified and self._is_damaged(part):
+            raise self.describe_damage(part.path)
+
+    def _find_damaged(self) -> Path | None:
+        """The first file without its hash. Raises WeightsError when one cannot be read."""
+        files = [] if self.is_verified else dict.fromkeys([WeightPart(self.path, self.sha256), *self.parts])
+        return next((each.path for each in files if self._is_damaged(each)), None)
+
+    def _is_damaged(self, part: WeightPart) -> bool:
+        try:
+            with part.path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest() != part.sha256
+        except OSError as error:
+            raise WeightsError(f"{part.path} cannot be read ({error}): {REMEDY}") from error
 
 
 class PublishedVersion(NamedTuple):

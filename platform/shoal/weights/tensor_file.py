@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shoal.errors import WeightsError
-from shoal.weights.store import REMEDY, WeightFile, WeightSnapshot
+from shoal.weights.store import REMEDY, WeightFile, WeightPart, WeightSnapshot
 
 
 def read_tensors(snapshot: WeightSnapshot) -> dict[str, Tensor]:
@@ -34,11 +34,18 @@ def read_tensors(snapshot: WeightSnapshot) -> dict[str, Tensor]:
 
 
 def _read_file(file: WeightFile) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for part in file.parts:
+        found |= _read_part(file, part)
+    return found
+
+
+def _read_part(file: WeightFile, part: WeightPart) -> dict[str, Tensor]:
     """A mapping of the file says which tensors there are. It is not read: in it they are misaligned, which changes the
     last digits of products."""
-    mapped, digest = safetensors.torch.load_file(file.path), hashlib.sha256()
+    mapped, digest = safetensors.torch.load_file(part.path), hashlib.sha256()
     found: dict[str, Tensor] = {}
-    with file.path.open("rb") as opened:
+    with part.path.open("rb") as opened:
         size = opened.read(8)
         header = opened.read(int.from_bytes(size, "little"))
         digest.update(size + header)
@@ -47,9 +54,9 @@ def _read_file(file: WeightFile) -> dict[str, Tensor]:
             found[name] = torch.empty_like(mapped[name])
             payload: Any = found[name].reshape(-1).view(torch.uint8).numpy()
             if opened.readinto(payload) != payload.nbytes:
-                raise WeightsError(f"{file.path} was cut off while it was read")
+                raise WeightsError(f"{part.path} was cut off while it was read")
             if not file.is_verified:
                 digest.update(payload)
-    if not file.is_verified and digest.hexdigest() != file.sha256:
-        raise file.damage
+    if not file.is_verified and digest.hexdigest() != part.sha256:
+        raise file.describe_damage(part.path)
     return found

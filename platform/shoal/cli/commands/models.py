@@ -40,7 +40,7 @@ NUM_MOVES = 5
 
 @click.group(cls=CommandGroup)
 def models() -> None:
-    """List, show, add, promote, roll back and remove registered models.
+    """List, show, add, export, promote, roll back and remove registered models.
 
     A model is named NAME@3, NAME@champion, or NAME for its newest version.
 
@@ -111,12 +111,13 @@ def show(model: str, as_json: bool) -> None:
     if as_json:
         print_json(_as_dict(found))
         return
-    snapshot = found.snapshot()
-    manifest = found.manifest
-    payload = f"{format_size(manifest.size_bytes)}, whole"
+    is_module, manifest = found.manifest.model.format == "module", found.manifest
+    snapshot = found.weight_file() if is_module else found.snapshot()
+    files = f" in {len(manifest.parts)} files" if manifest.parts else ""
+    payload = f"{format_size(manifest.size_bytes)}{files}, whole"
     kind = manifest.model.format
     built_by = f"{get_payload_file(kind)} alone" if kind in FORMATS else kind
-    if manifest.model.format == "module":
+    if is_module:
         shapes = snapshot.shapes()
         num_values = sum(math.prod(shape) for shape in shapes.values())
         payload = f"{len(shapes)} tensors, {num_values:,} values, {payload}"
@@ -134,7 +135,7 @@ def show(model: str, as_json: bool) -> None:
         *((key, format_number(value)) for key, value in manifest.metrics.items()),
         *((key, _format_lineage(value)) for key, value in manifest.lineage.items()),
         *((f"{part} data", fingerprint) for part, fingerprint in manifest.data.items()),
-        ("weights" if manifest.model.format == "module" else "program", payload),
+        ("weights" if is_module else "program", payload),
         ("sha256", manifest.sha256),
         ("files", found.location),
     ]
@@ -196,6 +197,36 @@ def add(file: Path, name: str | None, alias: str, signature_file: Path | None, f
         )
     unbatched = " endpoint.model.max_batch_size=0" if without else ""
     click.echo(f"Serve it: shoal serve deploy {found.name}@{alias}{unbatched}")
+
+
+@models.command()
+@click.argument("model", metavar="NAME@VERSION")
+@click.option(
+    "--dcp", "folder", type=click.Path(path_type=Path), required=True, help="The folder to write, which does not exist."
+)
+def export(model: str, folder: Path) -> None:
+    """Write the weights of a version as a distributed checkpoint.
+
+    Its format is that of torch.distributed.checkpoint (DCP), with the tensors' own names at the top, as torchtitan has
+    it. A run begins with such a folder by init=FOLDER.
+
+    \b
+    Examples:
+      shoal models export llama@3 --dcp outputs/checkpoint/step-0
+    """
+    from shoal.export.folder import draft_folder
+    from shoal.weights.dcp_folder import write_dcp  # torch takes a second to load
+    from shoal.weights.tensor_files import open_weight_file
+
+    found = Registry().get(model)
+    if (kind := found.manifest.model.format) != "module":
+        raise ConfigError("model", found.ref, f"is a program of the format {kind}, which has no tensors by name")
+    if folder.exists():
+        raise ConfigError("dcp", str(folder), "exists", "name another folder, or remove it")
+    tensors = open_weight_file(found.weight_file())
+    with draft_folder(folder) as draft:
+        write_dcp(draft, tensors.describe(), tensors)
+    click.echo(f"{folder} has the {len(tensors)} tensors of {found.ref}. Begin a run with them: init={folder}")
 
 
 @models.command()

@@ -37,6 +37,7 @@ from shoal.train.loop.components import set_threads
 from shoal.train.reporting.event_log import EventLog, RecordLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
+from shoal.weights.tensor_files import list_with_index
 
 JOB = "sweep"
 CHECKPOINT_TIMEOUT_S = 120.0
@@ -292,7 +293,8 @@ class TrialRun(Trial):
             )
             result = run.run(self._make_backend(spec, recorder, log, self._is_stopping))
             if self._is_remote and result.weights is not None and (store := open_run_store(self.run_id)):
-                store.write(result.weights.name, result.weights)
+                for file in list_with_index(result.weights):
+                    store.write(file.name, file)
         return TrialReport(result.steps, 1.0, result.metrics, is_over=True)
 
     def _find_record(self) -> shoal.runs.Run | None:
@@ -317,7 +319,7 @@ def load_result(run_id: str) -> TrainResult:
     """The result of a finished trial, from its record."""
     record = shoal.runs.load(run_id)
     ended: dict[str, Any] = record.last_events()["trained"]
-    weights = record.folder / "model.safetensors"
+    weights = record.folder / (ended.get("weights") or "model.safetensors")  # earlier releases did not say
     return TrainResult(
         run_id,
         ended["reason"],

@@ -25,6 +25,9 @@ class DeferredWeights:
         self._tape = tape
         self.given: Mapping[str, Tensor] = {}
         self._regions: dict[str, Region] = {}
+        first_names = {id(each): name for name, each in model.named_parameters()}
+        every = model.named_parameters(remove_duplicate=False)
+        self._first_names = {name: first_names[id(each)] for name, each in every}  # tied ones have several
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if not tensor.is_meta:
                 continue
@@ -57,8 +60,9 @@ class DeferredWeights:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
         tensors = dict[str, Tensor]([*model.named_parameters(), *model.named_buffers()])
         sinks: dict[int, list[tuple[Region, Tensor]]] = {}
+        given = {self._first_names.get(name, name) for name in self.given}
         for name, region in self._regions.items():
-            if name not in self.given:
+            if name not in given:
                 sinks.setdefault(region.storage, []).append((region, tensors[name]))
 
         def sink(pairs: list[tuple[Region, Tensor]]) -> Callable[[Tensor], None]:
@@ -70,5 +74,4 @@ class DeferredWeights:
 
         self._tape.replay({storage: sink(pairs) for storage, pairs in sinks.items()}, keeps_rng=not self.given)
         for name, value in self.given.items():
-            if name in tensors:
-                copy_into(tensors[name].data, value)
+            copy_into(tensors[self._first_names.get(name, name)].data, value)

@@ -337,11 +337,13 @@ class PipelineModel(ParallelModel):
     def load_optimizer_state(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
         state_dict.load_optimizer_state(self.named_parameters(), optimizer, values)
 
-    def full_weights(self) -> dict[str, Tensor]:
-        whole = self._weights.gather_shards()
-        if (self.data_rank, self._groups.coordinates.tensor) != (0, 0):
-            return {}
-        return self._weights.gather(whole, self._rank, self._degrees.peers(self._world.rank, "pipeline"))
+    def describe_full_weights(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        return state_dict.describe_weights(self._model.state_dict())
+
+    def iter_full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        is_first = (self.data_rank, self._groups.coordinates.tensor) == (0, 0)
+        ranks = self._degrees.peers(self._world.rank, "pipeline") if is_first else None
+        return self._weights.iter_full(self._rank, ranks)
 
     def check_buffers(self) -> None:
         if self._data_ranks is not None:

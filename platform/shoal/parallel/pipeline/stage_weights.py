@@ -5,7 +5,7 @@ Called by `pipeline`. Frees the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -71,38 +71,28 @@ class StageWeights:
             if isinstance(value, Tensor):
                 copy_into(mine[name], value)
 
-    def gather_shards(self) -> dict[str, Any]:
-        """The model's state, this rank's part unsharded. Collective over the ranks that share it."""
-        return {
-            name: gather_full_tensor(value) if isinstance(value, DTensor) and self._is_local(name) else value
-            for name, value in self._model.state_dict().items()
-        }
+    def iter_full(self, rank: int, global_ranks: list[int] | None) -> Iterator[tuple[str, Tensor]]:
+        """The full model's state on the CPU of global rank 0, tensor by tensor; nothing elsewhere. Collective.
 
-    def gather(self, values: Mapping[str, Any], rank: int, global_ranks: list[int]) -> dict[str, Tensor]:
-        """The full model's state on the CPU of global rank 0, which must be the first of `global_ranks`; else {}.
-
-        values: the result of `whole`
-
-        Tensors are sent to rank 0 one by one. Collective over `global_ranks`, the ranks of one pipeline.
+        global_ranks: those of this pipeline, if it is the one with global rank 0, its first; else None
         """
-        whole: dict[str, Tensor] = {}
-        for name, value in values.items():
-            first = self._first_names.get(name, name)
+        for name, value in self._model.state_dict().items():
             if not isinstance(value, Tensor):
                 continue
-            if first != name and first in whole:
-                whole[name] = whole[first]
-                continue
             owner = self._get_owner(name)
-            if owner == 0 and rank == 0:
-                whole[name] = value.detach().to("cpu", copy=True)
-            elif rank == 0:
-                whole[name] = torch.empty(value.shape, dtype=value.dtype)
+            if rank == owner:
+                own = gather_full_tensor(value) if isinstance(value, DTensor) else value
+                if global_ranks is not None and rank == 0:
+                    yield name, own.detach().cpu()
+                elif global_ranks is not None and value.numel():
+                    dist.send(_as_bytes(own.detach().cpu().contiguous()), global_ranks[0])
+                del own  # before the next one is gathered
+            elif rank == 0 and global_ranks is not None:
+                received = torch.empty(value.shape, dtype=value.dtype)
                 if value.numel():
-                    dist.recv(_as_bytes(whole[name]), global_ranks[owner])
-            elif rank == owner and first == name and value.numel():
-                dist.send(_as_bytes(value.detach().cpu().contiguous()), global_ranks[0])
-        return whole
+                    dist.recv(_as_bytes(received), global_ranks[owner])
+                yield name, received
+                del received
 
     def _get_owner(self, name: str) -> int:
         first = self._first_names.get(name)

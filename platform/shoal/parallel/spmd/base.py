@@ -291,8 +291,11 @@ class SpmdModel(ParallelModel):
         if self._loss_scale is not None and state:
             self._loss_scale.load_state_dict(state)
 
-    def full_weights(self) -> dict[str, Tensor]:
-        return state.full_weights(self.model_state(), keep=self._world.is_first)
+    def describe_full_weights(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        return state.describe_weights(self.model_state())
+
+    def iter_full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return state.iter_weights(self.model_state(), keep=self._world.is_first)
 
 
 class TimedCollectivesMixin(SpmdModel):

@@ -52,16 +52,19 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any]) -> None:
         module.load_state_dict(others, strict=False)
 
 
-def full_weights(state: Mapping[str, Any], keep: bool) -> dict[str, Tensor]:
-    """Unsharded copies on the CPU, if `keep`; {} elsewhere. Collective if there are DTensors."""
-    whole: dict[str, Tensor] = {}
+def describe_weights(state: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Dtype and full shape of each tensor."""
+    return {name: (value.dtype, value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def iter_weights(state: Mapping[str, Any], keep: bool) -> Iterator[tuple[str, Tensor]]:
+    """Unsharded tensors on the CPU, one by one, if `keep`; nothing elsewhere. Collective if there are DTensors."""
     for name, value in state.items():
-        if not isinstance(value, Tensor):
-            continue
-        full = gather_full_tensor(value) if isinstance(value, DTensor) else value
-        if keep:
-            whole[name] = full.detach().cpu().clone() if full is value else full.detach().cpu()
-    return whole
+        if isinstance(value, Tensor):
+            full = gather_full_tensor(value) if isinstance(value, DTensor) else value
+            if keep:
+                yield name, full.detach().cpu()
+            del full  # before the next one is gathered
 
 
 def gather_full_tensor(value: DTensor) -> Tensor:

@@ -6,12 +6,10 @@ model's own code may use them in any stage.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -27,6 +25,7 @@ from shoal.serve.model.formats.module import check_finite, check_names, check_sh
 from shoal.serve.model.formats.template import TemplateConfig
 from shoal.serve.model.formats.torch_forward import choose_kernels
 from shoal.weights import WeightFile
+from shoal.weights.tensor_files import open_tensors
 
 Shard = Callable[[tuple[Any, ...], Tensor | None], Any]  # of a stage; or of layers that are split, which receive None
 
@@ -37,7 +36,6 @@ def load_shard(config: TemplateConfig, plan: GangPlan, file: WeightFile, rank: i
     mesh: of the workers that split layers
     """
     file = find_file(file)
-    _verify(file)
     model = build_model(config.factory)
     state = model.state_dict(keep_vars=True)
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
@@ -65,11 +63,11 @@ def load_shard(config: TemplateConfig, plan: GangPlan, file: WeightFile, rank: i
 
 
 def find_file(file: WeightFile) -> WeightFile:
-    """The file on this host: a copy of a bucket's, which the replica has on its own, is downloaded here too.
+    """The files on this host: copies of a bucket's, which the replica has on its own, are downloaded here too.
 
     Raises WeightsError.
     """
-    if file.origin is None or file.path.exists():
+    if file.origin is None or all(part.path.exists() for part in file.parts):
         return file
     url, reference = file.origin
     try:
@@ -87,41 +85,29 @@ def _group_names(model: nn.Module) -> dict[str, list[str]]:
     return names
 
 
-def _verify(file: WeightFile) -> None:
-    if file.is_verified:
-        return
-    try:
-        with file.path.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    except OSError as error:
-        remedy = "a worker's host needs the registry at the same path"
-        raise WeightsError(f"weights version {file.version} cannot be read ({error}): {remedy}") from error
-    if digest != file.sha256:
-        raise WeightsError(f"weights version {file.version}: the checksum of {file.path} does not match")
-
-
 class _TensorReader:
-    """Reads tensors one by one. The file is mapped for each anew, so that no more than one is in memory twice."""
+    """Reads tensors one by one. A file is verified before the first of its tensors is read."""
 
     def __init__(self, file: WeightFile, is_finite: bool) -> None:
         self._file, self._is_finite = file, is_finite
-        try:
-            with safe_open(file.path, "pt") as opened:
-                self.names = frozenset(opened.keys())
-        except SafetensorError as error:
-            raise WeightsError(f"weights version {file.version} are not safetensors: {error}") from None
+        for part in file.parts:
+            if not part.path.exists():
+                problem = f"weights version {file.version} cannot be read: there is no {part.path}"
+                raise WeightsError(f"{problem}; a worker's host needs the registry at the same path")
+        self._tensors = open_tensors([part.path for part in file.parts])
+        self._unverified = {part.path: part for part in file.parts}
+        self.names = frozenset(self._tensors)
 
     def read(self, name: str, expected: tuple[Any, Any], *, part: Any = None, may_be_infinite: bool = False) -> Tensor:
         """The tensor, or the slices of it that `part` has. Raises WeightsError."""
-        with safe_open(self._file.path, "pt") as opened:
-            found: Tensor
-            if part is None:
-                found = opened.get_tensor(name).clone()
-                shape = found.shape
-            else:
-                stored = opened.get_slice(name)
-                shape = torch.Size(stored.get_shape())
-                found = stored[part].clone() if shape == expected[0] else torch.empty(0, dtype=expected[1])
+        if (unverified := self._unverified.pop(self._tensors.files[name], None)) is not None:
+            self._file.verify_part(unverified)
+        if part is None:
+            found = self._tensors[name]
+            shape = found.shape
+        else:
+            shape = self._tensors.get_shape(name)
+            found = self._tensors.read_part(name, part) if shape == expected[0] else torch.empty(0, dtype=expected[1])
         check_shape(self._file.version, name, (shape, found.dtype), expected)
         if self._is_finite and not may_be_infinite:
             check_finite(self._file.version, name, found)

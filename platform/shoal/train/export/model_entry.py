@@ -19,7 +19,7 @@ from shoal.runs import RunRecorder
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Hook, Task, find_task, get_source, make_task
-from shoal.weights import WeightSnapshot
+from shoal.weights.tensor_files import make_weight_file
 
 
 def make_model_name(spec: TrainSpec) -> str:
@@ -81,7 +81,7 @@ def register_model(
     Raises RegistryError, and ConfigError for a name or alias that does not fit.
     """
     assert outcome.weights is not None
-    snapshot = WeightSnapshot.from_payload(outcome.selected_step, outcome.weights.read_bytes())
+    snapshot = make_weight_file(outcome.selected_step, outcome.weights)
     version = Registry().register(
         make_model_name(spec),
         snapshot,

@@ -15,16 +15,22 @@ from shoal.train.launch.validate import ValidatedRun
 from shoal.train.reporting.result import TrainResult
 from shoal.train.reporting.time_to_accuracy import find_attempts, find_target_reached, get_evaluations
 from shoal.train.spec import TrainSpec
+from shoal.weights.tensor_files import list_files
 
 
 def fetch_weights(outcome: TrainResult, run_id: str) -> None:
-    """Download the network that the first rank has written on another host. Raises StoreError, CheckpointError."""
+    """Download the network that the first rank has written on another host. Raises StoreError, CheckpointError,
+    WeightsError."""
     path = outcome.weights
-    if path is not None and not path.exists() and (store := open_run_store(run_id)) is not None:
-        make_folder(path.parent)
-        draft = path.with_name(f".{path.name}.draft")
-        store.download(path.name, draft)
-        draft.replace(path)
+    if path is None or path.exists() or (store := open_run_store(run_id)) is None:
+        return
+    make_folder(path.parent)
+    draft = path.with_name(f".{path.name}")
+    store.download(path.name, draft)
+    for file in list_files(draft):
+        if file != draft:  # it is an index, which comes last
+            store.download(file.name, file)
+    draft.replace(path)
 
 
 def finalize_run(
@@ -43,6 +49,7 @@ def finalize_run(
         kept=outcome.selected_step,
         seconds=outcome.seconds,
         metrics=outcome.metrics,
+        weights=outcome.weights.name if outcome.weights else None,
     )
     recorder.flush()
     fetch_weights(outcome, recorder.id)

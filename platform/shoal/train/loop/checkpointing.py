@@ -6,16 +6,14 @@ Trainer, on every rank at the same step. `shoal.checkpoint` writes the files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shoal.atomic_file import replace_synced
 from shoal.checkpoint import Checkpointer, Extras, Found
 from shoal.errors import CheckpointError, NotFinite
 from shoal.parallel import World
@@ -261,9 +259,3 @@ def find_not_finite(parameters: Iterable[tuple[str, nn.Parameter]]) -> str | Non
     norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(parts.values()))])
     suspects = [name for name, is_finite in zip(parts, norms.isfinite().tolist(), strict=True) if not is_finite]
     return next((name for name in suspects if not bool(parts[name].isfinite().all())), None)
-
-
-def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a full network as safetensors, complete or not at all. Raises OSError."""
-    plain = {name: weight.detach().contiguous().clone() for name, weight in weights.items()}  # tied ones are copied
-    replace_synced(path, safetensors.torch.save(plain))

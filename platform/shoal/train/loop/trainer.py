@@ -21,13 +21,13 @@ from shoal.checkpoint.stored import open_run_store
 from shoal.cost import MEASURED
 from shoal.cost.measure.peak_flops import measure_peak_flops
 from shoal.cost.step_profiler import StepProfiler
-from shoal.errors import NotFinite, TrainError
+from shoal.errors import NotFinite, TrainError, WeightsError
 from shoal.parallel import World
 from shoal.runs.report.event_messages import NO_CHECKPOINT
 from shoal.sync.rank_signals import INTERVAL_S, RankSignals
 from shoal.sync.synchronizer import Connection, Synchronizer, make_synchronizer
 from shoal.train.loop.callbacks import CallbackRunner
-from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress, write_weights
+from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress
 from shoal.train.loop.components import build_components
 from shoal.train.loop.evaluation import evaluate
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
@@ -43,6 +43,7 @@ from shoal.train.reporting.result import TrainResult
 from shoal.train.reporting.time_to_accuracy import TRAINING_S
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task
+from shoal.weights.tensor_files import list_with_index, write_tensors
 
 WEIGHTS_FILE = "model.safetensors"
 UPLOAD_TIMEOUT_S = 600.0  # of the last checkpoints, at the end of a run
@@ -386,20 +387,33 @@ class Trainer:
         return ended
 
     def _write_weights(self) -> Path:
-        """Write the full network as one safetensors file, as evaluated: averaged if the spec asks for it."""
-        path, problem = self.folder / WEIGHTS_FILE, ""
+        """Write the full network as safetensors, as evaluated: averaged if the spec asks for it.
+
+        No rank gathers more than one of its tensors. Returns the file, or the index of several.
+        """
+        path, problem, model = self.folder / WEIGHTS_FILE, "", self._parts.model
         with self._parts.apply_average():
-            weights = self._parts.model.full_weights()
-        if self.world.is_first:
+            types, tensors = model.describe_full_weights(), model.iter_full_weights()
             try:
-                write_weights(path, weights)
-                if (
-                    self._store is not None and not (self.folder / "spec.yaml").exists()
-                ):  # the record is on another host
-                    self._store.write(WEIGHTS_FILE, path)
-            except OSError as error:
+                if self.world.is_first:
+                    path = write_tensors(path, types, tensors)
+                for _ in tensors:  # takes part in gathering
+                    pass
+            except (OSError, WeightsError) as error:
                 problem = f"the trained network could not be written to {path}: {error}"
-        problem = self.world.broadcast(problem)
+        if self.world.is_first and not problem:
+            problem = self._store_weights(path)
+        problem, name = self.world.broadcast((problem, path.name))
         if problem:
             raise TrainError(problem)
-        return path
+        return self.folder / name
+
+    def _store_weights(self, path: Path) -> str:
+        """Pass the network on to the driver if the record is on another host; returns what went wrong."""
+        try:
+            if self._store is not None and not (self.folder / "spec.yaml").exists():
+                for file in list_with_index(path):
+                    self._store.write(file.name, file)
+        except OSError as error:
+            return f"the trained network could not be written to {self._store.url if self._store else ''}: {error}"
+        return ""

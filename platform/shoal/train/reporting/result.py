@@ -16,7 +16,7 @@ class TrainResult:
     kept:     the step of the retained network: `steps`, unless an earlier one was better
     seconds:  of training and evaluation, over all attempts
     metrics:  of the retained network, from its evaluation (its loss under "loss"); {} without one
-    weights:  the safetensors file of that network; None when the run was interrupted
+    weights:  the safetensors file of that network, or the index of several; None when the run was interrupted
     """
 
     run_id: str

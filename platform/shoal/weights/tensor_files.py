@@ -1,0 +1,219 @@
+"""Weights in safetensors files: written and read tensor by tensor, in one file or in several with an index.
+
+Written at the end of a training run, read where some tensors of a large model are needed. No function holds more than
+one of them. Several files have the layout of Hugging Face: `model-00001-of-00003.safetensors` and, written last,
+`model.safetensors.index.json` (https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shoal.atomic_file import create_private, make_folder, replace_synced, sync_folder
+from shoal.errors import WeightsError
+from shoal.weights.store import WeightFile, WeightPart
+
+MAX_FILE_BYTES = 2 << 30  # of tensors in one file, unless a single one has more
+INDEX_SUFFIX = ".index.json"
+# In the order in which the library of safetensors writes them.
+DTYPES: dict[str, torch.dtype] = {
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64, "F32": torch.float32,
+    "U32": torch.uint32, "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16, "U16": torch.uint16,
+    "I16": torch.int16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PLACES = {dtype: place for place, dtype in enumerate(DTYPES.values())}
+
+TensorTypes = Mapping[str, tuple[torch.dtype, torch.Size]]  # of tensors that need not exist yet, by name
+
+
+def write_tensors(path: Path, types: TensorTypes, tensors: Iterable[tuple[str, Tensor]]) -> Path:
+    """Write the tensors of `types` as they come; returns `path`, or the index beside it when there are several files.
+
+    Complete or not at all: the index comes last, and names no file of an earlier call that was interrupted. Exhausts
+    `tensors` after an error of its own too: other ranks may take part in making them.
+
+    Raises OSError, and WeightsError for a dtype that safetensors lacks.
+    """
+    coming = iter(tensors)
+    files = _divide(path, types)
+    drafts = {file: file.with_name(f".{file.name}.draft") for file in files}
+    try:
+        make_folder(path.parent)
+        places = _write_headers({drafts[file]: names for file, names in files.items()}, types)
+        for name, tensor in coming:
+            draft, begin = places.pop(name)
+            with draft.open("r+b") as opened:
+                opened.seek(begin)
+                opened.write(_view_bytes(tensor))
+            del tensor  # before the next one comes
+        assert not places, f"{next(iter(places))} never came"
+        for file, draft in drafts.items():
+            with draft.open("rb") as opened:
+                os.fsync(opened.fileno())
+            draft.replace(file)
+        sync_folder(path.parent)
+        return path if len(files) == 1 else _write_index(path, files, types)
+    except (OSError, WeightsError):
+        for _ in coming:
+            pass
+        raise
+    finally:
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
+
+
+def list_files(path: Path) -> list[Path]:
+    """The files of an index, in order; of another path the path itself. Raises WeightsError for a damaged index."""
+    if not path.name.endswith(INDEX_SUFFIX):
+        return [path]
+    try:
+        names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{path} cannot be read as an index of safetensors files ({error!r})") from error
+    if strange := [name for name in names if Path(str(name)).name != name or not name.endswith(".safetensors")]:
+        raise WeightsError(f"{path} names {strange[0]!r}, which is no file of safetensors beside it")
+    return [path.with_name(name) for name in names]
+
+
+def list_with_index(path: Path) -> list[Path]:
+    """The files of an index and then the index; of another path the path itself. Raises WeightsError."""
+    return list(dict.fromkeys([*list_files(path), path]))
+
+
+def make_weight_file(version: int, path: Path) -> WeightFile:
+    """The file, or the files of an index, as version `version`, published now: their hashes are computed, and none is
+    held in memory. Raises OSError, and WeightsError for a damaged index."""
+
+    def hash_file(file: Path) -> str:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+
+    digest = hash_file(path)
+    parts = [WeightPart(file, digest if file == path else hash_file(file)) for file in list_files(path)]
+    return WeightFile(version, path, digest, time.time(), parts=parts, is_verified=True)
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors of several files by name, each read when it is asked for, into memory of its own.
+
+    files: which one has each
+
+    A file is opened for each tensor anew: what is mapped stays in no process. Raises WeightsError for a file that is
+    missing or damaged, and for a name in two files.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.files: dict[str, Path] = {}
+        for path in paths:
+            for name in sorted(_open(path).keys()):
+                if name in self.files:
+                    raise WeightsError(f"{name!r} is in {self.files[name]} and in {path}")
+                self.files[name] = path
+
+    def __getitem__(self, name: str) -> Tensor:
+        found: Tensor = _open(self.files[name]).get_tensor(name)
+        return found.clone()  # in the file it is misaligned, which changes the last digits of products
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def describe(self) -> TensorTypes:
+        """Dtype and shape of each tensor, of which none is read."""
+        slices = {name: _open(file).get_slice(name) for name, file in self.files.items()}
+        return {name: (DTYPES[each.get_dtype()], torch.Size(each.get_shape())) for name, each in slices.items()}
+
+    def get_shape(self, name: str) -> torch.Size:
+        """The shape of a tensor, which is not read."""
+        return torch.Size(_open(self.files[name]).get_slice(name).get_shape())
+
+    def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """The part of a tensor with these slices; nothing else of it is read."""
+        found: Tensor = _open(self.files[name]).get_slice(name)[part]
+        return found.clone()
+
+
+def open_tensors(paths: Sequence[Path]) -> TensorFiles:
+    """The tensors of these files, none of which is read yet. Raises WeightsError."""
+    return TensorFiles(paths)
+
+
+def open_weight_file(file: WeightFile) -> TensorFiles:
+    """The tensors of a version, whose files are verified, and then not read yet. Raises WeightsError."""
+    file.verify()
+    return open_tensors([part.path for part in file.parts])
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _divide(path: Path, types: TensorTypes) -> dict[Path, list[str]]:
+    """The names of the tensors of each file, in the order of `types`."""
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, (dtype, shape) in types.items():
+        size_bytes = math.prod(shape) * dtype.itemsize
+        if groups[-1] and used + size_bytes > MAX_FILE_BYTES:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size_bytes
+    if len(groups) == 1:
+        return {path: groups[0]}
+    return {
+        path.with_name(f"{path.stem}-{number:05d}-of-{len(groups):05d}{path.suffix}"): names
+        for number, names in enumerate(groups, 1)
+    }
+
+
+def _write_headers(files: Mapping[Path, Sequence[str]], types: TensorTypes) -> dict[str, tuple[Path, int]]:
+    """Begin each file; returns the place of each tensor's bytes."""
+    places = {}
+    for file, names in files.items():
+        for name in names:
+            if types[name][0] not in _PLACES:
+                raise WeightsError(f"{name!r} is {types[name][0]}, which safetensors files do not hold")
+        described, begins, end = {}, {}, 0
+        for name in sorted(names, key=lambda name: (_PLACES[types[name][0]], name)):
+            dtype, shape = types[name]
+            begins[name], end = end, end + math.prod(shape) * dtype.itemsize
+            offsets = [begins[name], end]
+            described[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+        head = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+        head += b" " * (-len(head) % 8)
+        create_private(file).write_bytes(len(head).to_bytes(8, "little") + head)
+        places.update({name: (file, 8 + len(head) + begin) for name, begin in begins.items()})
+    return places
+
+
+def _write_index(path: Path, files: Mapping[Path, Sequence[str]], types: TensorTypes) -> Path:
+    total_size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in types.values())
+    weight_map = {name: file.name for file, names in files.items() for name in names}
+    index = path.with_name(path.name + INDEX_SUFFIX)
+    replace_synced(
+        index, json.dumps({"metadata": {"total_size": total_size}, "weight_map": weight_map}, indent=2).encode()
+    )
+    return index
+
+
+def _view_bytes(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
