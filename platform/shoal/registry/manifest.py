@@ -132,7 +132,9 @@ class Manifest(Spec):
     weights_version: the weights' version within that run
     sha256:          hex digest of the payload: weights.safetensors or the model's file
     data:            fingerprints of its datasets, by part: train, validation, test
-    lineage:         of a search's best: the search's run, the trial or member, and its hyper-parameters
+    lineage:         of a search's best: the search's run, the trial or member, and its hyper-parameters; of others,
+                     what they were made from
+    files:           hex digests of further files of the version, by name: a tokenizer's, say
     """
 
     model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="strings")  # metrics, which JSON cannot represent
@@ -150,3 +152,4 @@ class Manifest(Spec):
     metrics: dict[str, float] = Field(default_factory=dict)
     data: dict[str, str] = Field(default_factory=dict)
     lineage: dict[str, Any] = Field(default_factory=dict)
+    files: dict[str, str] = Field(default_factory=dict)

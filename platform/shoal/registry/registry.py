@@ -2,6 +2,7 @@
 
     NAME/VERSION/claim.json       the first object of a version: who creates it has the number, for ever
     NAME/VERSION/weights.safetensors
+    NAME/VERSION/files/           further files, such as those of a tokenizer
     NAME/VERSION/manifest.json    the last one: with it the version is there
     NAME/aliases.json             changed by conditional writes
 
@@ -15,6 +16,7 @@ once: a version appears complete or not at all, and never changes. Never runs or
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import re
 import secrets
@@ -23,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from shoal.atomic_file import describe_newer_format, is_newer_format, log_unknown_fields
 from shoal.errors import ConfigError, RegistryError, StoreError
@@ -32,7 +35,7 @@ from shoal.registry.manifest import FORMAT as MANIFEST_FORMAT
 from shoal.registry.manifest import Manifest, ModelFactory, Signature
 from shoal.registry.model_format import find_format, get_payload_file
 from shoal.registry.reference import NAME, is_twin, require_alias, require_aliases, require_name, split_ref
-from shoal.registry.version import ModelVersion
+from shoal.registry.version import FILES, ModelVersion
 from shoal.store import Entry, KeyTaken, open_store, store_url, update
 from shoal.weights import WeightSnapshot
 
@@ -80,9 +83,12 @@ class Registry:
         metrics: Mapping[str, float] | None = None,
         data: Mapping[str, str] | None = None,
         lineage: Mapping[str, object] | None = None,
+        files: Mapping[str, bytes] = MappingProxyType({}),
         aliases: Sequence[str] = ("champion",),
     ) -> ModelVersion:
         """Add the next version of `name`, and point `aliases` at it. The snapshot's payload is of the model's format.
+
+        files: further ones of the version, by name, without folders
 
         The number of a removed version, or of a killed registration, is not used again. Raises ConfigError for an
         invalid name, alias or format and for a name that differs from another's in capitals alone, WeightsError for a
@@ -109,10 +115,14 @@ class Registry:
                 metrics=dict(metrics or {}),
                 data=dict(data or {}),
                 lineage=dict(lineage or {}),
+                files={each: hashlib.sha256(content).hexdigest() for each, content in files.items()},
             )
-            with self._undo_on_failure(name, version, get_payload_file(model.format)):
+            payloads = {f"{FILES}/{each}": content for each, content in files.items()}
+            payloads[get_payload_file(model.format)] = snapshot.payload
+            with self._undo_on_failure(name, version, list(payloads)):
                 folder = f"{name}/{version}"
-                self.store.write(f"{folder}/{get_payload_file(model.format)}", snapshot.payload)
+                for each, content in payloads.items():
+                    self.store.write(f"{folder}/{each}", content)
                 self.store.create(f"{folder}/{_MANIFEST}", manifest.model_dump_json(indent=2).encode())
                 self._update_aliases(
                     name, lambda now: now.with_version(version).with_promotion(version, aliases, time.time())
@@ -320,14 +330,14 @@ class Registry:
                 return version
 
     @contextmanager
-    def _undo_on_failure(self, name: str, version: int, file: str) -> Iterator[None]:
+    def _undo_on_failure(self, name: str, version: int, files: Sequence[str]) -> Iterator[None]:
         """Remove a version that is not registered in the end: it takes space, which may be short."""
         try:
             yield
         except BaseException:
             with suppress(OSError, RegistryError):
                 if not self._read_aliases(name).has_named(version):
-                    self.store.delete([f"{name}/{version}/{each}" for each in (_MANIFEST, file)])
+                    self.store.delete([f"{name}/{version}/{each}" for each in (_MANIFEST, *files)])
             raise
 
     def _delete_versions(self, name: str, versions: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 from torch import nn
 
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
@@ -82,6 +83,13 @@ def register_model(
     """
     assert outcome.weights is not None
     snapshot = WeightSnapshot.from_payload(outcome.selected_step, outcome.weights.read_bytes())
+    travelling = make_task(spec.task, spec.args).registration()
+    if travelling is not None:
+        kwargs = {**factory.kwargs, "args": dict(travelling.args)}
+        factory = factory.model_copy(update={"kwargs": kwargs})
+        if travelling.convert is not None:
+            payload = safetensors.torch.save(dict(travelling.convert(safetensors.torch.load(snapshot.payload))))
+            snapshot = WeightSnapshot.from_payload(outcome.selected_step, payload)
     version = Registry().register(
         make_model_name(spec),
         snapshot,
@@ -90,7 +98,8 @@ def register_model(
         run_id=recorder.id,
         metrics=outcome.metrics,
         data=data,
-        lineage=lineage,
+        lineage={**(lineage or {}), **(travelling.lineage if travelling else {})},
+        files=travelling.files if travelling else {},
         aliases=spec.aliases,
     )
     recorder.record_model(version.name, version.version, version.aliases)

@@ -300,7 +300,7 @@ def build_components(
     validation = _make_loader(spec, data, world, share, is_training=False) if data.validation is not None else None
     seed_everything(spec.seed)
     network = build_model(task, spec.task)
-    load_initial_weights(network, spec.init)
+    load_initial_weights(network, spec.init or task.initial_weights())
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
     example = _load_example(data, spec.batch_size // (replica[1] if replica else degrees.data), world)
     model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed)
