@@ -34,6 +34,11 @@ COMPANIONS = (
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+def make_absolute(path: str) -> str:
+    """The path of what is on this host: workers have another current folder. What is not there stays as it is."""
+    return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+
 def find_folder(model: str) -> Path:
     """The folder of a model, with a `config.json`.
 

@@ -24,7 +24,7 @@ from shoal.errors import ConfigError
 from shoal.libs.hf import texts
 from shoal.libs.hf.network import LoraSpec, add_adapters, build_network, find_weights, is_fake, merge_adapters
 from shoal.libs.hf.pictures import make_picture_transform
-from shoal.libs.hf.source import find_folder, load_tokenizer, make_config, read_companions, read_config
+from shoal.libs.hf.source import find_folder, load_tokenizer, make_absolute, make_config, read_companions, read_config
 from shoal.libs.hf.texts import IGNORED, Record, TextSpec, TokenRows, TokenSample
 from shoal.libs.hf.transfer import Transferable, register_base, unpack_version
 from shoal.parallel.loss import Loss, Mean
@@ -65,7 +65,9 @@ class HuggingFaceTask(Transferable):
         config: Mapping[str, Any] | None = None,
         base: str = "",
     ) -> None:
-        given = {
+        model, data = make_absolute(model), make_absolute(data)
+        validation = make_absolute(validation) if isinstance(validation, str) else validation
+        given: dict[str, Any] = {
             **{"model": model, "data": data, "validation": validation, "dtype": dtype, "labels": labels},
             **{"lora": lora, "merge": merge, "config": config, "base": base},
         }
