@@ -109,30 +109,35 @@ def find_weights(auto: str, config: Mapping[str, Any], folder: Path) -> Mapping[
     """
     with torch.device("meta"):
         network = build_network(auto, config, "float32", ())
-    prefix = f"{network.base_model_prefix}."
-    own = network.state_dict(keep_vars=True)
     is_pickled = not any(folder.glob("*.safetensors")) and any(folder.glob("pytorch_model*.bin"))
-    names = None if is_pickled else _match_names(own, found := FolderTensors(folder), prefix)
-    if names is None:
+    if not is_pickled:
+        found = FolderTensors(folder)
+        names, missing = _match_names(network, found)
+    if is_pickled or missing:
         found = FolderTensors(_convert(auto, config, folder, network))
-        names = _match_names(own, found, prefix)
-    if names is None:
-        raise ConfigError("model", str(folder), f"has no weights for {type(network).__name__}", "give another folder")
+        names, missing = _match_names(network, found)
+    if missing:
+        problem = f"lacks tensors of {type(network).__name__}: {', '.join(missing[:3])}"
+        raise ConfigError("model", str(folder), problem, "give the folder of a complete model of this kind")
     return RenamedTensors(found, names)
 
 
-def _match_names(own: Mapping[str, Tensor], found: FolderTensors, prefix: str) -> dict[str, str] | None:
-    """The folder's name of each of the network's tensors; None where one of its body is missing."""
+def _match_names(network: nn.Module, found: FolderTensors) -> tuple[dict[str, str], list[str]]:
+    """The folder's name of each of the network's tensors, and those that it lacks.
+
+    A head for labels, and what pools for it, may be missing or of another size: it stays fresh.
+    """
+    prefix, own = f"{network.base_model_prefix}.", network.state_dict(keep_vars=True)
+    has_labels = not type(network).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     names: dict[str, str] = {}
+    optional = {name for name in own if has_labels and (not name.startswith(prefix) or ".pooler." in name)}
     for name, tensor in own.items():
         short = name.removeprefix(prefix)
         source = name if name in found else short if short in found else None
-        is_head = not name.startswith(prefix)
-        if source is not None and (not is_head or found.get_shape(source) == tuple(tensor.shape)):
-            names[name] = source  # a head of another size, for other labels, stays fresh
+        if source is not None and (name not in optional or found.get_shape(source) == tuple(tensor.shape)):
+            names[name] = source
     filled = {id(own[name]) for name in names}
-    missing = [name for name, tensor in own.items() if id(tensor) not in filled and name.startswith(prefix)]
-    return None if missing else names
+    return names, [name for name, each in own.items() if id(each) not in filled and name not in optional]
 
 
 def _convert(auto: str, config: Mapping[str, Any], folder: Path, network: nn.Module) -> Path:
