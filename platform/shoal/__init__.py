@@ -66,7 +66,12 @@ _ROOMS = frozenset(
 )
 
 
+_LIBRARIES = frozenset({"hf"})
+
+
 def __getattr__(name: str) -> Any:
+    if name in _LIBRARIES:
+        return importlib.import_module(f"shoal.libs.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _ROOMS:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def fit(
-    task: type[Task] | str | TrainSpec,
+    task: type[Task] | Task | str | TrainSpec,
     *,
     register: bool = True,
     say: Callable[[str], None] | None = print,
@@ -33,7 +33,7 @@ def fit(
     """Train a Task to the end, and register its network.
 
     task:     a Task class (also one defined in a notebook); a word, as `shoal run train task=...` takes it:
-              `my_task.py:MyTask`, `package.module:MyTask`, or a recipe's name; or a full TrainSpec
+              `my_task.py:MyTask`, `package.module:MyTask`, or a recipe's name; a Task of `shoal.hf`; or a TrainSpec
     register: register the network as a new version of `name` (by default the class's name in lower case), and move the
               alias `champion` to it
     say:      receives progress lines; None for silence
@@ -77,7 +77,7 @@ def fit(
 
 
 def sweep(
-    task: type[Task] | str | TrainSpec,
+    task: type[Task] | Task | str | TrainSpec,
     space: Mapping[str, Any],
     *,
     train: Mapping[str, Any] | None = None,
@@ -123,7 +123,7 @@ def sweep(
         _attachment.release()
 
 
-def _train_spec(task: type[Task] | str | TrainSpec, fields: Mapping[str, Any]) -> TrainSpec:
+def _train_spec(task: type[Task] | Task | str | TrainSpec, fields: Mapping[str, Any]) -> TrainSpec:
     from shoal.train.launch.overrides import load_recipe
     from shoal.train.spec import TrainSpec
     from shoal.train.task import Task
@@ -135,6 +135,8 @@ def _train_spec(task: type[Task] | str | TrainSpec, fields: Mapping[str, Any]) -
         base = load_recipe(task)
     elif isinstance(task, type) and issubclass(task, Task):
         base = TrainSpec(task=get_task_path(task), name=task.__name__.lower())
+    elif isinstance(task, Task) and task.args is not None:
+        base = TrainSpec(task=get_task_path(type(task)), args=dict(task.args), name=type(task).__name__.lower())
     else:
         raise ConfigError("task", repr(task), "is no Task class, word or TrainSpec", "give the class, not an instance")
     return base.update(fields)

@@ -35,16 +35,20 @@ COMMANDS = {
 
 
 def find_commands() -> dict[str, tuple[str, str]]:
-    """The `module:command` and the help text of each verb. Raises ConfigError where two have one verb."""
+    """The `module:command` and the help text of each verb, but for those within a group of ours.
+
+    Raises ConfigError where two have one verb.
+    """
     found = {verb: (f"shoal.cli.commands.{place}:{verb}", text) for verb, (place, text) in COMMANDS.items()}
     owners = dict.fromkeys(found, "shoal")
     for library in find_libraries():
-        if twice := owners.keys() & library.verbs.keys():
+        verbs = {verb: each for verb, each in library.verbs.items() if " " not in verb}
+        if twice := owners.keys() & verbs.keys():
             verb = min(twice)
             problem = f"has the verb {verb}, which {owners[verb]} has too"
             raise ConfigError(LIBRARIES, library.name, problem, "uninstall one of the packages")
-        found |= library.verbs
-        owners |= dict.fromkeys(library.verbs, library.name)
+        found |= verbs
+        owners |= dict.fromkeys(verbs, library.name)
     return found
 
 

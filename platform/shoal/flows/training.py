@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -52,8 +52,14 @@ STOP_TIMEOUT_S = 12.0  # for the workers to save, before Ray kills the job
 SHORTAGE_TIMEOUT_S = 600.0  # for a host to replace a lost one, or for other work to end
 
 
-def train_main(spec: TrainSpec | None = None) -> None:
-    """The main function of a recipe's file, and of jobs/train.py, which has no spec of its own."""
+def train_main(
+    spec: TrainSpec | Callable[[list[str]], TrainSpec] = spec_from_overrides, arguments: Sequence[str] | None = None
+) -> None:
+    """The main function of a recipe's file, and of jobs/train.py, which has no spec of its own.
+
+    spec:      what the overrides change, or a function that finds it by looking at them
+    arguments: the overrides; None: those of the command line
+    """
     found: list[ValidatedRun | None] = []
 
     def check_chosen(chosen: TrainSpec) -> None:
@@ -67,8 +73,8 @@ def train_main(spec: TrainSpec | None = None) -> None:
     def run(chosen: TrainSpec, job: str) -> str:
         return run_training(chosen, job, found.pop())
 
-    if spec is None:
-        job_main(spec_from_overrides, run, job=JOB, check=check_chosen)
+    if not isinstance(spec, TrainSpec):
+        job_main(spec, run, job=JOB, check=check_chosen, arguments=arguments)
         return
     job_main(spec.model_copy(update={"task": _to_relative_path(spec.task or sys.argv[0])}), run, JOB, check_chosen)
 

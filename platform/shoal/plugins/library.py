@@ -19,7 +19,8 @@ LIBRARIES = "shoal.libraries"
 class Library:
     """What is built on Shoal, and joins its command line. Cheap to import: it names modules, and imports none.
 
-    verbs:    of the program `shoal`, by name: the `module:command`, a command of click, and a line of help
+    verbs:    of the program `shoal`, by name: the `module:command`, a command of click, and a line of help; a verb
+              within `shoal models` is named as "models push"
     displays: by the kind of a run: the module that draws it live: its `make_view` returns a `RunView`
               (see `shoal.cli.display.run_view`)
     """

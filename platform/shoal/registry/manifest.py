@@ -142,7 +142,9 @@ class Manifest(Spec):
     size_bytes:      of the payload, or of all parts
     parts:           the files of weights that are several; else []
     data:            fingerprints of its datasets, by part: train, validation, test
-    lineage:         of a search's best: the search's run, the trial or member, and its hyper-parameters
+    lineage:         of a search's best: the search's run, the trial or member, and its hyper-parameters; of others,
+                     what they were made from
+    files:           hex digests of further files of the version, by name: a tokenizer's, say
     """
 
     model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="strings")  # metrics, which JSON cannot represent
@@ -161,3 +163,4 @@ class Manifest(Spec):
     metrics: dict[str, float] = Field(default_factory=dict)
     data: dict[str, str] = Field(default_factory=dict)
     lineage: dict[str, Any] = Field(default_factory=dict)
+    files: dict[str, str] = Field(default_factory=dict)

@@ -2,6 +2,7 @@
 
     NAME/VERSION/claim.json       the first object of a version: who creates it has the number, for ever
     NAME/VERSION/weights.safetensors
+    NAME/VERSION/files/           further files, such as those of a tokenizer
     NAME/VERSION/manifest.json    the last one: with it the version is there
     NAME/aliases.json             changed by conditional writes
 
@@ -17,6 +18,7 @@ once: a version appears complete or not at all, and never changes. Never runs or
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import re
 import secrets
@@ -25,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from shoal.atomic_file import describe_newer_format, is_newer_format, log_unknown_fields
 from shoal.errors import ConfigError, RegistryError, StoreError
@@ -34,7 +37,7 @@ from shoal.registry.manifest import FORMAT as MANIFEST_FORMAT
 from shoal.registry.manifest import Manifest, ManifestPart, ModelFactory, Signature
 from shoal.registry.model_format import INDEX_FILE, find_format, get_payload_file
 from shoal.registry.reference import NAME, is_twin, require_alias, require_aliases, require_name, split_ref
-from shoal.registry.version import ModelVersion
+from shoal.registry.version import FILES, ModelVersion
 from shoal.store import Entry, KeyTaken, open_store, store_url, update
 from shoal.weights import WeightFile, WeightSnapshot
 
@@ -82,10 +85,13 @@ class Registry:
         metrics: Mapping[str, float] | None = None,
         data: Mapping[str, str] | None = None,
         lineage: Mapping[str, object] | None = None,
+        files: Mapping[str, bytes] = MappingProxyType({}),
         aliases: Sequence[str] = ("champion",),
     ) -> ModelVersion:
         """Add the next version of `name`, and point `aliases` at it. The snapshot's payload is of the model's format.
         Of a WeightFile no file is read whole.
+
+        files: further ones of the version, by name, without folders
 
         The number of a removed version, or of a killed registration, is not used again. Raises ConfigError for an
         invalid name, alias or format and for a name that differs from another's in capitals alone, WeightsError for a
@@ -115,7 +121,9 @@ class Registry:
                 metrics=dict(metrics or {}),
                 data=dict(data or {}),
                 lineage=dict(lineage or {}),
+                files={each: hashlib.sha256(content).hexdigest() for each, content in files.items()},
             )
+            contents |= {f"{FILES}/{each}": content for each, content in files.items()}
             with self._undo_on_failure(name, version, contents):
                 folder = f"{name}/{version}"
                 for file, content in contents.items():

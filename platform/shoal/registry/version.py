@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from shoal.registry.manifest import Manifest
 from shoal.registry.model_format import INDEX_FILE, get_payload_file
 from shoal.store import BlobCache, Store
 from shoal.weights import WeightFile, WeightPart, WeightSnapshot
+
+FILES = "files"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,19 @@ class ModelVersion:
                 f" ({len(snapshot.payload)} bytes, {expected} expected): {self._remedy(self._file)}"
             )
         return snapshot
+
+    def fetch_file(self, name: str) -> Path:
+        """One of the `files` of the manifest, on this host. Raises WeightsError when it is missing or damaged."""
+        key = f"{self.name}/{self.version}/{FILES}/{name}"
+        digest = self.manifest.files[name]
+        try:
+            path = BlobCache().fetch(self.store, key, digest)
+            is_intact = hashlib.sha256(path.read_bytes()).hexdigest() == digest
+        except OSError as error:
+            raise WeightsError(f"{name} of {self.ref} cannot be read ({error}): restore it from a copy") from error
+        if not is_intact:
+            raise WeightsError(f"{name} of {self.ref} is damaged: the checksum does not match: restore it from a copy")
+        return path
 
     @property
     def _file(self) -> str:

@@ -44,8 +44,9 @@ def find_initial_weights(network: nn.Module, init: str | Mapping[str, Tensor]) -
     if others := sorted([*missing, *(state.keys() - own.keys())]):
         shown = ", ".join(others[:3])
         raise SpecMismatch("init", source, f"has other tensors than the network: {shown}", "use the same Task and args")
+    read_shape = getattr(state, "get_shape", lambda name: state[name].shape)  # of files, without reading them
     for name in state:
-        shape = state.get_shape(name) if isinstance(state, TensorFiles) else state[name].shape
+        shape = read_shape(name)
         if shape != own[name].shape:
             problem = f"{name} is {list(shape)}, and {list(own[name].shape)} in the network"
             raise SpecMismatch("init", source, problem, "use the same Task and args")

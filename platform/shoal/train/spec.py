@@ -140,7 +140,8 @@ class TrainSpec(Spec):
     task:                  `lenet` (a file of ./jobs), `my_task.py:MyTask`, or `package.module:MyTask`
     args:                  the Task's keyword arguments
     init:                  the weights to begin with: NAME@VERSION of the registry, a file of a state dict, or a folder
-                           of a distributed checkpoint; "": fresh
+                           of safetensors, as ./FOLDER, or of a distributed checkpoint; "": the Task's
+                           `initial_weights`, fresh ones by default
     workers:               processes that train; `[min, max]` sets min_workers too
     min_workers:           with workers that may leave and join: the fewest with which the run goes on; None: `workers`
     batch_size:            over the whole group: each data rank gets its share

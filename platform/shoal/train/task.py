@@ -13,6 +13,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -37,6 +38,22 @@ _SOURCE = "__source__"  # attribute of a file's module: its text when it was loa
 Hook = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
 
 
+@dataclass(frozen=True)
+class Registration:
+    """What the registry holds of a Task whose own arguments name files of this host.
+
+    args:    the arguments with which every host builds the model
+    files:   further files of the version, by name
+    lineage: of the version: what the model was made from
+    convert: from the tensors that were trained to those that are registered; None: they are the same
+    """
+
+    args: Mapping[str, Any]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    lineage: Mapping[str, Any] = field(default_factory=dict)
+    convert: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+
+
 class Task:
     """A training. Users write `model`, `data` and `loss`; everything else has a default.
 
@@ -44,6 +61,7 @@ class Task:
     creates the Task before it opens the data. A batch is the result of the data's collate function: a tensor, or a
     tuple, list or dict of tensors, with the sample as dimension 0.
 
+    args:  the arguments with which it was created, of a Task that `shoal.fit` takes as an instance; else None
     parts: for `shoal ablate`: the removable or changeable parts, as {name: arguments of the Task}
     preprocess, postprocess: applied by an endpoint to a batch of requests, and to the network's outputs, each a dict
            of arrays by name with the sample as dimension 0; methods, functions or None. They belong here like `inputs`:
@@ -56,6 +74,7 @@ class Task:
            it is evaluated by it. Each rank needs the full model
     """
 
+    args: Mapping[str, Any] | None = None
     parts: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     preprocess: Hook | None = None
     postprocess: Hook | None = None
@@ -64,6 +83,15 @@ class Task:
     def model(self) -> nn.Module:
         """The model, with fresh weights: the seed is set before the call, the same on every worker."""
         raise NotImplementedError(f"{type(self).__name__}.model")
+
+    def initial_weights(self) -> str | Mapping[str, Tensor]:
+        """The weights that the model begins with where the run's `init` is empty: as `init` takes them, or tensors by
+        name, of which those that are not there stay fresh; "": fresh ones."""
+        return ""
+
+    def registration(self) -> Registration | None:
+        """What the registry holds beside the weights, when a run has ended; None: the arguments as they were given."""
+        return None
 
     def data(self) -> Data:
         """The datasets."""

@@ -18,7 +18,7 @@ from rich.table import Column
 from rich.text import Text
 
 from shoal.cli.support.console import (
-    CommandGroup,
+    ExtensibleCommandGroup,
     confirm_removal,
     make_table,
     parse_age,
@@ -38,9 +38,9 @@ from shoal.weights import WeightSnapshot
 NUM_MOVES = 5
 
 
-@click.group(cls=CommandGroup)
+@click.group(cls=ExtensibleCommandGroup)
 def models() -> None:
-    """List, show, add, export, promote, roll back and remove registered models.
+    """List, show, add, export, promote, roll back and remove registered models; push and pull those of Hugging Face.
 
     A model is named NAME@3, NAME@champion, or NAME for its newest version.
 

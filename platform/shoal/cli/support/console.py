@@ -15,6 +15,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.errors import ConfigError
+from shoal.plugins.find import load_reference
+from shoal.plugins.library import find_libraries
 from shoal.runs.formatting import parse_duration
 
 
@@ -59,6 +61,30 @@ class CommandGroup(click.Group):
         rows = [(name, each.get_short_help_str(_ANY_LENGTH)) for name, each in commands if each is not None]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+class ExtensibleCommandGroup(CommandGroup):
+    """A group that libraries join with verbs such as "models push", which are imported when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *self._find_verbs()])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if (found := self._find_verbs().get(cmd_name)) is None:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = load_reference(found[0])
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        verbs = self._find_verbs()
+        rows = [(name, verbs[name][1]) for name in verbs]
+        own = [(name, each.get_short_help_str(_ANY_LENGTH)) for name, each in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted([*own, *rows]))
+
+    def _find_verbs(self) -> dict[str, tuple[str, str]]:
+        each = [item for library in find_libraries() for item in library.verbs.items()]
+        return {verb.removeprefix(f"{self.name} "): found for verb, found in each if verb.startswith(f"{self.name} ")}
 
 
 class DefaultCommandGroup(CommandGroup):

@@ -19,7 +19,7 @@ from shoal.runs import RunRecorder
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Hook, Task, find_task, get_source, make_task
-from shoal.weights.tensor_files import make_weight_file
+from shoal.weights.tensor_files import list_files, make_weight_file, open_tensors, write_tensors
 
 
 def make_model_name(spec: TrainSpec) -> str:
@@ -82,6 +82,15 @@ def register_model(
     """
     assert outcome.weights is not None
     snapshot = make_weight_file(outcome.selected_step, outcome.weights)
+    travelling = make_task(spec.task, spec.args).registration()
+    if travelling is not None:
+        kwargs = {**factory.kwargs, "args": dict(travelling.args)}
+        factory = factory.model_copy(update={"kwargs": kwargs})
+        if travelling.convert is not None:
+            converted = travelling.convert(open_tensors(list_files(outcome.weights)))
+            types = {name: (tensor.dtype, tensor.shape) for name, tensor in converted.items()}
+            path = write_tensors(outcome.weights.with_name("converted.safetensors"), types, converted.items())
+            snapshot = make_weight_file(outcome.selected_step, path)
     version = Registry().register(
         make_model_name(spec),
         snapshot,
@@ -90,7 +99,8 @@ def register_model(
         run_id=recorder.id,
         metrics=outcome.metrics,
         data=data,
-        lineage=lineage,
+        lineage={**(lineage or {}), **(travelling.lineage if travelling else {})},
+        files=travelling.files if travelling else {},
         aliases=spec.aliases,
     )
     recorder.record_model(version.name, version.version, version.aliases)

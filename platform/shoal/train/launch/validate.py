@@ -97,7 +97,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     resolve_total_steps(spec, steps_per_epoch)
     seed_everything(spec.seed)
     model = _build_model(task, spec)
-    load_initial_weights(model, spec.init)
+    load_initial_weights(model, spec.init or task.initial_weights())
     device = None if spec.device == "auto" else spec.device  # what is known here of the workers' hosts
     check_plan(model, task, spec.parallel, degrees, batch, device)
     _require_own_step_fits(task, spec, model)

@@ -353,10 +353,10 @@ def _build_network(spec: TrainSpec, task: Task, degrees: ParallelDims) -> tuple[
         except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # if it is the user's, it comes again
             reason = str(error).partition("\n")[0] or type(error).__name__
         else:
-            deferred.given = find_initial_weights(network, spec.init)
+            deferred.given = find_initial_weights(network, spec.init or task.initial_weights())
             return network, deferred, ""
     network = build_model(task, spec.task)
-    load_initial_weights(network, spec.init)
+    load_initial_weights(network, spec.init or task.initial_weights())
     return network, None, reason
 
 

@@ -103,7 +103,7 @@ def make_member_tasks(spec: PopulationSpec, values: Values) -> list[Task]:
 def build_network(spec: PopulationSpec, task: Task) -> nn.Module:
     """A member's network, as it begins."""
     network = build_model(task, spec.task)
-    load_initial_weights(network, spec.init)
+    load_initial_weights(network, spec.init or task.initial_weights())
     return network
 
 

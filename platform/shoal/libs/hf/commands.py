@@ -1,0 +1,54 @@
+"""`shoal models push` and `pull`: versions as folders of Hugging Face, and such folders as versions.
+
+Parse, call, print: `shoal.libs.hf.transfer` does the work.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shoal.libs.hf.transfer import KINDS
+from shoal.libs.hf.transfer import pull as register_folder
+from shoal.libs.hf.transfer import push as write_version
+from shoal.registry import Registry
+
+
+@click.command()
+@click.argument("model", metavar="NAME@VERSION")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--hub", default="", metavar="ORG/NAME", help="Write the layout of the hub's cache below FOLDER.")
+def push(model: str, folder: Path, hub: str) -> None:
+    """Write a version as a folder of Hugging Face: config.json, safetensors, tokenizer.
+
+    Adapters are merged into their base. With --hub, FOLDER is a cache of the hub's, where transformers finds ORG/NAME
+    without a network.
+
+    \b
+    Examples:
+      shoal models push smollm2@champion ./smollm2
+      shoal models push smollm2@3 ~/.cache/huggingface/hub --hub our-team/smollm2
+    """
+    found = Registry().get(model)
+    click.echo(f"{found.ref} is in {write_version(found, folder, hub)} now.")
+
+
+@click.command()
+@click.argument("folder")
+@click.option("--name", required=True, help="The model's name in the registry.")
+@click.option("--kind", default="", metavar="KIND", help=f"Of {', '.join(KINDS)}; by default that of config.json.")
+@click.option("--dtype", default="auto", show_default=True, help="Of the weights: float32, bfloat16, or the folder's.")
+@click.option("--alias", default="champion", show_default=True, help="An alias for this version.")
+def pull(folder: str, name: str, kind: str, dtype: str, alias: str) -> None:
+    """Register a folder of Hugging Face, a GGUF file, or ORG/NAME of the hub's cache on this machine.
+
+    Nothing is downloaded, and no code of the folder is executed.
+
+    \b
+    Examples:
+      shoal models pull ./SmolLM2-135M-Instruct --name smollm2
+      shoal models pull our-team/smollm2 --name smollm2 --dtype bfloat16
+    """
+    found = register_folder(folder, name, kind, dtype, alias)
+    click.echo(f"{found.name}@{alias} is {found.ref} now. Serve it: shoal serve deploy {found.name}@{alias}")

@@ -1,0 +1,56 @@
+"""`shoal run finetune`: overrides of a fine-tuning, and the spec that they change. Called by `jobs/finetune.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from shoal.config import last_override
+from shoal.errors import ConfigError
+from shoal.libs.hf.source import make_absolute
+from shoal.libs.hf.transfer import KINDS
+from shoal.train.launch.overrides import spec_from_overrides
+from shoal.train.spec import TrainSpec
+
+LORA_RATE, FULL_RATE = 2e-4, 2e-5
+_ARGS = (
+    *("model", "data", "validation", "dtype", "labels", "lora", "merge", "max_length", "truncate", "packing"),
+    *("config", "base"),
+)
+
+
+def translate(overrides: Iterable[str]) -> list[str]:
+    """Overrides of a TrainSpec: `model=X` is `args.model=X`, and `kind=causal_lm` the Task. Raises ConfigError."""
+    found = []
+    for each in overrides:
+        name, _, value = each.partition("=")
+        if name == "kind":
+            if value not in KINDS:
+                raise ConfigError("kind", value, "is unknown", f"give one of {', '.join(KINDS)}")
+            found.append(f"task={KINDS[value]}")
+        else:
+            each = f"{name}={make_absolute(value)}" if name in ("model", "data", "validation") else each
+            found.append(f"args.{each}" if name.partition(".")[0] in _ARGS else each)
+    return found
+
+
+def make_spec(overrides: list[str]) -> TrainSpec:
+    """One epoch of AdamW with warm-up and cosine, or what the record of a resumed run says. Raises ConfigError."""
+    if last_override(overrides, "resume"):
+        return spec_from_overrides(overrides)
+    model = last_override(overrides, "args.model")
+    if not model:
+        raise ConfigError("model", model, "is not given", "as in shoal run finetune model=./SmolLM2 data=texts.jsonl")
+    has_adapters = any(each.startswith("args.lora") for each in overrides)
+    base = TrainSpec.parse(
+        {
+            "task": last_override(overrides, "task") or KINDS["causal_lm"],
+            "name": Path(model.partition("@")[0]).stem.lower(),
+            "batch_size": 8,
+            "optimizer": {"name": "adamw", "learning_rate": LORA_RATE if has_adapters else FULL_RATE},
+            "schedule": {"name": "cosine", "warmup": 0.03},
+            "clip_norm": 1.0,
+            "stop": {"epochs": 1},
+        }
+    )
+    return base.override(overrides)

@@ -1,0 +1,11 @@
+"""The verbs of this library."""
+
+from shoal.plugins.library import Library
+
+LIBRARY = Library(
+    "hf",
+    verbs={
+        "models push": ("shoal.libs.hf.commands:push", "Write a version as a folder of Hugging Face."),
+        "models pull": ("shoal.libs.hf.commands:pull", "Register a folder of Hugging Face."),
+    },
+)

@@ -1,0 +1,251 @@
+"""Networks of transformers that take and give plain tensors, with their first weights, and adapters of LoRA on them.
+
+The network is the module of transformers itself: tensors have the names that they have there. Called by the Tasks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shoal.config import Spec
+from shoal.errors import ConfigError
+from shoal.libs.hf.source import hash_files, make_cached_folder, make_config
+from shoal.train.initial_weights import SINGLE, open_folder
+from shoal.weights.tensor_files import TensorFiles
+
+_ADAPTER = "lora_"
+
+
+class LoraSpec(Spec):
+    """Adapters of low rank (arXiv:2106.09685) on linear layers.
+
+    alpha:   their outputs are scaled by alpha / rank; None: 2 * rank
+    modules: the last parts of the layers' names, or "all-linear"; None: those that peft chooses for the type of model
+    """
+
+    rank: int = Field(default=8, ge=1)
+    alpha: float | None = Field(default=None, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    modules: list[str] | str | None = None
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's product."""
+        return (self.alpha or 2.0 * self.rank) / self.rank
+
+
+def build_network(auto: str, config: Mapping[str, Any], dtype: str, inputs: Sequence[str]) -> nn.Module:
+    """The network of a configuration, with fresh weights. Its `forward` takes `inputs` by position, and gives logits.
+
+    auto:  the class of transformers that chooses the network's, such as AutoModelForCausalLM
+    dtype: of the weights, as torch names it; "auto": that of the configuration
+
+    Raises ConfigError.
+    """
+    import transformers
+
+    made = make_config(config)
+    if dtype == "auto":
+        kind = made.dtype or torch.float32
+        kind = getattr(torch, kind) if isinstance(kind, str) else kind
+    else:
+        kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise ConfigError("dtype", dtype, "is no floating-point datatype", "give float32, bfloat16, float16 or auto")
+    try:
+        network: nn.Module = getattr(transformers, auto).from_config(made, dtype=kind)
+    except ValueError as error:
+        raise ConfigError("model", made.model_type, f"does not fit {auto}: {str(error).splitlines()[0]}") from error
+    network.config.use_cache = False  # type: ignore[union-attr]
+    _take_tensors(network, inputs)
+    return network
+
+
+def _take_tensors(network: nn.Module, names: Sequence[str]) -> None:
+    """Let the network's `forward` take these inputs by position, and return its logits."""
+    own = type(network)
+    accepted = inspect.signature(own.forward).parameters
+    if "position_ids" in names and "position_ids" not in accepted:
+        raise ConfigError("packing", True, f"is not for {own.__name__}, which takes no position_ids", "leave it out")
+
+    def forward(self: nn.Module, *tensors: Tensor) -> Tensor:
+        given = {name: tensor for name, tensor in zip(names, tensors, strict=False) if name in accepted}
+        logits: Tensor = own.forward(self, **given).logits
+        return logits
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    network.__class__ = type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__})
+
+
+class RenamedTensors(Mapping[str, Tensor]):
+    """Tensors of others by other names; each is read when asked for."""
+
+    def __init__(self, tensors: TensorFiles, names: Mapping[str, str]) -> None:
+        self._tensors, self._names = tensors, names
+
+    def get_shape(self, name: str) -> torch.Size:
+        """The shape of a tensor, which is not read."""
+        return self._tensors.get_shape(self._names[name])
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def find_weights(auto: str, config: Mapping[str, Any], folder: Path) -> Mapping[str, Tensor]:
+    """The folder's tensors by the network's names; without those of a head that the folder does not have.
+
+    A folder whose tensors have other names is converted by transformers once, into `$SHOAL_HOME/hf`. Raises
+    ConfigError, WeightsError.
+    """
+    with torch.device("meta"):
+        network = build_network(auto, config, "float32", ())
+    is_pickled = not any(folder.glob("*.safetensors")) and any(folder.glob("pytorch_model*.bin"))
+    if not is_pickled:
+        found = open_folder(folder)
+        names, missing = _match_names(network, found)
+    if is_pickled or missing:
+        found = open_folder(_convert(auto, config, folder, network))
+        names, missing = _match_names(network, found)
+    if missing:
+        problem = f"lacks tensors of {type(network).__name__}: {', '.join(missing[:3])}"
+        raise ConfigError("model", str(folder), problem, "give the folder of a complete model of this kind")
+    return RenamedTensors(found, names)
+
+
+def _match_names(network: nn.Module, found: TensorFiles) -> tuple[dict[str, str], list[str]]:
+    """The folder's name of each of the network's tensors, and those that it lacks.
+
+    A head for labels, and what pools for it, may be missing or of another size: it stays fresh.
+    """
+    prefix, own = f"{network.base_model_prefix}.", network.state_dict(keep_vars=True)
+    has_labels = not type(network).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    names: dict[str, str] = {}
+    optional = {name for name in own if has_labels and (not name.startswith(prefix) or ".pooler." in name)}
+    for name, tensor in own.items():
+        short = name.removeprefix(prefix)
+        source = name if name in found else short if short in found else None
+        if source is not None and (name not in optional or found.get_shape(source) == tuple(tensor.shape)):
+            names[name] = source
+    filled = {id(own[name]) for name in names}
+    return names, [name for name, each in own.items() if id(each) not in filled and name not in optional]
+
+
+def _convert(auto: str, config: Mapping[str, Any], folder: Path, network: nn.Module) -> Path:
+    """The weights as transformers loads them, in a folder of the network's own names."""
+    import transformers
+    from safetensors.torch import save_file
+
+    files = [each for each in folder.iterdir() if each.suffix in (".safetensors", ".bin", ".json")]
+
+    def write(draft: Path) -> None:
+        try:
+            loaded, about = getattr(transformers, auto).from_pretrained(
+                str(folder),
+                config=make_config(config),
+                dtype="auto",
+                local_files_only=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError("model", str(folder), f"cannot be loaded by transformers: {error}") from error
+        fresh = {*about["missing_keys"], *(each[0] for each in about.get("mismatched_keys", ()))}
+        kept: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in loaded.state_dict(keep_vars=True).items():
+            if name not in fresh:
+                kept.setdefault(id(tensor), (name, tensor.detach().contiguous()))
+        save_file(dict(kept.values()), draft / SINGLE)
+
+    return make_cached_folder(f"{hash_files(files)[:32]}-{type(network).__name__}", write)
+
+
+def add_adapters(network: nn.Module, lora: LoraSpec) -> None:
+    """Put adapters into the network; all else, but a head for labels, is fixed and in no state dict.
+
+    What is fixed becomes buffers without persistence: checkpoints and versions hold adapters and head alone. Raises
+    ConfigError for modules that the network does not have.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
+
+    before = {name for name, _ in network.named_parameters()}
+    prefix = f"{network.base_model_prefix}."
+    output = _get_output_weight(network)
+    settings = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.scale * lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=lora.modules,
+        fan_in_fan_out=any(isinstance(each, Conv1D) for each in network.modules()),  # whose weights are transposed
+    )
+    heads = {
+        name
+        for name, each in network.named_parameters()
+        if not name.startswith(prefix) and id(each) not in output and not name.startswith("lm_head")
+    }
+    try:
+        inject_adapter_in_model(settings, network)
+    except ValueError as error:
+        remedy = f"give lora.modules: the layers are {', '.join(_list_linear(before))}"
+        raise ConfigError("lora.modules", lora.modules, f"do not fit: {error}", remedy) from error
+    fixed: dict[int, Tensor] = {}
+    for path, module in network.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            full = f"{path}.{name}"
+            if _ADAPTER in full or full in heads:
+                parameter.requires_grad_(True)
+                continue
+            tensor = fixed.setdefault(id(parameter), parameter.detach())
+            del module._parameters[name]
+            module.register_buffer(name, tensor, persistent=False)
+
+
+def _get_output_weight(network: nn.Module) -> set[int]:
+    """The parameters that give a language model's logits."""
+    output = network.get_output_embeddings()  # type: ignore[operator]
+    return set() if output is None else {id(each) for each in output.parameters()}
+
+
+def _list_linear(names: set[str]) -> list[str]:
+    return sorted({name.split(".")[-2] for name in names if name.endswith(".weight") and name.count(".") > 1})[:12]
+
+
+def merge_adapters(network: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """The weights of the network without adapters that computes as this one: W + scale * B @ A.
+
+    names: of the tensors of the network without adapters
+    """
+    tensors: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
+    tensors |= dict(network.named_buffers(remove_duplicate=False))
+    merged: dict[str, Tensor] = {}
+    for name in names:
+        path, _, last = name.rpartition(".")
+        layer = network.get_submodule(path)
+        if callable(measure := getattr(layer, "get_delta_weight", None)):
+            weight = tensors[f"{path}.base_layer.{last}"].detach()
+            is_changed = last == "weight"
+            merged[name] = (weight.float() + measure("default").float()).to(weight.dtype) if is_changed else weight
+        else:
+            merged[name] = tensors[name].detach()
+    return merged
+
+
+def is_fake() -> bool:
+    """Whether tensors made now have no values, as where only shapes are asked for."""
+    made = torch.empty(0)
+    return isinstance(made, FakeTensor) or made.is_meta

@@ -1,0 +1,335 @@
+"""Tasks of Hugging Face's models: language models, and classifiers of texts, words and pictures.
+
+    shoal run train task=shoal.libs.hf.tasks:CausalLM args.model=./SmolLM2 args.data=texts.jsonl stop.epochs=1
+
+Called by name in workers and at endpoints. Loads transformers when a model or data is asked for. Legend: B samples, T
+tokens, V words of the vocabulary, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+from shoal.data import Data
+from shoal.data.formats import ImageFolder
+from shoal.errors import ConfigError
+from shoal.libs.hf import texts
+from shoal.libs.hf.network import LoraSpec, add_adapters, build_network, find_weights, is_fake, merge_adapters
+from shoal.libs.hf.pictures import make_picture_transform
+from shoal.libs.hf.source import find_folder, load_tokenizer, make_absolute, make_config, read_companions, read_config
+from shoal.libs.hf.texts import IGNORED, Record, TextSpec, TokenRows, TokenSample
+from shoal.libs.hf.transfer import Transferable, register_base, unpack_version
+from shoal.parallel.loss import Loss, Mean
+from shoal.registry import Registry, Signature, TensorSignature
+from shoal.train.initial_weights import load_initial_weights
+from shoal.train.task import Registration
+
+_DATATYPES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16", "float64": "FP64"}
+
+
+class HuggingFaceTask(Transferable):
+    """What all kinds have in common.
+
+    model:      a folder, a GGUF file, `org/name` in the hub's cache, or NAME@VERSION of the registry
+    data:       a file of samples (see `shoal.libs.hf.texts`), or a folder of pictures
+    validation: another such file, or a share of the samples, such as 0.1; 0: none
+    dtype:      of the weights: float32, bfloat16, float16; auto: that of the folder's configuration
+    labels:     the names of the classes, or their number; None: those of the model
+    lora:       fields of LoraSpec, such as {"rank": 8}: adapters are trained, and nothing else but a head for labels
+    merge:      register the model with its adapters merged into it; otherwise the adapters, as a version that refers to
+                the registered base
+    config:     the contents of a config.json, in place of the folder's: with it no folder is needed
+    base:       NAME@VERSION of the registry whose weights adapters belong to: set when adapters are registered
+    """
+
+    input_names: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask")
+
+    def __init__(
+        self,
+        *,
+        model: str = "",
+        data: str = "",
+        validation: str | float = 0.0,
+        dtype: str = "float32",
+        labels: Sequence[str] | int | None = None,
+        lora: Mapping[str, Any] | None = None,
+        merge: bool = False,
+        config: Mapping[str, Any] | None = None,
+        base: str = "",
+    ) -> None:
+        model, data = make_absolute(model), make_absolute(data)
+        validation = make_absolute(validation) if isinstance(validation, str) else validation
+        given: dict[str, Any] = {
+            **{"model": model, "data": data, "validation": validation, "dtype": dtype, "labels": labels},
+            **{"lora": lora, "merge": merge, "config": config, "base": base},
+        }
+        self.args: dict[str, Any] = self._given(given)
+        self._model, self._data, self._validation, self._dtype = model, data, validation, dtype
+        self._labels, self._merge, self._config, self._base = labels, merge, config, base
+        self.lora = None if lora is None else LoraSpec.parse(lora)
+
+    @staticmethod
+    def _given(args: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that are not as by default."""
+        return {name: each for name, each in args.items() if each not in (None, "", False)}
+
+    # -- the model ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def folder(self) -> Path:
+        """Of the model. Raises ConfigError, and RegistryError for an unknown version."""
+        return unpack_version(Registry().get(self._model)) if "@" in self._model else find_folder(self._model)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The contents of config.json, with the labels of this Task. Raises ConfigError."""
+        values = dict(self._config) if self._config is not None else read_config(self.folder)
+        if self._labels is not None:
+            is_number = isinstance(self._labels, int)
+            names = [f"LABEL_{each}" for each in range(self._labels)] if is_number else list(self._labels)  # type: ignore
+            values |= {
+                "id2label": {str(index): name for index, name in enumerate(names)},
+                "label2id": {name: index for index, name in enumerate(names)},
+            }
+            values.pop("num_labels", None)
+        return values
+
+    @property
+    def label_numbers(self) -> dict[str, int]:
+        """The number of each class, by name."""
+        names = self.config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+        return {names[each]: int(each) for each in sorted(names, key=int)}
+
+    def model(self) -> nn.Module:
+        network = self._build()
+        if self.lora is not None:
+            if not is_fake():
+                load_initial_weights(network, self._base or find_weights(self.auto, self.config, self.folder))
+            add_adapters(network, self.lora)
+        return network
+
+    def _build(self) -> nn.Module:
+        return build_network(self.auto, self.config, self._dtype, self.input_names)
+
+    def initial_weights(self) -> str | Mapping[str, Tensor]:
+        """Those of the folder; of a model with adapters none: its base has them, and they are fixed."""
+        if self.lora is not None or self._config is not None:
+            return ""
+        return find_weights(self.auto, self.config, self.folder)
+
+    def registration(self) -> Registration:
+        """The configuration in place of the folder. Of adapters: the base is registered, if it is not yet."""
+        args: dict[str, Any] = {"config": self.config, "dtype": self._dtype}
+        files, lineage = read_companions(self.folder), {"source": self._model}
+        if self.lora is None:
+            return Registration(args, files, lineage)
+        if self._merge:
+            return Registration(args, files, lineage, self.merge_weights)
+        base = register_base(self, self._model)
+        found = {**args, "base": base.ref, "lora": self.lora.model_dump()}
+        return Registration(found, files, {"base": base.ref, "base_sha256": base.manifest.sha256})
+
+    def merge_weights(self, adapters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        network = self.model()
+        network.load_state_dict(dict(adapters))
+        with torch.device("meta"):
+            names = self._build().state_dict()
+        return merge_adapters(network, names)
+
+    def signature(self) -> Signature | None:
+        return Signature(
+            inputs=[TensorSignature(name=name, datatype="INT64", shape=[-1, -1]) for name in self.served_names],
+            outputs=[
+                TensorSignature(name="logits", datatype=_DATATYPES[self._datatype_name], shape=self._output_shape)
+            ],
+        )
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The inputs at an endpoint, where nothing is packed."""
+        return ("input_ids", "attention_mask")
+
+    @property
+    def _datatype_name(self) -> str:
+        word = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
+        return word if self._dtype == "auto" else self._dtype
+
+    @property
+    def _output_shape(self) -> list[int]:
+        return [-1, len(self.label_numbers)]
+
+    # -- the loss -------------------------------------------------------------------------------------------------
+
+    def inputs(self, batch: Any) -> tuple[Tensor, ...]:
+        return tuple(batch[name] for name in self.input_names)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Loss:
+        """Over everything that has a label."""
+        labels = batch["labels"].flatten()
+        logits = outputs.reshape(-1, outputs.shape[-1])
+        total = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        return Mean(total, (labels != IGNORED).sum())
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Loss]:
+        labels = batch["labels"]
+        is_right = (outputs.argmax(-1) == labels).float().sum()
+        return {"accuracy": Mean(is_right, (labels != IGNORED).sum())}
+
+
+class _TextTask(HuggingFaceTask):
+    """A Task on texts.
+
+    max_length: tokens of a sample, at most
+    truncate:   cut longer samples instead of rejecting them
+    packing:    put several samples into each row of `max_length` tokens; none sees another
+    """
+
+    def __init__(self, *, max_length: int = 512, truncate: bool = False, **args: Any) -> None:
+        super().__init__(**args)
+        self.args |= self._given({"max_length": max_length, "truncate": truncate})
+        if max_length < 2:
+            raise ConfigError("max_length", max_length, "is less than two tokens", "give 512, say")
+        self._max_length, self._truncate = max_length, truncate
+        self._is_packed = False
+
+    def data(self) -> Data:
+        """The rows, which this process makes once."""
+        key = self._make_key()
+        if _newest.get("key") != key:
+            _newest.update(key=key, rows=self.load_rows())
+        return Data(*_newest["rows"])
+
+    def _make_key(self) -> tuple[Any, ...]:
+        """What the rows follow from: a change of a file is one of its size or time."""
+        paths = [Path(each) for each in (self._data, self._validation) if isinstance(each, str) and each]
+        stats = [each.stat() for each in paths if each.is_file()]
+        return (type(self), repr(self.args), str(self.folder), *((each.st_size, each.st_mtime_ns) for each in stats))
+
+    def encode(self, records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:
+        """The samples. Raises DataError."""
+        raise NotImplementedError
+
+    def load_rows(self) -> tuple[TokenRows, TokenRows | None]:
+        """For training and validation. Raises DataError."""
+        tokenizer = load_tokenizer(self.folder)
+        if not self._data:
+            raise ConfigError("data", self._data, "is not given", "name a file of samples, as in data=texts.jsonl")
+        records, held = texts.read_records(Path(self._data)), None
+        if isinstance(self._validation, str):
+            held = texts.read_records(Path(self._validation)) if self._validation else None
+        elif not 0 <= self._validation < 1:
+            raise ConfigError("validation", self._validation, "is no share of the samples", "give 0.1, say, or a file")
+        elif self._validation:
+            records, held = texts.split_records(records, self._validation)
+        spec = TextSpec(tokenizer, self._max_length, self._truncate)
+        pad = get_pad(tokenizer)
+        row_length = self._max_length if self._is_packed else None
+        train, validation = (None if each is None else self.encode(each, spec) for each in (records, held))
+        assert train is not None
+        return TokenRows(train, pad, row_length), None if validation is None else TokenRows(validation, pad, row_length)
+
+
+_newest: dict[str, Any] = {}  # the rows that were made last: a run's check makes them, and then the run
+
+
+def get_pad(tokenizer: Any) -> int:
+    """The token that pads: the tokenizer's, or else the one that ends a text."""
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
+
+
+class CausalLM(_TextTask):
+    """A language model: logits [B, T, V] of the tokens that follow input_ids [B, T]."""
+
+    auto = "AutoModelForCausalLM"
+
+    def __init__(self, *, packing: bool = False, **args: Any) -> None:
+        super().__init__(**args)
+        self.args |= self._given({"packing": packing})
+        self._is_packed = packing
+        if packing:
+            self.input_names = ("input_ids", "position_ids")  # type: ignore[misc]
+
+    def encode(self, records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:
+        return texts.encode_language(records, spec)
+
+    @property
+    def _output_shape(self) -> list[int]:
+        return [-1, -1, make_config(self.config).get_text_config().vocab_size]
+
+
+class SequenceClassification(_TextTask):
+    """A class for each text: logits [B, C]."""
+
+    auto = "AutoModelForSequenceClassification"
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """With a token that pads: the class of a text is read at the last token before it."""
+        values = super().config
+        if values.get("pad_token_id") is None and self._config is None:
+            values["pad_token_id"] = get_pad(load_tokenizer(self.folder))
+        return values
+
+    def encode(self, records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:
+        return texts.encode_text_classes(records, spec, self.label_numbers)
+
+
+class TokenClassification(_TextTask):
+    """A class for each word: logits [B, T, C], of which the first token of each word counts."""
+
+    auto = "AutoModelForTokenClassification"
+
+    def encode(self, records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:
+        return texts.encode_token_classes(records, spec, self.label_numbers)
+
+    @property
+    def _output_shape(self) -> list[int]:
+        return [-1, -1, len(self.label_numbers)]
+
+
+class ImageClassification(HuggingFaceTask):
+    """A class for each picture: logits [B, C]. The data are folders of pictures, one for each class."""
+
+    auto = "AutoModelForImageClassification"
+    input_names = ("pixel_values",)
+
+    def data(self) -> Data:
+        if not self._data:
+            raise ConfigError("data", self._data, "is not given", "name a folder with one folder for each class")
+        found = self._open(self._data)
+        if isinstance(self._validation, str) and self._validation:
+            return Data(found, self._open(self._validation))
+        if not self._validation:
+            return Data(found)
+        order = np.random.default_rng(0).permutation(len(found))
+        size = max(1, round(float(self._validation) * len(found)))
+        return Data(Subset(found, order[size:].tolist()), Subset(found, order[:size].tolist()))
+
+    def _open(self, folder: str) -> Any:
+        prepare = make_picture_transform(self.folder, self.config)
+        found = ImageFolder(folder, transform=prepare, mode="L" if self.config.get("num_channels", 3) == 1 else "RGB")
+        if found.classes != list(self.label_numbers):
+            problem = f"are {', '.join(self.label_numbers)}, and the folder has {', '.join(found.classes)}"
+            raise ConfigError("labels", self._labels, problem, f"give labels=[{','.join(found.classes)}]")
+        return found
+
+    def inputs(self, batch: Any) -> tuple[Tensor, ...]:
+        return (batch[0].to(getattr(torch, self._datatype_name)),)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        """The mean over the pictures."""
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Loss]:
+        return {"accuracy": (outputs.argmax(-1) == batch[1]).float().mean()}
+
+    def signature(self) -> None:
+        """Found by running the network."""

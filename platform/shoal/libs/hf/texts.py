@@ -1,0 +1,289 @@
+"""Texts as rows of tokens: records of a file, tokenised once, padded or packed into batches.
+
+    {"text": ...}                          every token is learnt
+    {"prompt": ..., "completion": ...}     the completion is learnt
+    {"messages": [{"role", "content"}]}    what the assistant says is learnt; written by the tokenizer's chat template
+    {"text": ..., "label": ...}            a class, by its name or number
+    {"tokens": [...], "labels": [...]}     a class for each word
+
+Called by the Tasks. Knows no model. Legend: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import DataError, needs_extra
+
+IGNORED = -100  # the label of what is not learnt, as torch's cross_entropy has it
+_CHUNK = 1000
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One sample of a file, and where it is: for errors."""
+
+    where: str
+    values: Mapping[str, Any]
+
+    def make_error(self, problem: str, remedy: str = "") -> DataError:
+        return DataError("data", self.where, problem, remedy)
+
+
+def read_records(path: Path) -> list[Record]:
+    """The samples of a file of JSON lines, CSV or Parquet, or the lines of a .txt file. Raises DataError."""
+    if not path.is_file():
+        raise DataError("data", str(path), "is no file", f"paths are looked up from {Path.cwd()}")
+    suffix = path.suffix.lower()
+    try:
+        if suffix in (".csv", ".parquet"):
+            found = list(enumerate(_read_table(path, suffix)))
+        elif suffix in (".jsonl", ".json", ".ndjson", ".txt"):
+            lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+            make = (lambda line: {"text": line}) if suffix == ".txt" else json.loads
+            found = [(number, make(line)) for number, line in lines if line.strip()]
+        else:
+            raise DataError("data", str(path), "is of no known kind", "give .jsonl, .txt, .csv or .parquet")
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError("data", str(path), f"cannot be read: {error}", "give a JSON object a line") from error
+    records = [Record(f"{path}:{number}", values) for number, values in found]
+    if not records:
+        raise DataError("data", str(path), "is empty", "give it samples")
+    for each in records:
+        if not isinstance(each.values, dict):
+            raise each.make_error("is no JSON object", 'write {"text": ...}')
+    return records
+
+
+def _read_table(path: Path, suffix: str) -> list[dict[str, Any]]:
+    with needs_extra("data"):
+        from pyarrow import csv, lib, parquet
+    try:
+        table = csv.read_csv(path) if suffix == ".csv" else parquet.read_table(path)
+    except lib.ArrowException as error:
+        raise DataError("data", str(path), f"cannot be read: {error}") from error
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
+
+
+def split_records(records: Sequence[Record], share: float) -> tuple[list[Record], list[Record]]:
+    """Samples for training, and a share of at least one for validation, the same each time."""
+    if len(records) < 2:
+        raise DataError("validation", share, f"cannot be taken from {len(records)} sample", "give more samples")
+    chosen = np.random.default_rng(0).permutation(len(records))[: max(1, round(share * len(records)))]
+    held = set(chosen.tolist())
+    train = [each for index, each in enumerate(records) if index not in held]
+    if not train:
+        raise DataError("validation", share, "leaves nothing to train on", "give a smaller share")
+    return train, [records[index] for index in sorted(held)]
+
+
+@dataclass(frozen=True)
+class TokenSample:
+    """The tokens of a sample, and what is to be predicted at each: [T] both; or one class of the sample."""
+
+    tokens: Ints
+    labels: Ints | int
+
+
+@dataclass(frozen=True)
+class TextSpec:
+    """How texts become samples.
+
+    tokenizer:  of transformers, a fast one
+    max_length: tokens of a sample, at most; truncate: cut longer ones instead of rejecting them
+    """
+
+    tokenizer: Any
+    max_length: int
+    truncate: bool
+
+    def encode(self, texts: Sequence[Any], **options: Any) -> list[Any]:
+        """The encodings of all texts, with the characters of each token."""
+        found: list[Any] = []
+        for begin in range(0, len(texts), _CHUNK):
+            found += self.tokenizer(
+                list(texts[begin : begin + _CHUNK]), return_attention_mask=False, verbose=False, **options
+            ).encodings
+        return found
+
+    def limit(self, record: Record, tokens: Sequence[int], labels: Sequence[int]) -> tuple[Ints, Ints]:
+        """Raises DataError for a sample that is empty or too long."""
+        if not tokens:
+            raise record.make_error("has no tokens", "remove it")
+        if len(tokens) > self.max_length and not self.truncate:
+            problem = f"has {len(tokens)} tokens, more than max_length={self.max_length}"
+            raise record.make_error(problem, "raise max_length, or give truncate=true")
+        size = self.max_length
+        return np.asarray(tokens[:size], np.int64), np.asarray(labels[:size], np.int64)
+
+
+Spans = list[tuple[int, int]]
+
+
+def encode_language(records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:
+    """Samples whose labels are the tokens that follow. Raises DataError."""
+    written = [_write_text(each, spec.tokenizer) for each in records]
+    end = spec.tokenizer.eos_token_id
+    found: list[TokenSample] = []
+    for is_chat in (False, True):
+        chosen = [index for index, each in enumerate(written) if each[2] is is_chat]
+        encodings = spec.encode([written[index][0] for index in chosen], add_special_tokens=not is_chat)
+        for index, each in zip(chosen, encodings, strict=True):
+            spans = written[index][1]
+            tokens = list(each.ids)
+            taken = [_overlaps(part, spans) for part in each.offsets]
+            if not is_chat and end is not None and (not tokens or tokens[-1] != end):
+                tokens, taken = [*tokens, end], [*taken, True]
+            following = [
+                token if is_learnt else IGNORED for token, is_learnt in zip(tokens[1:], taken[1:], strict=True)
+            ]
+            cut, labels = spec.limit(records[index], tokens, [*following, IGNORED])
+            labels[-1] = IGNORED  # what followed may have been cut off
+            found.append(TokenSample(cut, labels))
+    return found
+
+
+def _overlaps(part: tuple[int, int], spans: Spans) -> bool:
+    return any(part[0] < end and part[1] > begin for begin, end in spans)
+
+
+def _write_text(record: Record, tokenizer: Any) -> tuple[str, Spans, bool]:
+    """The text, the characters that are learnt, and whether it is a chat, which has its special tokens in it."""
+    values = record.values
+    if isinstance(values.get("messages"), list):
+        return _write_chat(record, values["messages"], tokenizer)
+    for names in (("prompt", "completion"), ("text",)):
+        if all(isinstance(values.get(name), str) for name in names):
+            text = "".join(values[name] for name in names)
+            begin = len(values["prompt"]) if len(names) == 2 else 0
+            return text, [(begin, len(text))], False
+    remedy = 'write {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
+    raise record.make_error(f"has {', '.join(values) or 'nothing'}", remedy)
+
+
+def _write_chat(record: Record, messages: list[Any], tokenizer: Any) -> tuple[str, Spans, bool]:
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        raise record.make_error("has messages, and the tokenizer no chat template", "write prompt and completion")
+    spans: Spans = []
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+        for index, each in enumerate(messages):
+            if each["role"] != "assistant":
+                continue
+            before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
+            through = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
+            if not (text.startswith(through) and through.startswith(before)):
+                problem = f"message {index} cannot be found in what the chat template writes"
+                raise record.make_error(problem, "write prompt and completion")
+            spans.append((len(before), len(through)))
+    except (TemplateError, TypeError, KeyError, IndexError) as error:
+        raise record.make_error(f"is refused by the chat template: {error}", "give role and content") from error
+    if not spans:
+        raise record.make_error("has no message of the assistant, so nothing is learnt", "remove it")
+    return text, spans, True
+
+
+def encode_text_classes(records: Sequence[Record], spec: TextSpec, labels: Mapping[str, int]) -> list[TokenSample]:
+    """Samples with one class each. Raises DataError."""
+    for each in records:
+        if not isinstance(each.values.get("text"), str) or "label" not in each.values:
+            raise each.make_error(f"has {', '.join(each.values)}", 'write {"text": ..., "label": ...}')
+    encodings = spec.encode([each.values["text"] for each in records])
+    return [
+        TokenSample(spec.limit(record, each.ids, each.ids)[0], find_label(record, record.values["label"], labels))
+        for record, each in zip(records, encodings, strict=True)
+    ]
+
+
+def encode_token_classes(records: Sequence[Record], spec: TextSpec, labels: Mapping[str, int]) -> list[TokenSample]:
+    """Samples with a class at the first token of each word. Raises DataError."""
+    for each in records:
+        words, classes = each.values.get("tokens"), each.values.get("labels")
+        if not isinstance(words, list) or not isinstance(classes, list) or len(words) != len(classes):
+            raise each.make_error("has not a label for each of its tokens", 'write {"tokens": [...], "labels": [...]}')
+    encodings = spec.encode([each.values["tokens"] for each in records], is_split_into_words=True)
+    found = []
+    for record, each in zip(records, encodings, strict=True):
+        classes = [find_label(record, label, labels) for label in record.values["labels"]]
+        words = [None, *each.word_ids]
+        own = [IGNORED if word is None or word == before else classes[word] for before, word in pairwise(words)]
+        found.append(TokenSample(*spec.limit(record, each.ids, own)))
+    return found
+
+
+def find_label(record: Record, label: object, labels: Mapping[str, int]) -> int:
+    """The number of a class. Raises DataError for an unknown one."""
+    if isinstance(label, str) and label in labels:
+        return labels[label]
+    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(labels):
+        return label
+    problem = f"label {label!r} is none of the model's {len(labels)}: {', '.join(list(labels)[:8])}"
+    raise record.make_error(problem, "give labels, a list of the names, or correct it")
+
+
+class TokenRows:
+    """A dataset of rows of tokens, each of one sample or of several that are packed.
+
+    A batch: input_ids [B, T] int64, padded to its longest row; labels [B, T], or [B] where each row has one class; and
+    attention_mask [B, T], or for packed rows position_ids [B, T], which begin at 0 for each sample.
+    """
+
+    def __init__(self, samples: Sequence[TokenSample], pad: int, row_length: int | None = None) -> None:
+        """row_length: pack samples into rows of at most so many tokens; None: a row for each"""
+        self._samples, self._pad, self._is_packed = samples, pad, row_length is not None
+        lengths = [len(each.tokens) for each in samples]
+        self._rows = [[index] for index in range(len(samples))] if row_length is None else pack(lengths, row_length)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        rows = [[self._samples[each] for each in self._rows[index]] for index in indices]
+        width = max(sum(len(each.tokens) for each in row) for row in rows)
+        tokens = np.full((len(rows), width), self._pad, np.int64)
+        labels = np.full((len(rows), width), IGNORED, np.int64)
+        positions = np.zeros((len(rows), width), np.int64)
+        mask = np.zeros((len(rows), width), np.int64)
+        for row, samples in enumerate(rows):
+            at = 0
+            for each in samples:
+                end = at + len(each.tokens)
+                tokens[row, at:end], mask[row, at:end] = each.tokens, 1
+                labels[row, at:end] = each.labels
+                positions[row, at:end] = np.arange(end - at)
+                at = end
+            positions[row, at:] = np.arange(width - at)
+        if not isinstance(rows[0][0].labels, np.ndarray):
+            labels = np.array([row[0].labels for row in rows], np.int64)
+        extra = ("position_ids", positions) if self._is_packed else ("attention_mask", mask)
+        arrays = {"input_ids": tokens, extra[0]: extra[1], "labels": labels}
+        return {name: torch.from_numpy(each) for name, each in arrays.items()}
+
+
+def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Rows of samples, none longer than `row_length`: each sample, the longest first, into the fullest row that has
+    capacity for it."""
+    free: list[tuple[int, int]] = []  # (free tokens, row), in order
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
+        at = bisect.bisect_left(free, (lengths[index], -1))
+        capacity, row = free.pop(at) if at < len(free) else (row_length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        bisect.insort(free, (capacity - lengths[index], row))
+    return rows

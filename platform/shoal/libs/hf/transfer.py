@@ -1,0 +1,215 @@
+"""Models of Hugging Face in the registry: a folder becomes a version, and a version a folder.
+
+Called by `shoal models push` and `pull`, and where adapters are registered. Asks no hub.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shoal.atomic_file import make_folder, replace_synced
+from shoal.errors import ConfigError
+from shoal.libs.hf.network import LoraSpec
+from shoal.libs.hf.source import (
+    COMPANIONS,
+    CONFIG,
+    find_folder,
+    make_cached_folder,
+    make_config,
+    read_config,
+)
+from shoal.registry import ModelFactory, ModelVersion, Registry
+from shoal.train.export.model_entry import build
+from shoal.train.export.signature import infer_signature
+from shoal.train.initial_weights import load_initial_weights
+from shoal.train.task import Task, make_task
+from shoal.weights import WeightSnapshot
+from shoal.weights.tensor_file import read_tensors
+
+_TASKS = "shoal.libs.hf.tasks"
+KINDS = {
+    "causal_lm": f"{_TASKS}:CausalLM",
+    "sequence_classification": f"{_TASKS}:SequenceClassification",
+    "token_classification": f"{_TASKS}:TokenClassification",
+    "image_classification": f"{_TASKS}:ImageClassification",
+}
+_SUFFIXES = {
+    "ForCausalLM": "causal_lm",
+    "LMHeadModel": "causal_lm",
+    "ForSequenceClassification": "sequence_classification",
+    "ForTokenClassification": "token_classification",
+    "ForImageClassification": "image_classification",
+}
+
+
+class Transferable(Task):
+    """What is needed here of a Task on a model of Hugging Face."""
+
+    auto: ClassVar[str]
+    lora: LoraSpec | None
+    args: dict[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        """Of the model."""
+        raise NotImplementedError
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The contents of config.json."""
+        raise NotImplementedError
+
+    def merge_weights(self, adapters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors of the network without adapters, that computes as with them."""
+        raise NotImplementedError
+
+
+def pull(model: str, name: str, kind: str = "", dtype: str = "auto", alias: str = "champion") -> ModelVersion:
+    """Register a folder of Hugging Face as a version of `name`. Raises ConfigError, RegistryError."""
+    folder = find_folder(model)
+    if kind not in ("", *KINDS):
+        raise ConfigError("--kind", kind, "is unknown", f"give one of {', '.join(KINDS)}")
+    task = _make_task(KINDS[kind or _choose_kind(folder)], {"model": str(folder), "dtype": dtype})
+    return _register(task, name, (alias,), {"source": model})
+
+
+def _make_task(reference: str, args: Mapping[str, Any]) -> Transferable:
+    made = make_task(reference, args)
+    assert isinstance(made, Transferable)
+    return made
+
+
+def register_base(task: Transferable, source: str) -> ModelVersion:
+    """The version with the weights of the Task's folder, which adapters refer to: one that is there, or a new one.
+
+    source: the folder, as it was given
+    """
+    args = {name: task.args[name] for name in ("dtype", "labels") if name in task.args}
+    base = type(task)(model=str(task.folder), **args)  # type: ignore[call-arg]
+    stem = Path(source.partition("@")[0]).stem.lower()
+    name = "".join(each if each.isalnum() else "-" for each in stem).strip("-") or "model"
+    return _register(base, f"{name}-base", ("base",), {"source": source}, reuses=True)
+
+
+def _register(
+    task: Transferable, name: str, aliases: tuple[str, ...], lineage: Mapping[str, str], *, reuses: bool = False
+) -> ModelVersion:
+    """reuses: take a version of this name with the same weights, if there is one"""
+    torch.manual_seed(0)  # of a head that the folder does not have
+    network = task.model()
+    load_initial_weights(network, task.initial_weights())
+    tensors = {name: each.detach().contiguous().clone() for name, each in network.state_dict().items()}
+    snapshot = WeightSnapshot.from_payload(1, safetensors.torch.save(tensors))
+    registry, travelling = Registry(), task.registration()
+    assert travelling is not None
+    if reuses and registry.has(name):
+        for each in registry.list(name):
+            if each.manifest.sha256 == snapshot.sha256:
+                return each
+    signature = task.signature() or _describe(task, network)
+    reference = {"task": f"{_TASKS}:{type(task).__name__}", "args": dict(travelling.args)}
+    return registry.register(
+        name,
+        snapshot,
+        model=ModelFactory(factory=f"{build.__module__}:build", kwargs=reference),
+        signature=signature,
+        files=travelling.files,
+        lineage=lineage,
+        aliases=aliases,
+    )
+
+
+def _describe(task: Transferable, network: nn.Module) -> Any:
+    size = task.config.get("image_size", 224)
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return infer_signature(task, network, (torch.zeros(2, task.config.get("num_channels", 3), height, width), None))
+
+
+def _choose_kind(folder: Path) -> str:
+    """By the class that the folder was saved from. Raises ConfigError."""
+    names = read_config(folder).get("architectures") or []
+    for name in names:
+        for suffix, kind in _SUFFIXES.items():
+            if name.endswith(suffix):
+                return kind
+    raise ConfigError("kind", ", ".join(names), "is no kind that can be served", f"give --kind, of {', '.join(KINDS)}")
+
+
+def find_task(version: ModelVersion) -> Transferable:
+    """The Task that builds a version. Raises ConfigError for a version of another kind of Task."""
+    kwargs = version.manifest.model.kwargs
+    if kwargs.get("task") not in KINDS.values():
+        problem = "is no model of transformers"
+        raise ConfigError("model", version.ref, problem, "give one that was pulled, or trained by a Task of shoal.hf")
+    return _make_task(kwargs["task"], kwargs["args"])
+
+
+def read_full_weights(version: ModelVersion, task: Transferable) -> Mapping[str, Tensor]:
+    """The weights of the network without adapters: those of a version with adapters are merged."""
+    tensors = read_tensors(version.weight_file())
+    return tensors if task.lora is None else task.merge_weights(tensors)
+
+
+def write_folder(version: ModelVersion, folder: Path) -> None:
+    """Write a version as `save_pretrained` does: config.json, safetensors, and the files of its tokenizer."""
+    task = find_task(version)
+    with torch.device("meta"):
+        network = getattr(transformers, task.auto).from_config(make_config(task.config))
+    buffers = [
+        (module, name) for module in network.modules() for name, each in module._buffers.items() if each is not None
+    ]
+    tensors = read_full_weights(version, task)
+    network.load_state_dict(dict(tensors), assign=True)
+    network.tie_weights()
+    for module, name in buffers:
+        if module._buffers[name].is_meta:  # of no state dict, and so of no file
+            module._buffers[name] = torch.empty(0)
+    network.save_pretrained(folder)
+    written = json.loads((folder / CONFIG).read_text())
+    replace_synced(folder / CONFIG, json.dumps({**written, **_keep(task.config)}, indent=2).encode())
+    for name in version.manifest.files:
+        if name in COMPANIONS:
+            replace_synced(folder / name, version.fetch_file(name).read_bytes())
+
+
+def _keep(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What serving and training change in a configuration, as it was."""
+    return {name: config[name] for name in ("use_cache",) if name in config}
+
+
+def unpack_version(version: ModelVersion) -> Path:
+    """The folder of a version on this host, which is written once."""
+    return make_cached_folder(f"version-{version.manifest.sha256[:32]}", lambda draft: write_folder(version, draft))
+
+
+def push(version: ModelVersion, folder: Path, hub_name: str = "") -> Path:
+    """Write a version into a folder, or for `org/name` below it in the layout of the hub's cache.
+
+    Returns the folder with config.json. Raises ConfigError for a folder that has files in it.
+    """
+    if not hub_name:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError("folder", str(folder), "is not empty", "name a new one")
+        make_folder(folder)
+        write_folder(version, folder)
+        return folder
+    if hub_name.count("/") != 1:
+        raise ConfigError("--hub", hub_name, "is no name of the hub", "write it as org/name")
+    top = folder / f"models--{hub_name.replace('/', '--')}"
+    digest = hashlib.sha1(f"{version.ref} {version.manifest.sha256}".encode()).hexdigest()
+    snapshot = top / "snapshots" / digest
+    if not (snapshot / CONFIG).is_file():
+        make_folder(snapshot)
+        write_folder(version, snapshot)
+    make_folder(top / "refs")
+    replace_synced(top / "refs" / "main", digest.encode())
+    return snapshot

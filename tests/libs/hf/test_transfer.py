@@ -1,0 +1,105 @@
+"""Folders of Hugging Face as versions of the registry and back: the same logits, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from tiny_models import save_model, write_lines
+
+import shoal
+from shoal.cli import cli
+from shoal.errors import ConfigError
+from shoal.libs.hf.source import find_folder
+from shoal.libs.hf.tasks import CausalLM
+from shoal.libs.hf.transfer import pull, push
+from shoal.registry import Registry
+from shoal.serve.model.formats.module import ModuleTemplate
+from shoal.serve.model.formats.template import TemplateConfig
+from shoal.serve.spec.model_options import ModelOptions
+
+TOKENS = np.arange(10).reshape(2, 5)
+
+
+def answer(ref: str) -> np.ndarray:
+    """The logits that an endpoint gives."""
+    found = Registry().get(ref)
+    setting = TemplateConfig(found.manifest.model, found.manifest.signature, ModelOptions(), "cpu", torch_threads=1)
+    inputs = {"input_ids": TOKENS, "attention_mask": np.ones_like(TOKENS)}
+    return ModuleTemplate(setting).load(found.weight_file())(inputs)["logits"]
+
+
+def compute(model: torch.nn.Module) -> np.ndarray:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.from_numpy(TOKENS)).logits.numpy()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_folder_that_went_through_the_registry_gives_the_same_logits(kind: str, tmp_path: Path) -> None:
+    expected = compute(save_model(tmp_path / "model", kind, tie_word_embeddings=True))
+    found = pull(str(tmp_path / "model"), "tiny")
+    np.testing.assert_array_equal(answer(found.ref), expected)
+    written = push(found, tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
+    np.testing.assert_array_equal(compute(loaded), expected)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(written, local_files_only=True)
+    assert tokenizer.decode(tokenizer("a cat")["input_ids"]) == "a cat"
+    with pytest.raises(ConfigError, match="is not empty"):
+        push(found, tmp_path / "out")
+
+
+def test_weights_of_16_bits_stay_so(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    found = pull(str(tmp_path / "model"), "tiny")
+    written = push(found, tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
+    assert loaded.dtype == torch.bfloat16
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_the_layout_of_the_hub_is_written_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = compute(save_model(tmp_path / "model"))
+    pull(str(tmp_path / "model"), "tiny")
+    cache = tmp_path / "cache" / "hub"
+    ran = CliRunner().invoke(cli, ["models", "push", "tiny@1", str(cache), "--hub", "team/tiny"])
+    assert ran.exit_code == 0, ran.output
+    top = cache / "models--team--tiny"
+    snapshot = top / "snapshots" / (top / "refs" / "main").read_text()
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {each.name for each in snapshot.iterdir()}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained("team/tiny", cache_dir=cache, local_files_only=True)
+    np.testing.assert_array_equal(compute(loaded), expected)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    assert find_folder("team/tiny") == find_folder(str(top)) == snapshot.resolve()
+    ran = CliRunner().invoke(cli, ["models", "pull", "team/tiny", "--name", "again"])
+    assert ran.exit_code == 0, ran.output
+    np.testing.assert_array_equal(answer("again@champion"), expected)
+
+
+def test_a_trained_version_is_a_model_to_go_on_with(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    data = write_lines(tmp_path / "texts.jsonl", [{"text": "a cat"}, {"text": "a dog"}])
+    args = {"lora": {"rank": 2}, "data": data}
+    task = CausalLM(model=str(tmp_path / "model"), **args)
+    shoal.fit(task, stop={"steps": 2}, batch_size=2, say=None, name="tuned", optimizer={"learning_rate": 0.1})
+    served = answer("tuned")
+    written = push(Registry().get("tuned"), tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
+    np.testing.assert_allclose(compute(loaded), served, atol=1e-5)
+    further = CausalLM(model="tuned@1", **args)
+    assert further.folder != written
+    assert further.registration().lineage["base"] == "tuned-base@1"
+
+
+def test_a_version_of_another_task_is_refused(tmp_path: Path) -> None:
+    ran = CliRunner().invoke(cli, ["models", "pull", str(tmp_path), "--name", "tiny"])
+    assert isinstance(ran.exception, ConfigError)
+    assert "has no config.json" in str(ran.exception)
+    save_model(tmp_path / "model", "bert", "AutoModelForMaskedLM")
+    with pytest.raises(ConfigError, match="give --kind"):
+        pull(str(tmp_path / "model"), "tiny")
