@@ -6,7 +6,9 @@ blocks: a deep model is read from two short ones. Called by `fake_plan` and `sho
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -34,6 +36,9 @@ from shoal.data import Data
 from shoal.data.loader import load_first_batch
 from shoal.parallel import ParallelDims, ParallelSpec, World
 from shoal.parallel.build import parallelize
+from shoal.parallel.model import TaskProtocol
+from shoal.parallel.tensor import apply
+from shoal.parallel.tensor.plan import TensorPlan
 
 STATES = ("memory_parameters", "memory_optimizer", "memory_average", "memory_gradients")
 
@@ -113,6 +118,7 @@ class FakeTask:
     make_optimizer: MakeOptimizer
     blocks: RepeatedBlocks | None
     is_cuda: bool
+    _tensor_plans: dict[tuple[int | None, int], TensorPlan] = field(default_factory=dict)  # by blocks and ranks
 
     def read_step(self, parallel: ParallelSpec, degrees: ParallelDims, samples: int) -> FakeStep:
         """The step of rank 0, of the full model.
@@ -148,9 +154,25 @@ class FakeTask:
                 self.blocks.keep(model, len(self.blocks.names) if num_blocks is None else num_blocks)
                 block = model.get_submodule(".".join(filter(None, (self.blocks.path, self.blocks.names[0]))))
                 block.register_forward_hook(lambda _, args, output: handed.append(bytes_of(tensors_of(output))))
-            with keep_block_shares(_count_parameters(model) / size):
+            with keep_block_shares(_count_parameters(model) / size), self._reuse_tensor_plan(num_blocks):
                 found = self._profile(model, make_eager_spec(parallel), degrees, world, mode, batch, play)
         return replace(found, handed_bytes=float(handed[-1] if handed else 0.0))
+
+    @contextmanager
+    def _reuse_tensor_plan(self, num_blocks: int | None) -> Iterator[None]:
+        """Within, the layers to split are searched only the first time: no number of samples changes them."""
+        find = vars(apply)["find_tensor_plan"]
+
+        def reuse(model: nn.Module, learnable: TaskProtocol, size: int, example: object = None) -> TensorPlan:
+            if (num_blocks, size) not in self._tensor_plans:
+                self._tensor_plans[num_blocks, size] = find(model, learnable, size, example)
+            return self._tensor_plans[num_blocks, size]
+
+        vars(apply)["find_tensor_plan"] = reuse
+        try:
+            yield
+        finally:
+            vars(apply)["find_tensor_plan"] = find
 
     def _profile(
         self,
