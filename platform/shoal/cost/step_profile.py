@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.cost.measure.memory import bytes_of, state_of, storages_of, to_local, track_growth
-from shoal.cost.measure.op_counter import count_ops
+from shoal.cost.measure.op_counter import OpCounts, count_ops
 from shoal.parallel.model import ParallelModel
 
 
@@ -26,11 +26,13 @@ def profile_step(
     is_fake: bool = False,
     average: Sequence[Tensor] = (),
     collectives: dict[tuple[int, ...], tuple[int, float]] | None = None,
+    counts: list[OpCounts] | None = None,
 ) -> Iterator[dict[str, float]]:
     """Profile the one step in the body; the numbers are complete when it has ended.
 
     average:     of the weights, which is stored all the time
     collectives: takes those of torch.distributed, by their ranks: how many, and the bytes that this rank sends
+    counts:      takes what the operators took
     """
     found: dict[str, float] = {}
     state = state_of(model.modules, optimizer)
@@ -43,6 +45,8 @@ def profile_step(
         yield found
     if collectives is not None:
         collectives |= reading.collectives
+    if counts is not None:
+        counts.append(reading)
     found |= {
         "parameters_rank": float(sum(to_local(parameter).numel() for parameter in parameters)),
         "flops_rank": reading.flops,

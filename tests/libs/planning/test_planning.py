@@ -18,9 +18,10 @@ from shoal.errors import ConfigError
 from shoal.libs.planning import planner, step_time
 from shoal.libs.planning.calibration import Calibration, LinkCost, StepTimes, calibrate
 from shoal.libs.planning.candidates import enumerate_candidates, require_open_choices
+from shoal.libs.planning.estimate import PlanEstimate, sort_estimates
 from shoal.libs.planning.hardware import HardwareSpec
 from shoal.libs.planning.plan import plan as plan_command
-from shoal.libs.planning.planner import PlanEstimate, Planner, sort_estimates
+from shoal.libs.planning.planner import Planner
 from shoal.libs.planning.server_costs import ServerCosts, measure_server_costs
 from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.sync.parameter_server.config import LocalSGDConfig, ParameterServerConfig

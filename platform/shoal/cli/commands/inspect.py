@@ -87,7 +87,8 @@ def _show_task(console: Console, reference: str, overrides: tuple[str, ...], as_
     console.print(Text(title, style="bold"))
     console.print(_build_cost_table({"predicted": table.values}))
     _print_notes(console, table)
-    console.print(_build_placement_table(table))
+    if table.placement_rows:
+        console.print(_build_placement_table(table))
 
 
 def _show_run(console: Console, run: Run, as_json: bool) -> None:

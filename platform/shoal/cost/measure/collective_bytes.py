@@ -8,7 +8,8 @@ CPU, reduce-scatters by an all-reduce of a copy, of which each rank keeps its pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -45,6 +46,7 @@ _FUNCTIONAL: dict[str, tuple[bool, float]] = {
 }
 
 
+_is_cuda_assumed = False
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
@@ -107,7 +109,18 @@ def is_wait(op: Any) -> bool:
 
 def is_on_cpu(args: Sequence[Any]) -> bool:
     """Whether Gloo runs it, and not a device's own library."""
-    return any(each.is_cpu for each in _flatten(args))
+    return not _is_cuda_assumed and any(each.is_cpu for each in _flatten(args))
+
+
+@contextmanager
+def assume_cuda(is_assumed: bool) -> Iterator[None]:
+    """Within, tensors on the CPU count as on GPUs, whose library copies nothing."""
+    global _is_cuda_assumed
+    before, _is_cuda_assumed = _is_cuda_assumed, is_assumed
+    try:
+        yield
+    finally:
+        _is_cuda_assumed = before
 
 
 def _flatten(value: Any) -> list[Tensor]:

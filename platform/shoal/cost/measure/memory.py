@@ -92,7 +92,8 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     storages = {}
     for tensor in tensors:
         for storage in storages_of(tensor) if tensor is not None else ():
-            storages[storage.data_ptr() or id(storage)] = storage.nbytes()
+            is_fake = storage.device.type == "meta"  # which has no address
+            storages[storage._cdata if is_fake else storage.data_ptr() or id(storage)] = storage.nbytes()
     return sum(storages.values())
 
 

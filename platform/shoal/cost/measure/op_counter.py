@@ -33,6 +33,8 @@ class OpCounts:
     saved_bytes:    alive when the first backward pass began, without resident_bytes: the activations
     collectives:    by their ranks: how many collectives, and the bytes that this rank sends in them
     unknown:        operators with unknown arithmetic, with their numbers of calls
+    live_bytes:     for each operator, the most that was alive since the one before it, without resident_bytes
+    backward:       the first operator of the first backward pass, and the end of the last one
     """
 
     resident_bytes: int = 0
@@ -44,6 +46,8 @@ class OpCounts:
     sent: Counter[str] = field(default_factory=Counter)
     collectives: dict[tuple[int, ...], tuple[int, float]] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
+    live_bytes: list[int] = field(default_factory=list)
+    backward: tuple[int, int] = (0, 0)
 
     @property
     def flops(self) -> float:
@@ -72,7 +76,7 @@ class OpCounter(TorchDispatchMode):
         self._mapped: list[Tensor] = []
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's id
         self._allocated_bytes = 0  # since entering, and still alive
-        self._peak_bytes = 0
+        self._peak_bytes = self._recent_bytes = 0
         self._in_backward = False
 
     def track(self, tensors: Iterable[Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> None:
@@ -98,15 +102,22 @@ class OpCounter(TorchDispatchMode):
         if not self._in_backward and torch._C._current_graph_task_id() != -1:
             self._in_backward = True
             self.counts.saved_bytes = self._allocated_bytes
+            self.counts.backward = (len(self.counts.live_bytes),) * 2
         if func is torch.ops.aten.from_file.default:
             return self._map_file(func, args, kwargs)
         out = self._call(func, args, kwargs)
         if self._is_fake and not isinstance(func, HigherOrderOperator):
             for each in collective_bytes.find_scratch_tensors(func, args, out):
                 torch.empty_like(each)
+                self._grow(each.nbytes)
+                self._allocated_bytes -= each.nbytes
         for each in _tensors(out):
             self._note_tensor(each, is_new=True)
         self._count(func, args, kwargs, out)
+        self.counts.live_bytes.append(self._recent_bytes)
+        self._recent_bytes = self._allocated_bytes
+        if torch._C._current_graph_task_id() != -1:
+            self.counts.backward = self.counts.backward[0], len(self.counts.live_bytes)
         return out
 
     def _map_file(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -179,6 +190,7 @@ class OpCounter(TorchDispatchMode):
     def _grow(self, size: int) -> None:
         self._allocated_bytes += size
         self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
+        self._recent_bytes = max(self._recent_bytes, self._allocated_bytes)
 
     def _on_resize(self, storage: torch.UntypedStorage) -> None:
         """FSDP frees and restores gathered parameters by resizing storages in place, without an operator."""

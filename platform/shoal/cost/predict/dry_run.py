@@ -135,7 +135,7 @@ def dry_run(
     with fake_world(rank, degrees.workers, device, play) as world:
         torch.manual_seed(spec.seed)
         batch = load_first_batch(data, batch_size // degrees.data, device, is_exact=True)
-        model = parallelize(task.model(), task, _make_eager_spec(spec.parallel), degrees, world, batch, spec.seed)
+        model = parallelize(task.model(), task, make_eager_spec(spec.parallel), degrees, world, batch, spec.seed)
         try:
             if isinstance(model, PipelineModel) and device.type == "cpu":
                 model.clock.now_s = time.thread_time  # stages are timed in turn: other load must not slow only one
@@ -150,9 +150,9 @@ def dry_run(
             collectives: dict[tuple[int, ...], tuple[int, float]] = {}
             play.shared_sums.clear()
             with profile_step(model, optimizer, is_fake=True, average=average, collectives=collectives) as found:
-                _run_step(model, optimizer, batch, next(steps), spec.clip_norm)
+                run_step(model, optimizer, batch, next(steps), spec.clip_norm)
             values = {**found, "step_s": min(each.step_s for each in timed)}
-            traffic = _collect_traffic(collectives, play)
+            traffic = collect_traffic(collectives, play)
             if not isinstance(model, PipelineModel):
                 return DryRun(values, traffic)
             outside_s = min(each.step_s - each.scheduled_s for each in timed)
@@ -164,7 +164,7 @@ def dry_run(
             model.close()
 
 
-def _collect_traffic(
+def collect_traffic(
     collectives: dict[tuple[int, ...], tuple[int, float]], play: SimulatedRanks
 ) -> tuple[CollectiveTraffic, ...]:
     found = [CollectiveTraffic(ranks, *both, is_shared=False) for ranks, both in collectives.items()]
@@ -174,7 +174,7 @@ def _collect_traffic(
     return tuple(found)
 
 
-def _make_eager_spec(parallel: ParallelSpec) -> ParallelSpec:
+def make_eager_spec(parallel: ParallelSpec) -> ParallelSpec:
     """Without a compiler, and without retries of the loss scale: the losses here are meaningless."""
     precision = "bf16" if parallel.precision == "fp16" else parallel.precision
     return parallel.model_copy(update={"compile": False, "precision": precision})
@@ -201,7 +201,7 @@ def _time_step(
 ) -> _StepTimes:
     before_s, scheduled_s, handled_s = model.busy_by_stage, model.scheduled_s, handled.total_s
     began_s = time.perf_counter()
-    _run_step(model, optimizer, batch, step, clip_norm)
+    run_step(model, optimizer, batch, step, clip_norm)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     step_s = time.perf_counter() - began_s
@@ -211,7 +211,7 @@ def _time_step(
     return _StepTimes(step_s, scheduled_s, busy_s, besides_s)
 
 
-def _run_step(model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None) -> None:
+def run_step(model: ParallelModel, optimizer: Optimizer, batch: Any, step: int, clip_norm: float | None) -> None:
     model.train_step(batch, step)
     if clip_norm is not None:
         model.clip_gradients(clip_norm)

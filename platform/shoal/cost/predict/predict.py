@@ -24,7 +24,9 @@ from shoal.cost.predict.dry_run import (
     dry_run,
     pick_representative_ranks,
 )
+from shoal.cost.predict.fake_plan import predict_on_fake_tensors
 from shoal.cost.predict.fake_process_group import NotYetSent, SimulatedRanks
+from shoal.cost.predict.fake_tensors import ModelTooLarge, build_small_model
 from shoal.cost.predict.message_latency import measure_latency_s
 from shoal.cost.predict.single_device import (
     CostTaskProtocol,
@@ -35,6 +37,7 @@ from shoal.cost.predict.single_device import (
 from shoal.cpu_count import count_usable_cores
 from shoal.data import Batch, Data
 from shoal.data.loader import load_first_batch
+from shoal.errors import ShoalError, summarize_error
 from shoal.parallel.comm.world import choose_device
 from shoal.parallel.pipeline.partition import StagePartition
 from shoal.parallel.pipeline.schedules import get_stage_ranks, plan_actions
@@ -69,20 +72,39 @@ def predict_cost(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer
 
     make_optimizer: (task, spec.optimizer, parameters) -> the optimiser, as the run will create it
 
+    A model that is too large to be built here is counted on fake tensors, if it can be.
+
     Raises PlanError, DataError or ConfigError for a run that is impossible.
     """
-    return build_cost_table(spec, dry_run_plan(task, spec, make_optimizer))
+    try:
+        return build_cost_table(spec, dry_run_plan(task, spec, make_optimizer, is_limited=True))
+    except ModelTooLarge:
+        pass
+    try:
+        return predict_on_fake_tensors(task, spec, make_optimizer, task.data())
+    except ShoalError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a model's code raises of tensors without values
+        note = f"run with the real model, which could not be counted on fake tensors: {summarize_error(error)}"
+    found = build_cost_table(spec, dry_run_plan(task, spec, make_optimizer))
+    return replace(found, notes=(*found.notes, note))
 
 
-def dry_run_plan(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer) -> DryPlan:
-    """Profile the full model, and dry-run each kind of rank. As `predict_cost`."""
+def dry_run_plan(
+    task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer, *, is_limited: bool = False
+) -> DryPlan:
+    """Profile the full model, and dry-run each kind of rank. As `predict_cost`.
+
+    is_limited: raise ModelTooLarge for a model that is better counted on fake tensors
+    """
     degrees = spec.resolve_dims()
     samples = spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
-    device = choose_device(spec.device, 0)
     threads = spec.threads or max(1, count_usable_cores() // spec.workers)
     with preserve_process(spec.seed, threads):
         data = task.data()
-        model = task.model().to(device)
+        model = build_small_model(task.model) if is_limited else task.model()
+        device = choose_device(spec.device, 0)
+        model = model.to(device)
         alone = profile_single_device(task, model, data, samples, device)
         runs, notes = _run_ranks(task, spec, data, alone, samples, degrees, device, make_optimizer)
         layout = next(iter(runs.values())).layout

@@ -10,7 +10,8 @@ import click
 
 from shoal.config import format_override
 from shoal.cost.cost_table import format_quantity
-from shoal.libs.planning.planner import PlanEstimate
+from shoal.cost.predict.fake_plan import NOTE
+from shoal.libs.planning.estimate import PlanEstimate
 from shoal.train.spec import TrainSpec
 
 
@@ -32,6 +33,7 @@ def to_json(estimate: PlanEstimate, spec: TrainSpec) -> dict[str, Any]:
         "server_bytes": estimate.server_bytes if time else None,
         "sent_bytes": estimate.sent_bytes if time else None,
         "reason": estimate.reason,
+        "is_run": estimate.is_run,
     }
 
 
@@ -53,6 +55,8 @@ def print_plans(found: Sequence[PlanEstimate], spec: TrainSpec) -> None:
 
 def print_choice(found: Sequence[PlanEstimate], task: str, overrides: Sequence[str]) -> None:
     """The command of the best plan, and of the best one that trains as one process does."""
+    if not all(each.is_run for each in found):
+        click.secho(f"{NOTE}: times are those of the operations and bytes at the given rates", dim=True)
     possible = [each for each in found if each.is_possible]
     if not possible:
         click.secho("no plan fits: give more devices or device_memory, or a smaller batch_size", fg="yellow")

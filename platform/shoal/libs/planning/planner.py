@@ -8,14 +8,15 @@ calibration's processes; leaves random numbers and threads as they were.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import psutil
 import torch
 
-from shoal.cost.cost_table import format_quantity
 from shoal.cost.measure.peak_flops import measure_peak_flops
 from shoal.cost.predict.dry_run import DryRun
+from shoal.cost.predict.fake_plan import open_task
+from shoal.cost.predict.fake_tensors import ModelTooLarge, build_small_model
 from shoal.cost.predict.predict import DryPlan, dry_run_plan, simulate_pipeline
 from shoal.cost.predict.single_device import preserve_process
 from shoal.cpu_count import count_usable_cores
@@ -23,7 +24,9 @@ from shoal.errors import ConfigError, ShoalError, summarize_error
 from shoal.libs.planning import step_time
 from shoal.libs.planning.calibration import Calibration, calibrate
 from shoal.libs.planning.candidates import Candidate, enumerate_candidates
+from shoal.libs.planning.estimate import PlanEstimate, estimate_plan, sort_estimates
 from shoal.libs.planning.hardware import HardwareSpec
+from shoal.libs.planning.large_planner import LargePlanner
 from shoal.libs.planning.server_costs import ServerCosts, measure_server_costs
 from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.parallel.comm.world import choose_device
@@ -34,52 +37,6 @@ from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, build_model
 
 CALIBRATED_STEP_S = 0.2  # a longer step is calibrated on fewer samples
-
-
-@dataclass(frozen=True)
-class PlanEstimate:
-    """One plan. Seconds are NaN and bytes 0 where the plan is not applicable.
-
-    memory_bytes: of a worker
-    server_bytes: of a parameter server
-    sent_bytes:   of a worker, each step
-    problem:      why it cannot run: it does not fit, or is not applicable
-    """
-
-    candidate: Candidate
-    time: StepTime | None = None
-    memory_bytes: float = 0.0
-    server_bytes: float = 0.0
-    sent_bytes: float = 0.0
-    problem: str = ""
-    is_applicable: bool = True
-
-    @property
-    def is_possible(self) -> bool:
-        return not self.problem
-
-    @property
-    def step_s(self) -> float:
-        return float("inf") if self.time is None else self.time.step_s
-
-    @property
-    def reason(self) -> str:
-        """Why the plan has its rank, in one line."""
-        if self.problem or self.time is None:
-            return self.problem
-        time = self.time
-        parts = [f"compute {_seconds(time.compute_s)}"]
-        if time.bubble_s:
-            parts.append(f"bubble {_seconds(time.bubble_s)}")
-        if self.sent_bytes:
-            parts.append(f"communication {_seconds(time.exposed_s)} ({format_quantity(self.sent_bytes, 'bytes')} sent)")
-        if time.limit:
-            parts.append(f"bound by {time.limit}")
-        return ", ".join(parts)
-
-
-def _seconds(value: float) -> str:
-    return format_quantity(value, "seconds")
 
 
 @dataclass
@@ -98,19 +55,13 @@ class Planner:
 
     def estimate(self, candidate: Candidate) -> PlanEstimate:
         """The candidate's numbers, or why it is not applicable."""
-        try:
+
+        def find() -> PlanEstimate:
             spec = self.spec.override(candidate.overrides)
             is_served = isinstance(spec.sync, ServersConfig)
-            found = self._estimate_replicas(candidate, spec) if is_served else self._estimate(candidate, spec)
-        except ShoalError as error:
-            return PlanEstimate(candidate, problem=f"not applicable: {_first_line(error)}", is_applicable=False)
-        except Exception as error:  # noqa: BLE001 - whatever a user's code raises of batches and parts that it never saw
-            problem = f"not applicable: {type(error).__name__}: {summarize_error(error)}"
-            return PlanEstimate(candidate, problem=problem, is_applicable=False)
-        if found.memory_bytes > self.device_memory:
-            needed, given = (format_quantity(each, "bytes") for each in (found.memory_bytes, self.device_memory))
-            return replace(found, problem=f"does not fit: needs {needed} of {given}")
-        return found
+            return self._estimate_replicas(candidate, spec) if is_served else self._estimate(candidate, spec)
+
+        return estimate_plan(candidate, find, self.device_memory)
 
     def _estimate(self, candidate: Candidate, spec: TrainSpec) -> PlanEstimate:
         """All ranks take part in each step."""
@@ -197,10 +148,6 @@ class Planner:
         return self.calibration.together.input_s * samples / self.calibration.samples
 
 
-def _first_line(error: ShoalError) -> str:
-    return str(error).partition("\n")[0]
-
-
 def _threads_of(cores: int, workers: int) -> int:
     """Of a worker, when as many share a host: never more than this machine can time."""
     return max(1, min(count_usable_cores(), cores // workers))
@@ -223,7 +170,7 @@ def rank_plans(
     """
     local = spec.override(["parallel=single", "sync.kind=diloco", *sync]).sync
     assert isinstance(local, LocalStepsConfig)
-    planner = _prepare(task, spec, hardware, report)
+    planner = _choose_planner(task, spec, hardware, report)
     machine, micro_batches = planner.machine, spec.parallel.micro_batches
     candidates = enumerate_candidates(machine.hosts, machine.devices, local.every, micro_batches, sync)
     found = []
@@ -233,20 +180,51 @@ def rank_plans(
     return sort_estimates(found)
 
 
-def sort_estimates(estimates: Sequence[PlanEstimate]) -> list[PlanEstimate]:
-    """The fastest of those that can run first; the least memory first of those that do not fit."""
-    return sorted(estimates, key=lambda each: (not each.is_applicable, not each.is_possible, *_order(each)))
+def _choose_planner(
+    task: Task, spec: TrainSpec, hardware: HardwareSpec, report: Callable[[str], None]
+) -> Planner | LargePlanner:
+    if hardware.hosts > 1 and hardware.network is None:
+        raise ConfigError("network", None, f"{hardware.hosts} hosts need one", "for example network=10Gbit")
+    try:
+        with preserve_process(spec.seed, count_usable_cores()):
+            build_small_model(task.model)
+        return _prepare(task, spec, hardware, report)
+    except ModelTooLarge:
+        report("the model, on fake tensors")
+    try:
+        return _prepare_large(task, spec, hardware)
+    except ShoalError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a model's code raises of tensors without values
+        report(f"the real model, which could not be counted on fake tensors: {summarize_error(error)}")
+    return _prepare(task, spec, hardware, report)
 
 
-def _order(estimate: PlanEstimate) -> tuple[float, float]:
-    if estimate.is_possible:
-        return estimate.step_s, estimate.memory_bytes
-    return estimate.memory_bytes, estimate.step_s
+def _prepare_large(task: Task, spec: TrainSpec, hardware: HardwareSpec) -> LargePlanner:
+    """Raises ConfigError for hardware that nothing is measured of."""
+    cores = count_usable_cores()
+    devices = hardware.devices or (torch.cuda.device_count() if torch.cuda.is_available() else cores)
+    if devices > 1 and hardware.device_bandwidth is None:
+        problem = f"{devices} devices of a host need one, since this model is too large to measure it with"
+        raise ConfigError("device_bandwidth", None, problem, "for example device_bandwidth=300GB")
+    single = spec.override(["parallel=single", "sync=all_reduce", "workers=1"])
+    fake, model = open_task(task, single, make_optimizer, task.data())
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    with preserve_process(spec.seed, cores):
+        flops = hardware.device_flops or measure_peak_flops(device, spec.parallel.precision)
+    machine = Machine(
+        hosts=hardware.hosts,
+        devices=devices,
+        cores=None,
+        is_overlapped=True,
+        network_s=1.0 / hardware.network if hardware.network is not None else 0.0,
+        latency_s=hardware.latency or 0.0,
+        device_s=1.0 / hardware.device_bandwidth if hardware.device_bandwidth is not None else None,
+    )
+    return LargePlanner(fake, spec, model, machine, flops, hardware.device_memory or _find_memory(device, devices))
 
 
 def _prepare(task: Task, spec: TrainSpec, hardware: HardwareSpec, report: Callable[[str], None]) -> Planner:
-    if hardware.hosts > 1 and hardware.network is None:
-        raise ConfigError("network", None, f"{hardware.hosts} hosts need one", "for example network=10Gbit")
     device, cores = choose_device(spec.device, 0), count_usable_cores()
     is_cpu = device.type == "cpu"
     devices = hardware.devices or (cores if is_cpu else torch.cuda.device_count())

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from shoal.errors import ConfigError
 from shoal.open_inference.datatypes import NUMPY_DTYPES
@@ -57,10 +58,7 @@ def _require_signature(task: Task, given: object) -> Signature:
 
 def _describe_postprocessed(task: Task, postprocess: Hook, outputs: Mapping[str, Tensor]) -> list[TensorSignature]:
     """Apply `postprocess` to the outputs as an endpoint does: as arrays, bfloat16 as float32."""
-    arrays = {
-        name: (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True).copy()
-        for name, value in outputs.items()
-    }
+    arrays = {name: _make_array(value) for name, value in outputs.items()}
     num_rows = len(next(iter(outputs.values())))
     remedy = "return a dict of arrays by name, with a row for each sample"
 
@@ -83,6 +81,14 @@ def _describe_postprocessed(task: Task, postprocess: Hook, outputs: Mapping[str,
             raise refused(f"gave {name!r} with the shape {[*answer.shape]} for {num_rows} samples")
         found.append(TensorSignature(name=str(name), datatype=datatype, shape=[-1, *answer.shape[1:]]))
     return found
+
+
+def _make_array(value: Tensor) -> np.ndarray:
+    """The values, bfloat16 as float32; zeros for those of a fake tensor."""
+    with unset_fake_temporarily():
+        if isinstance(value, FakeTensor):
+            value = torch.zeros(value.shape, dtype=value.dtype)
+        return (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True).copy()
 
 
 def _datatype(array: np.ndarray) -> str | None:

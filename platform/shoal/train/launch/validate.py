@@ -1,25 +1,29 @@
 """Checks of a run, and facts about it, before a worker starts.
 
 Called by the launchers: the words in the process that starts a run, the rest there or, on a cluster, in a worker.
-Builds the Task, its data and its network once, and releases them again. Takes no step.
+Builds the Task, its data and its network once, and releases them again; a large network is of fake tensors. Takes no
+step.
 """
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal.runs
+from shoal.cost.predict.fake_tensors import ModelTooLarge, build_small_model, use_fake_tensors
 from shoal.data import Data, Loader
 from shoal.data.dataset import is_stream, length_of
 from shoal.data.fingerprint import fingerprint
 from shoal.data.loader import load_first_batch
-from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError, summarize_error
+from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError, ShoalError, summarize_error
 from shoal.parallel.loss import Mean, require_loss
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.validate import check_plan
@@ -33,6 +37,9 @@ from shoal.train.loop.oom import is_out_of_memory
 from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, build_model, load_data, make_task
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,14 @@ class ValidatedRun:
     num_parameters: int
     steps_per_epoch: int | None
     metric_names: tuple[str, ...]
+
+
+class ModelFacts(NamedTuple):
+    """What a run needs to know of its network; `metric_names` as of an evaluation."""
+
+    num_parameters: int
+    metric_names: list[str]
+    signature: Signature
 
 
 def validate_run(spec: TrainSpec) -> ValidatedRun:
@@ -96,21 +111,45 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     _require_inputs(task, spec, batch)
     resolve_total_steps(spec, steps_per_epoch)
     seed_everything(spec.seed)
+    num_parameters, measured, signature = _check_model(spec, task, batch)
+    _require_watched_metrics(spec, data, measured)
+    _require_reachable_end(spec, data)
+    parts = {"train": data.train, "validation": data.validation, "test": data.test}
+    known = {name: f"{type(data).__name__} {fingerprint(data)}" for name, data in parts.items() if data is not None}
+    evaluated = tuple(measured) if data.validation is not None else ()
+    return ValidatedRun(make_factory(spec), signature, known, num_parameters, steps_per_epoch, evaluated)
+
+
+def _check_model(spec: TrainSpec, task: Task, batch: Any) -> ModelFacts:
+    """The facts of the network: on fake tensors if it is too large to be built here, and can be."""
+    try:
+        model = build_small_model(lambda: _build_model(task, spec))
+    except ModelTooLarge:
+        pass
+    else:
+        load_initial_weights(model, spec.init or task.initial_weights())
+        return _check_built_model(spec, task, model, batch)
+    try:
+        with use_fake_tensors() as mode:  # weights to begin with are read and checked by the workers
+            return _check_built_model(spec, task, _build_model(task, spec), mode.from_batch(batch))
+    except ShoalError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a model's code raises of tensors without values
+        logger.warning("the check builds the whole network: on fake tensors it raises %s", summarize_error(error))
     model = _build_model(task, spec)
     load_initial_weights(model, spec.init or task.initial_weights())
+    return _check_built_model(spec, task, model, batch)
+
+
+def _check_built_model(spec: TrainSpec, task: Task, model: nn.Module, batch: Any) -> ModelFacts:
+    degrees = spec.parallel.resolve_dims(spec.workers)
     device = None if spec.device == "auto" else spec.device  # what is known here of the workers' hosts
     check_plan(model, task, spec.parallel, degrees, batch, device)
     _require_own_step_fits(task, spec, model)
     _require_sync_fits(task, spec, model)
     measured = _find_metric_names(spec, task, model, batch)
-    _require_watched_metrics(spec, data, measured)
-    _require_reachable_end(spec, data)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    signature = infer_signature(task, model, batch)
-    parts = {"train": data.train, "validation": data.validation, "test": data.test}
-    known = {name: f"{type(data).__name__} {fingerprint(data)}" for name, data in parts.items() if data is not None}
-    evaluated = tuple(measured) if data.validation is not None else ()
-    return ValidatedRun(make_factory(spec), signature, known, num_parameters, steps_per_epoch, evaluated)
+    return ModelFacts(num_parameters, measured, infer_signature(task, model, batch))
 
 
 def _require_unfinished(spec: TrainSpec) -> None:
