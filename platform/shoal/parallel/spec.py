@@ -24,7 +24,8 @@ PLAN_PRESETS: dict[str, dict[str, Any]] = {
     "tensor": {"data": 1, "tensor": None},
     "pipeline": {"data": 1, "pipeline": None},
 }
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "bf16_params", "fp16"]
+ActivationCheckpointing = Literal["none", "block", "selective"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
 
 
@@ -93,6 +94,11 @@ class ParallelSpec(Spec):
 
     replicate:     copies of the model among the data ranks when sharded: for example one per host (HSDP)
     accumulate:    micro-steps in each step of the optimiser
+    precision:     of the computation; the optimiser's weights and the sums of gradients stay in fp32. bf16 and fp16
+                   cast the inputs of single operations; bf16_params, for sharded plans, gathers the weights in bf16
+    activation_checkpointing: what a layer of a list or a sequence keeps for the backward pass, which recomputes the
+                   rest: everything (none), its inputs (block), or its products and attention too (selective)
+    reshard_after_forward: whether sharded weights are freed between forward and backward pass; auto: those of blocks
     channels_last: whether convolutions get images as [B, H, W, C] in memory, which is often faster
     dynamic:       the used parameters may differ between steps (skipped layers, experts): replicas then check each step
     backend:       of the process group; None: nccl on CUDA, otherwise gloo, and shared memory within a host
@@ -107,6 +113,8 @@ class ParallelSpec(Spec):
     pipeline: int | None = Field(default=1, ge=1)
     accumulate: int = Field(default=1, ge=1)
     precision: Precision = "fp32"
+    activation_checkpointing: ActivationCheckpointing = "none"
+    reshard_after_forward: bool | Literal["auto"] = "auto"
     compile: bool = False
     channels_last: bool = False
     dynamic: bool = False
