@@ -31,7 +31,7 @@ PLANS = {
     "tensor": ["parallel=tensor"],
     "fsdp, recomputing layers that stay gathered": [
         *("parallel=fsdp", "parallel.activation_checkpointing=block", "parallel.reshard_after_forward=false"),
-        "args.depth=3",
+        *("args.depth=3", "optimizer.name=adamw_8bit"),
     ],
     "fsdp in bf16, recomputing parts of layers": [
         *("parallel=fsdp", "parallel.precision=bf16_params", "parallel.activation_checkpointing=selective"),
