@@ -59,6 +59,7 @@ def _check(model: nn.Module, plan: dict[str, Any] | str, workers: int, device: s
             "running statistics, which 1 has in fp32. use precision=bf16",
         ),
         (mlp().double(), {"shard": True, "precision": "bf16_params"}, 2, "0.weight is torch.float64. use precision="),
+        (mlp(), {"offload": "all", "shard": True}, 2, "where a run on the CPU has them. use none"),
         (mlp(), {"reshard_after_forward": False}, 2, "gathers none. leave it at auto"),
         (nn.Linear(6, 4), {"activation_checkpointing": "block"}, 1, "no layer of a list .* in Linear. put the layers"),
         (mlp(), {"data": 1, "pipeline": 2, "activation_checkpointing": "block"}, 2, "a pipeline's stage may begin"),

@@ -99,6 +99,8 @@ class ParallelSpec(Spec):
     activation_checkpointing: what a layer of a list or a sequence keeps for the backward pass, which recomputes the
                    rest: everything (none), its inputs (block), or its products and attention too (selective)
     reshard_after_forward: whether sharded weights are freed between forward and backward pass; auto: those of blocks
+    offload:       what of the shards is in the host's memory: all has weights, gradients and the optimiser's states
+                   there, and blocks on the GPU while they compute
     channels_last: whether convolutions get images as [B, H, W, C] in memory, which is often faster
     dynamic:       the used parameters may differ between steps (skipped layers, experts): replicas then check each step
     backend:       of the process group; None: nccl on CUDA, otherwise gloo, and shared memory within a host
@@ -115,6 +117,7 @@ class ParallelSpec(Spec):
     precision: Precision = "fp32"
     activation_checkpointing: ActivationCheckpointing = "none"
     reshard_after_forward: bool | Literal["auto"] = "auto"
+    offload: Literal["none", "all"] = "none"
     compile: bool = False
     channels_last: bool = False
     dynamic: bool = False

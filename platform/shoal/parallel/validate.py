@@ -48,7 +48,7 @@ def check_plan(
         _check_embeddings(model)
     if degrees.shard and degrees.data > 1:
         _check_shardable(model)
-    check_fsdp_options(model, spec, degrees)
+    check_fsdp_options(model, spec, degrees, device)
     check_activation_checkpointing(model, spec, degrees)
     if degrees.data > 1 and (degrees.shard or degrees.tensor > 1):
         _check_hooks(model)

@@ -54,7 +54,8 @@ class FsdpModel(TimedCollectivesMixin):
             compile_forward(block)
         with preserve_parameter_attributes(model):
             apply_fsdp([*(block for _, block in blocks), model], mesh, spec)
-            model.to(world.device)  # the unsharded part: buffers
+            if spec.offload == "none":  # otherwise FSDP has moved what is not sharded
+                model.to(world.device)  # the unsharded part: buffers
         self._collect_trainable()
         assert self._ranks is not None
         self._usage_check = BlockUsageCheck([*blocks, ("", model)], self._ranks, spec.dynamic)

@@ -22,14 +22,18 @@ def make_fsdp_options(spec: ParallelSpec, is_root: bool) -> dict[str, Any]:
 
     is_root: whether the part is the model itself, whose outputs are in fp32 for the loss
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # takes long to load, and `validate` has no need of it
+    # They take long to load, and `validate` has no need of them.
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    reshard = None if spec.reshard_after_forward == "auto" else spec.reshard_after_forward
-    if spec.precision != "bf16_params":
-        return {"reshard_after_forward": reshard}
-    outputs = torch.float32 if is_root else None
-    policy = MixedPrecisionPolicy(param_dtype=PARAMS_DTYPE, reduce_dtype=torch.float32, output_dtype=outputs)
-    return {"reshard_after_forward": reshard, "mp_policy": policy}
+    options: dict[str, Any] = {}
+    if spec.reshard_after_forward != "auto":
+        options["reshard_after_forward"] = spec.reshard_after_forward
+    if spec.offload == "all":
+        options["offload_policy"] = CPUOffloadPolicy()
+    if spec.precision == "bf16_params":
+        outputs = torch.float32 if is_root else None
+        options["mp_policy"] = MixedPrecisionPolicy(PARAMS_DTYPE, torch.float32, outputs)
+    return options
 
 
 def autocast_forward(part: nn.Module) -> None:
@@ -44,8 +48,16 @@ def autocast_forward(part: nn.Module) -> None:
     part.forward = call
 
 
-def check_fsdp_options(model: nn.Module, spec: ParallelSpec, degrees: ParallelDims) -> None:
-    """Raises PlanError when the plan shards nothing that an option is about, or the model does not fit the option."""
+def check_fsdp_options(model: nn.Module, spec: ParallelSpec, degrees: ParallelDims, device: str | None) -> None:
+    """Raises PlanError when the plan shards nothing that an option is about, or model or device do not fit the option.
+
+    device: `cpu` or `cuda`, if known
+    """
+    if spec.offload == "all" and (not degrees.is_sharded or degrees.pipeline > 1 or device == "cpu"):
+        problem = f"is for shards of whole models, and {degrees.description} has none"
+        if device == "cpu":
+            problem = "moves shards to the host's memory, where a run on the CPU has them"
+        raise PlanError("parallel.offload", spec.offload, problem, "use none")
     if spec.precision == "bf16_params":
         if not degrees.is_sharded or degrees.pipeline > 1:
             problem = f"gathers sharded weights in bf16, and {degrees.description} gathers none of a whole model"
