@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from cases import LENGTH, VOCABULARY, assert_equal, trained
+from cases import LENGTH, VOCABULARY, assert_equal, build, global_batch, make, trained
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -61,6 +62,18 @@ def test_recomputing_changes_no_bit(saving: dict[str, Any]) -> None:
     plain = trained(Layers, ParallelSpec(accumulate=2), World.single("cpu"))
     found = trained(Layers, ParallelSpec(accumulate=2, **saving), World.single("cpu"))
     assert_equal(found, plain, rtol=0, atol=0)
+
+
+def test_a_copy_of_a_model_recomputes_with_its_own_weights() -> None:
+    spec = ParallelSpec(activation_checkpointing="block")
+    parallel = build(Layers, spec, World.single("cpu"))
+    copied = copy.deepcopy(parallel.modules[0])
+    for parameter in copied.layers.parameters():
+        nn.init.zeros_(parameter)
+    copied(global_batch(0)[0]).sum().backward()
+    assert all(each.grad is not None for each in copied.layers[0].qkv.parameters())
+    assert all(each.grad is None for each in parallel.modules[0].parameters())
+    assert list(parallel.model_state()) == list(make(Layers).state_dict())
 
 
 SHARDED: dict[str, Any] = {"shard": True}

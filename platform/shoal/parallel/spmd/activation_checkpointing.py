@@ -6,7 +6,7 @@ layers' own `forward`: names of parameters stay. Called by `SpmdModel`, and by `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -35,7 +35,8 @@ def checkpoint_activations(model: nn.Module, kind: ActivationCheckpointing) -> N
     if kind == "none":
         return
     for _, block in find_blocks(model):
-        _checkpoint_forward(block, is_selective=kind == "selective")
+        # A partial, since a copy of the model then has one of its own block.
+        block.forward = partial(_recompute, block, block.forward, kind == "selective")
 
 
 def check_activation_checkpointing(model: nn.Module, spec: ParallelSpec, degrees: ParallelDims) -> None:
@@ -58,23 +59,24 @@ def check_activation_checkpointing(model: nn.Module, spec: ParallelSpec, degrees
                 raise PlanError(FIELD, kind, problem, "use compile=false")
 
 
-def _checkpoint_forward(block: nn.Module, is_selective: bool) -> None:
-    forward = block.forward
-    selective = partial(create_selective_checkpoint_contexts, _KEPT_OPERATORS)
+def _recompute(block: nn.Module, forward: Callable[..., Any], is_selective: bool, /, *args: Any, **kwargs: Any) -> Any:
+    """The `forward` of `block`, which the backward pass runs again."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    contexts = partial(create_selective_checkpoint_contexts, _KEPT_OPERATORS) if is_selective else None
+    options: dict[str, Any] = {"context_fn": partial(_make_contexts, block, contexts)}
+    if torch.compiler.is_compiling():  # contexts of others would break the graph
+        options = {"context_fn": contexts} if contexts is not None else {}
+    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
-    def make_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, again = selective() if is_selective else (nullcontext(), nullcontext())
-        return first, _preserve_buffers(block, again)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        options: dict[str, Any] = {"context_fn": make_contexts}
-        if torch.compiler.is_compiling():  # contexts of others would break the graph
-            options = {"context_fn": selective} if is_selective else {}
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-    block.forward = call
+
+def _make_contexts(block: nn.Module, contexts: Callable[[], Contexts] | None) -> Contexts:
+    """Those of the forward pass and of the recomputation."""
+    first, again = contexts() if contexts is not None else (nullcontext(), nullcontext())
+    return first, _preserve_buffers(block, again)
 
 
 @contextmanager
