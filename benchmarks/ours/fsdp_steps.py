@@ -79,18 +79,24 @@ def main(num_steps: int) -> None:
     sides: dict[str, Step] = {each: make_ours(each, world, batch) for each in OURS}
     sides["bare"] = make_bare(world)
     spent_s: dict[str, list[float]] = {name: [] for name in sides}
+    cpu_s: dict[str, list[float]] = {name: [] for name in sides}
     losses: dict[str, float] = {}
     for index in range(num_steps + WARM_STEPS):
         for name, step in sides.items() if index % 2 else reversed(sides.items()):
             if name not in (OURS[0], "bare") and index >= WARM_STEPS + num_steps // 3:
                 continue  # which no bar is about
             world.barrier()
-            began_s = time.perf_counter()
+            began_s, began_cpu_s = time.perf_counter(), time.process_time()
             losses[name] = float(step(batch, index))
             world.barrier()
             spent_s[name].append(time.perf_counter() - began_s)
+            cpu_s[name].append(sum(world.gather(time.process_time() - began_cpu_s)))
     if world.is_first:
-        say(spent_s={name: each[WARM_STEPS:] for name, each in spent_s.items()}, losses=losses)
+        after = {"spent_s": spent_s, "cpu_s": cpu_s}
+        say(
+            **{kind: {name: each[WARM_STEPS:] for name, each in of.items()} for kind, of in after.items()},
+            losses=losses,
+        )
     world.close()
 
 
