@@ -18,6 +18,7 @@ NAMES = (
     *(
         "training_step",
         "step_before",
+        "fsdp_bf16",
         "training_start",
         "sweep",
         "checkpoint",

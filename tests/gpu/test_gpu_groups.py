@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from gpu_tasks import WORD, Net, require_cuda
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import shoal
 from shoal.parallel import ParallelSpec, World
@@ -102,6 +103,28 @@ def test_a_rank_of_a_group_takes_the_steps_of_a_process_alone(
         torch.cuda.synchronize()
     assert math.isfinite(model.communication_s)
     assert model.communication_s > 0 or make is make_fsdp  # which may leave out collectives of one rank
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"precision": "bf16_params"},
+        {"offload": "all"},
+        {"offload": "all", "precision": "bf16_params", "activation_checkpointing": "block"},
+        {"activation_checkpointing": "selective", "reshard_after_forward": True},
+    ],
+    ids=str,
+)
+def test_shards_that_save_memory_take_the_steps_of_a_process_alone(
+    fields: dict[str, Any], device: str, world: World
+) -> None:
+    if "offload" in fields:
+        require_cuda(device)
+    model, losses = run(make_fsdp, "wide", fields, world)
+    _, expected = run(make_alone, "wide", {}, world)
+    assert losses == pytest.approx(expected, rel=2e-2 if "precision" in fields else 1e-4)
+    kept = {each.to_local().device.type for _, each in model.named_parameters() if isinstance(each, DTensor)}
+    assert kept == {"cpu" if "offload" in fields else device}
 
 
 def test_a_stream_that_waits_is_timed_and_the_host_is_not(device: str) -> None:

@@ -29,6 +29,14 @@ PLANS = {
     "ddp, whose ranks share statistics in the forward pass": ["parallel=ddp", "args.normalises=true"],
     "fsdp": ["parallel=fsdp"],
     "tensor": ["parallel=tensor"],
+    "fsdp, recomputing layers that stay gathered": [
+        *("parallel=fsdp", "parallel.activation_checkpointing=block", "parallel.reshard_after_forward=false"),
+        *("args.depth=3", "optimizer.name=adamw_8bit"),
+    ],
+    "fsdp in bf16, recomputing parts of layers": [
+        *("parallel=fsdp", "parallel.precision=bf16_params", "parallel.activation_checkpointing=selective"),
+        *("args.depth=3", "clip_norm=1.0"),
+    ],
     "pipeline": ["parallel=pipeline"],
     "interleaved": ["parallel=pipeline", "parallel.schedule=interleaved_1f1b", "args.cuts=[conv2, flat, middle]"],
 }
@@ -55,11 +63,29 @@ class Net(nn.Module):
         return result
 
 
+class Layer(nn.Module):
+    """A residual layer, most of whose activations can be computed again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        added: Tensor = hidden + self.drop(self.down(nn.functional.gelu(self.up(self.norm(hidden)))))
+        return added
+
+
 class Pictures(Task):
-    def __init__(self, *, cuts: tuple[str, ...] = ("flat",), normalises: bool = False) -> None:
-        self.cuts, self.normalises = cuts, normalises
+    """depth: the number of residual layers; 0 for the network of convolutions"""
+
+    def __init__(self, *, cuts: tuple[str, ...] = ("flat",), normalises: bool = False, depth: int = 0) -> None:
+        self.cuts, self.normalises, self.depth = cuts, normalises, depth
 
     def model(self) -> nn.Module:
+        if self.depth:
+            layers = [Layer(64) for _ in range(self.depth)]
+            return nn.Sequential(nn.Flatten(), nn.Linear(256, 64), nn.Sequential(*layers), nn.Linear(64, 10))
         return Net(self.normalises)
 
     def data(self) -> Data:

@@ -51,6 +51,24 @@ def _check(model: nn.Module, plan: dict[str, Any] | str, workers: int, device: s
         (nn.Embedding(6, 4, max_norm=1.0), "ddp", 2, "has a max_norm: .* or use one data rank"),
         (nn.EmbeddingBag(6, 4, max_norm=1.0), "fsdp", 2, "has a max_norm: .* or use one data rank"),
         (nn.Embedding(6, 4, scale_grad_by_freq=True), "ddp", 2, "has scale_grad_by_freq: .* or use one data rank"),
+        (mlp(), {"precision": "bf16_params"}, 2, "gathers sharded weights in bf16, and data 2 .* use precision=bf16"),
+        (
+            nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)),
+            {"shard": True, "precision": "bf16_params"},
+            2,
+            "running statistics, which 1 has in fp32. use precision=bf16",
+        ),
+        (mlp().double(), {"shard": True, "precision": "bf16_params"}, 2, "0.weight is torch.float64. use precision="),
+        (mlp(), {"offload": "all", "shard": True}, 2, "where a run on the CPU has them. use none"),
+        (mlp(), {"reshard_after_forward": False}, 2, "gathers none. leave it at auto"),
+        (nn.Linear(6, 4), {"activation_checkpointing": "block"}, 1, "no layer of a list .* in Linear. put the layers"),
+        (mlp(), {"data": 1, "pipeline": 2, "activation_checkpointing": "block"}, 2, "a pipeline's stage may begin"),
+        (
+            nn.Sequential(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4)),
+            {"compile": True, "activation_checkpointing": "selective"},
+            1,
+            "statistics of 0.1 twice in compiled layers. use compile=false",
+        ),
     ],
 )
 def test_refusals(model: nn.Module, plan: Any, workers: int, message: str) -> None:

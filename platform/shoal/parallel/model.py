@@ -70,6 +70,7 @@ class ParallelModel(ABC):
     modules: list[nn.Module]
     data_rank: int
     num_data_ranks: int
+    forward_dtype: torch.dtype | None = None  # of the weights in a forward pass, if it is not that of the parameters
     step_weight: Tensor | float = 1.0  # of the newest step's loss and gradients in a mean over steps or replicas
     step_losses: Mapping[str, Tensor] = MappingProxyType({})  # further losses of the newest step, by the Task's names
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -20,11 +20,13 @@ PLAN_PRESETS: dict[str, dict[str, Any]] = {
     "single": {"data": 1},
     "ddp": {},
     "fsdp": {"shard": True},
-    "hybrid": {"shard": True, "replicate": 2},
+    "hybrid": {"shard": True, "replicate": "hosts"},
     "tensor": {"data": 1, "tensor": None},
     "pipeline": {"data": 1, "pipeline": None},
 }
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "bf16_params", "fp16"]
+ActivationCheckpointing = Literal["none", "block", "selective"]
+Copies = Annotated[int, Field(ge=1)]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
 
 
@@ -91,8 +93,15 @@ class ParallelSpec(Spec):
 
     An open degree follows from the number of workers (`data` first).
 
-    replicate:     copies of the model among the data ranks when sharded: for example one per host (HSDP)
+    replicate:     copies of the model among the data ranks when sharded; hosts: one in each host (HSDP)
     accumulate:    micro-steps in each step of the optimiser
+    precision:     of the computation; the optimiser's weights and the sums of gradients stay in fp32. bf16 and fp16
+                   cast the inputs of single operations; bf16_params, for sharded plans, gathers the weights in bf16
+    activation_checkpointing: what a layer of a list or a sequence keeps for the backward pass, which recomputes the
+                   rest: everything (none), its inputs (block), or its products and attention too (selective)
+    reshard_after_forward: whether sharded weights are freed between forward and backward pass; auto: those of blocks
+    offload:       what of the shards is in the host's memory: all has weights, gradients and the optimiser's states
+                   there, and blocks on the GPU while they compute
     channels_last: whether convolutions get images as [B, H, W, C] in memory, which is often faster
     dynamic:       the used parameters may differ between steps (skipped layers, experts): replicas then check each step
     backend:       of the process group; None: nccl on CUDA, otherwise gloo, and shared memory within a host
@@ -101,12 +110,15 @@ class ParallelSpec(Spec):
     """
 
     data: int | None = Field(default=None, ge=1)
-    replicate: int = Field(default=1, ge=1)
+    replicate: Copies | Literal["hosts"] = 1
     shard: bool = False
     tensor: int | None = Field(default=1, ge=1)
     pipeline: int | None = Field(default=1, ge=1)
     accumulate: int = Field(default=1, ge=1)
     precision: Precision = "fp32"
+    activation_checkpointing: ActivationCheckpointing = "none"
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    offload: Literal["none", "all"] = "none"
     compile: bool = False
     channels_last: bool = False
     dynamic: bool = False
@@ -136,8 +148,11 @@ class ParallelSpec(Spec):
             **PLAN_PRESETS[text],
         }
 
-    def resolve_dims(self, workers: int) -> ParallelDims:
-        """All degrees, for so many workers. Raises PlanError when they do not multiply to that number."""
+    def resolve_dims(self, workers: int, ranks_per_host: int | None = None) -> ParallelDims:
+        """All degrees, for so many workers. Raises PlanError when they do not multiply to that number.
+
+        ranks_per_host: which are neighbours; None before it is known: `replicate=hosts` then counts as one host
+        """
         given: dict[str, int | None] = {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline}
         known = 1
         for size in given.values():
@@ -151,10 +166,12 @@ class ParallelSpec(Spec):
             given[name] = workers // known
             known = workers
         data = given["data"] or 1
-        if data % self.replicate:
-            problem = f"{data} data ranks cannot form {self.replicate} equal copies"
-            raise PlanError("parallel.replicate", self.replicate, problem, "let it divide the number of data ranks")
-        return ParallelDims(data, self.replicate, self.shard, given["tensor"] or 1, given["pipeline"] or 1)
+        tensor = given["tensor"] or 1
+        replicate = _count_copies(data, tensor, ranks_per_host) if self.replicate == "hosts" else self.replicate
+        if data % replicate:
+            problem = f"{data} data ranks cannot form {replicate} equal copies"
+            raise PlanError("parallel.replicate", replicate, problem, "let it divide the number of data ranks")
+        return ParallelDims(data, replicate, self.shard, tensor, given["pipeline"] or 1)
 
     def compute_micro_batch_size(self, batch_size: int, degrees: ParallelDims) -> int:
         """Samples of each micro-step on one data rank. Raises PlanError unless the global batch divides evenly."""
@@ -177,6 +194,17 @@ class ParallelSpec(Spec):
         if degrees.pipeline == 1:
             return 1
         return self.micro_batches or 2 * degrees.pipeline
+
+
+def _count_copies(data: int, tensor: int, ranks_per_host: int | None) -> int:
+    """One for each host among the data ranks of a stage. Raises PlanError when a copy would be in parts of hosts."""
+    if ranks_per_host is None:
+        return 1
+    here, rest = divmod(ranks_per_host, tensor)  # data ranks of a host
+    if rest or (data % here and here % data):
+        problem = f"{data} data ranks of {tensor} each do not fill hosts of {ranks_per_host}"
+        raise PlanError("parallel.replicate", "hosts", problem, "give the number of copies")
+    return max(1, data // here)
 
 
 def _format_product(given: Mapping[str, int | None]) -> str:

@@ -13,6 +13,8 @@ from shoal.parallel.layers.memory_format import check_channels_last
 from shoal.parallel.layers.precision import check_precision
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.spec import ParallelDims, ParallelSpec
+from shoal.parallel.spmd.activation_checkpointing import check_activation_checkpointing
+from shoal.parallel.spmd.fsdp_options import check_fsdp_options
 from shoal.parallel.state.module_snapshot import has_hooks
 from shoal.parallel.task_step import get_train_step
 
@@ -46,6 +48,8 @@ def check_plan(
         _check_embeddings(model)
     if degrees.shard and degrees.data > 1:
         _check_shardable(model)
+    check_fsdp_options(model, spec, degrees, device)
+    check_activation_checkpointing(model, spec, degrees)
     if degrees.data > 1 and (degrees.shard or degrees.tensor > 1):
         _check_hooks(model)
     if degrees.tensor > 1:

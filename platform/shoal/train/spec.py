@@ -24,9 +24,12 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSpec(Spec):
-    """The optimiser, unless the Task creates its own. `learning_rate` is the peak of the schedule."""
+    """The optimiser, unless the Task creates its own. `learning_rate` is the peak of the schedule.
 
-    name: Literal["adam", "adamw", "sgd"] = "adam"
+    name: the words with `8bit` are torchao's Adams with states of eight bits
+    """
+
+    name: Literal["adam", "adamw", "sgd", "adam_8bit", "adamw_8bit"] = "adam"
     learning_rate: float = Field(default=1e-3, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd only")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 @dataclass
@@ -98,8 +99,11 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
 
 
 def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """A tensor's storages on this rank: one; of a sparse tensor, those of its indices and values."""
-    here = to_local(tensor)
+    """A tensor's storages on this rank: one; of a sparse tensor, those of its indices and values; of a quantised one,
+    those of its codes and scales."""
+    here: Any = to_local(tensor)
+    if is_traceable_wrapper_subclass(here):
+        return [each for name in here.__tensor_flatten__()[0] for each in storages_of(getattr(here, name))]
     parts = [here._indices(), here._values()] if here.layout is torch.sparse_coo else [here]
     return [part.untyped_storage() for part in parts]
 

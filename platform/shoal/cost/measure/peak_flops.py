@@ -8,20 +8,21 @@ from __future__ import annotations
 import torch
 
 from shoal.parallel.comm.world import read_clock_s
+from shoal.parallel.layers.precision import DTYPES
+from shoal.parallel.spec import Precision
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SIZE = {"cpu": 768, "cuda": 8192}
 _REPEATS = 4
 
 
-def measure_peak_flops(device: torch.device, precision: str) -> float:
+def measure_peak_flops(device: torch.device, precision: Precision) -> float:
     """Operations per second of square matrix products in `precision`: the fastest of a few.
 
     The layouts are those of a layer, forward and for its weight's gradient: in bf16 some CPUs take ten times as long
     for two matrices that are both stored by rows.
     """
     size = _SIZE.get(device.type, _SIZE["cpu"])
-    left = torch.ones(size, size, dtype=_DTYPES[precision], device=device)
+    left = torch.ones(size, size, dtype=DTYPES[precision], device=device)
     product = torch.empty_like(left)
     fastest_s = float("inf")
     for first, second in [(left, left.T), (left.T, left)] * _REPEATS:

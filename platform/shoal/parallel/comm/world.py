@@ -108,6 +108,15 @@ class World:
         dist.all_gather_object(found, value)
         return found
 
+    def count_ranks_per_host(self) -> int:
+        """Collective. Raises PlanError, on every rank, unless each host has as many ranks, which are neighbours."""
+        local_ranks = self.gather(self.local_rank)
+        number = max(local_ranks) + 1
+        if self.size % number or local_ranks != [rank % number for rank in range(self.size)]:
+            problem = f"hosts differ in their ranks, which are the host's {', '.join(map(str, local_ranks))}"
+            raise PlanError("parallel.replicate", "hosts", problem, "give the number of copies, or equal hosts")
+        return number
+
     def barrier(self) -> None:
         """Wait for every rank. Collective."""
         if self.size > 1:

@@ -50,12 +50,12 @@ class DeferredWeights:
     def fill(self, model: nn.Module, device: torch.device) -> None:
         """Give memory on `device` to what is on the meta device, this rank's part alone, and fill it.
 
-        Each rank draws the same numbers, and keeps its part. What is already there moves to `device`.
+        Each rank draws the same numbers, and keeps its part. What is already there stays where it is.
         """
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)  # a tied parameter stays one
         try:
-            model._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
+            model._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
         tensors = dict[str, Tensor]([*model.named_parameters(), *model.named_buffers()])

@@ -1,7 +1,7 @@
 """Reduced precision: autocast, and the scale that keeps fp16 gradients from vanishing.
 
 Parameters, gradients and the optimiser stay in fp32 in every plan; autocast computes its listed operations in bf16 or
-fp16. Called by every plan.
+fp16. With `bf16_params` the forward pass also has its weights in bf16, see `spmd.fsdp_options`. Called by every plan.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from shoal.errors import PlanError
 from shoal.parallel.spec import Precision
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_params": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(precision: Precision, device: str) -> None:
@@ -27,7 +27,7 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     """The context of the forward pass and of the loss."""
     if precision == "fp32":
         return nullcontext()
-    return torch.autocast(device.type, dtype=_DTYPES[precision])
+    return torch.autocast(device.type, dtype=DTYPES[precision])
 
 
 class LossScale:

@@ -23,7 +23,7 @@ def shard_blocks(
         if all(set(layout.parameters[f"{path}.{name}"]) <= set(own) for name, _ in block.named_parameters()):
             blocks.append((path, block))
     with preserve_parameter_attributes(model):
-        apply_fsdp([block for _, block in blocks], mesh, spec.dynamic)
+        apply_fsdp([block for _, block in blocks], mesh, spec)
     return blocks
 
 

@@ -28,6 +28,7 @@ from shoal.parallel.loss import LOSS, Loss, Mean, StepCounts, invert_count, requ
 from shoal.parallel.micro_batches import split_micro_batches
 from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.spec import ParallelSpec
+from shoal.parallel.spmd.activation_checkpointing import checkpoint_activations
 from shoal.parallel.spmd.buffer_consistency import check_buffers
 from shoal.parallel.state import gradients
 from shoal.parallel.state import state_dict as state
@@ -62,6 +63,7 @@ class SpmdModel(ParallelModel):
             globalise_batch_norm(model, self._ranks)
         self._dropout_rng = DropoutRng(seed, self.data_rank, self.num_data_ranks, world.device)
         seed_dropout(model, self._dropout_rng)
+        checkpoint_activations(model, spec.activation_checkpointing)
         self._forward: nn.Module = model
         self._train_step = get_train_step(learnable)
         self._phase_parameters: Mapping[str, list[nn.Parameter]] = {}

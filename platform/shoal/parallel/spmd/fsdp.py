@@ -7,7 +7,7 @@ with one rank for each copy this is plain data parallel, for layers that are alr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.base import TimedCollectivesMixin
 from shoal.parallel.spmd.fsdp_blocks import find_blocks
 from shoal.parallel.spmd.fsdp_consistency import BlockUsageCheck
+from shoal.parallel.spmd.fsdp_options import PARAMS_DTYPE, autocast_forward, make_fsdp_options
 from shoal.parallel.state.module_snapshot import preserve_parameter_attributes
 
 
@@ -54,13 +55,16 @@ class FsdpModel(TimedCollectivesMixin):
         for block in [block for _, block in blocks] if spec.compile and blocks else [model] * spec.compile:
             compile_forward(block)
         with preserve_parameter_attributes(model):
-            apply_fsdp([*(block for _, block in blocks), model], mesh, spec.dynamic)
+            apply_fsdp([*(block for _, block in blocks), model], mesh, spec)
             if deferred is not None:
-                deferred.fill(model, world.device)
-            model.to(world.device)  # the unsharded part: buffers
+                deferred.fill(model, world.device if spec.offload == "none" else torch.device("cpu"))
+            if spec.offload == "none":  # otherwise FSDP has moved what is not sharded
+                model.to(world.device)  # the unsharded part: buffers
         self._collect_trainable()
         assert self._ranks is not None
         self._usage_check = BlockUsageCheck([*blocks, ("", model)], self._ranks, spec.dynamic)
+        if spec.precision == "bf16_params":
+            self.forward_dtype = PARAMS_DTYPE
 
     def _compute_gradients(self, batch: Any, step: int, share: float) -> Tensor:
         loss = super()._compute_gradients(batch, step, share)
@@ -91,20 +95,22 @@ class FsdpModel(TimedCollectivesMixin):
         return super()._gradient_sync_context(last) if last else self._defer_gradient_sync()
 
 
-def apply_fsdp(parts: Iterable[nn.Module], mesh: DeviceMesh, dynamic: bool) -> None:
+def apply_fsdp(parts: Sequence[nn.Module], mesh: DeviceMesh, spec: ParallelSpec) -> None:
     """Shard each of `parts`, in place, over [replicate, shard] of the mesh; inner ones come first. Collective.
 
-    dynamic: whether a parameter counts as zero on ranks that have not used it
+    spec: its options for FSDP; with `dynamic` a parameter counts as zero on ranks that have not used it
     """
     names = ("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)
     for part in parts:
         part.register_forward_hook(_prepare_outputs)
-        sharded = fully_shard(part, mesh=mesh[names])
+        if spec.precision == "bf16_params":
+            autocast_forward(part)
+        sharded = fully_shard(part, mesh=mesh[names], **make_fsdp_options(spec, part is parts[-1]))
         if hasattr(sharded, "set_reduce_scatter_unused_params"):
-            sharded.set_reduce_scatter_unused_params(dynamic)
-        elif dynamic:
+            sharded.set_reduce_scatter_unused_params(spec.dynamic)
+        elif spec.dynamic:
             problem = f"needs an exchange of unused parameters, which torch {torch.__version__} lacks in FSDP2"
-            raise PlanError("parallel.dynamic", dynamic, problem, "use torch 2.13 or newer, or parallel=ddp")
+            raise PlanError("parallel.dynamic", spec.dynamic, problem, "use torch 2.13 or newer, or parallel=ddp")
 
 
 def _prepare_outputs(module: nn.Module, args: Any, output: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 BUCKET_BYTES = 25 << 20
 
@@ -90,6 +90,9 @@ def global_norm(
             parameter.grad = grad.coalesce()
             plain.append(get_local_values(parameter.grad))
         elif isinstance(grad, DTensor):
+            if any(isinstance(each, Partial) for each in grad.placements):  # the ranks' values are yet to be added up
+                sums = [Replicate() if isinstance(each, Partial) else each for each in grad.placements]
+                parameter.grad = grad = grad.redistribute(placements=sums)
             split.setdefault((grad.device_mesh, grad.placements), []).append(grad)
         elif grad is not None:
             plain.append(grad)
@@ -125,7 +128,6 @@ def _sum_squares(tensors: list[Tensor]) -> Tensor:
 
 def _sum_dtensor_squares(grads: list[DTensor]) -> Tensor:
     mesh, placements = grads[0].device_mesh, grads[0].placements
-    assert not any(isinstance(placement, Partial) for placement in placements), placements
     parts = [grad.to_local() for grad in grads]
     total = _sum_squares([part for part in parts if part.numel()] or [parts[0].new_zeros(1)])
     for dim, placement in enumerate(placements):

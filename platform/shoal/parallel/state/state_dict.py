@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer, SparseAdam
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.errors import SpecMismatch
 
@@ -89,11 +90,24 @@ def optimizer_state(named: NamedParameters, optimizer: Optimizer, *, to_fill: bo
     undo = _initialise_state(optimizer)
     found: dict[str, Any] = {}
     for name, parameter, group in _iter_parameters(named, optimizer):
-        state = {key: torch.as_tensor(value) for key, value in optimizer.state[parameter].items() if value is not None}
+        kept = optimizer.state[parameter]
+        state = {key: _dequantize(torch.as_tensor(value)) for key, value in kept.items() if value is not None}
         found[name] = {"state": state, "settings": torch.tensor(list(_iter_settings(group)), dtype=torch.float64)}
     if not to_fill:
         undo()
     return found
+
+
+def _dequantize(value: Tensor) -> Tensor:
+    """A state of a few bits as the numbers it stands for: other plans have other blocks. Any other itself."""
+    local: Any = value.to_local() if isinstance(value, DTensor) else value
+    if not (is_traceable_wrapper_subclass(local) and hasattr(local, "dequantize")):
+        return value
+    numbers: Tensor = local.dequantize()
+    if not isinstance(value, DTensor):
+        return numbers
+    mesh, placements = value.device_mesh, value.placements
+    return DTensor.from_local(numbers, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
 
 
 def load_optimizer_state(named: NamedParameters, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -38,7 +38,6 @@ from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, build_model, load_data, make_task
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -218,6 +217,11 @@ def _require_sync_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
     """What replicas and servers would find once they have started."""
     if not spec.has_replicas:
         return
+    if spec.optimizer.name in ("adam_8bit", "adamw_8bit"):
+        problem = "has states in blocks of eight bits, which replicas and servers do not exchange"
+        raise ConfigError(
+            "optimizer.name", spec.optimizer.name, problem, "use adam or adamw, or a plan of fixed workers"
+        )
     # Other runs check their words without the second that these take to load.
     from shoal.sync.synchronizer import find_synchronizer
     from shoal.train.optim.optimizers import make_optimizer

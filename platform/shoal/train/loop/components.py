@@ -296,7 +296,8 @@ def build_components(
 
     Raises PlanError, DataError and ConfigError, on every rank alike, before any communication.
     """
-    degrees = spec.parallel.resolve_dims(world.size)
+    ranks_per_host = world.count_ranks_per_host() if spec.parallel.replicate == "hosts" else None
+    degrees = spec.parallel.resolve_dims(world.size, ranks_per_host)
     spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     data = load_data(task, spec.task)
     share = (degrees.coordinates(world.rank).data, degrees.data)

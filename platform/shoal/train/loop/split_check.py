@@ -56,6 +56,8 @@ def check_split_loss(model: ParallelModel, batch: Any, world: World, task: str, 
 def _find_tolerance(model: ParallelModel, loss: Tensor | None) -> float:
     parameters = (each for module in model.modules for each in module.parameters())
     types = {each.dtype for each in (loss, *parameters) if each is not None and each.is_floating_point()}
+    if model.forward_dtype is not None:
+        types.add(model.forward_dtype)
     return max(TOLERANCE, *(NUM_ROUNDINGS * torch.finfo(each).eps for each in types))
 
 

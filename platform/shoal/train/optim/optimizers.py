@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from shoal.errors import ConfigError
+from shoal.train.optim.eight_bit import make_8bit_optimizer
 from shoal.train.spec import OptimizerSpec
 from shoal.train.task import Task
 
@@ -135,7 +136,10 @@ def restore_spec_settings(optimizer: Optimizer, spec: OptimizerSpec) -> None:
     """After loading a checkpoint: restore the settings of the present spec. A Task's own stay unchanged."""
     for group in optimizer.param_groups:
         if group.get(_OF_SPEC):
+            rate = group["lr"]
             group.update(_group_settings(spec))
+            if isinstance(rate, Tensor):
+                group["lr"] = rate.fill_(group["lr"])
 
 
 def can_fuse(parameters: Iterable[Tensor]) -> bool:
@@ -148,6 +152,8 @@ def _from_spec(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> Optimizer
     floating = all(torch.is_floating_point(each) for each in parameters)
     fused = True if spec.fused and floating and can_fuse(parameters) else None
     groups: list[dict[str, Any]] = [{"params": parameters, _OF_SPEC: True}]  # an empty list alone would be rejected
+    if spec.name in ("adam_8bit", "adamw_8bit"):
+        return make_8bit_optimizer(spec.name, groups, _group_settings(spec))
     kinds: dict[str, Callable[..., Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
     return kinds[spec.name](groups, **_group_settings(spec), fused=fused)
 
