@@ -41,7 +41,9 @@ class DeferredWeights:
         hashes = dict[int, str]()
         for call, digest in zip(self._tape.calls, self._tape.digest(), strict=True):
             hashes |= dict.fromkeys([*call.writes, *(region.storage for _, region in call.new)], digest)
-        constants = {storage: float(value.sum(dtype=torch.float64)) for storage, value in self._tape.constants.items()}
+        constants = {
+            storage: float(value.detach().sum(dtype=torch.float64)) for storage, value in self._tape.constants.items()
+        }
         return {
             name: f"{region.size} {constants.get(region.storage)} {hashes.get(region.storage)}"
             for name, region in self._regions.items()
