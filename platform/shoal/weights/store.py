@@ -181,7 +181,7 @@ class WeightFile(WeightSnapshot):
     def payload(self) -> bytes:
         """All of it, in memory. Raises WeightsError when it is in several files."""
         if self.has_index:
-            remedy = "its module's tensors can be read one by one: see shoal.weights.tensor_files"
+            remedy = "read its tensors one by one, by shoal.weights.tensor_files"
             problem = f"weights version {self.version} are {len(self.parts)} files, and this takes a model of one"
             raise WeightsError(f"{problem}: {remedy}")
         return self.path.read_bytes()
