@@ -47,8 +47,9 @@ def main() -> None:
     losses = found[-1]["losses"]
     rows: list[Row] = []
     for name, bar in (("bf16_params", BAR), ("bf16", None), ("fp32", None)):
-        note = f"the loss at the end {losses[name]:.4f}, of the bare loop {losses['bare']:.4f}"
+        note = ""
         if bar is not None:
+            note = f"the loss at the end {losses[name]:.4f}, of the bare loop {losses['bare']:.4f}"
             note += f"; ratios of the runs from {min(ratios):.3f} to {max(ratios):.3f}"
         rows.append(
             compare(
