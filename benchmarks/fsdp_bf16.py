@@ -4,8 +4,8 @@
 
 29.5 million parameters (8 blocks, 512 wide), 8 sequences of 64 tokens a step, AdamW, one core each rank. The bare loop
 has torch's `MixedPrecisionPolicy` (bf16 weights, sums in fp32). All sides take turns, a step each, within the same
-processes (`benchmarks.ours.fsdp_steps`). A run counts with the fastest quarter of its steps: others that use the
-machine lengthen some steps of a side. Processor seconds are those of both ranks.
+processes (`benchmarks.ours.fsdp_steps`). A run counts with the fastest quarter of its steps, since others use
+the machine. Processor seconds are those of both ranks.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def main() -> None:
     losses = found[-1]["losses"]
     rows: list[Row] = []
     for name, bar in (("bf16_params", BAR), ("bf16", None), ("fp32", None)):
-        note = f"the loss at the end {losses[name]:.4f}, of the bare loop {losses['bare']:.4f}"
+        note = ""
         if bar is not None:
+            note = f"the loss at the end {losses[name]:.4f}, of the bare loop {losses['bare']:.4f}"
             note += f"; ratios of the runs from {min(ratios):.3f} to {max(ratios):.3f}"
         rows.append(
             compare(
