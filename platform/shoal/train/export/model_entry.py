@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import nn
 
+from shoal.errors import ConfigError
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
 from shoal.registry.source_module import load_source
 from shoal.runs import RunRecorder
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
-from shoal.train.task import Hook, Task, find_task, get_source, make_task
+from shoal.train.task import Hook, Registration, Task, find_task, get_source, make_task
 from shoal.weights.tensor_files import list_files, make_weight_file, open_tensors, write_tensors
 
 
@@ -82,7 +83,7 @@ def register_model(
     """
     assert outcome.weights is not None
     snapshot = make_weight_file(outcome.selected_step, outcome.weights)
-    travelling = make_task(spec.task, spec.args).registration()
+    travelling = _find_registration(factory)
     if travelling is not None:
         kwargs = {**factory.kwargs, "args": dict(travelling.args)}
         factory = factory.model_copy(update={"kwargs": kwargs})
@@ -105,6 +106,15 @@ def register_model(
     )
     recorder.record_model(version.name, version.version, version.aliases)
     return version
+
+
+def _find_registration(factory: ModelFactory) -> Registration | None:
+    """Of the Task as it was when the run began, whatever has become of its file."""
+    try:
+        task = _make_task(**{"source": "", "name": "", **factory.kwargs})
+    except ConfigError:
+        return None  # its source needs files beside it, which are not registered
+    return task.registration()
 
 
 def _make_task(task: str, args: Mapping[str, Any], source: str, name: str) -> Task:
