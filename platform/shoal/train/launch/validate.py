@@ -38,7 +38,6 @@ from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, build_model, load_data, make_task
 
-
 logger = logging.getLogger(__name__)
 
 
