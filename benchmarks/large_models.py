@@ -51,7 +51,7 @@ def start(words: list[str], size: int, folder: Path, package: Path) -> tuple[flo
 def ours(size: int, depth: int, folder: Path) -> list[str]:
     words = ["-m", "shoal.train", "task=benchmarks.ours.large_decoder:LargeDecoder", "parallel=fsdp"]
     words += [f"args.folder={folder}", f"args.depth={depth}", f"batch_size={BATCH}", f"stop.steps={NUM_STEPS}"]
-    return [*words, f"workers={size}", "device=cpu", "check_loss=false", "checkpoint.every_s=.inf"]
+    return [*words, f"workers={size}", "device=cpu", "check_loss=false", "checkpoint.asynchronous=false"]
 
 
 def peer(depth: int, folder: Path) -> list[str]:

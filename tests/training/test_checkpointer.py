@@ -135,6 +135,19 @@ def test_preparing_allocates_what_every_save_uses(checkpointer: Checkpointer) ->
     assert checkpointer._staging._buffer.data_ptr() == buffer
 
 
+def test_a_save_that_is_waited_for_copies_nothing(tmp_path: Path, checkpointer: Checkpointer) -> None:
+    with Checkpointer(tmp_path / "direct", asynchronous=False) as direct:
+        for each in (direct, checkpointer):
+            each.save(1, state_of(1), later=["optimizer"])
+            each.wait()
+        assert not hasattr(direct._staging, "_buffer")
+        [one], [other] = (sorted((each.folder).rglob("shard-*")) for each in (direct, checkpointer))
+        assert one.read_bytes() == other.read_bytes()
+        loaded = state_of(0)
+        direct.load(newest(direct), loaded)
+        assert_equal(loaded, state_of(1))
+
+
 def test_tensors_larger_than_a_block_and_turned_ones(checkpointer: Checkpointer) -> None:
     generator = torch.Generator().manual_seed(0)
     big = {name: torch.randn(size, generator=generator) for name, size in {"a": 7_000, "b": 6 << 20, "c": 333}.items()}

@@ -35,7 +35,7 @@ from shoal.checkpoint.json_state import Leaf, decode, encode, flatten
 from shoal.checkpoint.manifest import INDEX, SaveJob
 from shoal.checkpoint.shard_plan import assign_shards, build_index, describe_tensors, make_save_plan, plan_reads
 from shoal.checkpoint.sources import CheckpointSources, divide_files, probe_folder, require_durable
-from shoal.checkpoint.staging_buffer import StagingBuffer, has_cuda
+from shoal.checkpoint.staging_buffer import DirectStaging, StagingBuffer, has_cuda
 from shoal.checkpoint.stored import StoredCheckpoints
 from shoal.checkpoint.uploads import Upload, UploadQueue
 from shoal.errors import CheckpointError, Closed, ConfigError, ShoalError, SpecMismatch
@@ -71,7 +71,7 @@ class Checkpointer:
     """Saves and loads, together with the same object on all other ranks.
 
     keep:         the number of newest checkpoints to retain, in addition to the best one
-    asynchronous: whether `save` returns as soon as the state is copied
+    asynchronous: whether `save` returns as soon as the state is copied, which takes host memory of its size
     timeout_s:    how long to wait for another rank, and for a save in flight
     store:        where checkpoints outlive this host; `folder` has them first, and what could not be uploaded
 
@@ -347,7 +347,9 @@ class Checkpointer:
             layouts = assign_shards([one for one in plans if isinstance(one, SavePlan)])  # the same on every rank
             files = [shard_reader.shard_name(rank, self._ranks.size) for rank in range(self._ranks.size)]
             self._index = build_index([one for one in plans if isinstance(one, SavePlan)], layouts, files)
-            self._staging = StagingBuffer(layouts[self._ranks.rank], has_cuda(tensors), self._staging)
+            layout, old = layouts[self._ranks.rank], self._staging
+            copied = self.asynchronous
+            self._staging = StagingBuffer(layout, has_cuda(tensors), old) if copied else DirectStaging(layout)
             self._outline = now
         return self._staging
 

@@ -3,6 +3,8 @@
 Its bytes are those of the shard file, in the file's order. On CUDA the copies are queued on the current stream, so that
 later kernels of that stream wait for them and the host does not; the buffer is then pinned.
 
+A save that is waited for needs no copy: `DirectStaging`.
+
 Called by `checkpointer`, for one save at a time: `begin` and `wait_until_copied` by the training thread, `finish` and
 then `pieces` by the background thread.
 """
@@ -79,6 +81,32 @@ class StagingBuffer:
         content = self._buffer.numpy().data[: self.layout.size_bytes]
         for begin in range(0, len(content), BLOCK_BYTES):
             yield content[begin : begin + BLOCK_BYTES]
+
+
+class DirectStaging(StagingBuffer):
+    """No copy: the tensors themselves, which may not change until they are written. Takes no memory."""
+
+    def __init__(self, layout: ShardLayout) -> None:
+        self.layout = layout
+        self._sources: list[torch.Tensor] = []
+
+    def start_copy(self, tensors: Mapping[str, torch.Tensor], later: Collection[str] = ()) -> None:
+        found = [tensors[slot.name] for slot in self.layout.slots]
+        self._sources = [each.to_local() if isinstance(each, DTensor) else each for each in found]
+
+    def finish_copy(self) -> None:
+        """Nothing is left to copy."""
+
+    def wait_until_copied(self, timeout_s: float) -> bool:
+        return True
+
+    def iter_blocks(self) -> Iterator[bytes | memoryview]:
+        sources, self._sources = self._sources, []
+        yield self.layout.build_header()
+        for source in sources:
+            content = source.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            for begin in range(0, len(content), BLOCK_BYTES):
+                yield content[begin : begin + BLOCK_BYTES]
 
 
 def has_cuda(tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -118,7 +118,11 @@ class EvaluateSpec(Spec):
 
 
 class CheckpointSpec(Spec):
-    """When to save the run, in addition to its end and an interruption."""
+    """When to save the run, in addition to its end and an interruption.
+
+    asynchronous: training goes on while a copy of the state is written; false: it waits, and no host memory of the
+                  state's size is needed
+    """
 
     every_steps: int | None = Field(default=None, ge=1)
     every_s: float = Field(default=60.0, gt=0, allow_inf_nan=True, description="unless every_steps is given")

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.errors import SpecMismatch
 
+MAX_GROUP_BYTES = 64 << 20  # of parameters whose state is created at once
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
@@ -180,8 +181,8 @@ def _initialise_state(optimizer: Optimizer) -> Callable[[], None]:
     """
     new = [each for each in _all_parameters(optimizer) if each.requires_grad and not optimizer.state.get(each)]
     before = [set(group) for group in optimizer.param_groups]
-    if new:
-        with _freeze_parameters(optimizer, new), _disable_hooks(optimizer):
+    for some in _divide(new):
+        with _freeze_parameters(optimizer, some), _disable_hooks(optimizer):
             type(optimizer).step(optimizer)  # not the instance's, which a schedule wraps to count steps
     for parameter in new:
         for key, entry in optimizer.state[parameter].items():
@@ -200,6 +201,20 @@ def _initialise_state(optimizer: Optimizer) -> Callable[[], None]:
 
 def _all_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _divide(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Groups of some size: their gradients, and what is kept of them meanwhile, take memory."""
+    groups: list[list[nn.Parameter]] = []
+    size_bytes = MAX_GROUP_BYTES
+    for parameter in parameters:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if size_bytes >= MAX_GROUP_BYTES:
+            groups.append([])
+            size_bytes = 0
+        groups[-1].append(parameter)
+        size_bytes += local.numel() * local.element_size()
+    return groups
 
 
 @contextmanager
