@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.cost.measure.memory import bytes_of, state_of, storages_of, to_local, track_growth
+from shoal.cost.measure.memory import MemoryGrowth, bytes_of, state_of, storages_of, to_local, track_growth
 from shoal.cost.measure.op_counter import OpCounts, count_ops
 from shoal.parallel.model import ParallelModel
 
@@ -32,7 +32,7 @@ def profile_step(
 
     average:     of the weights, which is stored all the time
     collectives: takes those of torch.distributed, by their ranks: how many, and the bytes that this rank sends
-    counts:      takes what the operators took
+    counts:      takes what the operators took, for fake tensors, whose peak memory is only there
     """
     found: dict[str, float] = {}
     state = state_of(model.modules, optimizer)
@@ -41,7 +41,8 @@ def profile_step(
     buckets = _find_retained_buckets(parameters)
     resident = [*state["parameters"], *state["optimizer"], *average]
     past_group_bytes = model.shm_sent_bytes
-    with track_growth(device) as grown, count_ops(grown, resident, buckets, is_fake, model.shared_memory) as reading:
+    growth = track_growth(device) if counts is None else nullcontext(MemoryGrowth())  # fake tensors allocate nothing
+    with growth as grown, count_ops(grown, resident, buckets, is_fake, model.shared_memory) as reading:
         yield found
     if collectives is not None:
         collectives |= reading.collectives
