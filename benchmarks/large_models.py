@@ -5,8 +5,9 @@
 `torchrun -m shoal.train` beside PyTorch's own script (benchmarks/peers/fully_shard.py), which builds on the meta device
 too and draws each rank's shards alone, and beside ours at an earlier commit, where each rank built the whole model. The
 memory of a rank, over four of them, is by how much its resident memory has grown at most, from before the model is
-built to the end of the second step; beside it the size of what it must hold: its part of weights, gradients and both
-averages of Adam, and one block.
+built to the end of the second step, and by how much more than with a small model; beside it the size of what it must
+hold: its part of weights, gradients and both averages of Adam, and one block. MALLOC_MMAP_THRESHOLD_ is 1 MiB there,
+and no side saves a copy of its state (checkpoint.asynchronous=false).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +29,24 @@ from benchmarks.result import Row, compare, options, write
 from benchmarks.step_before import checkout
 
 BEFORE = "abb3b2c4"  # the last one whose ranks built the whole model
-WIDTH, DEPTH, QUICK_DEPTH = 1280, 25, 2
+WIDTH, SMALL_WIDTH, DEPTH, QUICK_DEPTH = 1280, 64, 25, 2
+LESS_DEPTH = 12  # with more, two ranks that build the whole model do not fit 24 GB of memory
 NUM_STEPS, BATCH = 2, 8
 TIMEOUT_S = 1200.0
 
 
-def start(words: list[str], size: int, folder: Path, package: Path) -> tuple[float, list[dict[str, Any]]]:
-    """Run `words` on `size` ranks of torchrun; returns when it began, and the notes of each rank."""
+def start(
+    words: list[str], size: int, folder: Path, package: Path, *, trims: bool = False
+) -> tuple[float, list[dict[str, Any]]]:
+    """Run `words` on `size` ranks of torchrun; returns when it began, and the notes of each rank.
+
+    trims: let freed memory go back to the system at once: glibc keeps what is freed in blocks of up to 32 MB
+    """
     for file in folder.glob("*.json"):
         file.unlink()
     path = os.pathsep.join([str(package), str(ROOT)])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SHOAL_HOME": str(folder / "home")}
+    env |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)} if trims else {}
     torchrun = [OUR_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     began_s = time.time()
     done = subprocess.run(
@@ -48,15 +57,25 @@ def start(words: list[str], size: int, folder: Path, package: Path) -> tuple[flo
     return began_s, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
-def ours(size: int, depth: int, folder: Path) -> list[str]:
+def ours(size: int, width: int, depth: int, folder: Path) -> list[str]:
     words = ["-m", "shoal.train", "task=benchmarks.ours.large_decoder:LargeDecoder", "parallel=fsdp"]
-    words += [f"args.folder={folder}", f"args.depth={depth}", f"batch_size={BATCH}", f"stop.steps={NUM_STEPS}"]
-    return [*words, f"workers={size}", "device=cpu", "check_loss=false", "checkpoint.asynchronous=false"]
+    words += [f"args.folder={folder}", f"args.width={width}", f"args.depth={depth}", f"batch_size={BATCH}"]
+    words += [f"stop.steps={NUM_STEPS}", f"workers={size}", "device=cpu", "check_loss=false"]
+    return [*words, "checkpoint.asynchronous=false"]
 
 
-def peer(depth: int, folder: Path) -> list[str]:
+def peer(size: int, width: int, depth: int, folder: Path) -> list[str]:
     script = str(ROOT / "benchmarks/peers/fully_shard.py")
-    return [script, str(folder), str(WIDTH), str(depth), str(NUM_STEPS), str(BATCH)]
+    return [script, str(folder), str(width), str(depth), str(NUM_STEPS), str(BATCH)]
+
+
+def measure_growth(make: Callable[[int, int, int, Path], list[str]], depth: int, folder: Path) -> float:
+    """The largest growth of a rank of four, beyond that of the same program with a small model: what it loads late."""
+    grown = []
+    for width, layers in ((SMALL_WIDTH, 1), (WIDTH, depth)):
+        _, notes = start(make(4, width, layers, folder), 4, folder, ROOT / "platform", trims=True)
+        grown.append(max(each["grown_bytes"] for each in notes))
+    return float(grown[1] - grown[0])
 
 
 def count_needed_bytes(depth: int, size: int) -> float:
@@ -70,21 +89,25 @@ def count_needed_bytes(depth: int, size: int) -> float:
 def main() -> None:
     chosen = options(__doc__, runs=5, before=BEFORE)
     depth, rows = QUICK_DEPTH if chosen.quick else DEPTH, list[Row]()
-    seconds: dict[str, list[float]] = {"ours": [], "peer": [], "before": []}
+    less = min(depth, LESS_DEPTH)
+    seconds: dict[str, list[float]] = {"ours": [], "peer": [], "ours_less": [], "before": []}
     grown: dict[str, list[float]] = {"ours": [], "peer": []}
     with scratch() as folder, checkout(chosen.before, folder) as before:
         now = ROOT / "platform"
         for _ in range(chosen.runs):
-            turns = {"ours": (ours(2, depth, folder), now), "before": (ours(2, depth, folder), before)}
-            for name, (words, package) in {**turns, "peer": (peer(depth, folder), now)}.items():
-                began_s, notes = start(words, 2, folder, package)
+            for name, package in {"ours_less": now, "before": before}.items():
+                began_s, notes = start(ours(2, WIDTH, less, folder), 2, folder, package)
                 seconds[name].append(notes[0]["steps"][0] - began_s)
-            for name, words in {"ours": ours(4, depth, folder), "peer": peer(depth, folder)}.items():
-                _, notes = start(words, 4, folder, now)
-                grown[name].append(max(each["grown_bytes"] for each in notes))
-        what = "from the command to the end of the first step, 500 M parameters, 2 ranks"
+            mine, theirs = ours(2, WIDTH, depth, folder), peer(2, WIDTH, depth, folder)
+            for name, words in {"ours": mine, "peer": theirs}.items():
+                began_s, notes = start(words, 2, folder, now)
+                seconds[name].append(notes[0]["steps"][0] - began_s)
+            for name, make in {"ours": ours, "peer": peer}.items():
+                grown[name].append(measure_growth(make, depth, folder))
+        what = "from the command to the end of the first step, 250 M parameters, 2 ranks"
         note = "torchrun, without Ray"
-        rows.append(compare(what, "s", "lower", seconds["ours"], seconds["before"], "before", 0.5, "ratio", note))
+        rows.append(compare(what, "s", "lower", seconds["ours_less"], seconds["before"], "before", 0.5, "ratio", note))
+        what = what.replace("250", "500")
         rows.append(compare(what, "s", "lower", seconds["ours"], seconds["peer"], "fully_shard", 1.1, "ratio", note))
         needed = [count_needed_bytes(depth, 4) / 1e6] * len(grown["ours"])
         what = "peak memory of a rank, fsdp over 4, 500 M parameters"

@@ -95,6 +95,7 @@ class Tape:
     sizes: list[int] = field(default_factory=list)
     constants: dict[int, Tensor] = field(default_factory=dict)
     end_state: Tensor | None = None
+    _spare: torch.UntypedStorage | None = None
     _versions: list[tuple[Tensor, int]] = field(default_factory=list)  # real tensors, and their versions
 
     def add_storage(self, num_bytes: int) -> int:
@@ -135,6 +136,7 @@ class Tape:
                 if is_live is not None:
                     self._run(call, live, is_live)
                     self._release(due.get(index, ()), live, targets)
+        self._spare = None
         if keeps_rng and self.end_state is not None:
             torch.set_rng_state(self.end_state)
 
@@ -170,21 +172,33 @@ class Tape:
         for storage in storages:
             if storage in targets:
                 targets[storage](torch.empty(0, dtype=torch.uint8).set_(self._find(storage, live)))
-            live.pop(storage, None)
+            self._spare = live.pop(storage, None)
 
     def _find(self, storage: int, live: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
         if storage not in live:
             constant = self.constants.get(storage)
             if constant is None:
-                live[storage] = torch.UntypedStorage(self.sizes[storage])
+                live[storage] = self._allocate(self.sizes[storage])
             else:  # laid out as `empty_like` has done it on the meta device
                 live[storage] = torch.empty_like(constant).copy_(constant).untyped_storage()
         return live[storage]
 
+    def _allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        """Memory without a value: that of the last freed storage, if it fits, since fresh pages take time."""
+        spare, self._spare = self._spare, None
+        return spare if spare is not None and spare.nbytes() == num_bytes else torch.UntypedStorage(num_bytes)
+
+    def _draw(self, region: Region) -> Tensor:
+        """A tensor for random numbers that nobody needs."""
+        storage = self._allocate(self.sizes[region.storage])
+        found = region.view(storage)
+        self._spare = storage
+        return found
+
     def _run(self, call: Call, live: dict[int, torch.UntypedStorage], is_live: bool) -> None:
         if call.state is not None:
             torch.set_rng_state(call.state)
-        find = (lambda region: region.view(self._find(region.storage, live))) if is_live else Region.allocate
+        find = (lambda region: region.view(self._find(region.storage, live))) if is_live else self._draw
         args, kwargs = tree_map_only(Region, find, (call.args, call.kwargs))
         found = call.func(*args, **kwargs)
         for index, region in call.new if is_live else ():

@@ -89,10 +89,11 @@ class CheckpointManager:
         """
         self._checkpointer.require_durable()
         found = self._checkpointer.latest()
-        state = self._components.state(to_fill=found is not None)
-        if found is None:
-            self._checkpointer.prepare(state)
+        if found is None:  # without a copy to allocate memory for, the optimiser need not have its state yet
+            is_copied = self._spec.asynchronous
+            self._checkpointer.prepare(self._components.state() if is_copied else self._components.network_state())
             return None
+        state = self._components.state(to_fill=True)
         extras = self._load(found, state)
         self._components.load_state(state)
         if self._components.average is not None and AVERAGE in extras.absent:
