@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from learnable import Learnable
 from shoal.cost.step_profile import profile_step
 from shoal.parallel import ParallelSpec, World
-from shoal.parallel.pipeline.groups import sum_gradients
 from shoal.parallel.spmd.base import SingleProcessModel
 from shoal.parallel.state import gradients
+from shoal.parallel.state.gradients import sum_over_ranks
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_sparse_gradients_of_several_ranks_are_summed() -> None:
         table, group = nn.Embedding(6, 3, sparse=True), dist.group.WORLD
         assert group is not None
         table(torch.tensor([1, 1, 4])).sum().backward()
-        sum_gradients([table.weight], group, factor=0.5)
+        sum_over_ranks([table.weight], group, factor=0.5)
     finally:
         dist.destroy_process_group()
     assert table.weight.grad is not None
