@@ -75,6 +75,8 @@ class HuggingFaceTask(Transferable):
         self._model, self._data, self._validation, self._dtype = model, data, validation, dtype
         self._labels, self._merge, self._config, self._base = labels, merge, config, base
         self.lora = None if lora is None else LoraSpec.parse(lora)
+        if merge and lora is None:
+            raise ConfigError("merge", merge, "merges adapters, and there are none", "give lora.rank=8, say")
 
     @staticmethod
     def _given(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +88,8 @@ class HuggingFaceTask(Transferable):
     @cached_property
     def folder(self) -> Path:
         """Of the model. Raises ConfigError, and RegistryError for an unknown version."""
-        return unpack_version(Registry().get(self._model)) if "@" in self._model else find_folder(self._model)
+        is_version = "@" in self._model and not Path(self._model).exists()
+        return unpack_version(Registry().get(self._model)) if is_version else find_folder(self._model)
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class _Logs(dict[str, Tensor]):
         module.log, module.log_dict = log, log_dict
         try:
             step = getattr(module, name)
-            takes_index = "batch_idx" in inspect.signature(step).parameters
+            takes_index = len(inspect.signature(step).parameters) > 1
             return step(batch, 0) if takes_index else step(batch)
         finally:
             del module.log, module.log_dict
