@@ -74,6 +74,7 @@ class HuggingFaceTask(Transferable):
         self.args: dict[str, Any] = self._given(given)
         self._model, self._data, self._validation, self._dtype = model, data, validation, dtype
         self._labels, self._merge, self._config, self._base = labels, merge, config, base
+        check_labels(labels)
         self.lora = None if lora is None else LoraSpec.parse(lora)
 
     @staticmethod
@@ -106,7 +107,7 @@ class HuggingFaceTask(Transferable):
     def label_numbers(self) -> dict[str, int]:
         """The number of each class, by name."""
         names = self.config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
-        return {names[each]: int(each) for each in sorted(names, key=int)}
+        return {str(names[each]): int(each) for each in sorted(names, key=int)}
 
     def model(self) -> nn.Module:
         network = self._build()
@@ -182,6 +183,19 @@ class HuggingFaceTask(Transferable):
         labels = batch["labels"]
         is_right = (outputs.argmax(-1) == labels).float().sum()
         return {"accuracy": Mean(is_right, (labels != IGNORED).sum())}
+
+
+def check_labels(labels: object) -> None:
+    """Raises ConfigError for what is neither at least two names nor their number."""
+    if labels is None or (isinstance(labels, int) and not isinstance(labels, bool) and labels >= 2):
+        return
+    if not isinstance(labels, list | tuple):
+        raise ConfigError("labels", labels, "is no list of names, and no number from 2 on", "give labels=['no','yes']")
+    if wrong := [each for each in labels if not isinstance(each, str)]:
+        problem = f"has {wrong[0]!r}, which is no string: YAML reads no, yes and 1 as other values"
+        raise ConfigError("labels", labels, problem, "quote them: ['no','yes']")
+    if len(set(labels)) < max(2, len(labels)):
+        raise ConfigError("labels", labels, "are not at least two distinct names", "give each class a name of its own")
 
 
 class _TextTask(HuggingFaceTask):
@@ -272,10 +286,14 @@ class SequenceClassification(_TextTask):
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """With a token that pads: the class of a text is read at the last token before it."""
+        """With the token that pads rows: the class of a text is read at the last token before it."""
         values = super().config
-        if values.get("pad_token_id") is None and self._config is None:
-            values["pad_token_id"] = get_pad(load_tokenizer(self.folder))
+        if self._config is None:
+            try:
+                values["pad_token_id"] = get_pad(load_tokenizer(self.folder))
+            except ConfigError:  # a folder without a tokenizer can be registered, but not trained
+                if values.get("pad_token_id") is None:
+                    raise
         return values
 
     def encode(self, records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,6 +28,7 @@ from shoal.errors import DataError, needs_extra
 
 IGNORED = -100  # the label of what is not learnt, as torch's cross_entropy has it
 _CHUNK = 1000
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -226,11 +228,12 @@ def encode_token_classes(records: Sequence[Record], spec: TextSpec, labels: Mapp
 
 
 def find_label(record: Record, label: object, labels: Mapping[str, int]) -> int:
-    """The number of a class. Raises DataError for an unknown one."""
-    if isinstance(label, str) and label in labels:
-        return labels[label]
-    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(labels):
-        return label
+    """The number of a class, by its name, or by its number where no name is a number. Raises DataError."""
+    name = str(label) if isinstance(label, str | int) else ""
+    if name in labels:
+        return labels[name]
+    if name.isdecimal() and int(name) < len(labels) and not any(map(_NUMBER.fullmatch, labels)):
+        return int(name)
     problem = f"label {label!r} is none of the model's {len(labels)}: {', '.join(list(labels)[:8])}"
     raise record.make_error(problem, "give labels, a list of the names, or correct it")
 
