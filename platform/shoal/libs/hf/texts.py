@@ -28,6 +28,7 @@ from shoal.errors import DataError, needs_extra
 
 IGNORED = -100  # the label of what is not learnt, as torch's cross_entropy has it
 _CHUNK = 1000
+_TEXTS = ("text", "prompt", "completion")  # fields and columns that are texts
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -42,6 +43,15 @@ class Record:
     def make_error(self, problem: str, remedy: str = "") -> DataError:
         return DataError("data", self.where, problem, remedy)
 
+    def make_field_error(self, remedy: str) -> DataError:
+        """Of fields that are missing, or are no texts."""
+        for name in _TEXTS:
+            if name in self.values and not isinstance(self.values[name], str):
+                value = self.values[name]
+                problem = "is null" if value is None else f"is of type {type(value).__name__}, and no text"
+                return self.make_error(f"{name} {problem}", f"{remedy}, or remove it")
+        return self.make_error(f"has {', '.join(self.values) or 'nothing'}", remedy)
+
 
 def read_records(path: Path) -> list[Record]:
     """The samples of a file of JSON lines, CSV or Parquet, or the lines of a .txt file. Raises DataError."""
@@ -50,15 +60,14 @@ def read_records(path: Path) -> list[Record]:
     suffix = path.suffix.lower()
     try:
         if suffix in (".csv", ".parquet"):
-            found = list(enumerate(_read_table(path, suffix)))
+            found: list[tuple[int, Any]] = list(enumerate(_read_table(path, suffix), 1))
         elif suffix in (".jsonl", ".json", ".ndjson", ".txt"):
-            lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-            make = (lambda line: {"text": line}) if suffix == ".txt" else json.loads
-            found = [(number, make(line)) for number, line in lines if line.strip()]
+            array = _read_array(path) if suffix == ".json" else None
+            found = _read_lines(path, suffix) if array is None else array
         else:
             raise DataError("data", str(path), "is of no known kind", "give .jsonl, .txt, .csv or .parquet")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError("data", str(path), f"cannot be read: {error}", "give a JSON object a line") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError("data", str(path), f"cannot be read: {error}", "give a file of UTF-8") from error
     records = [Record(f"{path}:{number}", values) for number, values in found]
     if not records:
         raise DataError("data", str(path), "is empty", "give it samples")
@@ -68,11 +77,49 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
+def _read_lines(path: Path, suffix: str) -> list[tuple[int, Any]]:
+    """What each line holds, with its number. Lines end at \\n only: a JSON string may have other separators in it."""
+    found: list[tuple[int, Any]] = []
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                found.append((number, {"text": line.rstrip("\r\n")} if suffix == ".txt" else json.loads(line)))
+            except json.JSONDecodeError as error:
+                where = f"{path}:{number}"
+                raise DataError("data", where, f"is no JSON: {error}", "give a JSON object a line") from error
+    return found
+
+
+def _read_array(path: Path) -> list[tuple[int, Any]] | None:
+    """The elements of a file that is one JSON array, counted from 1; None: it is none."""
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        return list(enumerate(json.loads(text), 1))
+    except json.JSONDecodeError as error:
+        remedy = "give one array of JSON objects, or a JSON object a line"
+        raise DataError("data", f"{path}:{error.lineno}", f"is no JSON: {error}", remedy) from error
+
+
 def _read_table(path: Path, suffix: str) -> list[dict[str, Any]]:
     with needs_extra("data"):
-        from pyarrow import csv, lib, parquet
+        from pyarrow import csv, lib, parquet, string
+    # "12" and "NA" are texts; an empty cell is null, but for "" in quotes
+    convert = csv.ConvertOptions(
+        column_types=dict.fromkeys((*_TEXTS, "label"), string()),
+        null_values=[""],
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=False,
+    )
+    parse = csv.ParseOptions(newlines_in_values=True)
     try:
-        table = csv.read_csv(path) if suffix == ".csv" else parquet.read_table(path)
+        if suffix == ".csv":
+            table = csv.read_csv(path, parse_options=parse, convert_options=convert)
+        else:
+            table = parquet.read_table(path)
     except lib.ArrowException as error:
         raise DataError("data", str(path), f"cannot be read: {error}") from error
     rows: list[dict[str, Any]] = table.to_pylist()
@@ -172,7 +219,7 @@ def _write_text(record: Record, tokenizer: Any) -> tuple[str, Spans, bool]:
             begin = len(values["prompt"]) if len(names) == 2 else 0
             return text, [(begin, len(text))], False
     remedy = 'write {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
-    raise record.make_error(f"has {', '.join(values) or 'nothing'}", remedy)
+    raise record.make_field_error(remedy)
 
 
 def _write_chat(record: Record, messages: list[Any], tokenizer: Any) -> tuple[str, Spans, bool]:
@@ -203,7 +250,7 @@ def encode_text_classes(records: Sequence[Record], spec: TextSpec, labels: Mappi
     """Samples with one class each. Raises DataError."""
     for each in records:
         if not isinstance(each.values.get("text"), str) or "label" not in each.values:
-            raise each.make_error(f"has {', '.join(each.values)}", 'write {"text": ..., "label": ...}')
+            raise each.make_field_error('write {"text": ..., "label": ...}')
     encodings = spec.encode([each.values["text"] for each in records])
     return [
         TokenSample(spec.limit(record, each.ids, each.ids)[0], find_label(record, record.values["label"], labels))
