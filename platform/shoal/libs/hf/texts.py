@@ -193,8 +193,9 @@ def encode_language(records: Sequence[Record], spec: TextSpec) -> list[TokenSamp
             spans = written[index][1]
             tokens = list(each.ids)
             taken = [_overlaps(part, spans) for part in each.offsets]
-            if not is_chat and end is not None and (not tokens or tokens[-1] != end):
-                tokens, taken = [*tokens, end], [*taken, True]
+            if not is_chat and end is not None:  # some tokenizers add it themselves
+                has_end = bool(tokens) and tokens[-1] == end
+                tokens, taken = (tokens, [*taken[:-1], True]) if has_end else ([*tokens, end], [*taken, True])
             following = [
                 token if is_learnt else IGNORED for token, is_learnt in zip(tokens[1:], taken[1:], strict=True)
             ]
@@ -227,13 +228,19 @@ def _write_chat(record: Record, messages: list[Any], tokenizer: Any) -> tuple[st
 
     if not tokenizer.chat_template:
         raise record.make_error("has messages, and the tokenizer no chat template", "write prompt and completion")
+    for index, each in enumerate(messages):
+        if not _is_message(each):
+            remedy = 'write {"messages": [{"role": ..., "content": ...}]}'
+            raise record.make_error(f"message {index} has not a role and a content", remedy)
+    if not messages:
+        raise record.make_error("has no messages", "remove it")
     spans: Spans = []
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False)
         for index, each in enumerate(messages):
             if each["role"] != "assistant":
                 continue
-            before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
+            before = _write_before(messages, index, tokenizer)
             through = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
             if not (text.startswith(through) and through.startswith(before)):
                 problem = f"message {index} cannot be found in what the chat template writes"
@@ -244,6 +251,23 @@ def _write_chat(record: Record, messages: list[Any], tokenizer: Any) -> tuple[st
     if not spans:
         raise record.make_error("has no message of the assistant, so nothing is learnt", "remove it")
     return text, spans, True
+
+
+def _is_message(found: object) -> bool:
+    """Whether it is a message of a chat: one that calls tools needs no content."""
+    if not isinstance(found, dict) or not isinstance(found.get("role"), str):
+        return False
+    return isinstance(found.get("content"), str | list) or bool(found.get("tool_calls"))
+
+
+def _write_before(messages: list[Any], index: int, tokenizer: Any) -> str:
+    """What comes before the answer of a message: of the first one, all through the prompt for an answer, if any."""
+    if index:
+        return str(tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True))
+    text: str = tokenizer.apply_chat_template(messages[:1], tokenize=False)
+    longer: str = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    prompt = longer.removeprefix(text)
+    return text[: text.find(prompt) + len(prompt)] if prompt in text else ""
 
 
 def encode_text_classes(records: Sequence[Record], spec: TextSpec, labels: Mapping[str, int]) -> list[TokenSample]:
