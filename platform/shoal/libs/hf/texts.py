@@ -152,11 +152,13 @@ class TextSpec:
 
     tokenizer:  of transformers, a fast one
     max_length: tokens of a sample, at most; truncate: cut longer ones instead of rejecting them
+    vocabulary: tokens that the model has; None: not known
     """
 
     tokenizer: Any
     max_length: int
     truncate: bool
+    vocabulary: int | None = None
 
     def encode(self, texts: Sequence[Any], **options: Any) -> list[Any]:
         """The encodings of all texts, with the characters of each token."""
@@ -168,14 +170,24 @@ class TextSpec:
         return found
 
     def limit(self, record: Record, tokens: Sequence[int], labels: Sequence[int]) -> tuple[Ints, Ints]:
-        """Raises DataError for a sample that is empty or too long."""
+        """Raises DataError for a sample that is empty, too long, or has tokens that the model does not have."""
         if not tokens:
             raise record.make_error("has no tokens", "remove it")
+        if self.vocabulary is not None and max(tokens) >= self.vocabulary:
+            problem = f"has token {max(tokens)}, and the model's vocab_size is {self.vocabulary}"
+            raise record.make_error(problem, "give the model the tokenizer that it was trained with")
         if len(tokens) > self.max_length and not self.truncate:
             problem = f"has {len(tokens)} tokens, more than max_length={self.max_length}"
             raise record.make_error(problem, "raise max_length, or give truncate=true")
         size = self.max_length
         return np.asarray(tokens[:size], np.int64), np.asarray(labels[:size], np.int64)
+
+
+def _check_learnt(record: Record, labels: Ints) -> None:
+    """Raises DataError for a sample of whose tokens none is learnt."""
+    if (labels == IGNORED).all():
+        problem = f"has nothing to learn in its first {len(labels)} tokens"
+        raise record.make_error(problem, "remove it, or raise max_length")
 
 
 Spans = list[tuple[int, int]]
@@ -201,6 +213,7 @@ def encode_language(records: Sequence[Record], spec: TextSpec) -> list[TokenSamp
             ]
             cut, labels = spec.limit(records[index], tokens, [*following, IGNORED])
             labels[-1] = IGNORED  # what followed may have been cut off
+            _check_learnt(records[index], labels)
             found.append(TokenSample(cut, labels))
     return found
 
@@ -288,13 +301,17 @@ def encode_token_classes(records: Sequence[Record], spec: TextSpec, labels: Mapp
         words, classes = each.values.get("tokens"), each.values.get("labels")
         if not isinstance(words, list) or not isinstance(classes, list) or len(words) != len(classes):
             raise each.make_error("has not a label for each of its tokens", 'write {"tokens": [...], "labels": [...]}')
+        if wrong := [word for word in words if not isinstance(word, str)]:
+            raise each.make_error(f"has {wrong[0]!r} among its tokens, which is no text", "give tokens as strings")
     encodings = spec.encode([each.values["tokens"] for each in records], is_split_into_words=True)
     found = []
     for record, each in zip(records, encodings, strict=True):
         classes = [find_label(record, label, labels) for label in record.values["labels"]]
         words = [None, *each.word_ids]
         own = [IGNORED if word is None or word == before else classes[word] for before, word in pairwise(words)]
-        found.append(TokenSample(*spec.limit(record, each.ids, own)))
+        sample = TokenSample(*spec.limit(record, each.ids, own))
+        _check_learnt(record, np.asarray(sample.labels))
+        found.append(sample)
     return found
 
 
@@ -324,6 +341,11 @@ class TokenRows:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row."""
+        return max(sum(len(self._samples[each].tokens) for each in row) for row in self._rows)
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         rows = [[self._samples[each] for each in self._rows[index]] for index in indices]
