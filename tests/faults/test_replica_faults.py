@@ -233,8 +233,8 @@ class Held:
 
     def routes_to_replicas(self) -> bool:
         """Whether the ingress that listens knows a replica."""
-        with socket.socket(socket.AF_UNIX) as admin, suppress(OSError, psutil.NoSuchProcess):
-            words = psutil.Process(max(self.ingresses())).cmdline()
+        with socket.socket(socket.AF_UNIX) as admin, suppress(OSError, ValueError, psutil.NoSuchProcess):
+            words = psutil.Process(max(self.ingresses())).cmdline()  # empty of one that ends
             admin.connect(str(Path(words[words.index("-f") + 1]).with_name("a.sock")))
             admin.sendall(b"show servers state\n")
             return b"SERVE_REPLICA" in admin.makefile("rb").read()

@@ -148,6 +148,15 @@ def test_a_save_that_is_waited_for_copies_nothing(tmp_path: Path, checkpointer: 
         assert_equal(loaded, state_of(1))
 
 
+def test_without_a_copy_a_save_is_waited_for_however_long_it_takes(tmp_path: Path, gate: Gate) -> None:
+    """Else the state would change while it is written."""
+    with Checkpointer(tmp_path / "direct", asynchronous=False, timeout_s=0.1) as direct:
+        threading.Timer(1.0, gate.open.set).start()
+        direct.save(1, state_of(1))
+        assert gate.open.is_set()
+        assert newest(direct).step == 1
+
+
 def test_tensors_larger_than_a_block_and_turned_ones(checkpointer: Checkpointer) -> None:
     generator = torch.Generator().manual_seed(0)
     big = {name: torch.randn(size, generator=generator) for name, size in {"a": 7_000, "b": 6 << 20, "c": 333}.items()}

@@ -201,7 +201,7 @@ class Checkpointer:
         if flying is None:
             return
         try:
-            flying.result(self._timeout_s)
+            flying.result(self._timeout_s if self.asynchronous else None)  # without a copy the state may not change
         except NotYet:
             self._in_flight = flying
             raise CheckpointError(f"a save in {self.folder} has not ended within {self._timeout_s:g} s") from None

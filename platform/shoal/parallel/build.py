@@ -5,6 +5,7 @@ Called by the Trainer. Checks without a process group are in `validate`, which t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,7 +62,10 @@ def parallelize(
         return build_tensor_parallel(model, learnable, spec, degrees, world, example, seed)
     if degrees.shard:
         mesh, group = make_mesh(degrees, world), make_data_group(degrees, world)
-        return FsdpModel(model, learnable, spec, world, seed, mesh, group, deferred)
+        sharded = FsdpModel(model, learnable, spec, world, seed, mesh, group, deferred)
+        if deferred is not None and deferred.given:
+            _require_same(deferred.sampled, model, world, "let each host begin with the same weights")
+        return sharded
     return DdpModel(model, learnable, spec, world, example, seed, make_data_group(degrees, world))
 
 
@@ -70,11 +74,16 @@ def _check_same_weights(model: nn.Module, world: World, deferred: DeferredWeight
     tensors = [*model.named_parameters(), *model.named_buffers()]
     found: dict[str, object] = {name: _sum(each.detach()) for name, each in tensors if not each.is_meta}
     found |= {} if deferred is None else deferred.fingerprint()
+    remedy = "let Task.model() draw from torch's generator only, which is seeded alike everywhere"
+    _require_same(found, model, world, remedy)
+
+
+def _require_same(found: Mapping[str, object], model: nn.Module, world: World, remedy: str) -> None:
+    """Raises PlanError when a rank has found something else for a tensor. Collective."""
     for rank, theirs in enumerate(world.gather(found)):
         for name in dict.fromkeys([*found, *theirs]):
             if repr(theirs.get(name)) != repr(found.get(name)):
                 problem = f"{name} is not the same on ranks {world.rank} and {rank}"
-                remedy = "let Task.model() draw from torch's generator only, which is seeded alike everywhere"
                 raise PlanError("model", type(model).__name__, problem, remedy)
 
 

@@ -53,6 +53,12 @@ class DcpTensors(Mapping[str, Tensor]):
             return ".".join(map(str, path[1:]))
         return key if len(path) == 1 and key.partition(".")[0] not in _OTHERS else None
 
+    def get_shape(self, name: str) -> torch.Size:
+        """The shape of a tensor, which is not read."""
+        described = self._metadata.state_dict_metadata[self._keys[name]]
+        assert isinstance(described, TensorStorageMetadata)
+        return torch.Size(described.size)
+
     def __getitem__(self, name: str) -> Tensor:
         key = self._keys[name]
         described = self._metadata.state_dict_metadata[key]

@@ -49,6 +49,27 @@ def test_adapters_leave_the_head_to_be_trained(tmp_path: Path) -> None:
     assert all("lora_" in name for name in names if name != "score.weight")
 
 
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("modules", [None, "all-linear"])
+def test_what_is_registered_of_adapters_is_what_was_trained(merge: bool, modules: str | None, tmp_path: Path) -> None:
+    """Also a head, and a pooler, that the folder does not have."""
+    save_model(tmp_path / "model", "bert", "AutoModelForMaskedLM")
+    data = write_lines(tmp_path / "reviews.jsonl", REVIEWS)
+    lora = {"rank": 2} if modules is None else {"rank": 2, "modules": modules}
+    args = {"model": str(tmp_path / "model"), "data": data, "labels": LABELS, "lora": lora, "merge": merge}
+    result = shoal.fit(SequenceClassification(**args), stop={"steps": 1}, batch_size=2, say=None, seed=1)
+    assert result.weights is not None
+    trained = SequenceClassification(**args).model().eval()
+    load_initial_weights(trained, str(result.weights))
+    found = Registry().get("sequenceclassification")
+    served = found.manifest.model.build().eval()
+    load_initial_weights(served, found.ref)
+    tokens = torch.randint(2, 259, (2, 5))
+    with torch.no_grad():
+        expected, given = (each(tokens, torch.ones_like(tokens)) for each in (trained, served))
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_words_are_classified_at_their_first_token(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "bert", "AutoModelForMaskedLM")
     data = write_lines(

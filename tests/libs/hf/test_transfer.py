@@ -14,7 +14,7 @@ from tiny_models import save_model, write_lines
 import shoal
 from shoal.cli import cli
 from shoal.errors import ConfigError
-from shoal.libs.hf.source import find_folder
+from shoal.libs.hf.source import find_folder, make_model_name
 from shoal.libs.hf.tasks import CausalLM
 from shoal.libs.hf.transfer import pull, push
 from shoal.registry import Registry
@@ -103,3 +103,35 @@ def test_a_version_of_another_task_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "bert", "AutoModelForMaskedLM")
     with pytest.raises(ConfigError, match="give --kind"):
         pull(str(tmp_path / "model"), "tiny")
+
+
+def test_an_interrupted_push_is_pushed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    version = pull(str(tmp_path / "model"), "tiny")
+
+    def fail(self: object, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transformers.PreTrainedModel, "save_pretrained", fail)
+        with pytest.raises(OSError, match="No space"):
+            push(version, tmp_path / "hub", "our-team/tiny")
+    snapshot = push(version, tmp_path / "hub", "our-team/tiny")
+    assert (snapshot / "model.safetensors").is_file()
+    assert [each.name for each in snapshot.parent.iterdir()] == [snapshot.name]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("./Llama-3.1-8B", "llama-3.1-8b"),
+        ("models/SmolLM2-135M.Q4_1.gguf", "smollm2-135m.q4_1"),
+        ("org/Qwen2.5-0.5B-Instruct", "qwen2.5-0.5b-instruct"),
+        ("smollm2@champion", "smollm2"),
+        ("./модель", "model"),
+    ],
+)
+def test_names_in_the_registry(model: str, name: str) -> None:
+    assert make_model_name(model) == name

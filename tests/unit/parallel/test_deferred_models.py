@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import pytest
 import torch
@@ -160,7 +161,63 @@ class Leaves(nn.Module):
         values.fill_(3.0)
 
 
-@pytest.mark.parametrize("make", [Reads, Writes, Draws, Changes, Views, Leaves])
+class Refills(nn.Module):
+    """Behind the back of the version counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.zeros(2, 2)
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        for number, layer in enumerate(self.layers):
+            values.data.fill_(number + 1.0)
+            layer.weight.data.copy_(values)
+
+
+class Seeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("one", "other"):
+            torch.manual_seed(1)
+            setattr(self, name, nn.Linear(2, 2))
+
+
+class SeedsBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        torch.manual_seed(7)
+        self.register_buffer("projection", torch.randn(2))
+
+
+class OnMeta(nn.Module):
+    """As `from_pretrained` does; it goes on when it is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        with suppress(RuntimeError), torch.device("meta"):
+            self.other = nn.Linear(2, 2)
+
+
+class Anchored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.anchors = [self.linear.weight.detach().clone()]
+
+
+TEACHERS: list[nn.Module] = []
+
+
+def build_beside_a_teacher() -> nn.Module:
+    TEACHERS[:] = [nn.Linear(2, 2)]
+    return nn.Linear(2, 2)
+
+
+REFUSED = [Reads, Writes, Draws, Changes, Views, Leaves, Refills, Seeds, SeedsBuffer, OnMeta, Anchored]
+
+
+@pytest.mark.parametrize("make", [*REFUSED, build_beside_a_teacher])
 def test_what_needs_a_value_while_it_is_built_is_refused(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -169,6 +226,29 @@ def test_what_needs_a_value_while_it_is_built_is_refused(make: Callable[[], nn.M
     assert torch.equal(torch.get_rng_state(), before)
     assert not nn.Linear(2, 2).weight.is_meta
     assert torch.empty(1, device="meta").is_meta
+
+
+class Shares(nn.Module):
+    """A buffer of two modules, one that has a parameter's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.one.register_buffer("mask", torch.ones(2, 2).tril())
+        self.other.register_buffer("mask", self.one.mask)
+        fixed = self.one.weight.detach()
+        for layer in (self.one, self.other):
+            del layer.weight
+            layer.register_buffer("weight", fixed)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_buffer_of_two_modules_stays_one(is_given: bool) -> None:
+    expected, model, deferred = build_both(Shares)
+    deferred.given = expected.state_dict() if is_given else {}
+    deferred.fill(model, CPU)
+    assert_same_tensors(expected, model)
+    assert model.one.weight is model.other.weight
 
 
 def test_few_tensors_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

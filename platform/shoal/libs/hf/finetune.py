@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from shoal.config import last_override
 from shoal.errors import ConfigError
-from shoal.libs.hf.source import make_absolute
+from shoal.libs.hf.source import make_absolute, make_model_name
 from shoal.libs.hf.transfer import KINDS
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.spec import TrainSpec
@@ -45,7 +44,7 @@ def make_spec(overrides: list[str]) -> TrainSpec:
     base = TrainSpec.parse(
         {
             "task": last_override(overrides, "task") or KINDS["causal_lm"],
-            "name": Path(model.partition("@")[0]).stem.lower(),
+            "name": make_model_name(model),
             "batch_size": 8,
             "optimizer": {"name": "adamw", "learning_rate": LORA_RATE if has_adapters else FULL_RATE},
             "schedule": {"name": "cosine", "warmup": 0.03},

@@ -22,6 +22,12 @@ from shoal.train.initial_weights import SINGLE, open_folder
 from shoal.weights.tensor_files import TensorFiles
 
 _ADAPTER = "lora_"
+# Decoders that keep packed samples apart by their position_ids: tests/libs/hf/test_packing.py. Others take
+# position_ids too, and let a sample see the one before.
+PACKABLE = (
+    *("cohere", "gemma", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_neo", "gpt_neox", "gptj", "llama", "mistral"),
+    *("mixtral", "nemotron", "olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3"),
+)
 
 
 class LoraSpec(Spec):
@@ -73,8 +79,9 @@ def _take_tensors(network: nn.Module, names: Sequence[str]) -> None:
     """Let the network's `forward` take these inputs by position, and return its logits."""
     own = type(network)
     accepted = inspect.signature(own.forward).parameters
-    if "position_ids" in names and "position_ids" not in accepted:
-        raise ConfigError("packing", True, f"is not for {own.__name__}, which takes no position_ids", "leave it out")
+    if "position_ids" in names and str(network.config.model_type) not in PACKABLE:  # type: ignore[union-attr]
+        problem = f"is not known to keep the samples of a row apart in {own.__name__}"
+        raise ConfigError("packing", True, problem, f"leave it out; it is for {', '.join(PACKABLE)}")
 
     def forward(self: nn.Module, *tensors: Tensor) -> Tensor:
         given = {name: tensor for name, tensor in zip(names, tensors, strict=False) if name in accepted}
@@ -175,7 +182,7 @@ def _convert(auto: str, config: Mapping[str, Any], folder: Path, network: nn.Mod
 
 
 def add_adapters(network: nn.Module, lora: LoraSpec) -> None:
-    """Put adapters into the network; all else, but a head for labels, is fixed and in no state dict.
+    """Put adapters into the network; all else, but a head for labels and its pooler, is fixed and in no state dict.
 
     What is fixed becomes buffers without persistence: checkpoints and versions hold adapters and head alone. Raises
     ConfigError for modules that the network does not have.
@@ -196,8 +203,11 @@ def add_adapters(network: nn.Module, lora: LoraSpec) -> None:
     heads = {
         name
         for name, each in network.named_parameters()
-        if not name.startswith(prefix) and id(each) not in output and not name.startswith("lm_head")
+        if (not name.startswith(prefix) or ".pooler." in name)
+        and id(each) not in output
+        and not name.startswith("lm_head")
     }
+    settings.exclude_modules = sorted({name.rpartition(".")[0] for name in heads}) or None
     try:
         inject_adapter_in_model(settings, network)
     except ValueError as error:

@@ -31,7 +31,14 @@ COMPANIONS = (
     *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
     *("generation_config.json", "preprocessor_config.json", "processor_config.json"),
 )
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def make_model_name(model: str) -> str:
+    """A name for the registry, of a folder, a file, `org/name` or NAME@VERSION."""
+    is_version = "@" in model and not Path(model).exists()
+    name = Path(model.partition("@")[0] if is_version else model).name.lower().removesuffix(".gguf")
+    return re.sub(r"[^a-z0-9._-]", "-", name).strip("._-") or "model"
 
 
 def make_absolute(path: str) -> str:

@@ -32,6 +32,7 @@ from shoal.registry import Registry, Signature, TensorSignature
 from shoal.train.initial_weights import load_initial_weights
 from shoal.train.task import Registration
 
+_POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # modules of learnt positions
 _DATATYPES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16", "float64": "FP64"}
 
 
@@ -74,7 +75,10 @@ class HuggingFaceTask(Transferable):
         self.args: dict[str, Any] = self._given(given)
         self._model, self._data, self._validation, self._dtype = model, data, validation, dtype
         self._labels, self._merge, self._config, self._base = labels, merge, config, base
+        check_labels(labels)
         self.lora = None if lora is None else LoraSpec.parse(lora)
+        if merge and lora is None:
+            raise ConfigError("merge", merge, "merges adapters, and there are none", "give lora.rank=8, say")
 
     @staticmethod
     def _given(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +90,8 @@ class HuggingFaceTask(Transferable):
     @cached_property
     def folder(self) -> Path:
         """Of the model. Raises ConfigError, and RegistryError for an unknown version."""
-        return unpack_version(Registry().get(self._model)) if "@" in self._model else find_folder(self._model)
+        is_version = "@" in self._model and not Path(self._model).exists()
+        return unpack_version(Registry().get(self._model)) if is_version else find_folder(self._model)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -106,7 +111,7 @@ class HuggingFaceTask(Transferable):
     def label_numbers(self) -> dict[str, int]:
         """The number of each class, by name."""
         names = self.config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
-        return {names[each]: int(each) for each in sorted(names, key=int)}
+        return {str(names[each]): int(each) for each in sorted(names, key=int)}
 
     def model(self) -> nn.Module:
         network = self._build()
@@ -184,6 +189,19 @@ class HuggingFaceTask(Transferable):
         return {"accuracy": Mean(is_right, (labels != IGNORED).sum())}
 
 
+def check_labels(labels: object) -> None:
+    """Raises ConfigError for what is neither at least two names nor their number."""
+    if labels is None or (isinstance(labels, int) and not isinstance(labels, bool) and labels >= 2):
+        return
+    if not isinstance(labels, list | tuple):
+        raise ConfigError("labels", labels, "is no list of names, and no number from 2 on", "give labels=['no','yes']")
+    if wrong := [each for each in labels if not isinstance(each, str)]:
+        problem = f"has {wrong[0]!r}, which is no string: YAML reads no, yes and 1 as other values"
+        raise ConfigError("labels", labels, problem, "quote them: ['no','yes']")
+    if len(set(labels)) < max(2, len(labels)):
+        raise ConfigError("labels", labels, "are not at least two distinct names", "give each class a name of its own")
+
+
 class _TextTask(HuggingFaceTask):
     """A Task on texts.
 
@@ -229,12 +247,28 @@ class _TextTask(HuggingFaceTask):
             raise ConfigError("validation", self._validation, "is no share of the samples", "give 0.1, say, or a file")
         elif self._validation:
             records, held = texts.split_records(records, self._validation)
-        spec = TextSpec(tokenizer, self._max_length, self._truncate)
+        vocabulary = getattr(make_config(self.config).get_text_config(), "vocab_size", None)
+        spec = TextSpec(tokenizer, self._max_length, self._truncate, vocabulary)
         pad = get_pad(tokenizer)
+        if vocabulary is not None and pad >= vocabulary:
+            problem = f"has a tokenizer that pads with token {pad}, and a vocab_size of {vocabulary}"
+            raise ConfigError("model", str(self.folder), problem, "set its pad_token to a token that the model has")
         row_length = self._max_length if self._is_packed else None
         train, validation = (None if each is None else self.encode(each, spec) for each in (records, held))
         assert train is not None
-        return TokenRows(train, pad, row_length), None if validation is None else TokenRows(validation, pad, row_length)
+        rows = TokenRows(train, pad, row_length)
+        held_rows = None if validation is None else TokenRows(validation, pad, row_length)
+        self._check_width(max(each.width for each in (rows, held_rows) if each is not None))
+        return rows, held_rows
+
+    def _check_width(self, width: int) -> None:
+        """Raises ConfigError for rows longer than the positions that the model has learnt."""
+        with torch.device("meta"):
+            network = self._build()
+        limit = count_positions(network)
+        if limit is not None and width > limit:
+            problem = f"lets rows have {width} tokens, and the model has learnt {limit} positions"
+            raise ConfigError("max_length", self._max_length, problem, f"give max_length={limit}")
 
 
 _newest: dict[str, Any] = {}  # the rows that were made last: a run's check makes them, and then the run
@@ -243,6 +277,15 @@ _newest: dict[str, Any] = {}  # the rows that were made last: a run's check make
 def get_pad(tokenizer: Any) -> int:
     """The token that pads: the tokenizer's, or else the one that ends a text."""
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
+
+
+def count_positions(network: nn.Module) -> int | None:
+    """The tokens of a row for which the network has learnt positions; None: they are computed."""
+    limit = getattr(network.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr, operator]
+    for name, module in network.named_modules():
+        if name.rpartition(".")[2] in _POSITIONS and isinstance(module, nn.Embedding) and limit is not None:
+            return int(limit) if module.padding_idx is None else int(limit) - module.padding_idx - 1  # as RoBERTa
+    return None
 
 
 class CausalLM(_TextTask):
@@ -272,10 +315,14 @@ class SequenceClassification(_TextTask):
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """With a token that pads: the class of a text is read at the last token before it."""
+        """With the token that pads rows: the class of a text is read at the last token before it."""
         values = super().config
-        if values.get("pad_token_id") is None and self._config is None:
-            values["pad_token_id"] = get_pad(load_tokenizer(self.folder))
+        if self._config is None:
+            try:
+                values["pad_token_id"] = get_pad(load_tokenizer(self.folder))
+            except ConfigError:  # a folder without a tokenizer can be registered, but not trained
+                if values.get("pad_token_id") is None:
+                    raise
         return values
 
     def encode(self, records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,6 +28,8 @@ from shoal.errors import DataError, needs_extra
 
 IGNORED = -100  # the label of what is not learnt, as torch's cross_entropy has it
 _CHUNK = 1000
+_TEXTS = ("text", "prompt", "completion")  # fields and columns that are texts
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -40,6 +43,15 @@ class Record:
     def make_error(self, problem: str, remedy: str = "") -> DataError:
         return DataError("data", self.where, problem, remedy)
 
+    def make_field_error(self, remedy: str) -> DataError:
+        """Of fields that are missing, or are no texts."""
+        for name in _TEXTS:
+            if name in self.values and not isinstance(self.values[name], str):
+                value = self.values[name]
+                problem = "is null" if value is None else f"is of type {type(value).__name__}, and no text"
+                return self.make_error(f"{name} {problem}", f"{remedy}, or remove it")
+        return self.make_error(f"has {', '.join(self.values) or 'nothing'}", remedy)
+
 
 def read_records(path: Path) -> list[Record]:
     """The samples of a file of JSON lines, CSV or Parquet, or the lines of a .txt file. Raises DataError."""
@@ -48,15 +60,14 @@ def read_records(path: Path) -> list[Record]:
     suffix = path.suffix.lower()
     try:
         if suffix in (".csv", ".parquet"):
-            found = list(enumerate(_read_table(path, suffix)))
+            found: list[tuple[int, Any]] = list(enumerate(_read_table(path, suffix), 1))
         elif suffix in (".jsonl", ".json", ".ndjson", ".txt"):
-            lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-            make = (lambda line: {"text": line}) if suffix == ".txt" else json.loads
-            found = [(number, make(line)) for number, line in lines if line.strip()]
+            array = _read_array(path) if suffix == ".json" else None
+            found = _read_lines(path, suffix) if array is None else array
         else:
             raise DataError("data", str(path), "is of no known kind", "give .jsonl, .txt, .csv or .parquet")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError("data", str(path), f"cannot be read: {error}", "give a JSON object a line") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError("data", str(path), f"cannot be read: {error}", "give a file of UTF-8") from error
     records = [Record(f"{path}:{number}", values) for number, values in found]
     if not records:
         raise DataError("data", str(path), "is empty", "give it samples")
@@ -66,11 +77,49 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
+def _read_lines(path: Path, suffix: str) -> list[tuple[int, Any]]:
+    """What each line holds, with its number. Lines end at \\n only: a JSON string may have other separators in it."""
+    found: list[tuple[int, Any]] = []
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                found.append((number, {"text": line.rstrip("\r\n")} if suffix == ".txt" else json.loads(line)))
+            except json.JSONDecodeError as error:
+                where = f"{path}:{number}"
+                raise DataError("data", where, f"is no JSON: {error}", "give a JSON object a line") from error
+    return found
+
+
+def _read_array(path: Path) -> list[tuple[int, Any]] | None:
+    """The elements of a file that is one JSON array, counted from 1; None: it is none."""
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        return list(enumerate(json.loads(text), 1))
+    except json.JSONDecodeError as error:
+        remedy = "give one array of JSON objects, or a JSON object a line"
+        raise DataError("data", f"{path}:{error.lineno}", f"is no JSON: {error}", remedy) from error
+
+
 def _read_table(path: Path, suffix: str) -> list[dict[str, Any]]:
     with needs_extra("data"):
-        from pyarrow import csv, lib, parquet
+        from pyarrow import csv, lib, parquet, string
+    # "12" and "NA" are texts; an empty cell is null, but for "" in quotes
+    convert = csv.ConvertOptions(
+        column_types=dict.fromkeys((*_TEXTS, "label"), string()),
+        null_values=[""],
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=False,
+    )
+    parse = csv.ParseOptions(newlines_in_values=True)
     try:
-        table = csv.read_csv(path) if suffix == ".csv" else parquet.read_table(path)
+        if suffix == ".csv":
+            table = csv.read_csv(path, parse_options=parse, convert_options=convert)
+        else:
+            table = parquet.read_table(path)
     except lib.ArrowException as error:
         raise DataError("data", str(path), f"cannot be read: {error}") from error
     rows: list[dict[str, Any]] = table.to_pylist()
@@ -103,11 +152,13 @@ class TextSpec:
 
     tokenizer:  of transformers, a fast one
     max_length: tokens of a sample, at most; truncate: cut longer ones instead of rejecting them
+    vocabulary: tokens that the model has; None: not known
     """
 
     tokenizer: Any
     max_length: int
     truncate: bool
+    vocabulary: int | None = None
 
     def encode(self, texts: Sequence[Any], **options: Any) -> list[Any]:
         """The encodings of all texts, with the characters of each token."""
@@ -119,14 +170,24 @@ class TextSpec:
         return found
 
     def limit(self, record: Record, tokens: Sequence[int], labels: Sequence[int]) -> tuple[Ints, Ints]:
-        """Raises DataError for a sample that is empty or too long."""
+        """Raises DataError for a sample that is empty, too long, or has tokens that the model does not have."""
         if not tokens:
             raise record.make_error("has no tokens", "remove it")
+        if self.vocabulary is not None and max(tokens) >= self.vocabulary:
+            problem = f"has token {max(tokens)}, and the model's vocab_size is {self.vocabulary}"
+            raise record.make_error(problem, "give the model the tokenizer that it was trained with")
         if len(tokens) > self.max_length and not self.truncate:
             problem = f"has {len(tokens)} tokens, more than max_length={self.max_length}"
             raise record.make_error(problem, "raise max_length, or give truncate=true")
         size = self.max_length
         return np.asarray(tokens[:size], np.int64), np.asarray(labels[:size], np.int64)
+
+
+def _check_learnt(record: Record, labels: Ints) -> None:
+    """Raises DataError for a sample of whose tokens none is learnt."""
+    if (labels == IGNORED).all():
+        problem = f"has nothing to learn in its first {len(labels)} tokens"
+        raise record.make_error(problem, "remove it, or raise max_length")
 
 
 Spans = list[tuple[int, int]]
@@ -144,13 +205,15 @@ def encode_language(records: Sequence[Record], spec: TextSpec) -> list[TokenSamp
             spans = written[index][1]
             tokens = list(each.ids)
             taken = [_overlaps(part, spans) for part in each.offsets]
-            if not is_chat and end is not None and (not tokens or tokens[-1] != end):
-                tokens, taken = [*tokens, end], [*taken, True]
+            if not is_chat and end is not None:  # some tokenizers add it themselves
+                has_end = bool(tokens) and tokens[-1] == end
+                tokens, taken = (tokens, [*taken[:-1], True]) if has_end else ([*tokens, end], [*taken, True])
             following = [
                 token if is_learnt else IGNORED for token, is_learnt in zip(tokens[1:], taken[1:], strict=True)
             ]
             cut, labels = spec.limit(records[index], tokens, [*following, IGNORED])
             labels[-1] = IGNORED  # what followed may have been cut off
+            _check_learnt(records[index], labels)
             found.append(TokenSample(cut, labels))
     return found
 
@@ -170,7 +233,7 @@ def _write_text(record: Record, tokenizer: Any) -> tuple[str, Spans, bool]:
             begin = len(values["prompt"]) if len(names) == 2 else 0
             return text, [(begin, len(text))], False
     remedy = 'write {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
-    raise record.make_error(f"has {', '.join(values) or 'nothing'}", remedy)
+    raise record.make_field_error(remedy)
 
 
 def _write_chat(record: Record, messages: list[Any], tokenizer: Any) -> tuple[str, Spans, bool]:
@@ -178,13 +241,19 @@ def _write_chat(record: Record, messages: list[Any], tokenizer: Any) -> tuple[st
 
     if not tokenizer.chat_template:
         raise record.make_error("has messages, and the tokenizer no chat template", "write prompt and completion")
+    for index, each in enumerate(messages):
+        if not _is_message(each):
+            remedy = 'write {"messages": [{"role": ..., "content": ...}]}'
+            raise record.make_error(f"message {index} has not a role and a content", remedy)
+    if not messages:
+        raise record.make_error("has no messages", "remove it")
     spans: Spans = []
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False)
         for index, each in enumerate(messages):
             if each["role"] != "assistant":
                 continue
-            before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
+            before = _write_before(messages, index, tokenizer)
             through = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
             if not (text.startswith(through) and through.startswith(before)):
                 problem = f"message {index} cannot be found in what the chat template writes"
@@ -197,11 +266,28 @@ def _write_chat(record: Record, messages: list[Any], tokenizer: Any) -> tuple[st
     return text, spans, True
 
 
+def _is_message(found: object) -> bool:
+    """Whether it is a message of a chat: one that calls tools needs no content."""
+    if not isinstance(found, dict) or not isinstance(found.get("role"), str):
+        return False
+    return isinstance(found.get("content"), str | list) or bool(found.get("tool_calls"))
+
+
+def _write_before(messages: list[Any], index: int, tokenizer: Any) -> str:
+    """What comes before the answer of a message: of the first one, all through the prompt for an answer, if any."""
+    if index:
+        return str(tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True))
+    text: str = tokenizer.apply_chat_template(messages[:1], tokenize=False)
+    longer: str = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    prompt = longer.removeprefix(text)
+    return text[: text.find(prompt) + len(prompt)] if prompt in text else ""
+
+
 def encode_text_classes(records: Sequence[Record], spec: TextSpec, labels: Mapping[str, int]) -> list[TokenSample]:
     """Samples with one class each. Raises DataError."""
     for each in records:
         if not isinstance(each.values.get("text"), str) or "label" not in each.values:
-            raise each.make_error(f"has {', '.join(each.values)}", 'write {"text": ..., "label": ...}')
+            raise each.make_field_error('write {"text": ..., "label": ...}')
     encodings = spec.encode([each.values["text"] for each in records])
     return [
         TokenSample(spec.limit(record, each.ids, each.ids)[0], find_label(record, record.values["label"], labels))
@@ -215,22 +301,27 @@ def encode_token_classes(records: Sequence[Record], spec: TextSpec, labels: Mapp
         words, classes = each.values.get("tokens"), each.values.get("labels")
         if not isinstance(words, list) or not isinstance(classes, list) or len(words) != len(classes):
             raise each.make_error("has not a label for each of its tokens", 'write {"tokens": [...], "labels": [...]}')
+        if wrong := [word for word in words if not isinstance(word, str)]:
+            raise each.make_error(f"has {wrong[0]!r} among its tokens, which is no text", "give tokens as strings")
     encodings = spec.encode([each.values["tokens"] for each in records], is_split_into_words=True)
     found = []
     for record, each in zip(records, encodings, strict=True):
         classes = [find_label(record, label, labels) for label in record.values["labels"]]
         words = [None, *each.word_ids]
         own = [IGNORED if word is None or word == before else classes[word] for before, word in pairwise(words)]
-        found.append(TokenSample(*spec.limit(record, each.ids, own)))
+        sample = TokenSample(*spec.limit(record, each.ids, own))
+        _check_learnt(record, np.asarray(sample.labels))
+        found.append(sample)
     return found
 
 
 def find_label(record: Record, label: object, labels: Mapping[str, int]) -> int:
-    """The number of a class. Raises DataError for an unknown one."""
-    if isinstance(label, str) and label in labels:
-        return labels[label]
-    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(labels):
-        return label
+    """The number of a class, by its name, or by its number where no name is a number. Raises DataError."""
+    name = str(label) if isinstance(label, str | int) else ""
+    if name in labels:
+        return labels[name]
+    if name.isdecimal() and int(name) < len(labels) and not any(map(_NUMBER.fullmatch, labels)):
+        return int(name)
     problem = f"label {label!r} is none of the model's {len(labels)}: {', '.join(list(labels)[:8])}"
     raise record.make_error(problem, "give labels, a list of the names, or correct it")
 
@@ -250,6 +341,11 @@ class TokenRows:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row."""
+        return max(sum(len(self._samples[each].tokens) for each in row) for row in self._rows)
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         rows = [[self._samples[each] for each in self._rows[index]] for index in indices]

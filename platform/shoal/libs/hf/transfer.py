@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from shoal.libs.hf.source import (
     find_folder,
     make_cached_folder,
     make_config,
+    make_model_name,
     read_config,
 )
 from shoal.registry import ModelFactory, ModelVersion, Registry
@@ -95,9 +97,7 @@ def register_base(task: Transferable, source: str) -> ModelVersion:
     """
     args = {name: task.args[name] for name in ("dtype", "labels") if name in task.args}
     base = type(task)(model=str(task.folder), **args)  # type: ignore[call-arg]
-    stem = Path(source.partition("@")[0]).stem.lower()
-    name = "".join(each if each.isalnum() else "-" for each in stem).strip("-") or "model"
-    return _register(base, f"{name}-base", ("base",), {"source": source}, reuses=True)
+    return _register(base, f"{make_model_name(source)}-base", ("base",), {"source": source}, reuses=True)
 
 
 def _register(
@@ -199,17 +199,23 @@ def push(version: ModelVersion, folder: Path, hub_name: str = "") -> Path:
     if not hub_name:
         if folder.is_dir() and any(folder.iterdir()):
             raise ConfigError("folder", str(folder), "is not empty", "name a new one")
-        make_folder(folder)
-        write_folder(version, folder)
+        _write_at_once(version, folder)
         return folder
     if hub_name.count("/") != 1:
         raise ConfigError("--hub", hub_name, "is no name of the hub", "write it as org/name")
     top = folder / f"models--{hub_name.replace('/', '--')}"
     digest = hashlib.sha1(f"{version.ref} {version.manifest.sha256}".encode()).hexdigest()
     snapshot = top / "snapshots" / digest
-    if not (snapshot / CONFIG).is_file():
-        make_folder(snapshot)
-        write_folder(version, snapshot)
+    if not snapshot.is_dir():
+        _write_at_once(version, snapshot)
     make_folder(top / "refs")
     replace_synced(top / "refs" / "main", digest.encode())
     return snapshot
+
+
+def _write_at_once(version: ModelVersion, folder: Path) -> None:
+    """Write a version into a folder, which has all of it or is not there."""
+    make_folder(folder.parent)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as draft:
+        write_folder(version, Path(draft) / "draft")
+        (Path(draft) / "draft").rename(folder)  # also onto an empty one

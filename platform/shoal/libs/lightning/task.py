@@ -17,6 +17,7 @@ hooks (`on_train_epoch_end`) are not called: the spec has what they are mostly f
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -100,8 +101,10 @@ class _Logs(dict[str, Tensor]):
         """Call the module's step `name` with a batch."""
 
         def log(key: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            compute = getattr(value, "compute", None)  # of a metric of torchmetrics
-            self[key] = torch.as_tensor(compute() if compute is not None else value, dtype=torch.float32).detach()
+            if hasattr(value, "compute"):  # a metric of torchmetrics: its value for this batch
+                metric, value = value, value.compute()
+                metric.reset()
+            self[key] = torch.as_tensor(value, dtype=torch.float32).detach()
 
         def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
             for key, value in values.items():
@@ -110,7 +113,7 @@ class _Logs(dict[str, Tensor]):
         module.log, module.log_dict = log, log_dict
         try:
             step = getattr(module, name)
-            takes_index = "batch_idx" in inspect.signature(step).parameters
+            takes_index = len(inspect.signature(step).parameters) > 1
             return step(batch, 0) if takes_index else step(batch)
         finally:
             del module.log, module.log_dict
@@ -121,6 +124,14 @@ class _Schedule:
 
     def __init__(self, scheduler: Any, interval: Interval = "epoch", frequency: int = 1) -> None:
         self._scheduler, self._interval, self._frequency, self._taken = scheduler, interval, frequency, 0
+        self._rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+
+    def begin(self, step: int, epoch: float) -> None:
+        """Take all steps that a resumed run has had, from the rates of the beginning: a checkpoint restores its own."""
+        for group, rate in zip(self._scheduler.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+        with warnings.catch_warnings(action="ignore"):  # the optimiser has had its steps in an earlier attempt
+            self.advance(step, epoch)
 
     def advance(self, step: int, epoch: float) -> None:
         """Take the steps that are due after so many steps and epochs of the run."""
@@ -137,7 +148,8 @@ class _ScheduleSteps(Callback):
         self._find = find
 
     def on_begin(self, state: TrainingState) -> None:
-        self.on_step(state)
+        if (schedule := self._find()) is not None:
+            schedule.begin(state.step, state.epoch)
 
     def on_step(self, state: TrainingState) -> None:
         if (schedule := self._find()) is not None:

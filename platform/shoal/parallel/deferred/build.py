@@ -7,6 +7,7 @@ code that sees the meta device leaves weights out. Called where a run builds the
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from shoal.parallel.deferred.weights import DeferredWeights
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _TRUNCATED = "_no_grad_trunc_normal_"
+_OF_INDEXING = ("aten::scalar_tensor",)  # `parameter[1] = 0.0`
 _FRESH = ("aten::empty", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_like")
 
 
@@ -40,8 +42,8 @@ def build_deferred(make: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredWe
     try:
         with disguise, recorder, _register_on_meta(recorder), _record_truncation(recorder):
             model = make()
-        recorder.tape.end_state = recorder.find_end_state()
-        recorder.tape.require_constants()
+        recorder.finish()
+        _require_inside(model, recorder)
         return model, DeferredWeights(model, recorder.tape, recorder.find_region)
     except BaseException:
         torch.set_rng_state(state)
@@ -58,14 +60,25 @@ class _Recorder(TorchDispatchMode):
         self._fresh: dict[int, torch.UntypedStorage] = {}  # of real tensors that nothing has been written to
         self._unwritten: dict[int, StorageWeakRef] = {}  # of parameters that had no value yet
         self._undrawn = 0  # the first call whose random numbers the generator has not given yet
-        self._follows = False  # whether the generator is where the calls since then begin
+        self._follows = False  # whether no real operation has drawn since then
+        self._known: Tensor | None = None  # the generator's state, as it was left
+        self._problem: CannotDefer | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self._dispatch(func, args, kwargs)
+        except CannotDefer as error:  # the model's code may go on in another way
+            self._problem = self._problem or error
+            raise
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         with self._disguise.pause():
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = list(_iter_tensors((args, kwargs)))
+        if kwargs.get("device") == _META and func._schema.name not in _OF_INDEXING:
+            raise CannotDefer("the model's own code builds on the meta device")
         if kwargs.get("device") == _META or any(_is_meta(each) for each in tensors):
             return self._record(func, args, kwargs)
         for number in [] if func.is_view else [each.untyped_storage()._cdata for each in tensors]:
@@ -97,7 +110,8 @@ class _Recorder(TorchDispatchMode):
         except RuntimeError as error:
             raise CannotDefer(f"a parameter is used elsewhere, too ({error})") from error
         if not is_fresh:
-            self.tape.constants[index] = self.tape.record_version(other)
+            with torch.utils._python_dispatch._disable_current_modes():
+                self.tape.constants[index] = self.tape.record_version(other)
 
     def find_region(self, tensor: Tensor) -> Region | None:
         """The region of a meta tensor; None for one that no operation has given a value."""
@@ -123,8 +137,8 @@ class _Recorder(TorchDispatchMode):
             kwargs = {**kwargs, "device": _META}
         try:
             found = func(*tree_map_only(Tensor, _to_meta, args), **tree_map_only(Tensor, _to_meta, kwargs))
-        except NotImplementedError as error:
-            raise CannotDefer(f"{func} needs a parameter's value") from error
+        except (NotImplementedError, RuntimeError) as error:
+            raise CannotDefer(f"{func} needs a parameter's value, or does not fit it ({error})") from error
         if not all(isinstance(each, Tensor) for each in _as_tuple(found)):
             raise CannotDefer(f"{func} needs a parameter's value")
         if not func.is_view:
@@ -181,19 +195,43 @@ class _Recorder(TorchDispatchMode):
         is_random: bool,
     ) -> None:
         state = None
-        if is_random and not self._follows:
-            state, self._follows, self._undrawn = torch.get_rng_state(), True, len(self.tape.calls)
+        if is_random and self._follows:
+            self._require_generator()
+        elif is_random:
+            with torch.utils._python_dispatch._disable_current_modes():
+                state, self._follows, self._undrawn = torch.get_rng_state(), True, len(self.tape.calls)
+                torch.rand(1)  # so that a seed shows, even the same one
+                self._known = torch.get_rng_state()
         call = Call(func, tuple(args), kwargs, frozenset(reads), frozenset(writes), tuple(new), is_random, state)
         self.tape.calls.append(call)
 
-    def find_end_state(self) -> Tensor | None:
-        """The generator's state at the end, if the replay of the calls does not lead there."""
-        return None if self._follows else torch.get_rng_state()
+    def finish(self) -> None:
+        """Raises CannotDefer for what the record does not have. The generator is where the replay begins."""
+        if self._problem is not None:
+            raise self._problem
+        self.tape.require_constants()
+        if self._follows:
+            self._require_generator()
+            first = self.tape.calls[self._undrawn].state
+            assert first is not None
+            torch.set_rng_state(first)
+        else:
+            self.tape.end_state = torch.get_rng_state()
+
+    def _require_generator(self) -> None:
+        """Raises CannotDefer when the generator was seeded, or set, since the calls that it has not drawn for."""
+        if self._known is None or not torch.equal(torch.get_rng_state(), self._known):
+            raise CannotDefer("the generator was seeded while the model was built")
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether it has a value on the tape."""
+        return tensor.untyped_storage()._cdata in self._storages
 
     def _draw_pending(self) -> None:
         """Let the generator give the numbers of the recorded calls, before a real operation takes the next ones."""
         if self._follows:
             with torch.utils._python_dispatch._disable_current_modes():
+                self._require_generator()
                 self.tape.draw(self._undrawn)
 
 
@@ -245,8 +283,10 @@ class _Disguise:
 
     def __enter__(self) -> None:
         def get_device(tensor: Tensor) -> torch.device:
-            device: torch.device = _get_device(tensor)
-            return _CPU if self._is_on and device == _META else device
+            if self._is_on and _is_meta(tensor):
+                return _CPU
+            found: torch.device = _get_device(tensor)
+            return found
 
         Tensor.device = property(get_device)  # type: ignore[assignment]
         Tensor.is_meta = property(lambda tensor: get_device(tensor) == _META)  # type: ignore[assignment]
@@ -267,7 +307,22 @@ class _Disguise:
 
 
 def _is_meta(tensor: Tensor) -> bool:
-    return bool(_get_device(tensor) == _META)
+    """By the dispatcher: `Tensor.device` may be asked of another mode, which asks the disguise."""
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Meta)
+
+
+def _require_inside(model: nn.Module, recorder: _Recorder) -> None:
+    """Raises CannotDefer when a tensor without memory is used outside the model: nothing would ever fill it."""
+    own = {id(each) for each in [*model.parameters(), *model.buffers()]}
+
+    def is_stray(each: object) -> bool:
+        is_tensor = type(each) in (Tensor, nn.Parameter)
+        return is_tensor and id(each) not in own and _is_meta(each) and recorder.is_known(each)  # type: ignore[arg-type]
+
+    if any(map(is_stray, gc.get_objects())):
+        gc.collect()  # what is left of modules that were given up
+        if any(map(is_stray, gc.get_objects())):
+            raise CannotDefer("a tensor of the model is used outside of it")
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class Tape:
     constants: dict[int, Tensor] = field(default_factory=dict)
     end_state: Tensor | None = None
     _spare: torch.UntypedStorage | None = None
-    _versions: list[tuple[Tensor, int]] = field(default_factory=list)  # real tensors, and their versions
+    _versions: list[tuple[Tensor, str]] = field(default_factory=list)  # real tensors, and what they were like
 
     def add_storage(self, num_bytes: int) -> int:
         self.sizes.append(num_bytes)
@@ -104,12 +104,12 @@ class Tape:
 
     def record_version(self, tensor: Tensor) -> Tensor:
         """A real tensor, for the replay."""
-        self._versions.append((tensor, tensor._version))
+        self._versions.append((tensor, _fingerprint(tensor)))
         return tensor
 
     def require_constants(self) -> None:
         """Raises CannotDefer when a real tensor has changed after its use."""
-        if any(tensor._version != version for tensor, version in self._versions):
+        if any(_fingerprint(tensor) != before for tensor, before in self._versions):
             raise CannotDefer("a tensor that parameters were filled from was changed afterwards")
 
     def overwrites(self, func: OpOverload, region: Region) -> bool:
@@ -226,5 +226,14 @@ class Tape:
             yield state.hexdigest()
 
 
+def _fingerprint(tensor: Tensor) -> str:
+    """The version alone would miss what is written through `.data` or NumPy."""
+    return f"{tensor._version} {tensor.detach().sum(dtype=_get_sum_type(tensor)).item()!r}"
+
+
+def _get_sum_type(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
 def _describe(tensor: Tensor) -> tuple[object, ...]:
-    return (tensor.dtype, tuple(tensor.shape), repr(tensor.double().sum().item()))
+    return (tensor.dtype, tuple(tensor.shape), repr(tensor.detach().sum(dtype=_get_sum_type(tensor)).item()))

@@ -14,16 +14,20 @@ from torch import Tensor, nn
 from shoal.parallel.deferred.tape import CannotDefer, Region, Tape
 from shoal.parallel.state.state_dict import copy_into
 
+NUM_SAMPLED = 1024
+
 
 class DeferredWeights:
     """What fills the parameters, and buffers, of one model that are on the meta device.
 
-    given: values that are read instead of drawn, by name in the model's state dict
+    given:   values that are read instead of drawn, by name in the model's state dict
+    sampled: once they are filled in, the sum of some numbers of each of these, to be compared between ranks
     """
 
     def __init__(self, model: nn.Module, tape: Tape, find_region: Callable[[Tensor], Region | None]) -> None:
         self._tape = tape
         self.given: Mapping[str, Tensor] = {}
+        self.sampled: dict[str, str] = {}
         self._regions: dict[str, Region] = {}
         first_names = {id(each): name for name, each in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
@@ -54,13 +58,23 @@ class DeferredWeights:
 
         Each rank draws the same numbers, and keeps its part. What is already there stays where it is.
         """
+        made: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def allocate(each: Tensor) -> Tensor:
+            """A parameter stays one object; a buffer of several modules gets one tensor."""
+            if not each.is_meta:
+                return each
+            if isinstance(each, nn.Parameter):
+                return torch.empty_like(each, device=device)
+            return made.setdefault(id(each), (each, torch.empty_like(each, device=device)))[1]
+
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)  # a tied parameter stays one
         try:
-            model._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each)
+            model._apply(allocate)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
-        tensors = dict[str, Tensor]([*model.named_parameters(), *model.named_buffers()])
+        tensors = dict[str, Tensor]([*model.named_parameters(), *model.named_buffers(remove_duplicate=False)])
         sinks: dict[int, list[tuple[Region, Tensor]]] = {}
         given = {self._first_names.get(name, name) for name in self.given}
         for name, region in self._regions.items():
@@ -77,3 +91,5 @@ class DeferredWeights:
         self._tape.replay({storage: sink(pairs) for storage, pairs in sinks.items()}, keeps_rng=not self.given)
         for name, value in self.given.items():
             copy_into(tensors[self._first_names.get(name, name)].data, value)
+            some = value.reshape(-1)[:: max(1, value.numel() // NUM_SAMPLED)]
+            self.sampled[name] = repr(some.to(torch.float64, copy=True).sum().item())

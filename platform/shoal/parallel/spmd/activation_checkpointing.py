@@ -76,13 +76,19 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 def _make_contexts(block: nn.Module, contexts: Callable[[], Contexts] | None) -> Contexts:
     """Those of the forward pass and of the recomputation."""
     first, again = contexts() if contexts is not None else (nullcontext(), nullcontext())
-    return first, _preserve_buffers(block, again)
+    return first, _preserve_buffers(block, again, snapshot_module(block))
 
 
 @contextmanager
-def _preserve_buffers(block: nn.Module, within: AbstractContextManager[Any]) -> Iterator[None]:
-    """Running statistics, say, have seen the samples once already."""
+def _preserve_buffers(
+    block: nn.Module, within: AbstractContextManager[Any], rewind: Callable[[], None]
+) -> Iterator[None]:
+    """The recomputation begins with the buffers of the forward pass, and leaves them as they are now.
+
+    Running statistics, say, have seen the samples once already; and a spectral norm reads the vectors that it updates.
+    """
     restore = snapshot_module(block)
+    rewind()
     try:
         with within:
             yield
