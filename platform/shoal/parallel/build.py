@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.errors import PlanError
 from shoal.parallel.comm.mesh import make_data_group, make_mesh
@@ -22,6 +21,7 @@ from shoal.parallel.spec import ParallelDims, ParallelSpec
 from shoal.parallel.spmd.base import SingleProcessModel
 from shoal.parallel.spmd.ddp import DdpModel
 from shoal.parallel.spmd.fsdp import FsdpModel
+from shoal.parallel.state.state_dict import sum_in_double
 from shoal.parallel.tensor.apply import build_tensor_parallel
 from shoal.parallel.validate import check_plan
 
@@ -72,7 +72,7 @@ def parallelize(
 def _check_same_weights(model: nn.Module, world: World, deferred: DeferredWeights | None) -> None:
     """Raises PlanError when ranks have built models with different weights. Collective."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    found: dict[str, object] = {name: _sum(each.detach()) for name, each in tensors if not each.is_meta}
+    found: dict[str, object] = {name: sum_in_double(each) for name, each in tensors if not each.is_meta}
     found |= {} if deferred is None else deferred.fingerprint()
     remedy = "let Task.model() draw from torch's generator only, which is seeded alike everywhere"
     _require_same(found, model, world, remedy)
@@ -85,9 +85,3 @@ def _require_same(found: Mapping[str, object], model: nn.Module, world: World, r
             if repr(theirs.get(name)) != repr(found.get(name)):
                 problem = f"{name} is not the same on ranks {world.rank} and {rank}"
                 raise PlanError("model", type(model).__name__, problem, remedy)
-
-
-def _sum(tensor: Tensor) -> float | complex:
-    """In double precision, including the imaginary part of a complex tensor."""
-    total: float | complex = tensor.sum(dtype=torch.complex128 if tensor.is_complex() else torch.float64).item()
-    return total

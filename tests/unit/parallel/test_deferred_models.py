@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -288,6 +289,26 @@ def test_given_weights_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     deferred.fill(model, CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert_same_tensors(expected, model)
+
+
+def test_weights_that_are_given_in_part_leave_the_others_as_drawn() -> None:
+    expected, model, deferred = build_both(Assigned)
+    deferred.given = {"scaled": torch.full((4, 4), 2.0)}
+    deferred.fill(model, CPU)
+    assert torch.equal(model.scaled, torch.full((4, 4), 2.0))
+    with torch.no_grad():
+        expected.scaled.fill_(2.0)
+    assert_same_tensors(expected, model)
+
+
+def test_complex_parameters_are_known_by_both_parts() -> None:
+    class Complex(nn.Module):
+        def __init__(self, part: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([1.0 + part * 1j]))
+
+    one, other = (build_deferred(partial(Complex, part))[1].fingerprint() for part in (1.0, 2.0))
+    assert one["weight"] != other["weight"]
 
 
 def test_fingerprints_tell_models_with_other_weights_apart() -> None:

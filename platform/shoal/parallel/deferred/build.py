@@ -8,7 +8,6 @@ code that sees the meta device leaves weights out. Called where a run builds the
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -125,11 +124,8 @@ class _Recorder(TorchDispatchMode):
         return index
 
     def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        arguments = func._schema.arguments
-        for argument, value in itertools.chain(
-            zip(arguments, args, strict=False), ((each, kwargs.get(each.name)) for each in arguments)
-        ):
-            if argument.is_write and isinstance(value, Tensor) and not _is_meta(value):
+        for value in _iter_written(func, args, kwargs):
+            if isinstance(value, Tensor) and not _is_meta(value):
                 raise CannotDefer(f"{func} writes a parameter's value into another tensor")
         if kwargs.get("generator") is not None:
             raise CannotDefer(f"{func} draws from a generator of its own")
@@ -167,11 +163,8 @@ class _Recorder(TorchDispatchMode):
         args = tree_map_only(Tensor, locate, args)
         kwargs = {name: _CPU if name == "device" else value for name, value in kwargs.items()}
         kwargs = tree_map_only(Tensor, locate, kwargs)
-        for argument, value in [
-            *zip(func._schema.arguments, args, strict=False),
-            *((each, kwargs.get(each.name)) for each in func._schema.arguments),
-        ]:
-            if argument.is_write and isinstance(value, Region):
+        for value in _iter_written(func, args, kwargs):
+            if isinstance(value, Region):
                 writes.add(value.storage)
                 others = [each for each in _iter_regions((args, kwargs)) if each is not value]
                 if self.tape.overwrites(func, value) and all(each.storage != value.storage for each in others):
@@ -331,6 +324,13 @@ def _to_meta(tensor: Tensor) -> Tensor:
 
 def _describe(tensor: Tensor, storage: int) -> Region:
     return Region(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _iter_written(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments that an operation changes in place."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            yield args[number] if number < len(args) else kwargs.get(argument.name)
 
 
 def _as_tuple(found: Any) -> tuple[Any, ...]:

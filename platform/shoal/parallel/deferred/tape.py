@@ -16,6 +16,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
+from shoal.parallel.state.state_dict import sum_in_double
+
 Sink = Callable[[Tensor], None]
 _FILLING = (
     "normal",
@@ -155,7 +157,7 @@ class Tape:
                 needed |= call.reads
             elif call.is_random and draws:
                 plan[index] = False
-            draws = (draws or (is_live and call.is_random)) and (keeps_rng or call.state is None or not is_live)
+            draws = (draws or (is_live and call.is_random)) and (keeps_rng or call.state is None)
         return plan
 
     def _find_last_uses(self, plan: list[bool | None], targets: Iterable[int]) -> dict[int, int]:
@@ -189,7 +191,7 @@ class Tape:
         return spare if spare is not None and spare.nbytes() == num_bytes else torch.UntypedStorage(num_bytes)
 
     def _draw(self, region: Region) -> Tensor:
-        """A tensor for random numbers that nobody needs."""
+        """A tensor for random numbers that are overwritten later."""
         storage = self._allocate(self.sizes[region.storage])
         found = region.view(storage)
         self._spare = storage
@@ -219,7 +221,7 @@ class Tape:
 
     def digest(self) -> Iterator[str]:
         """A hash of the tape up to each call, equal where the values are."""
-        state = hashlib.sha256(torch.get_rng_state().numpy().tobytes() if not self.calls else b"")
+        state = hashlib.sha256()
         for call in self.calls:
             described = tree_map_only(Tensor, _describe, (call.args, call.kwargs, call.state))
             state.update(repr((call.func.__name__, described)).encode())
@@ -228,12 +230,8 @@ class Tape:
 
 def _fingerprint(tensor: Tensor) -> str:
     """The version alone would miss what is written through `.data` or NumPy."""
-    return f"{tensor._version} {tensor.detach().sum(dtype=_get_sum_type(tensor)).item()!r}"
-
-
-def _get_sum_type(tensor: Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
+    return f"{tensor._version} {sum_in_double(tensor)!r}"
 
 
 def _describe(tensor: Tensor) -> tuple[object, ...]:
-    return (tensor.dtype, tuple(tensor.shape), repr(tensor.detach().sum(dtype=_get_sum_type(tensor)).item()))
+    return (tensor.dtype, tuple(tensor.shape), repr(sum_in_double(tensor)))

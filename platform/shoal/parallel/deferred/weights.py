@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.parallel.deferred.tape import CannotDefer, Region, Tape
-from shoal.parallel.state.state_dict import copy_into
+from shoal.parallel.state.state_dict import copy_into, sum_in_double
 
 NUM_SAMPLED = 1024
 
@@ -45,9 +45,7 @@ class DeferredWeights:
         hashes = dict[int, str]()
         for call, digest in zip(self._tape.calls, self._tape.digest(), strict=True):
             hashes |= dict.fromkeys([*call.writes, *(region.storage for _, region in call.new)], digest)
-        constants = {
-            storage: float(value.detach().sum(dtype=torch.float64)) for storage, value in self._tape.constants.items()
-        }
+        constants = {storage: sum_in_double(value) for storage, value in self._tape.constants.items()}
         return {
             name: f"{region.size} {constants.get(region.storage)} {hashes.get(region.storage)}"
             for name, region in self._regions.items()
@@ -92,4 +90,4 @@ class DeferredWeights:
         for name, value in self.given.items():
             copy_into(tensors[self._first_names.get(name, name)].data, value)
             some = value.reshape(-1)[:: max(1, value.numel() // NUM_SAMPLED)]
-            self.sampled[name] = repr(some.to(torch.float64, copy=True).sum().item())
+            self.sampled[name] = repr(sum_in_double(some))

@@ -37,7 +37,7 @@ def make_fsdp_options(spec: ParallelSpec, is_root: bool) -> dict[str, Any]:
 
 
 def autocast_forward(part: nn.Module) -> None:
-    """Let `part` compute under autocast whoever calls it: its weights are in bf16, its buffers in their own type."""
+    """Let `part` compute under autocast in every call: its weights are in bf16, its buffers in their own type."""
     forward = part.forward
     device = next(part.parameters()).device.type
 

@@ -24,6 +24,14 @@ MAX_GROUP_BYTES = 64 << 20  # of parameters whose state is created at once
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
+def sum_in_double(tensor: Tensor) -> float | complex:
+    """The sum in double precision, with the imaginary part of a complex tensor."""
+    total: float | complex = (
+        tensor.detach().sum(dtype=torch.complex128 if tensor.is_complex() else torch.float64).item()
+    )
+    return total
+
+
 def copy_into(target: Tensor, value: Tensor) -> None:
     """Copy `value` into `target`, which may be sharded while `value` is unsharded."""
     if value is target:
