@@ -77,7 +77,7 @@ def count(*words: str) -> CostTable:
 
 def open_text(*words: str) -> FakeTask:
     task = Text()
-    return open_task(task, spec_of(*words), make_optimizer, task.data()).fake
+    return open_task(task, spec_of(*words), make_optimizer, task.data())
 
 
 def read(*words: str, num_blocks: int | None = None, samples: int = 4) -> FakeStep:

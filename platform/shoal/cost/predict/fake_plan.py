@@ -8,10 +8,8 @@ by `predict` and by `shoal plan`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from shoal.cost.cost_table import CostTable, combine_ranks
 from shoal.cost.measure.peak_flops import measure_peak_flops
@@ -29,13 +27,6 @@ from shoal.parallel.spec import ScheduleName
 from shoal.parallel.validate import check_plan
 
 NOTE = "counted on fake tensors, since the model is large; nothing was run"
-
-
-class OpenedTask(NamedTuple):
-    """A Task on fake tensors, and its whole model, also fake."""
-
-    fake: FakeTask
-    model: nn.Module
 
 
 @dataclass(frozen=True)
@@ -73,12 +64,12 @@ class Pipeline:
         return simulate_step(self.schedule, self.num_stages, self.micro_batches, forward, backward, messages)
 
 
-def open_task(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer, data: Data) -> OpenedTask:
+def open_task(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer, data: Data) -> FakeTask:
     """The Task for `spec.device`. Raises what its model raises on fake tensors."""
     is_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
-    with use_fake_tensors():
+    with use_fake_tensors() as mode:
         model = task.model()
-    return OpenedTask(FakeTask(task, spec, data, make_optimizer, find_repeated_blocks(model), is_cuda), model)
+    return FakeTask(task, spec, data, make_optimizer, mode, model, find_repeated_blocks(model), is_cuda)
 
 
 def make_pipeline(fake: FakeTask, parallel: ParallelSpec, degrees: ParallelDims) -> Pipeline:
@@ -104,13 +95,13 @@ def predict_on_fake_tensors(
     degrees, parallel = spec.resolve_dims(), spec.parallel
     samples = parallel.compute_micro_batch_size(spec.batch_size, degrees)
     with preserve_process(spec.seed, spec.threads or torch.get_num_threads()):
-        fake, model = open_task(task, spec, make_optimizer, data)
-        check_plan(model, task, parallel, degrees)
+        fake = open_task(task, spec, make_optimizer, data)
+        check_plan(fake.model, task, parallel, degrees)
         alone = fake.read_step(ParallelSpec(precision=parallel.precision), ParallelDims(), samples)
         rate = measure_peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"), parallel.precision)
-        values, notes, rows = _read_plan(fake, model, parallel, degrees, samples, rate)
+        values, notes, rows = _read_plan(fake, parallel, degrees, samples, rate)
     flops = {"flops_forward_sample": "flops_forward", "flops_backward_sample": "flops_backward"}
-    parameters = list(model.parameters())
+    parameters = list(fake.model.parameters())
     found = {
         "parameters": float(sum(each.numel() for each in parameters)),
         "parameters_trainable": float(sum(each.numel() for each in parameters if each.requires_grad)),
@@ -122,7 +113,7 @@ def predict_on_fake_tensors(
 
 
 def _read_plan(
-    fake: FakeTask, model: nn.Module, parallel: ParallelSpec, degrees: ParallelDims, samples: int, rate: float
+    fake: FakeTask, parallel: ParallelSpec, degrees: ParallelDims, samples: int, rate: float
 ) -> tuple[dict[str, float], list[str], list[PlacementRow]]:
     """The numbers of a rank, what is to be said of them, and which rank stores what."""
     notes = [f"times are those of the operations at {rate / 1e9:,.0f} GFLOP a second"]
@@ -130,7 +121,7 @@ def _read_plan(
         notes.append("layers are split where their sizes allow it; a run also tries whether their values do")
     if degrees.pipeline == 1:
         step = fake.read_step(parallel, degrees, samples * parallel.accumulate)
-        rows = [] if degrees.tensor > 1 else build_placement(model, degrees, None, None)
+        rows = [] if degrees.tensor > 1 else build_placement(fake.model, degrees, None, None)
         return {**step.values, "step_s": step.values["flops_rank"] / rate}, notes, rows
     pipeline = make_pipeline(fake, parallel, degrees)
     flat = replace(degrees, pipeline=1)

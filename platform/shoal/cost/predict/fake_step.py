@@ -28,7 +28,7 @@ from shoal.cost.predict.dry_run import (
     run_step,
 )
 from shoal.cost.predict.fake_process_group import SimulatedRanks, fake_world
-from shoal.cost.predict.fake_tensors import FakeMode, use_fake_tensors
+from shoal.cost.predict.fake_tensors import FakeMode, copy_model, use_fake_tensors
 from shoal.cost.predict.repeated_blocks import NUM_BLOCKS, RepeatedBlocks, keep_block_shares
 from shoal.cost.predict.single_device import CostTaskProtocol
 from shoal.cost.step_profile import profile_step
@@ -108,6 +108,7 @@ class StepByDepth:
 class FakeTask:
     """A Task on fake tensors, under any plan.
 
+    model:   all of it, on fake tensors of `mode`
     blocks:  those of its model that are repeated, if any
     is_cuda: whether the ranks have GPUs
     """
@@ -116,9 +117,11 @@ class FakeTask:
     spec: TrainSpecProtocol
     data: Data
     make_optimizer: MakeOptimizer
+    mode: FakeMode
+    model: nn.Module
     blocks: RepeatedBlocks | None
     is_cuda: bool
-    _tensor_plans: dict[tuple[int | None, int], TensorPlan] = field(default_factory=dict)  # by blocks and ranks
+    _tensor_plans: dict[int, TensorPlan] = field(default_factory=dict)  # of the larger short model, by ranks
 
     def read_step(self, parallel: ParallelSpec, degrees: ParallelDims, samples: int) -> FakeStep:
         """The step of rank 0, of the full model.
@@ -133,7 +136,9 @@ class FakeTask:
 
     def read_depths(self, parallel: ParallelSpec, degrees: ParallelDims, samples: int) -> StepByDepth:
         """As `read_step`, of a model with `blocks`, for any number of them."""
-        return StepByDepth(*(self.run_step(parallel, degrees, samples, number) for number in NUM_BLOCKS))
+        few, many = NUM_BLOCKS
+        large = self.run_step(parallel, degrees, samples, many)
+        return StepByDepth(self.run_step(parallel, degrees, samples, few), large)
 
     def run_step(
         self, parallel: ParallelSpec, degrees: ParallelDims, samples: int, num_blocks: int | None = None
@@ -143,30 +148,33 @@ class FakeTask:
         batch = load_first_batch(self.data, samples, cpu, is_exact=True)
         with (
             assume_cuda(self.is_cuda),
-            use_fake_tensors() as mode,
+            use_fake_tensors(self.mode),
             fake_world(0, degrees.workers, cpu, play) as world,
         ):
-            torch.manual_seed(self.spec.seed)
-            model = self.task.model()
-            size = _count_parameters(model)
-            handed = list[float]()
+            model, handed = self._copy_model(num_blocks), list[float]()
             if self.blocks is not None:
-                self.blocks.keep(model, len(self.blocks.names) if num_blocks is None else num_blocks)
                 block = model.get_submodule(".".join(filter(None, (self.blocks.path, self.blocks.names[0]))))
                 block.register_forward_hook(lambda _, args, output: handed.append(bytes_of(tensors_of(output))))
-            with keep_block_shares(_count_parameters(model) / size), self._reuse_tensor_plan(num_blocks):
-                found = self._profile(model, make_eager_spec(parallel), degrees, world, mode, batch, play)
+            share = _count_parameters(model) / _count_parameters(self.model)
+            with keep_block_shares(share), self._reuse_tensor_plan():
+                found = self._profile(model, make_eager_spec(parallel), degrees, world, batch, play)
         return replace(found, handed_bytes=float(handed[-1] if handed else 0.0))
 
+    def _copy_model(self, num_blocks: int | None) -> nn.Module:
+        if self.blocks is None:
+            return copy_model(self.model)
+        return self.blocks.copy(self.model, len(self.blocks.names) if num_blocks is None else num_blocks)
+
     @contextmanager
-    def _reuse_tensor_plan(self, num_blocks: int | None) -> Iterator[None]:
-        """Within, the layers to split are searched only the first time: no number of samples changes them."""
+    def _reuse_tensor_plan(self) -> Iterator[None]:
+        """Within, the layers to split are searched only the first time: no number of samples changes them, and a model
+        with fewer blocks has those of the others."""
         find = vars(apply)["find_tensor_plan"]
 
         def reuse(model: nn.Module, learnable: TaskProtocol, size: int, example: object = None) -> TensorPlan:
-            if (num_blocks, size) not in self._tensor_plans:
-                self._tensor_plans[num_blocks, size] = find(model, learnable, size, example)
-            return self._tensor_plans[num_blocks, size]
+            if size not in self._tensor_plans:
+                self._tensor_plans[size] = find(model, learnable, size, example)
+            return self._tensor_plans[size].restrict(model)
 
         vars(apply)["find_tensor_plan"] = reuse
         try:
@@ -180,17 +188,17 @@ class FakeTask:
         parallel: ParallelSpec,
         degrees: ParallelDims,
         world: World,
-        mode: FakeMode,
         batch: object,
         play: SimulatedRanks,
     ) -> FakeStep:
-        spec, batch = self.spec, mode.from_batch(batch)
+        spec, batch = self.spec, self.mode.from_batch(batch)
         parallelized = parallelize(model, self.task, parallel, degrees, world, batch, spec.seed)
         try:
             parameters = [parameter for _, parameter in parallelized.named_parameters()]
             optimizer = self.make_optimizer(self.task, spec.optimizer, parameters)
-            # DDP has its buckets from its first step on; DTensor works out an operator's layout once, on fake tensors.
-            if degrees.tensor > 1 or not degrees.is_sharded:
+            if (
+                degrees.data > 1 == degrees.tensor and not degrees.is_sharded
+            ):  # DDP has its buckets from its first step on
                 run_step(parallelized, optimizer, batch, 0, spec.clip_norm)
             else:
                 _make_optimizer_states(optimizer, parameters)

@@ -7,6 +7,7 @@ trains anything.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.batch_tree import map_tensors
 from shoal.data import Batch
@@ -27,6 +29,7 @@ MAX_SHARE = 1 / 8  # ... or more than this share of the free memory
 
 T = TypeVar("T")
 _aten = torch.ops.aten
+_OUTPUT_SHAPES = "_propagate_tensor_meta_non_cached"  # of a DTensor's operator
 _COMPARISONS = (_aten.equal.default, _aten.allclose.default)
 
 
@@ -86,10 +89,14 @@ class FakeMode(FakeTensorMode):
 
 
 @contextmanager
-def use_fake_tensors() -> Iterator[FakeMode]:
-    """Within, every tensor that is made is fake. Meshes of ranks, which have values, stay real."""
+def use_fake_tensors(mode: FakeMode | None = None) -> Iterator[FakeMode]:
+    """Within, every tensor that is made is fake. Meshes of ranks, which have values, stay real.
+
+    mode: that of fake tensors from before, which no other may use
+    """
     from torch.distributed.device_mesh import DeviceMesh  # all load torch.distributed, which takes a second
     from torch.distributed.fsdp._fully_shard import _fsdp_param
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     from shoal.parallel.comm import mesh
 
@@ -100,7 +107,18 @@ def use_fake_tensors() -> Iterator[FakeMode]:
         _patch(undo, DeviceMesh, "__getitem__", _make_real(DeviceMesh.__getitem__))
         _patch(undo, DeviceMesh, "_concatenate", staticmethod(_make_real(DeviceMesh._concatenate)))
         _patch(undo, _fsdp_param, "_chunk_with_empty", _make_equal_chunks)
-        yield undo.enter_context(FakeMode())
+        mode = undo.enter_context(mode or FakeMode())
+        _patch(undo, ShardingPropagator, _OUTPUT_SHAPES, _run_alone(vars(ShardingPropagator)[_OUTPUT_SHAPES], mode))
+        yield mode
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """A copy of a fake model, in the mode of its tensors."""
+    copies: dict[int, Any] = {}  # `deepcopy` of a tensor would read its memory
+    for each in [*model.parameters(), *model.buffers()]:
+        new = torch.empty_like(each.detach())
+        copies[id(each)] = nn.Parameter(new, each.requires_grad) if isinstance(each, nn.Parameter) else new
+    return copy.deepcopy(model, copies)
 
 
 def _patch(undo: ExitStack, owner: Any, name: str, replacement: Any) -> None:
@@ -117,6 +135,16 @@ def _make_real(function: Callable[..., T]) -> Callable[..., T]:
     def call(*args: Any, **kwargs: Any) -> T:
         with unset_fake_temporarily():
             return function(*args, **kwargs)
+
+    return call
+
+
+def _run_alone(function: Callable[..., T], mode: FakeMode) -> Callable[..., T]:
+    """DTensor runs an operator on whole tensors once, only for its output's shape: no counter is to see it."""
+
+    def call(*args: Any) -> T:
+        with _disable_current_modes(), mode:
+            return function(*args)
 
     return call
 

@@ -1,7 +1,7 @@
 """The blocks that a model repeats, such as the layers of a transformer: found, and all but a few left out.
 
 What a model costs grows linearly with their number, so two short models tell the cost of a deep one. Called by
-`fake_step`. Changes a model in place.
+`fake_step`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import groupby
 
 from torch import nn
 
+from shoal.cost.predict.fake_tensors import copy_model
 from shoal.parallel.spmd import fsdp_blocks
 from shoal.parallel.tensor import plan
 
@@ -31,10 +32,17 @@ class RepeatedBlocks:
     path: str
     names: tuple[str, ...]
 
-    def keep(self, model: nn.Module, number: int) -> None:
-        """Leave out all but the first `number` of them; other children keep their names."""
+    def copy(self, model: nn.Module, number: int) -> nn.Module:
+        """A copy of a fake model with the first `number` of them alone; other children keep their names."""
+        children = model.get_submodule(self.path)._modules
+        every = dict(children)
         for name in self.names[number:]:
-            del model.get_submodule(self.path)._modules[name]
+            del children[name]
+        try:
+            return copy_model(model)
+        finally:
+            children.clear()
+            children.update(every)
 
 
 def find_repeated_blocks(model: nn.Module) -> RepeatedBlocks | None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
-
 from shoal.cost.predict.dry_run import CollectiveTraffic
 from shoal.cost.predict.fake_plan import make_pipeline
 from shoal.cost.predict.fake_step import STATES, FakeStep, FakeTask, StepByDepth
@@ -37,14 +35,12 @@ class LargePlanner:
     """Estimates candidates for one Task.
 
     spec:          of the Task, without the choices of a plan
-    model:         fake
     flops:         operations a second of a device
     device_memory: bytes
     """
 
     fake: FakeTask
     spec: TrainSpec
-    model: nn.Module
     machine: Machine
     flops: float
     device_memory: float
@@ -61,7 +57,7 @@ class LargePlanner:
             remedy = "choose another plan"
             raise PlanError("sync.kind", spec.sync.kind, "is estimated only for a model that can be run here", remedy)
         degrees, parallel = spec.resolve_dims(), spec.parallel
-        check_plan(self.model, self.fake.task, parallel, degrees)
+        check_plan(self.fake.model, self.fake.task, parallel, degrees)
         samples = parallel.compute_micro_batch_size(spec.batch_size, degrees)
         if degrees.pipeline > 1:
             return self._estimate_pipeline(candidate, spec, degrees, samples)

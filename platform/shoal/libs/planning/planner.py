@@ -208,7 +208,7 @@ def _prepare_large(task: Task, spec: TrainSpec, hardware: HardwareSpec) -> Large
         problem = f"{devices} devices of a host need one, since this model is too large to measure it with"
         raise ConfigError("device_bandwidth", None, problem, "for example device_bandwidth=300GB")
     single = spec.override(["parallel=single", "sync=all_reduce", "workers=1"])
-    fake, model = open_task(task, single, make_optimizer, task.data())
+    fake = open_task(task, single, make_optimizer, task.data())
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     with preserve_process(spec.seed, cores):
         flops = hardware.device_flops or measure_peak_flops(device, spec.parallel.precision)
@@ -221,7 +221,7 @@ def _prepare_large(task: Task, spec: TrainSpec, hardware: HardwareSpec) -> Large
         latency_s=hardware.latency or 0.0,
         device_s=1.0 / hardware.device_bandwidth if hardware.device_bandwidth is not None else None,
     )
-    return LargePlanner(fake, spec, model, machine, flops, hardware.device_memory or _find_memory(device, devices))
+    return LargePlanner(fake, spec, machine, flops, hardware.device_memory or _find_memory(device, devices))
 
 
 def _prepare(task: Task, spec: TrainSpec, hardware: HardwareSpec, report: Callable[[str], None]) -> Planner:

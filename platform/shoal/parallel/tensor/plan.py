@@ -70,6 +70,18 @@ class TensorPlan:
         self.dropouts |= split.dropouts
         self.summed |= split.entering
 
+    def restrict(self, model: nn.Module) -> TensorPlan:
+        """The plan for a model that lacks some of the layers."""
+        names, parameters = dict(model.named_modules()), dict(model.named_parameters())
+        return TensorPlan(
+            styles={name: style for name, style in self.styles.items() if name in names},
+            changes={place: value for place, value in self.changes.items() if place[0] in names},
+            dropouts={name: dimension for name, dimension in self.dropouts.items() if name in names},
+            modified_in_place=self.modified_in_place & names.keys(),
+            unsplit={name: reason for name, reason in self.unsplit.items() if name in names},
+            summed=self.summed & parameters.keys(),
+        )
+
 
 def find_tensor_plan(model: nn.Module, learnable: TaskProtocol, size: int, example: Any = None) -> TensorPlan:
     """The user's plan, or a generated one, for `size` ranks. Without an example, a user's plan is checked for sizes
