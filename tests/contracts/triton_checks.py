@@ -157,12 +157,12 @@ def check_versions(client):
 
 def check_options_of_a_request(client):
     x = client.input("x", ROWS)
-    client.infer("big", x, priority=3, timeout=5_000_000, parameters={"mine": 1, "other": "text", "flag": True})
+    client.infer("big", x, priority=3, timeout=60_000_000, parameters={"mine": 1, "other": "text", "flag": True})
     client.infer("big", x, sequence_id=7, sequence_start=True, sequence_end=True)
-    client.infer("big", x, headers={"shoal-sticky": "somebody", "shoal-deadline-ms": "5000"})
+    client.infer("big", x, headers={"shoal-sticky": "somebody", "shoal-deadline-ms": "60000"})
     client.refused(400, "shoal-deadline-ms", args=("big", [x]), headers={"shoal-deadline-ms": "soon"})
     if client.is_grpc:
-        client.infer("big", x, client_timeout=5.0)
+        client.infer("big", x, client_timeout=60.0)
 
 
 def check_compression(client):
