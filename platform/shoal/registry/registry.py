@@ -364,12 +364,13 @@ def _list_contents(snapshot: WeightSnapshot, file: str) -> tuple[list[ManifestPa
     if not isinstance(snapshot, WeightFile):
         return [], {file: snapshot.payload}
     if not snapshot.has_index:
-        return [], {file: snapshot.path}
+        return [], {file: snapshot.find(snapshot.index)}
     found = [
-        ManifestPart(file=part.path.name, sha256=part.sha256, size_bytes=part.path.stat().st_size)
+        ManifestPart(file=part.path.name, sha256=part.sha256, size_bytes=snapshot.find(part).stat().st_size)
         for part in snapshot.parts
     ]
-    return found, {**{part.path.name: part.path for part in snapshot.parts}, INDEX_FILE: snapshot.path}
+    contents: dict[str, bytes | Path] = {part.path.name: snapshot.find(part) for part in snapshot.parts}
+    return found, {**contents, INDEX_FILE: snapshot.find(snapshot.index)}
 
 
 def _resolve_version(selector: str, versions: Sequence[int], aliases: Aliases) -> int | None:

@@ -43,9 +43,10 @@ def _read_file(file: WeightFile) -> dict[str, Tensor]:
 def _read_part(file: WeightFile, part: WeightPart) -> dict[str, Tensor]:
     """A mapping of the file says which tensors there are. It is not read: in it they are misaligned, which changes the
     last digits of products."""
-    mapped, digest = safetensors.torch.load_file(part.path), hashlib.sha256()
+    path, digest = file.find(part), hashlib.sha256()
+    mapped = safetensors.torch.load_file(path)
     found: dict[str, Tensor] = {}
-    with part.path.open("rb") as opened:
+    with path.open("rb") as opened:
         size = opened.read(8)
         header = opened.read(int.from_bytes(size, "little"))
         digest.update(size + header)
@@ -54,7 +55,7 @@ def _read_part(file: WeightFile, part: WeightPart) -> dict[str, Tensor]:
             found[name] = torch.empty_like(mapped[name])
             payload: Any = found[name].reshape(-1).view(torch.uint8).numpy()
             if opened.readinto(payload) != payload.nbytes:
-                raise WeightsError(f"{part.path} was cut off while it was read")
+                raise WeightsError(f"{path} was cut off while it was read")
             if not file.is_verified:
                 digest.update(payload)
     if not file.is_verified and digest.hexdigest() != part.sha256:
