@@ -1,8 +1,9 @@
 """Weights in safetensors files: written and read tensor by tensor, in one file or in several with an index.
 
-Written at the end of a training run, read where some tensors of a large model are needed. No function holds more than
-one of them. Several files have the layout of Hugging Face: `model-00001-of-00003.safetensors` and, written last,
-`model.safetensors.index.json` (https://huggingface.co/docs/safetensors).
+Written at the end of a training run; read whole where a network is filled, and in part by ranks and workers. Apart from
+`read_tensors`, no function holds more than one tensor. Several files have the layout of Hugging Face:
+`model-00001-of-00003.safetensors` and, written last, `model.safetensors.index.json`
+(https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shoal.atomic_file import create_private, make_folder, replace_synced, sync_folder
 from shoal.errors import WeightsError
-from shoal.weights.store import WeightFile, WeightPart
+from shoal.weights.store import REMEDY, WeightFile, WeightPart, WeightSnapshot
 
 MAX_FILE_BYTES = 2 << 30  # of tensors in one file, unless a single one has more
 INDEX_SUFFIX = ".index.json"
@@ -182,16 +184,57 @@ def open_weight_file(file: WeightFile) -> TensorFiles:
     return open_tensors([file.find(part) for part in file.parts])
 
 
+def read_tensors(snapshot: WeightSnapshot) -> dict[str, Tensor]:
+    """The tensors by name; they share memory with nothing. Raises WeightsError when checksum or format do not fit.
+
+    A file is read once: neither its bytes nor a mapping are copied on the way, and its hash, where it was not verified
+    before, is computed of the same bytes.
+    """
+    try:
+        if isinstance(snapshot, WeightFile):
+            parts = [_read_part(snapshot, part) for part in snapshot.parts]
+            return {name: tensor for part in parts for name, tensor in part.items()}
+        snapshot.verify()
+        return dict(safetensors.torch.load(snapshot.payload))
+    except OSError as error:
+        raise WeightsError(f"weights version {snapshot.version} cannot be read ({error}): {REMEDY}") from error
+    except (SafetensorError, ValueError, KeyError) as error:
+        snapshot.verify()
+        raise WeightsError(f"weights version {snapshot.version} are not safetensors: {error}") from None
+
+
+def _read_part(file: WeightFile, part: WeightPart) -> dict[str, Tensor]:
+    """A mapping of the file says which tensors there are. It is not read: in it they are misaligned, which changes the
+    last digits of products."""
+    path, digest = file.find(part), hashlib.sha256()
+    mapped = safetensors.torch.load_file(path)
+    found: dict[str, Tensor] = {}
+    with path.open("rb") as opened:
+        size = opened.read(8)
+        header = opened.read(int.from_bytes(size, "little"))
+        digest.update(size + header)
+        described = json.loads(header)
+        for name in sorted(mapped, key=lambda name: described[name]["data_offsets"]):
+            found[name] = torch.empty_like(mapped[name])
+            payload: Any = found[name].reshape(-1).view(torch.uint8).numpy()
+            if opened.readinto(payload) != payload.nbytes:
+                raise WeightsError(f"{path} was cut off while it was read")
+            if not file.is_verified:
+                digest.update(payload)
+    if not file.is_verified and digest.hexdigest() != part.sha256:
+        raise file.describe_damage(part.path)
+    return found
+
+
 def _read_index(path: Path) -> dict[str, str]:
     """The name of each tensor's file. Raises WeightsError."""
     try:
         names = dict(json.loads(path.read_bytes())["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"{path} cannot be read as an index of safetensors files ({error!r})") from error
-    if strange := [
-        each for each in names.values() if Path(str(each)).name != each or not each.endswith(".safetensors")
-    ]:
-        raise WeightsError(f"{path} names {strange[0]!r}, which is no file of safetensors beside it")
+    for each in names.values():
+        if Path(str(each)).name != each or not each.endswith(".safetensors"):
+            raise WeightsError(f"{path} names {each!r}, which is no file of safetensors beside it")
     return names
 
 

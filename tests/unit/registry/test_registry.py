@@ -32,7 +32,7 @@ from shoal.registry import (
 )
 from shoal.store import folder as folder_module
 from shoal.weights import WeightSnapshot
-from shoal.weights.tensor_file import read_tensors
+from shoal.weights.tensor_files import read_tensors
 
 MODEL = ModelFactory(factory="collections:Counter", kwargs={"a": 2})
 SIGNATURE = Signature(

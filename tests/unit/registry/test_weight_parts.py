@@ -22,8 +22,7 @@ from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
 from shoal.registry import registry as registry_module
 from shoal.train.initial_weights import load_initial_weights, read_state_dict
 from shoal.weights import tensor_files
-from shoal.weights.tensor_file import read_tensors
-from shoal.weights.tensor_files import TensorFiles, make_weight_file, open_tensors, write_tensors
+from shoal.weights.tensor_files import TensorFiles, make_weight_file, open_tensors, read_tensors, write_tensors
 
 MODEL = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 4, "out_features": 4})
 NOTHING = Signature(inputs=[], outputs=[])

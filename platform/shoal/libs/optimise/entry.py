@@ -19,7 +19,7 @@ from shoal.registry.source_module import load_source
 from shoal.serve.model.precision import PrecisionConverter
 from shoal.train.task import Hook
 from shoal.weights import WeightFile, WeightSnapshot
-from shoal.weights.tensor_file import read_tensors
+from shoal.weights.tensor_files import read_tensors
 
 Precision = Literal["fp32", "bf16", "int8"]
 
