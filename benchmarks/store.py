@@ -32,7 +32,7 @@ from shoal.registry import ModelFactory, Registry, Signature
 from shoal.store import open_store
 from shoal.store.objects import ObjectStore
 from shoal.weights import WeightSnapshot
-from shoal.weights.tensor_file import read_tensors
+from shoal.weights.tensor_files import read_tensors
 
 NUM_WRITERS = 16
 PAYLOAD_BYTES = 500_000_000

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from cases import Tokens, global_batch, share
 from torch import Tensor, nn
 
 from programs import run_ranks
+from shoal.checkpoint.checkpointer import Checkpointer
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
@@ -45,39 +44,48 @@ def _learn(model: ParallelModel, optimizer: torch.optim.Optimizer, steps: range)
 Steps = tuple[list[float], dict[str, Tensor], int]
 
 
-def _take_steps(world: World, plan: dict[str, Any], folder: str, begin: int) -> Steps:
-    """STEPS steps, from the checkpoint of step `begin` if that is above 0: losses, weights, values in eight bits."""
+def _take_steps(world: World, plan: dict[str, Any], folder: Path, begin: int, *, is_copied: bool = True) -> Steps:
+    """STEPS steps, from the checkpoint of step `begin` if that is above 0: losses, weights, values in eight bits.
+
+    is_copied: what is saved, before it is written
+    """
     model, optimizer = _make(ParallelSpec.parse(plan), world, EIGHT_BIT)
     if begin:
         state = {"model": model.model_state(), "optimizer": model.optimizer_state(optimizer, to_fill=True)}
-        with warnings.catch_warnings(action="ignore"):
-            dcp.load(state, checkpoint_id=f"{folder}/{begin}", no_dist=world.size == 1)
+        with Checkpointer(folder) as checkpointer:
+            checkpointer.load(checkpointer.find(begin), state)
         model.load_model_state(state["model"])
         model.load_optimizer_state(optimizer, state["optimizer"])
         restore_spec_settings(optimizer, EIGHT_BIT)
     losses = _learn(model, optimizer, range(begin, begin + STEPS))
     if not begin:
         state = {"model": model.model_state(), "optimizer": model.optimizer_state(optimizer)}
-        dcp.save(state, checkpoint_id=f"{folder}/{STEPS}")
-    return losses, model.full_weights(), sum(_count_codes(each) for each in optimizer.state.values())
+        with Checkpointer(folder, asynchronous=is_copied) as checkpointer:
+            checkpointer.save(STEPS, state)
+        saved = [_list_codes(each["state"]) for each in state["optimizer"].values()]
+        assert saved == [_list_codes(optimizer.state[each]) for _, each in model.named_parameters()]
+    codes = [each for kept in optimizer.state.values() for each in _list_codes(kept)]
+    return losses, model.full_weights(), sum(size for _, size in codes)
 
 
-def _compare(world: World, folder: str) -> tuple[list[float], Steps, Steps, Steps]:
+def _compare(world: World, folder: Path, is_copied: bool) -> tuple[list[float], Steps, Steps, Steps]:
     """The losses of one process; the steps of shards; of copies, and of one process, from their checkpoint."""
     alone = World.single("cpu")
     expected = _learn(*_make(ParallelSpec(), alone, EIGHT_BIT), range(2 * STEPS))
-    shards = _take_steps(world, {"shard": True}, folder, 0)
+    shards = _take_steps(world, {"shard": True}, folder, 0, is_copied=is_copied)
     return expected, shards, _take_steps(world, {}, folder, STEPS), _take_steps(alone, {}, folder, STEPS)
 
 
-def _count_codes(state: dict[str, Any]) -> int:
+def _list_codes(state: dict[str, Any]) -> list[tuple[int, int]]:
+    """Address and size of the values in eight bits."""
     local = [each.to_local() if hasattr(each, "to_local") else each for each in state.values()]
-    return sum(each.codes.numel() for each in local if hasattr(each, "codes"))
+    return [(each.codes.data_ptr(), each.codes.numel()) for each in local if hasattr(each, "codes")]
 
 
-def test_shards_learn_as_one_process_and_others_go_on_from_their_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_shards_learn_as_one_process_and_others_go_on_from_their_checkpoint(tmp_path: Path, is_copied: bool) -> None:
     for expected, (losses, _, sharded), (copied, others, _), (alone, weights, whole) in run_ranks(
-        _compare, 2, str(tmp_path)
+        _compare, 2, tmp_path, is_copied
     ):
         torch.testing.assert_close(losses, expected[:STEPS], rtol=1e-4, atol=0.0)
         torch.testing.assert_close(alone, expected[STEPS:], rtol=2e-2, atol=0.0)  # quantised anew, in other blocks

@@ -24,8 +24,7 @@ from shoal.serve.gang.template import GangTemplate
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot, tensor_files
-from shoal.weights.tensor_file import read_tensors
-from shoal.weights.tensor_files import make_weight_file, write_tensors
+from shoal.weights.tensor_files import make_weight_file, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     import pytest

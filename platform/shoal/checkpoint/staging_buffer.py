@@ -54,7 +54,7 @@ class StagingBuffer:
             if slot.name.partition(".")[0] in left:
                 self._rest.append((target, source.detach()))
             else:
-                target.copy_(source, non_blocking=True)
+                target.copy_(_dequantize(source), non_blocking=True)
         if self._buffer.is_pinned():
             self._fetched = torch.cuda.Event()
             self._fetched.record()
@@ -65,7 +65,7 @@ class StagingBuffer:
         rest, self._rest = self._rest, []
         try:
             for target, source in rest:
-                target.copy_(source)
+                target.copy_(_dequantize(source))
         finally:
             self._is_copied.set()
 
@@ -104,9 +104,15 @@ class DirectStaging(StagingBuffer):
         sources, self._sources = self._sources, []
         yield self.layout.build_header()
         for source in sources:
-            content = source.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            content = _dequantize(source).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             for begin in range(0, len(content), BLOCK_BYTES):
                 yield content[begin : begin + BLOCK_BYTES]
+
+
+def _dequantize(source: torch.Tensor) -> torch.Tensor:
+    """The numbers that a state of a few bits stands for, until they are copied; any other tensor itself."""
+    is_plain = type(source).dequantize is torch.Tensor.dequantize
+    return source if is_plain else source.dequantize()
 
 
 def has_cuda(tensors: Mapping[str, torch.Tensor]) -> bool:

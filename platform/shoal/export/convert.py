@@ -107,7 +107,7 @@ def _open_module(found: ModelVersion, snapshot: WeightSnapshot) -> nn.Module:
     from shoal.serve.model.formats.exported import bind_constants, flatten_program, load_program
     from shoal.serve.model.formats.torch_forward import select_outputs
     from shoal.serve.model.formats.torchscript import load_module
-    from shoal.weights.tensor_file import read_tensors
+    from shoal.weights.tensor_files import read_tensors
 
     kind, signature = found.manifest.model.format, found.manifest.signature
     call: Any = None

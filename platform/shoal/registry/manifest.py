@@ -143,7 +143,7 @@ class Manifest(Spec):
     parts:           the files of weights that are several; else []
     data:            fingerprints of its datasets, by part: train, validation, test
     lineage:         of a search's best: the search's run, the trial or member, and its hyper-parameters; of others,
-                     what they were made from
+                     what they were made from. `base` is the reference of a version that it needs
     files:           hex digests of further files of the version, by name: a tokenizer's, say
     """
 

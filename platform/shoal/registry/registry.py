@@ -208,11 +208,12 @@ class Registry:
     def remove(self, ref: str) -> None:
         """Remove one version, or of a `ref` without a version the whole model; their numbers are not used again.
 
-        Raises RegistryError for a version that an alias names.
+        Raises RegistryError for a version that an alias names, and for the base of others that stay.
         """
         name, _ = split_ref(ref)
         is_one = "@" in ref  # also for `name@latest`, which has no word
         versions = [self.get(ref).version] if is_one else self._find_versions(name)[1]
+        self.require_no_dependents([f"{name}@{version}" for version in versions])
 
         def mark_removed(now: Aliases) -> Aliases:
             """From then on no version can be promoted, and none is seen."""
@@ -224,6 +225,29 @@ class Registry:
 
         self._update_aliases(name, mark_removed)
         self._delete_versions(name, versions)
+
+    @_convert_os_errors()
+    def find_dependents(self) -> Mapping[str, Sequence[str]]:
+        """By the reference of a base, the versions whose lineage names it: without it they cannot be loaded."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for entry in self.store.list_entries():
+            place = _split_key(entry.key)
+            if place is None or entry.key != f"{place[0]}/{place[1]}/{_MANIFEST}":
+                continue
+            with suppress(RegistryError):  # one that is damaged cannot be loaded at all
+                made = self._load_version(*place, Aliases())
+                base = made.manifest.lineage.get("base")
+                if isinstance(base, str) and made.version not in self._read_aliases(made.name).removed:
+                    found[base].append(made.ref)
+        return found
+
+    def require_no_dependents(self, refs: Sequence[str]) -> None:
+        """Check that only versions among `refs` have one of them as their base. Raises RegistryError."""
+        dependents = self.find_dependents()
+        for ref in refs:
+            if needing := [each for each in dependents.get(ref, ()) if each not in refs]:
+                problem = f"{ref} is the base of {' and '.join(needing)}, which cannot be loaded without it"
+                raise RegistryError(f"{problem}: first remove them, by `shoal models rm {' '.join(needing)}`")
 
     @_convert_os_errors()
     def remove_leftovers(self) -> None:
@@ -364,12 +388,13 @@ def _list_contents(snapshot: WeightSnapshot, file: str) -> tuple[list[ManifestPa
     if not isinstance(snapshot, WeightFile):
         return [], {file: snapshot.payload}
     if not snapshot.has_index:
-        return [], {file: snapshot.path}
+        return [], {file: snapshot.find(snapshot.index)}
     found = [
-        ManifestPart(file=part.path.name, sha256=part.sha256, size_bytes=part.path.stat().st_size)
+        ManifestPart(file=part.path.name, sha256=part.sha256, size_bytes=snapshot.find(part).stat().st_size)
         for part in snapshot.parts
     ]
-    return found, {**{part.path.name: part.path for part in snapshot.parts}, INDEX_FILE: snapshot.path}
+    contents: dict[str, bytes | Path] = {part.path.name: snapshot.find(part) for part in snapshot.parts}
+    return found, {**contents, INDEX_FILE: snapshot.find(snapshot.index)}
 
 
 def _resolve_version(selector: str, versions: Sequence[int], aliases: Aliases) -> int | None:

@@ -36,22 +36,13 @@ class ModelVersion:
         return f"{self.store.url}/{self.name}/{self.version}"
 
     def weight_file(self) -> WeightFile:
-        """The payload as files of this host: unread and unchecked, or from a bucket, downloaded and verified once.
-
-        Raises WeightsError when one is missing, or cannot be fetched whole.
-        """
-        manifest, path = self.manifest, self._fetch(self._file, self.manifest.sha256)
-        parts = [WeightPart(self._fetch(each.file, each.sha256), each.sha256) for each in manifest.parts]
-        origin = None if self.store.locate(self.name) else (self.store.url, self.ref)
-        return WeightFile(
-            self.version,
-            path,
-            manifest.sha256,
-            manifest.created_at,
-            parts=parts,
-            is_verified=origin is not None,
-            origin=origin,
-        )
+        """The payload as files, unread and unchecked; those of a bucket are downloaded when they are needed."""
+        manifest, key = self.manifest, f"{self.name}/{self.version}"
+        folder = self.store.locate(key)
+        origin, place = ((self.store.url, key), Path()) if folder is None else (None, folder)
+        parts = [WeightPart(place / each.file, each.sha256) for each in manifest.parts]
+        path = place / self._file
+        return WeightFile(self.version, path, manifest.sha256, manifest.created_at, parts=parts, origin=origin)
 
     def snapshot(self) -> WeightSnapshot:
         """The payload, as version `self.version`: the weights, or the model's file; in memory, unless it is large.
@@ -59,9 +50,8 @@ class ModelVersion:
         Raises WeightsError when it is missing or damaged.
         """
         file = self.weight_file()
-        if file.has_index:
-            file.verify()
         if file.is_verified or file.has_index:
+            file.verify()
             return file
         snapshot = self._read(file.path)
         if not snapshot.is_intact:
@@ -91,12 +81,6 @@ class ModelVersion:
 
     def _remedy(self, file: str) -> str:
         return f"restore {self.location}/{file} from a copy, or register the model again"
-
-    def _fetch(self, file: str, sha256: str) -> Path:
-        try:
-            return BlobCache().fetch(self.store, f"{self.name}/{self.version}/{file}", sha256)
-        except OSError as error:
-            raise WeightsError(f"{file} of {self.ref} cannot be read ({error}): {self._remedy(file)}") from error
 
     def _read(self, path: Path) -> WeightSnapshot:
         try:

@@ -16,8 +16,14 @@ from torch import Tensor, nn
 from shoal.errors import ConfigError, SpecMismatch, WeightsError
 from shoal.registry import Registry
 from shoal.weights import WeightFile
-from shoal.weights.tensor_file import read_tensors
-from shoal.weights.tensor_files import INDEX_SUFFIX, TensorFiles, list_files, open_tensors, open_weight_file
+from shoal.weights.tensor_files import (
+    INDEX_SUFFIX,
+    TensorFiles,
+    list_files,
+    open_tensors,
+    open_weight_file,
+    read_tensors,
+)
 
 SUFFIXES = (".pt", ".pth", ".safetensors", INDEX_SUFFIX)
 SINGLE = "model.safetensors"  # of a folder; of several files, with INDEX_SUFFIX, the index

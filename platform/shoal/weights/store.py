@@ -147,9 +147,9 @@ class WeightFile(WeightSnapshot):
     path:        of the file, or of the index
     sha256:      hex digest of that
     parts:       the files with the tensors: one without an index
-    is_verified: the files matched their hashes when they were downloaded, and have not changed since: a load skips the
-                 check
-    origin:      of a copy on this host: the registry's URL, and the reference of the version; else None
+    is_verified: the files match their hashes: a load skips the check
+    origin:      of a version in a bucket: the registry's URL, and the version's folder there, in which the paths are.
+                 `find` downloads a file to this host when it is first needed, and verifies it then
     """
 
     def __init__(
@@ -165,12 +165,17 @@ class WeightFile(WeightSnapshot):
     ) -> None:
         fields = {"version": version, "path": path, "sha256": sha256, "published_at": published_at}
         parts = tuple(parts) or (WeightPart(path, sha256),)
-        self.__dict__.update(fields, parts=parts, is_verified=is_verified, origin=origin)
+        self.__dict__.update(fields, parts=parts, is_verified=is_verified or origin is not None, origin=origin)
 
     path: Path
     parts: tuple[WeightPart, ...]
     is_verified: bool
     origin: tuple[str, str] | None
+
+    @property
+    def index(self) -> WeightPart:
+        """The file at `path`."""
+        return WeightPart(self.path, self.sha256)
 
     @property
     def has_index(self) -> bool:
@@ -184,11 +189,30 @@ class WeightFile(WeightSnapshot):
             remedy = "read its tensors one by one, by shoal.weights.tensor_files"
             problem = f"weights version {self.version} are {len(self.parts)} files, and this takes a model of one"
             raise WeightsError(f"{problem}: {remedy}")
-        return self.path.read_bytes()
+        return self.find(self.index).read_bytes()
 
     @property
     def size_bytes(self) -> int:
-        return sum(part.path.stat().st_size for part in self.parts)
+        return sum(self.find(part).stat().st_size for part in self.parts)
+
+    def find(self, part: WeightPart) -> Path:
+        """Where one of the files is on this host. Raises WeightsError when it cannot be downloaded."""
+        if self.origin is None:
+            return part.path
+        from shoal.store import BlobCache, open_store  # what reads live weights needs no store
+
+        url, folder = self.origin
+        key = f"{folder}/{part.path}"
+        try:
+            return BlobCache().fetch(open_store(url), key, part.sha256)
+        except OSError as error:
+            what = f"{part.path} of {folder.replace('/', '@')} cannot be read ({error})"
+            raise WeightsError(f"{what}: restore {url}/{key} from a copy, or register the model again") from error
+
+    def download(self) -> None:
+        """Have all files on this host. Raises WeightsError."""
+        for each in (self.index, *self.parts):
+            self.find(each)
 
     @cached_property
     def is_intact(self) -> bool:
@@ -207,7 +231,7 @@ class WeightFile(WeightSnapshot):
         found: dict[str, list[int]] = {}
         for part in self.parts:
             try:
-                with safetensors.safe_open(part.path, "numpy") as opened:
+                with safetensors.safe_open(self.find(part), "numpy") as opened:
                     found |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
             except (OSError, safetensors.SafetensorError) as error:
                 raise WeightsError(f"{part.path} cannot be read as safetensors ({error}): {REMEDY}") from error
@@ -220,7 +244,10 @@ class WeightFile(WeightSnapshot):
 
     def _find_damaged(self) -> Path | None:
         """The first file without its hash. Raises WeightsError when one cannot be read."""
-        files = [] if self.is_verified else dict.fromkeys([WeightPart(self.path, self.sha256), *self.parts])
+        if self.is_verified:
+            self.download()
+            return None
+        files = dict.fromkeys([self.index, *self.parts])
         return next((each.path for each in files if self._is_damaged(each)), None)
 
     def _is_damaged(self, part: WeightPart) -> bool:

@@ -1,8 +1,9 @@
 """Weights in safetensors files: written and read tensor by tensor, in one file or in several with an index.
 
-Written at the end of a training run, read where some tensors of a large model are needed. No function holds more than
-one of them. Several files have the layout of Hugging Face: `model-00001-of-00003.safetensors` and, written last,
-`model.safetensors.index.json` (https://huggingface.co/docs/safetensors).
+Written at the end of a training run; read whole where a network is filled, and in part by ranks and workers. Apart from
+`read_tensors`, no function holds more than one tensor. Several files have the layout of Hugging Face:
+`model-00001-of-00003.safetensors` and, written last, `model.safetensors.index.json`
+(https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shoal.atomic_file import create_private, make_folder, replace_synced, sync_folder
 from shoal.errors import WeightsError
-from shoal.weights.store import WeightFile, WeightPart
+from shoal.weights.store import REMEDY, WeightFile, WeightPart, WeightSnapshot
 
 MAX_FILE_BYTES = 2 << 30  # of tensors in one file, unless a single one has more
 INDEX_SUFFIX = ".index.json"
@@ -79,13 +81,7 @@ def list_files(path: Path) -> list[Path]:
     """The files of an index, in order; of another path the path itself. Raises WeightsError for a damaged index."""
     if not path.name.endswith(INDEX_SUFFIX):
         return [path]
-    try:
-        names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{path} cannot be read as an index of safetensors files ({error!r})") from error
-    if strange := [name for name in names if Path(str(name)).name != name or not name.endswith(".safetensors")]:
-        raise WeightsError(f"{path} names {strange[0]!r}, which is no file of safetensors beside it")
-    return [path.with_name(name) for name in names]
+    return [path.with_name(name) for name in sorted(set(_read_index(path).values()))]
 
 
 def list_with_index(path: Path) -> list[Path]:
@@ -123,8 +119,12 @@ class TensorFiles(Mapping[str, Tensor]):
                     raise WeightsError(f"{name!r} is in {self.files[name]} and in {path}")
                 self.files[name] = path
 
+    def _open(self, name: str) -> Any:
+        """The file with this tensor."""
+        return _open(self.files[name])
+
     def __getitem__(self, name: str) -> Tensor:
-        found: Tensor = _open(self.files[name]).get_tensor(name)
+        found: Tensor = self._open(name).get_tensor(name)
         return found.clone()  # in the file it is misaligned, which changes the last digits of products
 
     def __iter__(self) -> Iterator[str]:
@@ -135,17 +135,42 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def describe(self) -> TensorTypes:
         """Dtype and shape of each tensor, of which none is read."""
-        slices = {name: _open(file).get_slice(name) for name, file in self.files.items()}
+        slices = {name: self._open(name).get_slice(name) for name in self.files}
         return {name: (DTYPES[each.get_dtype()], torch.Size(each.get_shape())) for name, each in slices.items()}
 
     def get_shape(self, name: str) -> torch.Size:
         """The shape of a tensor, which is not read."""
-        return torch.Size(_open(self.files[name]).get_slice(name).get_shape())
+        return torch.Size(self._open(name).get_slice(name).get_shape())
 
     def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """The part of a tensor with these slices; nothing else of it is read."""
-        found: Tensor = _open(self.files[name]).get_slice(name)[part]
+        found: Tensor = self._open(name).get_slice(name)[part]
         return found.clone()
+
+
+class VersionTensors(TensorFiles):
+    """The tensors of a version, whose files are verified, or downloaded from a bucket, each before its first tensor is
+    read. Which file of a bucket has a tensor is known by the index. Raises WeightsError."""
+
+    def __init__(self, file: WeightFile) -> None:
+        self._file, self._parts = file, {part.path: part for part in file.parts}
+        self._unverified = set(self._parts)
+        if file.origin is None:
+            super().__init__([*self._parts])
+        elif file.has_index:
+            self.files = {name: Path(each) for name, each in _read_index(file.find(file.index)).items()}
+            if strange := set(self.files.values()) - self._parts.keys():
+                raise WeightsError(f"the index of version {file.version} names {strange.pop()}, which it lacks")
+        else:
+            super().__init__([file.find(file.index)])
+            self.files = dict.fromkeys(self.files, file.path)
+
+    def _open(self, name: str) -> Any:
+        part = self._parts[self.files[name]]
+        if part.path in self._unverified:
+            self._file.verify_part(part)
+            self._unverified.remove(part.path)
+        return _open(self._file.find(part))
 
 
 def open_tensors(paths: Sequence[Path]) -> TensorFiles:
@@ -156,7 +181,61 @@ def open_tensors(paths: Sequence[Path]) -> TensorFiles:
 def open_weight_file(file: WeightFile) -> TensorFiles:
     """The tensors of a version, whose files are verified, and then not read yet. Raises WeightsError."""
     file.verify()
-    return open_tensors([part.path for part in file.parts])
+    return open_tensors([file.find(part) for part in file.parts])
+
+
+def read_tensors(snapshot: WeightSnapshot) -> dict[str, Tensor]:
+    """The tensors by name; they share memory with nothing. Raises WeightsError when checksum or format do not fit.
+
+    A file is read once: neither its bytes nor a mapping are copied on the way, and its hash, where it was not verified
+    before, is computed of the same bytes.
+    """
+    try:
+        if isinstance(snapshot, WeightFile):
+            parts = [_read_part(snapshot, part) for part in snapshot.parts]
+            return {name: tensor for part in parts for name, tensor in part.items()}
+        snapshot.verify()
+        return dict(safetensors.torch.load(snapshot.payload))
+    except OSError as error:
+        raise WeightsError(f"weights version {snapshot.version} cannot be read ({error}): {REMEDY}") from error
+    except (SafetensorError, ValueError, KeyError) as error:
+        snapshot.verify()
+        raise WeightsError(f"weights version {snapshot.version} are not safetensors: {error}") from None
+
+
+def _read_part(file: WeightFile, part: WeightPart) -> dict[str, Tensor]:
+    """A mapping of the file says which tensors there are. It is not read: in it they are misaligned, which changes the
+    last digits of products."""
+    path, digest = file.find(part), hashlib.sha256()
+    mapped = safetensors.torch.load_file(path)
+    found: dict[str, Tensor] = {}
+    with path.open("rb") as opened:
+        size = opened.read(8)
+        header = opened.read(int.from_bytes(size, "little"))
+        digest.update(size + header)
+        described = json.loads(header)
+        for name in sorted(mapped, key=lambda name: described[name]["data_offsets"]):
+            found[name] = torch.empty_like(mapped[name])
+            payload: Any = found[name].reshape(-1).view(torch.uint8).numpy()
+            if opened.readinto(payload) != payload.nbytes:
+                raise WeightsError(f"{path} was cut off while it was read")
+            if not file.is_verified:
+                digest.update(payload)
+    if not file.is_verified and digest.hexdigest() != part.sha256:
+        raise file.describe_damage(part.path)
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The name of each tensor's file. Raises WeightsError."""
+    try:
+        names = dict(json.loads(path.read_bytes())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{path} cannot be read as an index of safetensors files ({error!r})") from error
+    for each in names.values():
+        if Path(str(each)).name != each or not each.endswith(".safetensors"):
+            raise WeightsError(f"{path} names {each!r}, which is no file of safetensors beside it")
+    return names
 
 
 def _open(path: Path) -> Any:

@@ -10,7 +10,7 @@ import torch
 from tiny_models import save_model, write_lines
 
 import shoal
-from shoal.errors import ConfigError, SpecMismatch
+from shoal.errors import ConfigError, RegistryError, SpecMismatch
 from shoal.libs.hf.tasks import CausalLM
 from shoal.registry import Registry
 from shoal.train.initial_weights import load_initial_weights
@@ -133,6 +133,8 @@ def test_adapters_are_trained_alone_and_served_with_their_base(folder: Path, dat
     assert difference.abs().max() > 1e-3
     assert CausalLM(**args).registration().lineage["base"] == base.ref
     assert len(Registry().list(base.name)) == 1, "the base is registered once"
+    with pytest.raises(RegistryError, match=f"is the base of {found.ref}"):
+        Registry().remove(base.name)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

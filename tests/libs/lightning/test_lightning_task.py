@@ -17,7 +17,7 @@ from shoal.libs.lightning.task import LightningTask
 from shoal.registry import Registry
 from shoal.train import TrainSpec
 from shoal.train.launch.local import fit_locally
-from shoal.weights.tensor_file import read_tensors
+from shoal.weights.tensor_files import read_tensors
 
 lightning = pytest.importorskip("pytorch_lightning")
 NUM_SAMPLES, BATCH, EPOCHS = 48, 8, 3

@@ -25,7 +25,8 @@ from shoal.serve.spec.model_options import ModelOptions
 from shoal.train.export.model_entry import make_factory
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
-from shoal.weights import WeightSnapshot
+from shoal.weights import WeightSnapshot, tensor_files
+from shoal.weights.tensor_files import make_weight_file, write_tensors
 
 TASK = '''
 import torch
@@ -208,6 +209,21 @@ def test_a_converted_model_answers_at_an_endpoint_as_its_parent(step: str, share
     assert small.manifest.size_bytes < share * teacher.manifest.size_bytes
     np.testing.assert_allclose(answer(small, INPUTS), answer(teacher, INPUTS), atol=0.1)
     assert "parent, largest@1" in str(run("largest@small").exception)
+
+
+def test_a_teacher_and_a_student_may_have_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = register(exact_network())
+    monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 1 << 10)
+    state = exact_network().state_dict()
+    types = {name: (each.dtype, each.shape) for name, each in state.items()}
+    file = make_weight_file(1, write_tensors(tmp_path / "run/model.safetensors", types, state.items()))
+    parts = Registry().register("parts", file, model=one.manifest.model, signature=SIGNATURE)
+    assert len(parts.manifest.parts) > 1
+    found = optimise("parts", "--student", "width=32", "--try", "int8", "--max-drop", "90%", "--by", "size")
+    assert [each["steps"] for each in found["models"]] == [[], ["distil width=32"], ["int8"]]
+    assert found["models"][0]["metrics"]["accuracy"] == 1.0
+    assert found["models"][0]["size_bytes"] == one.manifest.size_bytes
+    assert answer(Registry().get(found["registered"]), INPUTS).shape == (8, 3)
 
 
 def test_a_model_that_a_step_ruins_is_not_chosen() -> None:

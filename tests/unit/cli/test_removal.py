@@ -159,12 +159,13 @@ def test_the_list_and_a_run_are_shown_without_their_commands_name() -> None:
     assert "prune" in typed(runs_command, "--help")
 
 
-def register(num_versions: int, name: str = "tiny") -> None:
+def register(num_versions: int, name: str = "tiny", base: str = "") -> None:
     weights = WeightSnapshot.of(1, {"w": np.zeros(1, np.float32)})
     tensor = {"name": "x", "datatype": "FP32", "shape": [-1, 1]}
     for _ in range(num_versions):
         signature = Signature.parse({"inputs": [tensor], "outputs": [tensor]})
-        Registry().register(name, weights, model=ModelFactory(factory="torch.nn:Linear"), signature=signature)
+        factory, lineage = ModelFactory(factory="torch.nn:Linear"), {"base": base} if base else {}
+        Registry().register(name, weights, model=factory, signature=signature, lineage=lineage)
 
 
 def list_refs() -> list[str]:
@@ -208,6 +209,24 @@ def test_the_version_that_an_endpoint_goes_back_to_stays(home: Path) -> None:
     with pytest.raises(ConfigError, match=r"or is the version that it goes back to.*tiny@N --into tiny`"):
         typed(models, "rm", "tiny@2", "--yes")
     assert typed(models, "prune", "--keep", "0", "--dry-run") == "These would go:\ntiny@1\n"
+
+
+def test_the_base_of_adapters_stays_as_long_as_they_do(home: Path) -> None:
+    register(3)
+    for name in ("chat", "mail"):
+        register(1, name, base="tiny@1")
+    register(1, "own", base="own@1")  # a word of a user's own
+    needs = r"tiny@1 is the base of chat@1 and mail@1.*: first remove them, by `shoal models rm chat@1 mail@1`"
+    for word in ("tiny@1", "tiny"):
+        with pytest.raises(RegistryError, match=needs):
+            typed(models, "rm", word)  # without a question
+        with pytest.raises(RegistryError, match=needs):
+            Registry().remove(word)
+    (home / "registry/mail/1/manifest.json").write_text("{")  # what cannot be loaded needs nothing
+    typed(models, "prune", "tiny", "--keep", "1", "--yes")
+    assert [found.ref for found in Registry().list("tiny")] == ["tiny@1", "tiny@3"]
+    for word in ("chat", "tiny", "own"):
+        typed(models, "rm", word, "--yes")
 
 
 def test_nothing_is_removed_while_it_is_not_known_what_an_endpoint_serves(home: Path) -> None:

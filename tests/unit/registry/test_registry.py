@@ -32,7 +32,7 @@ from shoal.registry import (
 )
 from shoal.store import folder as folder_module
 from shoal.weights import WeightSnapshot
-from shoal.weights.tensor_file import read_tensors
+from shoal.weights.tensor_files import read_tensors
 
 MODEL = ModelFactory(factory="collections:Counter", kwargs={"a": 2})
 SIGNATURE = Signature(
@@ -572,7 +572,8 @@ def test_a_bucket_that_cannot_be_reached_is_a_registry_error(monkeypatch: pytest
 @pytest.mark.parametrize("any_registry", ["bucket"], indirect=True)
 def test_damaged_weights_on_this_host_are_downloaded_again(any_registry: Registry) -> None:
     made = register(any_registry, 1.0)
-    path = made.weight_file().path
+    file = made.weight_file()
+    path = file.find(file.index)
     assert made.snapshot().payload == path.read_bytes()
     path.write_bytes(b"damaged")
     assert made.snapshot().payload == snapshot_of(1.0).payload

@@ -22,8 +22,7 @@ from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
 from shoal.registry import registry as registry_module
 from shoal.train.initial_weights import load_initial_weights, read_state_dict
 from shoal.weights import tensor_files
-from shoal.weights.tensor_file import read_tensors
-from shoal.weights.tensor_files import TensorFiles, make_weight_file, open_tensors, write_tensors
+from shoal.weights.tensor_files import TensorFiles, make_weight_file, open_tensors, read_tensors, write_tensors
 
 MODEL = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 4, "out_features": 4})
 NOTHING = Signature(inputs=[], outputs=[])
@@ -75,11 +74,12 @@ def test_a_version_of_parts_comes_back(registry: Registry, register: Callable[[f
     file = Registry(registry.location).get("large").weight_file()
     assert file.shapes() == {name: [4] for name in "abc"}
     assert file.size_bytes == manifest.size_bytes
-    for found in (read_tensors(file), read_tensors(made.snapshot()), open_tensors([each.path for each in file.parts])):
+    for found in (read_tensors(file), read_tensors(made.snapshot()), open_tensors(list(map(file.find, file.parts)))):
         assert {name: each.tolist() for name, each in found.items()} == {name: [1.0] * 4 for name in "abc"}
     with pytest.raises(WeightsError, match="weights version 1 are 3 files, and this takes a model of one"):
         _ = file.payload
-    registry.register("copy", file, model=MODEL, signature=NOTHING)  # of another version's files
+    copied = registry.register("copy", file, model=MODEL, signature=NOTHING)  # of another version's files
+    assert [each.file for each in copied.manifest.parts] == PARTS
     assert read_tensors(registry.get("copy").weight_file())["c"].tolist() == [1.0] * 4
     registry.remove("large")
     assert [entry.key for entry in registry.store.list_entries("large")] == ["large/1/claim.json", "large/aliases.json"]

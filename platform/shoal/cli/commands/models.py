@@ -272,7 +272,8 @@ def rollback(name: str, alias: str) -> None:
 def remove(references: tuple[str, ...], yes: bool) -> None:
     """Remove a version, or with NAME alone a model: all of its versions and aliases.
 
-    A version that an alias names, or that an endpoint serves, is refused. No number is used again.
+    A version that an alias names, that an endpoint serves, or that adapters have as their base, is refused. No number
+    is used again.
 
     \b
     Examples:
@@ -297,6 +298,7 @@ def remove(references: tuple[str, ...], yes: bool) -> None:
             if "@" in each and version.aliases:
                 remedy = f"move it with `shoal models promote {version.name}@N --alias {version.aliases[0]}`"
                 raise ConfigError("model", version.ref, f"is {' and '.join(version.aliases)}", remedy)
+        registry.require_no_dependents([version.ref for version in found])
     confirm_removal(list(names), "models", yes)
     for each in names:
         registry.remove(each)
@@ -312,8 +314,8 @@ def remove(references: tuple[str, ...], yes: bool) -> None:
 def prune(name: str | None, keep: int | None, older_than: float | None, dry_run: bool, yes: bool) -> None:
     """Remove old versions of every model, or of the model NAME.
 
-    With both options, a version goes that is beyond the newest and old. Versions that an alias names, or that an
-    endpoint serves or goes back to, stay.
+    With both options, a version goes that is beyond the newest and old. Versions that an alias names, that an endpoint
+    serves or goes back to, or that adapters have as their base, stay.
 
     \b
     Examples:
@@ -325,7 +327,8 @@ def prune(name: str | None, keep: int | None, older_than: float | None, dry_run:
     registry = Registry()
     old = _choose_old_versions(registry.list(name), keep or 0, time.time() - (older_than or 0.0))
     served = find_served_versions(home() / "endpoints", registry.location)
-    references = [each.ref for each in old if (each.name, each.version) not in served]
+    bases = registry.find_dependents()
+    references = [each.ref for each in old if (each.name, each.version) not in served and each.ref not in bases]
     if dry_run or not references:
         click.echo("\n".join(["These would go:", *references]) if references else "Nothing is to be removed.")
         return

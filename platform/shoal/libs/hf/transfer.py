@@ -35,7 +35,7 @@ from shoal.train.export.signature import infer_signature
 from shoal.train.initial_weights import load_initial_weights
 from shoal.train.task import Task, make_task
 from shoal.weights import WeightSnapshot
-from shoal.weights.tensor_file import read_tensors
+from shoal.weights.tensor_files import read_tensors
 
 _TASKS = "shoal.libs.hf.tasks"
 KINDS = {

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shoal.data import Data
 from shoal.errors import ConfigError
-from shoal.libs.optimise.entry import build_network
+from shoal.libs.optimise.entry import build_network, read_payload
 from shoal.parallel.loss import Loss, Mean
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.train import Task
@@ -53,7 +53,7 @@ class Distillation(Task):
     @cached_property
     def _teacher(self) -> nn.Module:
         found = Registry().get(self._teacher_ref)
-        return build_network(found.manifest.model, found.snapshot().payload)
+        return build_network(found.manifest.model, read_payload(found.snapshot()))
 
     def train_step(self, model: nn.Module, batch: Any) -> dict[str, Loss]:
         """The weighted sum of both losses; the teacher's is logged as train/distillation."""

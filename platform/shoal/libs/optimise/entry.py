@@ -18,6 +18,8 @@ from shoal.registry.manifest import find_callable
 from shoal.registry.source_module import load_source
 from shoal.serve.model.precision import PrecisionConverter
 from shoal.train.task import Hook
+from shoal.weights import WeightFile, WeightSnapshot
+from shoal.weights.tensor_files import read_tensors
 
 Precision = Literal["fp32", "bf16", "int8"]
 
@@ -62,6 +64,12 @@ def build(network: Mapping[str, Any], precision: Precision, hooks: object = None
     if precision != "fp32":
         PrecisionConverter(precision, module)
     return Bf16Network(module) if precision == "bf16" else module
+
+
+def read_payload(snapshot: WeightSnapshot) -> bytes:
+    """The weights as one file, in memory: those of several are joined. Raises WeightsError."""
+    is_joined = isinstance(snapshot, WeightFile) and snapshot.has_index
+    return safetensors.torch.save(read_tensors(snapshot)) if is_joined else snapshot.payload
 
 
 def build_network(factory: ModelFactory, payload: bytes) -> nn.Module:

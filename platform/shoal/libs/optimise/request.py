@@ -19,7 +19,7 @@ from shoal.data.loader import load_first_batch
 from shoal.errors import ConfigError, MissingExtra, summarize_error
 from shoal.libs.optimise.choice import Cost, MaxDrop
 from shoal.libs.optimise.distil import list_tensors
-from shoal.libs.optimise.entry import build_network, name_outputs
+from shoal.libs.optimise.entry import build_network, name_outputs, read_payload
 from shoal.libs.optimise.measure import count_network_flops
 from shoal.libs.optimise.steps import STEPS, Model, Step, require_step
 from shoal.libs.optimise.student import TASK_FACTORY, Student, choose_default_student, parse_student
@@ -109,7 +109,7 @@ def open_subject(request: OptimiseRequest) -> Subject:
     spec = _find_spec(request, version)
     task = make_task(spec.task, spec.args)
     data = load_data(task, spec.task)
-    payload = version.snapshot().payload
+    payload = read_payload(version.snapshot())
     network = build_network(factory, payload)
     if callable(getattr(network, "predict", None)):
         raise ConfigError("MODEL", version.ref, "answers by its method predict, which no Task measures")

@@ -16,7 +16,7 @@ from shoal.data.fingerprint import fingerprint
 from shoal.errors import ConfigError, InferenceError, WeightsError, summarize_error
 from shoal.libs.optimise import distil, measure
 from shoal.libs.optimise.choice import Measurement, choose
-from shoal.libs.optimise.entry import build_network
+from shoal.libs.optimise.entry import build_network, read_payload
 from shoal.libs.optimise.request import OptimiseRequest, Say, Subject, choose_steps, choose_students, open_subject
 from shoal.libs.optimise.steps import Model, Step, apply_step
 from shoal.libs.optimise.student import Student
@@ -25,6 +25,7 @@ from shoal.train.launch.local import fit_locally
 from shoal.train.launch.validate import validate_run
 from shoal.train.spec import TrainSpec
 from shoal.weights import WeightSnapshot
+from shoal.weights.tensor_files import make_weight_file
 
 JOB = "optimise"
 _TASK = f"{distil.__name__}:Distillation"
@@ -110,7 +111,7 @@ def _distil(student: Student, spec: TrainSpec, subject: Subject, say: Say) -> Mo
     outcome = fit_locally(spec, JOB, registers=False, renews=False, say=say)
     if outcome.weights is None:
         raise KeyboardInterrupt
-    payload = outcome.weights.read_bytes()
+    payload = read_payload(make_weight_file(1, outcome.weights))
     flops = measure.count_network_flops(build_network(student.factory, payload), subject.inputs[0])
     return Model((f"distil {student.title}",), student.factory, payload, outcome.run_id, flops)
 

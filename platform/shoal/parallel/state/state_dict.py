@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer, SparseAdam
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.errors import SpecMismatch
 
@@ -95,24 +94,28 @@ def optimizer_state(named: NamedParameters, optimizer: Optimizer, *, to_fill: bo
     itself stays without it: some create other state from their first gradient.
 
     to_fill: leave the created state in the optimiser: a checkpoint is read into it
+
+    States of a few bits look like fp32, and who writes them dequantises one by one; `to_fill` they are fp32, since
+    another plan has other blocks.
     """
     undo = _initialise_state(optimizer)
     found: dict[str, Any] = {}
     for name, parameter, group in _iter_parameters(named, optimizer):
         kept = optimizer.state[parameter]
-        state = {key: _dequantize(torch.as_tensor(value)) for key, value in kept.items() if value is not None}
+        state = {
+            key: _convert_quantised(torch.as_tensor(value), to_fill) for key, value in kept.items() if value is not None
+        }
         found[name] = {"state": state, "settings": torch.tensor(list(_iter_settings(group)), dtype=torch.float64)}
     if not to_fill:
         undo()
     return found
 
 
-def _dequantize(value: Tensor) -> Tensor:
-    """A state of a few bits as the numbers it stands for: other plans have other blocks. Any other itself."""
+def _convert_quantised(value: Tensor, dequantizes: bool) -> Tensor:
     local: Any = value.to_local() if isinstance(value, DTensor) else value
-    if not (is_traceable_wrapper_subclass(local) and hasattr(local, "dequantize")):
+    if type(local).dequantize is Tensor.dequantize:
         return value
-    numbers: Tensor = local.dequantize()
+    numbers: Tensor = local.dequantize() if dequantizes else local.float()  # its type alone
     if not isinstance(value, DTensor):
         return numbers
     mesh, placements = value.device_mesh, value.placements

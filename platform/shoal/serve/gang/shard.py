@@ -15,17 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shoal.errors import RegistryError, WeightsError
+from shoal.errors import WeightsError
 from shoal.parallel.state.skeleton import set_parameters
 from shoal.parallel.tensor.apply import split_layers
-from shoal.registry import Registry
 from shoal.serve.gang.plan import GangPlan, build_model
 from shoal.serve.gang.stages import Stage, make_absent
 from shoal.serve.model.formats.module import check_finite, check_names, check_shape
 from shoal.serve.model.formats.template import TemplateConfig
 from shoal.serve.model.formats.torch_forward import choose_kernels
 from shoal.weights import WeightFile
-from shoal.weights.tensor_files import open_tensors
+from shoal.weights.tensor_files import VersionTensors
 
 Shard = Callable[[tuple[Any, ...], Tensor | None], Any]  # of a stage; or of layers that are split, which receive None
 
@@ -35,7 +34,6 @@ def load_shard(config: TemplateConfig, plan: GangPlan, file: WeightFile, rank: i
 
     mesh: of the workers that split layers
     """
-    file = find_file(file)
     model = build_model(config.factory)
     state = model.state_dict(keep_vars=True)
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
@@ -62,20 +60,6 @@ def load_shard(config: TemplateConfig, plan: GangPlan, file: WeightFile, rank: i
     return (lambda inputs, _: model(*inputs)) if plan.stages is None else Stage(model, plan.stages, rank)
 
 
-def find_file(file: WeightFile) -> WeightFile:
-    """The files on this host: copies of a bucket's, which the replica has on its own, are downloaded here too.
-
-    Raises WeightsError.
-    """
-    if file.origin is None or all(part.path.exists() for part in file.parts):
-        return file
-    url, reference = file.origin
-    try:
-        return Registry(url).get(reference).weight_file()
-    except RegistryError as error:
-        raise WeightsError(f"weights version {file.version} cannot be read: {error}") from error
-
-
 def _group_names(model: nn.Module) -> dict[str, list[str]]:
     """All names of each parameter, by its first."""
     first = {parameter: name for name, parameter in model.named_parameters()}
@@ -86,31 +70,28 @@ def _group_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 class _TensorReader:
-    """Reads tensors one by one. A file is verified before the first of its tensors is read."""
+    """Reads tensors one by one. A file is verified, or downloaded, before the first of its tensors is read."""
 
     def __init__(self, file: WeightFile, is_finite: bool) -> None:
-        self._file, self._is_finite = file, is_finite
+        self._version, self._is_finite = file.version, is_finite
         for part in file.parts:
-            if not part.path.exists():
+            if file.origin is None and not part.path.exists():
                 problem = f"weights version {file.version} cannot be read: there is no {part.path}"
                 raise WeightsError(f"{problem}; a worker's host needs the registry at the same path")
-        self._tensors = open_tensors([part.path for part in file.parts])
-        self._unverified = {part.path: part for part in file.parts}
+        self._tensors = VersionTensors(file)
         self.names = frozenset(self._tensors)
 
     def read(self, name: str, expected: tuple[Any, Any], *, part: Any = None, may_be_infinite: bool = False) -> Tensor:
         """The tensor, or the slices of it that `part` has. Raises WeightsError."""
-        if (unverified := self._unverified.pop(self._tensors.files[name], None)) is not None:
-            self._file.verify_part(unverified)
         if part is None:
             found = self._tensors[name]
             shape = found.shape
         else:
             shape = self._tensors.get_shape(name)
             found = self._tensors.read_part(name, part) if shape == expected[0] else torch.empty(0, dtype=expected[1])
-        check_shape(self._file.version, name, (shape, found.dtype), expected)
+        check_shape(self._version, name, (shape, found.dtype), expected)
         if self._is_finite and not may_be_infinite:
-            check_finite(self._file.version, name, found)
+            check_finite(self._version, name, found)
         return found
 
     def read_parameter(self, name: str, parameter: Tensor, expected: tuple[Any, Any]) -> Tensor:

@@ -23,6 +23,7 @@ from shoal.serve.messages.replica_report import truncate_reason
 from shoal.serve.model.predictor import LoadedModel, OpenTemplate, Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
+from shoal.weights import WeightFile
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -125,6 +126,8 @@ class VersionLoader:
         self, package: ModelPackage, options: ModelOptions, last: BuiltModel | None
     ) -> tuple[BuiltModel, LoadedModel]:
         assert package.snapshot is not None
+        if self._share is None and isinstance(package.snapshot, WeightFile):
+            package.snapshot.download()  # here: models that are built alike load one after the other
         predictor = last.predictor if last is not None else None
         if last is None or last.factory != package.factory or last.predictor.options != options:
             predictor = self._find_alike(package, options) or Predictor(

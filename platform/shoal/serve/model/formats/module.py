@@ -35,7 +35,7 @@ from shoal.serve.model.formats.template import Forward, TemplateConfig
 from shoal.serve.model.formats.torch_forward import choose_kernels, make_torch_forward
 from shoal.serve.model.precision import Int8Linear, PrecisionConverter
 from shoal.weights import WeightSnapshot
-from shoal.weights.tensor_file import read_tensors
+from shoal.weights.tensor_files import read_tensors
 
 State = Mapping[str, Tensor]
 logger = logging.getLogger(__name__)
