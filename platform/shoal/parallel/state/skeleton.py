@@ -1,13 +1,16 @@
 """Modules whose parameters have shapes and no memory: a plan for them is found, and a part of them loaded, by a process
 that could not hold the full weights.
 
-Buffers are real, also those that no file has. Called by an endpoint's replicas that are several workers.
+Buffers are real, also those that no file has. Called by an endpoint's replicas that are several workers, and where a
+plan is found for a model that was built without memory.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shoal.batch_tree import tensors_of
 from shoal.errors import PlanError
 
 _REMEDY = "serve it with num_workers=1"
@@ -64,11 +68,61 @@ def build_skeleton(build: Callable[[], nn.Module]) -> nn.Module:
 def set_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Replace parameters, by their first names; tied ones stay tied."""
     named = dict(model.named_parameters())
-    replaced = {named[name]: nn.Parameter(value, value.requires_grad) for name, value in values.items()}
+    replace_parameters(model, {named[name]: nn.Parameter(each, each.requires_grad) for name, each in values.items()})
+
+
+def replace_parameters(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Put others in the place of parameters, wherever a module has them."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter in replaced:
                 setattr(module, name, replaced[parameter])
+
+
+@contextmanager
+def lend_values(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within, parameters without memory have arbitrary values, in the memory of a few rows, so that the model runs.
+
+    Its first call raises ValueError when such values give no numbers, which nothing could be compared by.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lent: dict[nn.Parameter, nn.Parameter] = {}
+    for each in model.parameters():
+        if each.is_meta:
+            lent[each] = nn.Parameter(_make_varied(each, device, generator), each.requires_grad)
+            vars(lent[each]).update(vars(each))
+
+    def check(module: nn.Module, args: Any, output: Any) -> None:
+        hook.remove()
+        for each in tensors_of(output):
+            if each.is_floating_point() and (each.isnan().any() or not each.isfinite().any()):
+                raise ValueError("arbitrary weights give no numbers")
+
+    hook = model.register_forward_hook(check)
+    replace_parameters(model, lent)
+    try:
+        yield
+    finally:
+        hook.remove()
+        replace_parameters(model, {other: each for each, other in lent.items()})
+
+
+def _make_varied(like: Tensor, device: torch.device, generator: torch.Generator) -> Tensor:
+    """A tensor of that shape whose numbers differ along each dimension: its rows overlap, or its matrices do.
+
+    Matrices keep the magnitude of what they multiply; vectors are positive, since they may be scales or logarithms.
+    """
+    columns = like.shape[-1] if like.ndim else 1
+    strides = (*(columns * (like.ndim - 2 - dim) for dim in range(like.ndim - 2)), columns if like.ndim > 2 else 2, 1)
+    strides = strides[-like.ndim :] if like.ndim else ()
+    length = 1 + sum(max(0, size - 1) * stride for size, stride in zip(like.shape, strides, strict=True))
+    if like.ndim < 2:
+        numbers = torch.rand(length, generator=generator) + 0.5
+    else:
+        numbers = torch.randn(length, generator=generator) / math.sqrt(max(1, like[0].numel()))
+    if not (like.is_floating_point() or like.is_complex()):
+        numbers = torch.zeros(length)
+    return numbers.to(device, like.dtype).as_strided(like.shape, strides)
 
 
 def make_constant(like: Tensor, value: float) -> Tensor:
