@@ -14,7 +14,7 @@ from torch import nn
 from shoal.errors import summarize_error
 from shoal.parallel.comm.world import World
 from shoal.parallel.deferred.weights import DeferredWeights
-from shoal.parallel.state.module_snapshot import has_hooks, preserve_module
+from shoal.parallel.state.module_snapshot import preserve_module
 from shoal.parallel.state.skeleton import lend_values
 from shoal.random_state import preserve_rng
 
@@ -40,9 +40,6 @@ def decide_plan(
 
 def _try_without_weights(find: Callable[[], T], model: nn.Module, device: torch.device) -> tuple[T | None, str]:
     """What `find` returns; or None, and why not."""
-    for name, parameter in model.named_parameters():
-        if has_hooks(parameter):
-            return None, f"{name} has a hook"
     try:
         with lend_values(model, device), preserve_module(model), preserve_rng():
             return find(), ""

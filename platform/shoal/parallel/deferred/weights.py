@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.parallel.deferred.tape import CannotDefer, Region, Tape
-from shoal.parallel.state.module_snapshot import preserve_parameter_attributes
+from shoal.parallel.state.module_snapshot import has_hooks, preserve_parameter_attributes
 from shoal.parallel.state.state_dict import copy_into, sum_in_double
 
 NUM_SAMPLED = 1024
@@ -21,8 +21,8 @@ NUM_SAMPLED = 1024
 class DeferredWeights:
     """What fills the parameters, and buffers, of one model that are on the meta device.
 
-    given:   values that are read instead of drawn, by name in the model's state dict
-    sampled: once they are filled in, the sum of some numbers of each of these, to be compared between ranks
+    given:        values that are read instead of drawn, by name in the model's state dict
+    sampled:      once they are filled in, the sum of some numbers of each of these, to be compared between ranks
     eager_reason: why each rank has filled the full model before it was split; "" where none has
     """
 
@@ -36,14 +36,18 @@ class DeferredWeights:
         first_names = {id(each): name for name, each in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
         self._first_names = {name: first_names[id(each)] for name, each in every}  # tied ones have several
+        storages = set[int]()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if not tensor.is_meta:
                 continue
             region = find_region(tensor)
             if region is None:
                 raise CannotDefer(f"{name} is on the meta device, and nothing gives it a value")
-            if any(region.storage == each.storage for each in self._regions.values()):
+            if isinstance(tensor, nn.Parameter) and has_hooks(tensor):
+                raise CannotDefer(f"{name} has a hook")  # which would stay with the tensor without memory
+            if region.storage in storages:
                 raise CannotDefer(f"{name} is in the memory of another parameter")
+            storages.add(region.storage)
             self._regions[name] = region
 
     def fingerprint(self) -> dict[str, str]:
