@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ from shoal.batch_tree import tensors_of
 from shoal.errors import PlanError
 
 _REMEDY = "serve it with num_workers=1"
+SCALE = 0.02  # of arbitrary values
+PERIOD, OFFSET = 1_000_003, 7919  # primes: numbers after which they come again, and between two parameters
 
 
 class _Building(threading.local):
@@ -81,16 +83,15 @@ def replace_parameters(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Para
 
 @contextmanager
 def lend_values(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within, parameters without memory have arbitrary values, in the memory of a few rows, so that the model runs.
+    """Within, the model runs: its parameters without memory have arbitrary values, in the memory of the largest.
 
-    Its first call raises ValueError when such values give no numbers, which nothing could be compared by.
+    The first call raises ValueError when such values give no numbers, which nothing could be compared by.
     """
-    generator = torch.Generator().manual_seed(0)
+    parameters = [each for each in model.parameters() if each.is_meta]
     lent: dict[nn.Parameter, nn.Parameter] = {}
-    for each in model.parameters():
-        if each.is_meta:
-            lent[each] = nn.Parameter(_make_varied(each, device, generator), each.requires_grad)
-            vars(lent[each]).update(vars(each))
+    for each, values in zip(parameters, _make_arbitrary(parameters, device), strict=True):
+        lent[each] = nn.Parameter(values, each.requires_grad)
+        vars(lent[each]).update(vars(each))
 
     def check(module: nn.Module, args: Any, output: Any) -> None:
         hook.remove()
@@ -107,22 +108,24 @@ def lend_values(model: nn.Module, device: torch.device) -> Iterator[None]:
         replace_parameters(model, {other: each for each, other in lent.items()})
 
 
-def _make_varied(like: Tensor, device: torch.device, generator: torch.Generator) -> Tensor:
-    """A tensor of that shape whose numbers differ along each dimension: its rows overlap, or its matrices do.
+def _make_arbitrary(like: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """A tensor of each shape. Matrices are parts of one row of numbers, and their own rows differ.
 
-    Matrices keep the magnitude of what they multiply; vectors are positive, since they may be scales or logarithms.
+    Vectors are positive, since they may be scales or logarithms.
     """
-    columns = like.shape[-1] if like.ndim else 1
-    strides = (*(columns * (like.ndim - 2 - dim) for dim in range(like.ndim - 2)), columns if like.ndim > 2 else 2, 1)
-    strides = strides[-like.ndim :] if like.ndim else ()
-    length = 1 + sum(max(0, size - 1) * stride for size, stride in zip(like.shape, strides, strict=True))
-    if like.ndim < 2:
-        numbers = torch.rand(length, generator=generator) + 0.5
-    else:
-        numbers = torch.randn(length, generator=generator) / math.sqrt(max(1, like[0].numel()))
-    if not (like.is_floating_point() or like.is_complex()):
-        numbers = torch.zeros(length)
-    return numbers.to(device, like.dtype).as_strided(like.shape, strides)
+    generator = torch.Generator().manual_seed(0)
+    largest: dict[torch.dtype, int] = {}
+    for each in like:
+        largest[each.dtype] = max(1, each.numel(), largest.get(each.dtype, 0))
+    numbers: dict[torch.dtype, Tensor] = {}
+    for dtype, size in largest.items():
+        drawn = torch.randn(min(size, PERIOD), generator=generator) * SCALE
+        drawn = drawn if dtype.is_floating_point or dtype.is_complex else torch.zeros_like(drawn)
+        numbers[dtype] = drawn.to(device, dtype).repeat(1 + math.ceil(size / len(drawn)))
+    for index, each in enumerate(like):
+        begin = index * OFFSET % min(largest[each.dtype], PERIOD)
+        found = numbers[each.dtype][begin : begin + each.numel()].view(each.shape)
+        yield found if each.ndim > 1 or not each.is_floating_point() else found.abs() / SCALE + 0.5
 
 
 def make_constant(like: Tensor, value: float) -> Tensor:
