@@ -68,6 +68,7 @@ OF_TWO = {
     "pipeline given": Case("decoder", PIPELINE, given=True),
 }
 OF_FOUR = {
+    "hybrid": Case("mixture", {"shard": True, "replicate": 2}),
     "fsdp x tensor": Case("layers", {"shard": True, "tensor": 2}),
     "fsdp x tensor given": Case("layers", {"shard": True, "tensor": 2}, given=True),
     "ddp x tensor": Case("mixture", {"data": 2, "tensor": 2}),

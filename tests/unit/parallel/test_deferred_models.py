@@ -374,6 +374,14 @@ def test_arbitrary_values_let_a_model_run_in_little_memory() -> None:
     assert list(dict(model.named_parameters()).values()) == list(before.values())
 
 
+def test_buffers_that_are_made_from_parameters_have_arbitrary_values_too() -> None:
+    _, model, _ = build_both(Assigned)
+    before = model.copied
+    with lend_values(model, CPU):
+        assert not any(each.is_meta for each in [*model.parameters(), *model.buffers()])
+    assert model.copied is before
+
+
 def test_arbitrary_values_without_a_number_are_refused() -> None:
     class Rooted(nn.Linear):
         def forward(self, samples: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from shoal.errors import PlanError
 from shoal.parallel.pipeline.split_points import ModuleCall, SplitPoint, replace_argument
 from shoal.parallel.state.module_snapshot import eval_mode
-from shoal.parallel.state.skeleton import replace_parameters
+from shoal.parallel.state.skeleton import replace_tensors
 
 
 @dataclass(frozen=True)
@@ -254,9 +254,7 @@ def mask_parameters(model: nn.Module, parameters: set[str], value: float = 0.0) 
 def release_parameters(model: nn.Module, retained: set[str], device: torch.device) -> None:
     """Free the memory of all parameters but these, by zeros on `device` of the same shape that share one element."""
     named = {name: each for name, each in model.named_parameters() if name not in retained}
-    replace_parameters(
-        model, {each: nn.Parameter(_make_filler(each.data, 0.0, device), False) for each in named.values()}
-    )
+    replace_tensors(model, {each: nn.Parameter(_make_filler(each.data, 0.0, device), False) for each in named.values()})
 
 
 def _make_filler(data: Tensor, value: float, device: torch.device) -> Tensor:

@@ -70,27 +70,30 @@ def build_skeleton(build: Callable[[], nn.Module]) -> nn.Module:
 def set_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Replace parameters, by their first names; tied ones stay tied."""
     named = dict(model.named_parameters())
-    replace_parameters(model, {named[name]: nn.Parameter(each, each.requires_grad) for name, each in values.items()})
+    replace_tensors(model, {named[name]: nn.Parameter(each, each.requires_grad) for name, each in values.items()})
 
 
-def replace_parameters(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Put others in the place of parameters, wherever a module has them."""
+def replace_tensors(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
+    """Put others in the place of parameters, and of buffers, wherever a module has them."""
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter in replaced:
-                setattr(module, name, replaced[parameter])
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, each in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+            if each in replaced:
+                setattr(module, name, replaced[each])
 
 
 @contextmanager
 def lend_values(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within, the model runs: its parameters without memory have arbitrary values, in the memory of the largest.
+    """Within, the model runs: parameters without memory have arbitrary values, in the memory of the largest. So have
+    buffers that are made from them, each in its own.
 
     The first call raises ValueError when such values give no numbers, which nothing could be compared by.
     """
-    parameters = [each for each in model.parameters() if each.is_meta]
-    lent: dict[nn.Parameter, nn.Parameter] = {}
-    for each, values in zip(parameters, _make_arbitrary(parameters, device), strict=True):
-        lent[each] = nn.Parameter(values, each.requires_grad)
+    absent = [each for each in [*model.parameters(), *model.buffers()] if each.is_meta]
+    lent: dict[Tensor, Tensor] = {}
+    for each, values in zip(absent, _make_arbitrary(absent, device), strict=True):
+        is_parameter = isinstance(each, nn.Parameter)
+        lent[each] = nn.Parameter(values, each.requires_grad) if is_parameter else values.clone()
         vars(lent[each]).update(vars(each))
 
     def check(module: nn.Module, args: Any, output: Any) -> None:
@@ -100,12 +103,12 @@ def lend_values(model: nn.Module, device: torch.device) -> Iterator[None]:
                 raise ValueError("arbitrary weights give no numbers")
 
     hook = model.register_forward_hook(check)
-    replace_parameters(model, lent)
+    replace_tensors(model, lent)
     try:
         yield
     finally:
         hook.remove()
-        replace_parameters(model, {other: each for each, other in lent.items()})
+        replace_tensors(model, {other: each for each, other in lent.items()})
 
 
 def _make_arbitrary(like: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
