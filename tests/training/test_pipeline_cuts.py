@@ -184,7 +184,7 @@ def test_a_stage_runs_no_module_of_which_it_has_no_parameters() -> None:
 
 def test_hollow_parameters_take_no_memory() -> None:
     model = Chain()
-    release_parameters(model, {"last.weight", "last.bias"})
+    release_parameters(model, {"last.weight", "last.bias"}, torch.device("cpu"))
     assert model.last.weight.requires_grad
     others = [parameter for name, parameter in model.named_parameters() if not name.startswith("last")]
     assert all(parameter.untyped_storage().nbytes() == 4 and not parameter.requires_grad for parameter in others)

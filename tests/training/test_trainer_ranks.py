@@ -30,13 +30,15 @@ class Losses:
 
     def __init__(self) -> None:
         self.by_step: dict[int, float] = {}
+        self.eager_reasons: list[object] = []
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if "train/loss" in values:
             self.by_step[step] = values["train/loss"]
 
     def record_event(self, kind: str, /, **details: object) -> None:
-        pass
+        if kind == "built_eagerly":
+            self.eager_reasons.append(details["error"])
 
     def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         pass
@@ -72,7 +74,9 @@ def train(
         return stop_at is not None and world.rank == stopper and next(calls) >= stop_at
 
     trainer = Trainer(spec, Toy(**args), world, folder, journal=losses, should_stop=should_stop)
-    return losses.by_step, trainer.run()
+    outcome = trainer.run()
+    assert losses.eager_reasons == []
+    return losses.by_step, outcome
 
 
 def refused(world: World, folder: Path, spec: TrainSpec, args: dict[str, Any], kind: type[Exception]) -> Exception:
@@ -170,6 +174,35 @@ def test_a_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:
     results = run_ranks(train, 2, tmp_path / "two", spec_of("pipeline"), args)
     assert results[0][0] == pytest.approx(expected, rel=TOLERANCE)
     assert results[0][1] == results[1][1]
+
+
+class Roots(nn.Module):
+    """Its weights are positive, without which there is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(FEATURES, FEATURES))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features @ self.weight.sqrt()
+
+
+class Rooted(Toy):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Roots(), super().model())
+
+
+def train_rooted(world: World, folder: Path, spec: TrainSpec) -> list[object]:
+    from shoal.train.loop.trainer import Trainer
+
+    losses = Losses()
+    Trainer(spec, Rooted(), world, folder, journal=losses).run()
+    return losses.eager_reasons
+
+
+def test_a_run_says_why_a_model_was_not_split_without_memory(tmp_path: Path) -> None:
+    first, _ = run_ranks(train_rooted, 2, tmp_path, spec_of("tensor", stop={"steps": 1}))
+    assert first == ["its plan is not found without its weights: arbitrary weights give no numbers"]
 
 
 def test_a_run_goes_on_under_other_plans_and_numbers_of_workers(alone: dict[int, float], tmp_path: Path) -> None:

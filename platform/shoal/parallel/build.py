@@ -39,7 +39,8 @@ def parallelize(
     """Parallelise `model` over the ranks of `world`; every rank has built the same model and calls this.
 
     example:  a batch of this rank, from which shapes are read
-    deferred: what fills the parameters of a model that was built without memory for them: for a sharded plan
+    deferred: what fills the parameters of a model that was built without memory for them: for a plan that shards or
+              splits it
 
     Raises PlanError on every rank, with the remedy, when the model does not fit the plan.
     """
@@ -54,19 +55,21 @@ def parallelize(
         )  # replicas take rank 0's weights; parts of one model must already be equal
     if spec.channels_last:
         use_channels_last(model)
-    if degrees.pipeline > 1:
-        return build_pipeline(model, learnable, spec, degrees, world, example, seed)
-    if world.size == 1:
+    if degrees.pipeline == 1 and world.size == 1:
         return SingleProcessModel(model, learnable, spec, world, seed)
-    if degrees.tensor > 1:
-        return build_tensor_parallel(model, learnable, spec, degrees, world, example, seed)
-    if degrees.shard:
+    if degrees.pipeline == degrees.tensor == 1 and not degrees.shard:
+        return DdpModel(model, learnable, spec, world, example, seed, make_data_group(degrees, world))
+    parallel: ParallelModel
+    if degrees.pipeline > 1:
+        parallel = build_pipeline(model, learnable, spec, degrees, world, example, seed, deferred)
+    elif degrees.tensor > 1:
+        parallel = build_tensor_parallel(model, learnable, spec, degrees, world, example, seed, deferred)
+    else:
         mesh, group = make_mesh(degrees, world), make_data_group(degrees, world)
-        sharded = FsdpModel(model, learnable, spec, world, seed, mesh, group, deferred)
-        if deferred is not None and deferred.given:
-            _require_same(deferred.sampled, model, world, "let each host begin with the same weights")
-        return sharded
-    return DdpModel(model, learnable, spec, world, example, seed, make_data_group(degrees, world))
+        parallel = FsdpModel(model, learnable, spec, world, seed, mesh, group, deferred)
+    if deferred is not None and deferred.given:
+        _require_same(deferred.sampled, model, world, "let each host begin with the same weights")
+    return parallel
 
 
 def _check_same_weights(model: nn.Module, world: World, deferred: DeferredWeights | None) -> None:
@@ -74,14 +77,15 @@ def _check_same_weights(model: nn.Module, world: World, deferred: DeferredWeight
     tensors = [*model.named_parameters(), *model.named_buffers()]
     found: dict[str, object] = {name: sum_in_double(each) for name, each in tensors if not each.is_meta}
     found |= {} if deferred is None else deferred.fingerprint()
+    found["the list of its tensors"] = list(found)
     remedy = "let Task.model() draw from torch's generator only, which is seeded alike everywhere"
     _require_same(found, model, world, remedy)
 
 
 def _require_same(found: Mapping[str, object], model: nn.Module, world: World, remedy: str) -> None:
-    """Raises PlanError when a rank has found something else for a tensor. Collective."""
+    """Raises PlanError when two ranks have found something else for a tensor of both. Collective."""
     for rank, theirs in enumerate(world.gather(found)):
-        for name in dict.fromkeys([*found, *theirs]):
+        for name in [name for name in found if name in theirs]:
             if repr(theirs.get(name)) != repr(found.get(name)):
                 problem = f"{name} is not the same on ranks {world.rank} and {rank}"
                 raise PlanError("model", type(model).__name__, problem, remedy)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from shoal.parallel.deferred.build import build_deferred
 from shoal.parallel.deferred.weights import DeferredWeights
+from shoal.parallel.state.skeleton import lend_values
 
 CPU = torch.device("cpu")
 
@@ -207,6 +209,28 @@ class Anchored(nn.Module):
         self.anchors = [self.linear.weight.detach().clone()]
 
 
+class Overlaps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.row = nn.Parameter(self.linear.weight.detach()[0])
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.ones(2, 2))
+        weight.register_hook(lambda gradient: 2 * gradient)
+        self.weight = weight
+
+
+class HookedLater(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.linear.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
 TEACHERS: list[nn.Module] = []
 
 
@@ -216,6 +240,7 @@ def build_beside_a_teacher() -> nn.Module:
 
 
 REFUSED = [Reads, Writes, Draws, Changes, Views, Leaves, Refills, Seeds, SeedsBuffer, OnMeta, Anchored]
+REFUSED += [Overlaps, Hooked, HookedLater]
 
 
 @pytest.mark.parametrize("make", [*REFUSED, build_beside_a_teacher])
@@ -329,3 +354,40 @@ def test_fingerprints_tell_models_with_other_weights_apart() -> None:
     assert find(Assigned, 3)["mine"] != find(Assigned, 4)["mine"]
     one, two = find(scaled(1.0), 3), find(scaled(2.0), 3)
     assert {name for name in one if one[name] != two[name]} == {"last.weight"}
+
+
+def test_arbitrary_values_let_a_model_run_in_little_memory() -> None:
+    _, model, _ = build_both(Layers)
+    model.tied = nn.Linear(8, 6)
+    model.tied.weight = model.linear.weight
+    model.linear.weight.decays = False
+    before = dict(model.named_parameters())
+    with lend_values(model, CPU):
+        assert model.tied.weight is model.linear.weight
+        assert model.linear.weight.decays is False
+        matrices = [each for each in model.parameters() if each.ndim > 1]
+        assert len({each.untyped_storage().data_ptr() for each in matrices}) == 1
+        assert matrices[0].untyped_storage().nbytes() <= 8 * max(each.numel() for each in matrices)
+        assert all(not torch.equal(a, b) for dim in (0, 1) for a, b in pairwise(model.linear.weight.unbind(dim)))
+        assert model.encoder(torch.ones(2, 3, 8)).isfinite().all()
+        assert model.recurrent(torch.ones(2, 8))[0].isfinite().all()
+    assert list(dict(model.named_parameters()).values()) == list(before.values())
+
+
+def test_buffers_that_are_made_from_parameters_have_arbitrary_values_too() -> None:
+    _, model, _ = build_both(Assigned)
+    before = model.copied
+    with lend_values(model, CPU):
+        assert not any(each.is_meta for each in [*model.parameters(), *model.buffers()])
+    assert model.copied is before
+
+
+def test_arbitrary_values_without_a_number_are_refused() -> None:
+    class Rooted(nn.Linear):
+        def forward(self, samples: Tensor) -> Tensor:
+            return samples @ self.weight.sqrt()
+
+    _, model, _ = build_both(lambda: Rooted(4, 4))
+    with lend_values(model, CPU), pytest.raises(ValueError, match="no numbers"):
+        model(torch.ones(1, 4))
+    assert not model._forward_hooks

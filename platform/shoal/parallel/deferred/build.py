@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.parallel.deferred.tape import Call, CannotDefer, Region, Tape
 from shoal.parallel.deferred.weights import DeferredWeights
+from shoal.parallel.state.module_snapshot import has_hooks
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _TRUNCATED = "_no_grad_trunc_normal_"
@@ -97,6 +98,8 @@ class _Recorder(TorchDispatchMode):
         """Move a real parameter to the meta device; its value so far goes to the tape."""
         if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
             raise CannotDefer(f"a parameter is a {type(parameter).__name__} on {parameter.layout}")
+        if has_hooks(parameter):
+            raise CannotDefer("a parameter has a hook")
         with torch.utils._python_dispatch._disable_current_modes(), self._disguise.pause():
             other = nn.Parameter(torch.empty_like(parameter, device=_META), parameter.requires_grad)
         other.__dict__.update(parameter.__dict__)

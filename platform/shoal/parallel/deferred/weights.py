@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.parallel.deferred.tape import CannotDefer, Region, Tape
+from shoal.parallel.state.module_snapshot import has_hooks, preserve_parameter_attributes
 from shoal.parallel.state.state_dict import copy_into, sum_in_double
 
 NUM_SAMPLED = 1024
@@ -20,24 +21,33 @@ NUM_SAMPLED = 1024
 class DeferredWeights:
     """What fills the parameters, and buffers, of one model that are on the meta device.
 
-    given:   values that are read instead of drawn, by name in the model's state dict
-    sampled: once they are filled in, the sum of some numbers of each of these, to be compared between ranks
+    given:        values that are read instead of drawn, by name in the model's state dict
+    sampled:      once they are filled in, the sum of some numbers of each of these, to be compared between ranks
+    eager_reason: why each rank has filled the full model before it was split; "" where none has
     """
 
     def __init__(self, model: nn.Module, tape: Tape, find_region: Callable[[Tensor], Region | None]) -> None:
         self._tape = tape
         self.given: Mapping[str, Tensor] = {}
         self.sampled: dict[str, str] = {}
+        self.eager_reason = ""
+        self.is_filled = False
         self._regions: dict[str, Region] = {}
         first_names = {id(each): name for name, each in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
         self._first_names = {name: first_names[id(each)] for name, each in every}  # tied ones have several
+        storages = set[int]()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if not tensor.is_meta:
                 continue
             region = find_region(tensor)
             if region is None:
                 raise CannotDefer(f"{name} is on the meta device, and nothing gives it a value")
+            if isinstance(tensor, nn.Parameter) and has_hooks(tensor):
+                raise CannotDefer(f"{name} has a hook")  # which would stay with the tensor without memory
+            if region.storage in storages:
+                raise CannotDefer(f"{name} is in the memory of another parameter")
+            storages.add(region.storage)
             self._regions[name] = region
 
     def fingerprint(self) -> dict[str, str]:
@@ -52,10 +62,16 @@ class DeferredWeights:
         }
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
-        """Give memory on `device` to what is on the meta device, this rank's part alone, and fill it.
+        """Give memory on `device` to what is on the meta device, this rank's part alone, and fill it; once.
 
-        Each rank draws the same numbers, and keeps its part. What is already there stays where it is.
+        Each rank draws the same numbers, and keeps its part. What is already there stays as it is: such as stand-ins of
+        parameters that this rank has no part of.
         """
+        if self.is_filled:
+            return
+        self.is_filled = True
+        every = [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]
+        absent = {name for name, each in every if name in self._regions and not each.is_meta}
         made: dict[int, tuple[Tensor, Tensor]] = {}
 
         def allocate(each: Tensor) -> Tensor:
@@ -69,14 +85,15 @@ class DeferredWeights:
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)  # a tied parameter stays one
         try:
-            model._apply(allocate)
+            with preserve_parameter_attributes(model):
+                model._apply(allocate)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
         tensors = dict[str, Tensor]([*model.named_parameters(), *model.named_buffers(remove_duplicate=False)])
         sinks: dict[int, list[tuple[Region, Tensor]]] = {}
         given = {self._first_names.get(name, name) for name in self.given}
         for name, region in self._regions.items():
-            if name not in given:
+            if name not in given and name not in absent:
                 sinks.setdefault(region.storage, []).append((region, tensors[name]))
 
         def sink(pairs: list[tuple[Region, Tensor]]) -> Callable[[Tensor], None]:
@@ -87,7 +104,15 @@ class DeferredWeights:
             return fill
 
         self._tape.replay({storage: sink(pairs) for storage, pairs in sinks.items()}, keeps_rng=not self.given)
-        for name, value in self.given.items():
-            copy_into(tensors[self._first_names.get(name, name)].data, value)
+        for name in self.given:
+            if (first := self._first_names.get(name, name)) in absent:
+                continue
+            value = self.given[name]
+            copy_into(tensors[first].data, value)
             some = value.reshape(-1)[:: max(1, value.numel() // NUM_SAMPLED)]
             self.sampled[name] = repr(sum_in_double(some))
+
+
+def move_to_device(model: nn.Module, device: torch.device) -> None:
+    """Move all that has memory."""
+    model._apply(lambda each: each if each.is_meta else each.to(device))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from shoal.errors import PlanError
 from shoal.parallel.comm.mesh import make_mesh
 from shoal.parallel.comm.shm_p2p import ShmP2P
 from shoal.parallel.comm.world import World
+from shoal.parallel.deferred.weights import DeferredWeights, move_to_device
 from shoal.parallel.layers.batch_norm import DataGroup, globalise_batch_norm
 from shoal.parallel.layers.dropout import seed_dropout
 from shoal.parallel.layers.precision import autocast
@@ -49,6 +51,7 @@ from shoal.parallel.spmd.fsdp_consistency import BlockUsageCheck
 from shoal.parallel.state import gradients, state_dict
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.tensor.apply import agree_on_tensor_plan, split_dropouts, split_layers
+from shoal.parallel.tensor.plan import TensorPlan
 
 
 def build_pipeline(
@@ -59,16 +62,18 @@ def build_pipeline(
     world: World,
     example: Any,
     seed: int,
+    deferred: DeferredWeights | None = None,
 ) -> ParallelModel:
     """This rank's stages of `model`. Collective. Raises PlanError, on every rank, when it cannot be split or run so."""
     num_micro_batches = spec.num_micro_batches(degrees)
     _check_spec(spec, degrees, num_micro_batches)
-    model.to(world.device)
+    move_to_device(model, world.device)
     if degrees.data > 1:
         globalise_batch_norm(model, None)  # a micro-batch may be of one sample, which has no statistics of its own
     ranks = get_stage_ranks(spec.schedule, degrees.pipeline)
     batch = split_micro_batches(example, spec.accumulate * num_micro_batches)[0]
-    layout = partition_model(model, learnable, batch, len(ranks), world, lambda: autocast(spec.precision, world.device))
+    context = partial(autocast, spec.precision, world.device)
+    layout = partition_model(model, learnable, batch, len(ranks), world, context, deferred)
     held = {ranks[stage] for stages in layout.parameters.values() for stage in stages}
     for rank in range(degrees.pipeline):
         if rank not in held:
@@ -76,13 +81,16 @@ def build_pipeline(
             raise PlanError("pipeline_cuts", split_points, f"leave rank {rank} without a parameter", "cut elsewhere")
     check_copied_weights(model, layout, ranks)
     mesh = make_mesh(degrees, world) if degrees.tensor > 1 or degrees.is_sharded else None
-    if mesh is None or degrees.tensor == 1:
-        return PipelineModel(model, learnable, spec, degrees, world, layout, mesh, seed)
-    plan = agree_on_tensor_plan(model, learnable, degrees.tensor, world, batch)
-    split_layers(model, plan, mesh["tensor"])
+    plan = TensorPlan()
+    if degrees.tensor > 1 and mesh is not None:
+        plan = agree_on_tensor_plan(model, learnable, degrees.tensor, world, batch, deferred, world.device)
+        split_layers(model, plan, mesh["tensor"])
     pipelined = PipelineModel(model, learnable, spec, degrees, world, layout, mesh, seed)
-    split_dropouts(model, plan, mesh["tensor"])
-    pipelined.sum_gradients_of(plan.summed, mesh.get_group("tensor"))
+    if deferred is not None:
+        deferred.fill(model, world.device)
+    if degrees.tensor > 1 and mesh is not None:
+        split_dropouts(model, plan, mesh["tensor"])
+        pipelined.sum_gradients_of(plan.summed, mesh.get_group("tensor"))
     return pipelined
 
 
@@ -136,7 +144,7 @@ class PipelineModel(ParallelModel):
         self._usage_check: BlockUsageCheck | None = None
         if blocks and self._data_ranks is not None:
             self._usage_check = BlockUsageCheck(blocks, self._data_ranks, spec.dynamic)
-        self._weights = StageWeights(model, layout, self._stage_ranks, self._rank)
+        self._weights = StageWeights(model, layout, self._stage_ranks, self._rank, world.device)
         ties = [(self._groups.make_group(ranks), names) for ranks, names in self._weights.tied_names.items()]
         kept = self._weights.local_parameters
         self._tied_groups = [(group, [kept[name] for name in names]) for group, names in ties if group is not None]

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from shoal.errors import PlanError
 from shoal.parallel.comm.world import World
+from shoal.parallel.deferred.plan_search import decide_plan
+from shoal.parallel.deferred.weights import DeferredWeights
 from shoal.parallel.loss import Mean, get_value
 from shoal.parallel.model import TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.pipeline.split_points import (
@@ -59,13 +62,16 @@ def partition_model(
     num_stages: int,
     world: World,
     context: Callable[[], Any],
+    deferred: DeferredWeights | None = None,
 ) -> StagePartition:
     """The partition, the same on every rank. Collective. Raises PlanError, on every rank, when the model has none.
 
-    batch:   a micro-batch
-    context: of a forward pass (autocast)
+    batch:    a micro-batch
+    context:  of a forward pass (autocast)
+    deferred: of a model without memory for its parameters
     """
-    return world.decide(lambda: find_partition(model, learnable, batch, num_stages, world.device, context))
+    find = partial(find_partition, model, learnable, batch, num_stages, world.device, context)
+    return decide_plan(find, model, deferred, world, world.device)
 
 
 def find_partition(

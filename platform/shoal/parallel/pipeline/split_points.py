@@ -22,7 +22,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.errors import PlanError
 from shoal.parallel.comm.world import read_clock_s
-from shoal.parallel.state.module_snapshot import eval_mode, hook_modules, preserve_module
+from shoal.parallel.state.module_snapshot import (
+    eval_mode,
+    get_trainable_parameters,
+    hook_modules,
+    preserve_module,
+)
 from shoal.random_state import preserve_rng
 
 UNFIT_REASON = "is recomputed in the backward pass, or not called in evaluation"
@@ -338,15 +343,23 @@ def _time_pass(
         if handed.requires_grad:
             handed.register_hook(lambda gradient: reached_s.__setitem__(place, read_clock_s(device)))
 
+    drops = [each.register_post_accumulate_grad_hook(_drop_gradient) for each in get_trainable_parameters(model)]
     began_s.append(read_clock_s(device))
     with hook_modules(model, enter):
         loss = run()
         began_s.append(read_clock_s(device))
         loss.backward()
+    for hook in drops:
+        hook.remove()
     ended_s = read_clock_s(device)
     forward_s = [after - before for before, after in pairwise(began_s)]
     moments_s = [ended_s, *(reached_s.get(place, ended_s) for place in range(len(split_points))), began_s[-1]]
     return list(zip(forward_s, (before - after for before, after in pairwise(moments_s)), strict=True))
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    """A timed pass has no use for it, and a model without memory for its weights has none for their gradients."""
+    parameter.grad = None
 
 
 def _count_costs(model: nn.Module, run: Callable[[], Tensor], found: SplitProfile) -> list[tuple[float, float]]:

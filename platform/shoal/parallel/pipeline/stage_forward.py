@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from shoal.errors import PlanError
 from shoal.parallel.pipeline.split_points import ModuleCall, SplitPoint, replace_argument
 from shoal.parallel.state.module_snapshot import eval_mode
+from shoal.parallel.state.skeleton import replace_tensors
 
 
 @dataclass(frozen=True)
@@ -243,29 +244,23 @@ def mask_parameters(model: nn.Module, parameters: set[str], value: float = 0.0) 
     named = dict(model.named_parameters())
     try:
         for name, data in values.items():
-            named[name].data = _make_filler(data, value)
+            named[name].data = _make_filler(data, value, data.device)
         yield
     finally:
         for name, data in values.items():
             named[name].data = data
 
 
-def release_parameters(model: nn.Module, retained: set[str]) -> None:
-    """Free the memory of all parameters but these, by zeros of the same shape that share one element."""
-    dropped: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        if name not in retained:
-            dropped[parameter] = nn.Parameter(_make_filler(parameter.data, 0.0), requires_grad=False)
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter in dropped:
-                setattr(module, name, dropped[parameter])
+def release_parameters(model: nn.Module, retained: set[str], device: torch.device) -> None:
+    """Free the memory of all parameters but these, by zeros on `device` of the same shape that share one element."""
+    named = {name: each for name, each in model.named_parameters() if name not in retained}
+    replace_tensors(model, {each: nn.Parameter(_make_filler(each.data, 0.0, device), False) for each in named.values()})
 
 
-def _make_filler(data: Tensor, value: float) -> Tensor:
+def _make_filler(data: Tensor, value: float, device: torch.device) -> Tensor:
     if isinstance(data, DTensor):
-        part = _make_filler(data.to_local(), value)
+        part = _make_filler(data.to_local(), value, device)
         shape, stride = data.shape, data.stride()
         return DTensor.from_local(part, data.device_mesh, data.placements, run_check=False, shape=shape, stride=stride)
     filling = value if data.is_floating_point() else 0
-    return torch.full((), filling, dtype=data.dtype, device=data.device).expand(data.shape)
+    return torch.full((), filling, dtype=data.dtype, device=device).expand(data.shape)

@@ -27,14 +27,16 @@ class StageWeights:
     tied:    names of parameters on several pipeline ranks, by these ranks, in the same order everywhere
     """
 
-    def __init__(self, model: nn.Module, layout: StagePartition, stage_ranks: list[int], rank: int) -> None:
+    def __init__(
+        self, model: nn.Module, layout: StagePartition, stage_ranks: list[int], rank: int, device: torch.device
+    ) -> None:
         self._model, self._layout, self._stage_ranks, self._rank = model, layout, stage_ranks, rank
         holders = {name: sorted({stage_ranks[stage] for stage in stages}) for name, stages in layout.parameters.items()}
         first_names = {parameter: name for name, parameter in model.named_parameters()}
         self._first_names = {
             name: first_names[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)
         }
-        release_parameters(model, {name for name, ranks in holders.items() if rank in ranks})
+        release_parameters(model, {name for name, ranks in holders.items() if rank in ranks}, device)
         everything = dict(model.named_parameters())
         self.local_parameters = {name: everything[name] for name, ranks in holders.items() if rank in ranks}
         self._owners = {name: stage_ranks[stages[0]] for name, stages in layout.parameters.items()}

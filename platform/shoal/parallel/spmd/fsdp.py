@@ -104,7 +104,7 @@ def apply_fsdp(parts: Sequence[nn.Module], mesh: DeviceMesh, spec: ParallelSpec)
     for part in parts:
         part.register_forward_hook(_prepare_outputs)
         if spec.precision == "bf16_params":
-            autocast_forward(part)
+            autocast_forward(part, mesh.device_type)
         sharded = fully_shard(part, mesh=mesh[names], **make_fsdp_options(spec, part is parts[-1]))
         if hasattr(sharded, "set_reduce_scatter_unused_params"):
             sharded.set_reduce_scatter_unused_params(spec.dynamic)

@@ -36,10 +36,9 @@ def make_fsdp_options(spec: ParallelSpec, is_root: bool) -> dict[str, Any]:
     return options
 
 
-def autocast_forward(part: nn.Module) -> None:
+def autocast_forward(part: nn.Module, device: str) -> None:
     """Let `part` compute under autocast in every call: its weights are in bf16, its buffers in their own type."""
     forward = part.forward
-    device = next(part.parameters()).device.type
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device, dtype=PARAMS_DTYPE):

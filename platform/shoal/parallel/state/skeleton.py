@@ -1,13 +1,16 @@
 """Modules whose parameters have shapes and no memory: a plan for them is found, and a part of them loaded, by a process
 that could not hold the full weights.
 
-Buffers are real, also those that no file has. Called by an endpoint's replicas that are several workers.
+Buffers are real, also those that no file has. Called by an endpoint's replicas that are several workers, and where a
+plan is found for a model that was built without memory.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,9 +19,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shoal.batch_tree import tensors_of
 from shoal.errors import PlanError
 
 _REMEDY = "serve it with num_workers=1"
+SCALE = 0.02  # of arbitrary values
+PERIOD, OFFSET = 1_000_003, 7919  # primes: numbers after which they come again, and between two parameters
 
 
 class _Building(threading.local):
@@ -64,11 +70,65 @@ def build_skeleton(build: Callable[[], nn.Module]) -> nn.Module:
 def set_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Replace parameters, by their first names; tied ones stay tied."""
     named = dict(model.named_parameters())
-    replaced = {named[name]: nn.Parameter(value, value.requires_grad) for name, value in values.items()}
+    replace_tensors(model, {named[name]: nn.Parameter(each, each.requires_grad) for name, each in values.items()})
+
+
+def replace_tensors(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
+    """Put others in the place of parameters, and of buffers, wherever a module has them."""
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter in replaced:
-                setattr(module, name, replaced[parameter])
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, each in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+            if each in replaced:
+                setattr(module, name, replaced[each])
+
+
+@contextmanager
+def lend_values(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within, the model runs: parameters without memory have arbitrary values, in the memory of the largest. So have
+    buffers that are made from them, each in its own.
+
+    The first call raises ValueError when such values give no numbers, which nothing could be compared by.
+    """
+    absent = [each for each in [*model.parameters(), *model.buffers()] if each.is_meta]
+    lent: dict[Tensor, Tensor] = {}
+    for each, values in zip(absent, _make_arbitrary(absent, device), strict=True):
+        is_parameter = isinstance(each, nn.Parameter)
+        lent[each] = nn.Parameter(values, each.requires_grad) if is_parameter else values.clone()
+        vars(lent[each]).update(vars(each))
+
+    def check(module: nn.Module, args: Any, output: Any) -> None:
+        hook.remove()
+        for each in tensors_of(output):
+            if each.is_floating_point() and (each.isnan().any() or not each.isfinite().any()):
+                raise ValueError("arbitrary weights give no numbers")
+
+    hook = model.register_forward_hook(check)
+    replace_tensors(model, lent)
+    try:
+        yield
+    finally:
+        hook.remove()
+        replace_tensors(model, {other: each for each, other in lent.items()})
+
+
+def _make_arbitrary(like: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """A tensor of each shape. Matrices are parts of one row of numbers, and their own rows differ.
+
+    Vectors are positive, since they may be scales or logarithms.
+    """
+    generator = torch.Generator().manual_seed(0)
+    largest: dict[torch.dtype, int] = {}
+    for each in like:
+        largest[each.dtype] = max(1, each.numel(), largest.get(each.dtype, 0))
+    numbers: dict[torch.dtype, Tensor] = {}
+    for dtype, size in largest.items():
+        drawn = torch.randn(min(size, PERIOD), generator=generator) * SCALE
+        drawn = drawn if dtype.is_floating_point or dtype.is_complex else torch.zeros_like(drawn)
+        numbers[dtype] = drawn.to(device, dtype).repeat(1 + math.ceil(size / len(drawn)))
+    for index, each in enumerate(like):
+        begin = index * OFFSET % min(largest[each.dtype], PERIOD)
+        found = numbers[each.dtype][begin : begin + each.numel()].view(each.shape)
+        yield found if each.ndim > 1 or not each.is_floating_point() else found.abs() / SCALE + 0.5
 
 
 def make_constant(like: Tensor, value: float) -> Tensor:

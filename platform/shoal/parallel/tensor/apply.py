@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -15,6 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from shoal.parallel.comm.mesh import make_data_group, make_mesh
 from shoal.parallel.comm.world import World
+from shoal.parallel.deferred.plan_search import decide_plan
+from shoal.parallel.deferred.weights import DeferredWeights, move_to_device
 from shoal.parallel.layers.compile import compile_module
 from shoal.parallel.layers.dropout import SeededDropout, TensorPart
 from shoal.parallel.model import ParallelModel, TaskProtocol
@@ -23,6 +26,8 @@ from shoal.parallel.spmd.base import SpmdModel, TimedCollectivesMixin
 from shoal.parallel.spmd.fsdp import FsdpModel
 from shoal.parallel.state.module_snapshot import preserve_parameter_attributes
 from shoal.parallel.tensor.plan import TensorPlan, find_tensor_plan
+
+CPU = torch.device("cpu")
 
 
 class TensorParallelModel(TimedCollectivesMixin):
@@ -42,16 +47,20 @@ def build_tensor_parallel(
     world: World,
     example: Any,
     seed: int,
+    deferred: DeferredWeights | None = None,
 ) -> ParallelModel:
     """Split the layers by rank 0's plan, then distribute the copies over the data ranks. Collective."""
-    plan = agree_on_tensor_plan(model, learnable, degrees.tensor, world, example)
+    plan = agree_on_tensor_plan(model, learnable, degrees.tensor, world, example, deferred)
     mesh = make_mesh(degrees, world)
-    split_layers(model.to(world.device), plan, mesh["tensor"])
+    move_to_device(model, world.device)
+    split_layers(model, plan, mesh["tensor"])
     parallel: SpmdModel
     if degrees.data == 1:
+        if deferred is not None:
+            deferred.fill(model, world.device)
         parallel = TensorParallelModel(model, learnable, spec, world, seed)
     else:
-        parallel = FsdpModel(model, learnable, spec, world, seed, mesh, make_data_group(degrees, world))
+        parallel = FsdpModel(model, learnable, spec, world, seed, mesh, make_data_group(degrees, world), deferred)
     split_dropouts(model, plan, mesh["tensor"])
     parallel.sum_gradients_of(plan.summed, mesh.get_group("tensor"))
     return parallel
@@ -66,10 +75,19 @@ def split_dropouts(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
 
 
 def agree_on_tensor_plan(
-    model: nn.Module, learnable: TaskProtocol, size: int, world: World, example: Any
+    model: nn.Module,
+    learnable: TaskProtocol,
+    size: int,
+    world: World,
+    example: Any,
+    deferred: DeferredWeights | None = None,
+    device: torch.device = CPU,
 ) -> TensorPlan:
-    """Ranks are fed different samples, of which a model may make different calls: one of them decides."""
-    return world.decide(lambda: find_tensor_plan(model, learnable, size, example))
+    """Ranks are fed different samples, of which a model may make different calls: one of them decides.
+
+    deferred: of a model without memory for its parameters, whose buffers are on `device`
+    """
+    return decide_plan(lambda: find_tensor_plan(model, learnable, size, example), model, deferred, world, device)
 
 
 def split_layers(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:

@@ -11,7 +11,7 @@ NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
 _FAILED = {
     "checkpoint_failed": "a checkpoint could not be written, training goes on",
     "upload_failed": "checkpoints are on this run's hosts alone, training goes on",
-    "built_eagerly": "each rank builds the full model before it is sharded",
+    "built_eagerly": "each rank builds the full model before it is sharded or split",
     "register_failed": "a version could not be registered, learning goes on",
 }
 _PLAIN = {

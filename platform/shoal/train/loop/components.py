@@ -77,7 +77,7 @@ class TrainComponents:
 
     num_parameters: of the whole model; a tied one counts once
     stateful:       the Task's metrics that are no means over samples
-    eager_reason:    why each rank of a sharded plan has built the whole model; "" where none has
+    eager_reason:    why each rank of a plan that shards or splits the model has built it whole; "" where none has
     """
 
     spec: TrainSpec
@@ -337,7 +337,7 @@ def build_components(
         steps_per_epoch=steps_per_epoch,
         num_parameters=num_parameters,
         stateful=stateful,
-        eager_reason=eager_reason,
+        eager_reason=eager_reason if deferred is None else deferred.eager_reason,
     )
     if isinstance(optimizer, OptimizerGroup):
         _use_phases(parts, optimizer)
@@ -345,10 +345,10 @@ def build_components(
 
 
 def _build_network(spec: TrainSpec, task: Task, degrees: ParallelDims) -> tuple[nn.Module, DeferredWeights | None, str]:
-    """The model with its first weights; if its plan shards it, without memory for them, which it gets when it is
-    sharded. Or, where that is impossible, the reason."""
+    """The model with its first weights; if its plan shards or splits it, without memory for them, which it gets then.
+    Or, where that is impossible, the reason."""
     reason = ""
-    if degrees.is_sharded and degrees.tensor == degrees.pipeline == 1:
+    if degrees.is_sharded or degrees.tensor > 1 or degrees.pipeline > 1:
         try:
             network, deferred = build_deferred(lambda: build_model(task, spec.task))
         except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # if it is the user's, it comes again
