@@ -63,7 +63,7 @@ def parallelize(
     if degrees.shard:
         mesh, group = make_mesh(degrees, world), make_data_group(degrees, world)
         sharded = FsdpModel(model, learnable, spec, world, seed, mesh, group, deferred)
-        if deferred is not None and deferred.given:
+        if deferred is not None:
             _require_same(deferred.sampled, model, world, "let each host begin with the same weights")
         return sharded
     return DdpModel(model, learnable, spec, world, example, seed, make_data_group(degrees, world))

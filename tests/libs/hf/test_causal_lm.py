@@ -161,9 +161,16 @@ def test_merged_adapters_compute_as_they_did_apart(kind: str, tmp_path: Path, da
         ({"dtype": "int8"}, "no floating-point"),
         ({"lora": {"rank": 2, "modules": ["nothing"]}}, "q_proj"),
         ({"lora": {"ranks": 2}}, "rank"),
+        (
+            {"lora": {"modules": ["lm_head", "q_proj"]}},
+            r"lora.modules.*on lm_head, whose weight is tied.*leave lm_head out",
+        ),
+        ({"lora": {"modules": ["embed_tokens"]}}, "leave embed_tokens out"),
     ],
 )
-def test_a_model_that_is_not_there_is_named(args: dict[str, object], problem: str, folder: Path) -> None:
+def test_a_model_that_is_not_there_is_named(args: dict[str, object], problem: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_model(folder, tie_word_embeddings=True)
     with pytest.raises(ConfigError, match=problem):
         CausalLM(**{"model": str(folder), **args}).model()
 

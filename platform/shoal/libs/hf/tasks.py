@@ -117,7 +117,7 @@ class HuggingFaceTask(Transferable):
         network = self._build()
         if self.lora is not None:
             if not is_fake():
-                load_initial_weights(network, self._base or find_weights(self.auto, self.config, self.folder))
+                load_initial_weights(network, self._base or self._find_weights(network))
             add_adapters(network, self.lora)
         return network
 
@@ -125,10 +125,15 @@ class HuggingFaceTask(Transferable):
         return build_network(self.auto, self.config, self._dtype, self.input_names)
 
     def initial_weights(self) -> str | Mapping[str, Tensor]:
-        """Those of the folder; of a model with adapters none: its base has them, and they are fixed."""
+        """Those of the folder; of a model with adapters none: `model` loads the base, which is frozen."""
         if self.lora is not None or self._config is not None:
             return ""
-        return find_weights(self.auto, self.config, self.folder)
+        with torch.device("meta"):
+            network = build_network(self.auto, self.config, "float32", ())
+        return self._find_weights(network)
+
+    def _find_weights(self, network: nn.Module) -> Mapping[str, Tensor]:
+        return find_weights(network, self.auto, self.config, self.folder)
 
     def registration(self) -> Registration:
         """The configuration in place of the folder. Of adapters: the base is registered, if it is not yet."""

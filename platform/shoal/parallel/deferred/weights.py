@@ -14,20 +14,16 @@ from torch import Tensor, nn
 from shoal.parallel.deferred.tape import CannotDefer, Region, Tape
 from shoal.parallel.state.state_dict import copy_into, sum_in_double
 
-NUM_SAMPLED = 1024
-
 
 class DeferredWeights:
     """What fills the parameters, and buffers, of one model that are on the meta device.
 
-    given:   values that are read instead of drawn, by name in the model's state dict
-    sampled: once they are filled in, the sum of some numbers of each of these, to be compared between ranks
+    given: values that are read instead of drawn, by name in the model's state dict
     """
 
     def __init__(self, model: nn.Module, tape: Tape, find_region: Callable[[Tensor], Region | None]) -> None:
         self._tape = tape
         self.given: Mapping[str, Tensor] = {}
-        self.sampled: dict[str, str] = {}
         self._regions: dict[str, Region] = {}
         first_names = {id(each): name for name, each in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
@@ -39,6 +35,11 @@ class DeferredWeights:
             if region is None:
                 raise CannotDefer(f"{name} is on the meta device, and nothing gives it a value")
             self._regions[name] = region
+
+    @property
+    def sampled(self) -> Mapping[str, str]:
+        """Once the model is filled, the sum of some numbers of each value that was read, to compare ranks by."""
+        return self._tape.sampled
 
     def fingerprint(self) -> dict[str, str]:
         """By name, a hash of how the value comes about: equal where the values are."""
@@ -87,7 +88,5 @@ class DeferredWeights:
             return fill
 
         self._tape.replay({storage: sink(pairs) for storage, pairs in sinks.items()}, keeps_rng=not self.given)
-        for name, value in self.given.items():
-            copy_into(tensors[self._first_names.get(name, name)].data, value)
-            some = value.reshape(-1)[:: max(1, value.numel() // NUM_SAMPLED)]
-            self.sampled[name] = repr(sum_in_double(some))
+        for name in self.given:
+            copy_into(tensors[self._first_names.get(name, name)].data, self._tape.read(self.given, name))
