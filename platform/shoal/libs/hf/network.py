@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -254,24 +254,43 @@ def _list_linear(names: set[str]) -> list[str]:
     return sorted({name.split(".")[-2] for name in names if name.endswith(".weight") and name.count(".") > 1})[:12]
 
 
-def merge_adapters(network: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """The weights of the network without adapters that computes as this one: W + scale * B @ A.
+class MergedWeights(Mapping[str, Tensor]):
+    """The weights of the network without adapters that computes as with them: W + scale * B @ A, each when asked for.
 
-    names: of the tensors of the network without adapters
+    network:  with adapters, on the meta device
+    plain:    without them, on the meta device
+    base:     the weights of `plain`
+    adapters: the weights of `network`
     """
-    tensors: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
-    tensors |= dict(network.named_buffers(remove_duplicate=False))
-    merged: dict[str, Tensor] = {}
-    for name in names:
+
+    def __init__(
+        self, network: nn.Module, plain: nn.Module, base: Mapping[str, Tensor], adapters: Mapping[str, Tensor]
+    ) -> None:
+        network.load_state_dict(dict(adapters), assign=True)
+        self._network, self._base = network, base
+        self._trained: dict[str, Tensor] = network.state_dict()
+        self._state = plain.state_dict(keep_vars=True)
+        self._sources = {id(self._state[name]): name for name in base}  # a tied weight may be there by one of its names
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._trained:
+            return self._trained[name]
+        weight = self._base[self._sources[id(self._state[name])]].to(self._state[name].dtype)
         path, _, last = name.rpartition(".")
-        layer = network.get_submodule(path)
-        if callable(measure := getattr(layer, "get_delta_weight", None)):
-            weight = tensors[f"{path}.base_layer.{last}"].detach()
-            is_changed = last == "weight"
-            merged[name] = (weight.float() + measure("default").float()).to(weight.dtype) if is_changed else weight
-        else:
-            merged[name] = tensors[name].detach()
-    return merged
+        measure = getattr(self._network.get_submodule(path), "get_delta_weight", None)
+        if last != "weight" or not callable(measure):
+            return weight
+        merged: Tensor = (weight.float() + measure("default").detach().float()).to(weight.dtype)
+        return merged
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._state
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 def is_fake() -> bool:

@@ -22,14 +22,14 @@ from shoal.data import Data
 from shoal.data.formats import ImageFolder
 from shoal.errors import ConfigError
 from shoal.libs.hf import texts
-from shoal.libs.hf.network import LoraSpec, add_adapters, build_network, find_weights, is_fake, merge_adapters
+from shoal.libs.hf.network import LoraSpec, MergedWeights, add_adapters, build_network, find_weights, is_fake
 from shoal.libs.hf.pictures import make_picture_transform
 from shoal.libs.hf.source import find_folder, load_tokenizer, make_absolute, make_config, read_companions, read_config
 from shoal.libs.hf.texts import IGNORED, Record, TextSpec, TokenRows, TokenSample
 from shoal.libs.hf.transfer import Transferable, register_base, unpack_version
 from shoal.parallel.loss import Loss, Mean
 from shoal.registry import Registry, Signature, TensorSignature
-from shoal.train.initial_weights import load_initial_weights
+from shoal.train.initial_weights import load_initial_weights, read_state_dict
 from shoal.train.task import Registration
 
 _POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # modules of learnt positions
@@ -148,11 +148,10 @@ class HuggingFaceTask(Transferable):
         return Registration(found, files, {"base": base.ref, "base_sha256": base.manifest.sha256})
 
     def merge_weights(self, adapters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        network = self.model()
-        network.load_state_dict(dict(adapters))
         with torch.device("meta"):
-            names = self._build().state_dict()
-        return merge_adapters(network, names)
+            network, plain = self.model(), self._build()
+        base = read_state_dict(self._base) if self._base else self._find_weights(plain)
+        return MergedWeights(network, plain, base, adapters)
 
     def signature(self) -> Signature | None:
         return Signature(
