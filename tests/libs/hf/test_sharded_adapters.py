@@ -70,6 +70,7 @@ def train(world: World, folder: Path, kind: str, run: str, steps: int = STEPS, p
     fields = {
         "task": "shoal.libs.hf.tasks:CausalLM",
         "parallel": plan or ("fsdp" if world.size > 1 else "single"),
+        "workers": world.size,
         "batch_size": 4,
         "stop": {"steps": steps},
         "log_every_steps": 1,
@@ -97,8 +98,9 @@ def train(world: World, folder: Path, kind: str, run: str, steps: int = STEPS, p
 
 
 def train_sharded(world: World, folder: Path) -> Results:
-    """The program of a rank: every kind, the first half of a run, and the second half of another's."""
+    """The program of a rank: every kind, other plans, the first half of a run, and the second half of another's."""
     found = {kind: train(world, folder, kind, f"sharded-{kind}") for kind in KINDS}
+    found |= {plan: train(world, folder, "llama", plan, plan=plan) for plan in ("tensor", "pipeline")}
     train(world, folder, "llama", "begun-by-two", STEPS // 2)
     return {**found, "resumed": train(world, folder, "llama", "begun-by-one")}
 
@@ -132,6 +134,14 @@ def test_each_rank_holds_its_part_of_the_base_and_learns_as_one_process(kind: st
     for rank in ranks:
         assert rank["eager"] == "", "the rank has built the model in full"
         assert 0.45 < rank["bytes"] / one["bytes"] < 0.55
+
+
+@pytest.mark.parametrize("plan", ["tensor", "pipeline"])
+def test_plans_that_split_the_model_split_the_base(plan: str, runs: Runs) -> None:
+    one, ranks = runs[0]["llama"], [each[plan] for each in runs[1]]
+    assert ranks[0]["losses"] == pytest.approx(one["losses"], abs=TOLERANCE)
+    assert ranks[0]["weights"].keys() == one["weights"].keys()
+    assert all(rank["bytes"] < 0.95 * one["bytes"] for rank in ranks)
 
 
 @pytest.mark.parametrize("kind", KINDS)

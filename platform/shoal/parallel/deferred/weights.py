@@ -18,12 +18,14 @@ from shoal.parallel.state.state_dict import copy_into, sum_in_double
 class DeferredWeights:
     """What fills the parameters, and buffers, of one model that are on the meta device.
 
-    given: values that are read instead of drawn, by name in the model's state dict
+    given:   values that are read instead of drawn, by name in the model's state dict
+    sampled: once the model is filled, the sum of some numbers of each value that was read, to be compared between ranks
     """
 
     def __init__(self, model: nn.Module, tape: Tape, find_region: Callable[[Tensor], Region | None]) -> None:
         self._tape = tape
         self.given: Mapping[str, Tensor] = {}
+        self.sampled: Mapping[str, str] = tape.sampled
         self._regions: dict[str, Region] = {}
         first_names = {id(each): name for name, each in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
@@ -35,11 +37,6 @@ class DeferredWeights:
             if region is None:
                 raise CannotDefer(f"{name} is on the meta device, and nothing gives it a value")
             self._regions[name] = region
-
-    @property
-    def sampled(self) -> Mapping[str, str]:
-        """Once the model is filled, the sum of some numbers of each value that was read, to compare ranks by."""
-        return self._tape.sampled
 
     def fingerprint(self) -> dict[str, str]:
         """By name, a hash of how the value comes about: equal where the values are."""

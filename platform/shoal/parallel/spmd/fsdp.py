@@ -28,7 +28,6 @@ from shoal.parallel.spmd.base import TimedCollectivesMixin
 from shoal.parallel.spmd.fsdp_blocks import find_blocks
 from shoal.parallel.spmd.fsdp_consistency import BlockUsageCheck
 from shoal.parallel.spmd.fsdp_options import PARAMS_DTYPE, autocast_forward, make_fsdp_options
-from shoal.parallel.state.frozen_weights import restore_parameters
 from shoal.parallel.state.module_snapshot import preserve_parameter_attributes
 
 
@@ -51,8 +50,6 @@ class FsdpModel(TimedCollectivesMixin):
         group: dist.ProcessGroup,
         deferred: DeferredWeights | None = None,
     ) -> None:
-        if mesh["shard"].size() > 1:
-            restore_parameters(model)
         super().__init__(model, learnable, spec, world, seed, group)
         blocks = list(find_blocks(model))
         for block in [block for _, block in blocks] if spec.compile and blocks else [model] * spec.compile:

@@ -1,7 +1,7 @@
 """Weights that a run neither trains nor saves, such as the base of adapters.
 
-They are buffers without persistence: no state dict, optimizer or exchange of gradients has them. A plan that shards the
-model makes parameters of them again, which stay in no state dict. Frozen by Tasks, sharded by `fsdp`.
+They are buffers without persistence: no state dict, optimizer or exchange of gradients has them. For a plan that shards
+or splits the model they are made parameters again, which stay in no state dict. Called by Tasks, and by `parallelize`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def iter_frozen(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def restore_parameters(model: nn.Module) -> None:
-    """Make parameters without gradients of the frozen weights of `model`, in place, for a plan that shards them."""
+    """Make parameters without gradients of the frozen weights of `model`, in place, for a plan that divides them."""
     parameters: dict[Tensor, nn.Parameter] = {}
     for module, name, tensor in list(iter_frozen(model)):
-        if not tensor.ndim:  # nothing to shard
+        if not tensor.ndim:  # nothing to divide
             continue
         if tensor not in parameters:
             parameters[tensor] = nn.Parameter(tensor, requires_grad=False)
