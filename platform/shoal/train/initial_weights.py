@@ -59,9 +59,12 @@ def load_initial_weights(network: nn.Module, init: str | Mapping[str, Tensor]) -
     Of a network that is built without memory, as under `parallel=fsdp`, they are read when it gets its memory. Raises
     as `find_initial_weights`.
     """
+    weights = find_initial_weights(network, init)
+    if not weights:
+        return
     from shoal.parallel.deferred.build import copy_when_filled  # DTensor takes a second to load
 
-    own, weights = network.state_dict(), find_initial_weights(network, init)
+    own = network.state_dict()
     for name in weights:
         copy_when_filled(own[name], weights, name)
 
