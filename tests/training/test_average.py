@@ -29,6 +29,9 @@ class _Whole:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.modules[0].named_parameters()
 
+    def model_state(self) -> dict[str, Any]:
+        return self.modules[0].state_dict()
+
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:

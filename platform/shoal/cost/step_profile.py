@@ -48,8 +48,10 @@ def profile_step(
         collectives |= reading.collectives
     if counts is not None:
         counts.append(reading)
+    saved = model.model_state()  # without weights that are frozen for good, which no count of parameters has
+    counted = [parameter for name, parameter in model.named_parameters() if name in saved]
     found |= {
-        "parameters_rank": float(sum(to_local(parameter).numel() for parameter in parameters)),
+        "parameters_rank": float(sum(to_local(parameter).numel() for parameter in counted)),
         "flops_rank": reading.flops,
         "memory_parameters": float(bytes_of(state["parameters"])),
         "memory_gradients": float(bytes_of(_gradients(parameters))),

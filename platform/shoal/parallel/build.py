@@ -21,6 +21,7 @@ from shoal.parallel.spec import ParallelDims, ParallelSpec
 from shoal.parallel.spmd.base import SingleProcessModel
 from shoal.parallel.spmd.ddp import DdpModel
 from shoal.parallel.spmd.fsdp import FsdpModel
+from shoal.parallel.state.frozen_weights import restore_parameters
 from shoal.parallel.state.state_dict import sum_in_double
 from shoal.parallel.tensor.apply import build_tensor_parallel
 from shoal.parallel.validate import check_plan
@@ -49,6 +50,8 @@ def parallelize(
             "workers", world.size, f"does not fit {degrees.description}", f"start {degrees.workers} processes"
         )
     check_plan(model, learnable, spec, degrees, device=world.device.type)
+    if degrees.is_sharded or degrees.tensor > 1 or degrees.pipeline > 1:
+        restore_parameters(model)
     if degrees.shard or degrees.tensor > 1 or degrees.pipeline > 1:
         _check_same_weights(
             model, world, deferred
@@ -67,7 +70,7 @@ def parallelize(
     else:
         mesh, group = make_mesh(degrees, world), make_data_group(degrees, world)
         parallel = FsdpModel(model, learnable, spec, world, seed, mesh, group, deferred)
-    if deferred is not None and deferred.given:
+    if deferred is not None:
         _require_same(deferred.sampled, model, world, "let each host begin with the same weights")
     return parallel
 

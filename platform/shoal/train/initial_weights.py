@@ -60,11 +60,19 @@ def find_initial_weights(network: nn.Module, init: str | Mapping[str, Tensor]) -
 
 
 def load_initial_weights(network: nn.Module, init: str | Mapping[str, Tensor]) -> None:
-    """Fill the network with the weights of `init`, tensor by tensor, in its own datatypes. Raises as
-    `find_initial_weights`."""
+    """Fill the network with the weights of `init`, tensor by tensor, in its own datatypes.
+
+    Of a network that is built without memory, as under `parallel=fsdp`, they are read when it gets its memory. Raises
+    as `find_initial_weights`.
+    """
+    weights = find_initial_weights(network, init)
+    if not weights:
+        return
+    from shoal.parallel.deferred.build import copy_when_filled  # DTensor takes a second to load
+
     own = network.state_dict()
-    for name, tensor in find_initial_weights(network, init).items():
-        own[name].copy_(tensor)
+    for name in weights:
+        copy_when_filled(own[name], weights, name)
 
 
 def read_state_dict(init: str) -> Mapping[str, Tensor]:

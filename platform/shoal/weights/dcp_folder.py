@@ -72,6 +72,9 @@ class DcpTensors(Mapping[str, Tensor]):
             raise WeightsError(f"{name!r} of the checkpoint {self._folder} cannot be read ({error!r})") from error
         return tensor
 
+    def __contains__(self, name: object) -> bool:  # Mapping would read it
+        return name in self._keys
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
 

@@ -127,6 +127,9 @@ class TensorFiles(Mapping[str, Tensor]):
         found: Tensor = self._open(name).get_tensor(name)
         return found.clone()  # in the file it is misaligned, which changes the last digits of products
 
+    def __contains__(self, name: object) -> bool:  # Mapping would read it
+        return name in self.files
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
 

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from tiny_models import save_model, write_lines
 
 import shoal
 from shoal.errors import ConfigError, RegistryError, SpecMismatch
 from shoal.libs.hf.tasks import CausalLM
+from shoal.parallel.deferred.build import build_deferred
 from shoal.registry import Registry
 from shoal.train.initial_weights import load_initial_weights
 from shoal.train.task import make_task
@@ -94,6 +96,24 @@ def test_packed_samples_have_the_losses_that_each_has_alone(kind: str, tmp_path:
     assert loss.total.item() / count == pytest.approx(total / count, abs=1e-5)
 
 
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_base_is_read_when_the_network_gets_its_memory(converted: bool, folder: Path) -> None:
+    if converted:  # by transformers, which builds and fills a model of its own
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        torch.save(tensors, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    task = CausalLM(model=str(folder), lora={"rank": 2})
+    torch.manual_seed(0)
+    network, weights = build_deferred(task.model)
+    weights.fill(network, torch.device("cpu"))
+    torch.manual_seed(0)
+    expected = task.model()
+    for find in (torch.nn.Module.named_parameters, torch.nn.Module.named_buffers):
+        for (name, value), (other, same) in zip(find(expected), find(network), strict=True):
+            assert name == other
+            torch.testing.assert_close(same, value, rtol=0, atol=0, msg=name)
+
+
 def test_only_what_is_to_be_answered_is_learnt(folder: Path, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     samples = [{"prompt": "ab", "completion": "cd"}, {"messages": [*chat, *chat]}]
@@ -163,9 +183,16 @@ def test_merged_adapters_compute_as_they_did_apart(kind: str, tmp_path: Path, da
         ({"dtype": "int8"}, "no floating-point"),
         ({"lora": {"rank": 2, "modules": ["nothing"]}}, "q_proj"),
         ({"lora": {"ranks": 2}}, "rank"),
+        (
+            {"lora": {"modules": ["lm_head", "q_proj"]}},
+            r"lora.modules.*on lm_head, whose weight is tied.*leave lm_head out",
+        ),
+        ({"lora": {"modules": ["embed_tokens"]}}, "leave embed_tokens out"),
     ],
 )
-def test_a_model_that_is_not_there_is_named(args: dict[str, object], problem: str, folder: Path) -> None:
+def test_a_model_that_is_not_there_is_named(args: dict[str, object], problem: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_model(folder, tie_word_embeddings=True)
     with pytest.raises(ConfigError, match=problem):
         CausalLM(**{"model": str(folder), **args}).model()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
-from tiny_models import save_model, write_lines
+from tiny_models import make_model, save_model, write_lines
 
 import shoal
 from shoal.cli import cli
@@ -21,6 +21,7 @@ from shoal.registry import Registry
 from shoal.serve.model.formats.module import ModuleTemplate
 from shoal.serve.model.formats.template import TemplateConfig
 from shoal.serve.spec.model_options import ModelOptions
+from shoal.weights import tensor_files
 
 TOKENS = np.arange(10).reshape(2, 5)
 
@@ -94,6 +95,31 @@ def test_a_trained_version_is_a_model_to_go_on_with(tmp_path: Path) -> None:
     further = CausalLM(model="tuned@1", **args)
     assert further.folder != written
     assert further.registration().lineage["base"] == "tuned-base@1"
+
+
+def test_a_base_of_several_files_is_registered_tensor_by_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path / "model", tie_word_embeddings=True)
+    monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 10_000)
+    with monkeypatch.context() as patched:
+        patched.setattr("shoal.libs.hf.transfer.load_initial_weights", None)  # of a network that is in memory
+        found = pull(str(tmp_path / "model"), "tiny")
+    assert len(found.weight_file().parts) > 1
+    task = CausalLM(model=str(tmp_path / "model"), data="", lora={"rank": 2})
+    network = task.model().eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.normal_()
+        expected = network(*(torch.from_numpy(each) for each in (TOKENS, np.ones_like(TOKENS)))).numpy()
+    adapted = {"base": found.ref, "lora": {"rank": 2}, "config": task.config}
+    served = CausalLM(**adapted).model().eval()
+    served.load_state_dict(network.state_dict())
+    with torch.no_grad():
+        again = served(*(torch.from_numpy(each) for each in (TOKENS, np.ones_like(TOKENS)))).numpy()
+    np.testing.assert_array_equal(again, expected)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(push(found, tmp_path / "out"), local_files_only=True)
+    np.testing.assert_array_equal(compute(loaded), compute(make_model(tie_word_embeddings=True)))
 
 
 def test_a_version_of_another_task_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -12,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.deferred.build import build_deferred
+from shoal.parallel.deferred.build import build_deferred, pause_recording
 from shoal.parallel.deferred.weights import DeferredWeights
+from shoal.parallel.state.frozen_weights import freeze_parameters, restore_parameters
 from shoal.parallel.state.skeleton import lend_values
+from shoal.train.initial_weights import load_initial_weights
 
 CPU = torch.device("cpu")
 
@@ -275,6 +278,64 @@ def test_a_buffer_of_two_modules_stays_one(is_given: bool) -> None:
     deferred.fill(model, CPU)
     assert_same_tensors(expected, model)
     assert model.one.weight is model.other.weight
+
+
+class OneByOne(Mapping[str, Tensor]):
+    """Weights that are read when they are asked for; none while another one is in memory."""
+
+    def __init__(self, shapes: Mapping[str, Tensor]) -> None:
+        self.shapes = {name: tensor.shape for name, tensor in shapes.items()}
+        self.read: list[str] = []
+        self._last: Callable[[], Tensor | None] = lambda: None
+
+    def __getitem__(self, name: str) -> Tensor:
+        assert self._last() is None
+        self.read.append(name)
+        found = torch.full(self.shapes[name], float(len(name)))
+        self._last = weakref.ref(found)
+        return found
+
+    def get_shape(self, name: str) -> torch.Size:
+        return self.shapes[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def test_weights_that_a_model_loads_are_read_one_by_one_when_it_is_filled() -> None:
+    sources: list[OneByOne] = []
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False), nn.Embedding(4, 3))
+        model[1].weight = model[2].weight = nn.Parameter(torch.empty(3, 3))
+        sources.append(OneByOne(model.state_dict()))
+        with pause_recording():
+            assert not nn.Linear(2, 2).weight.is_meta
+        load_initial_weights(model, sources[-1])
+        model.append(nn.Linear(3, 2))
+        freeze_parameters(model, [name for name, _ in model.named_parameters(remove_duplicate=False)][:4])
+        return model
+
+    expected, model, deferred = build_both(make)
+    assert sources[1].read == []
+    assert next(model[0].buffers()).is_meta
+    deferred.fill(model, CPU)
+    assert sources[1].read == list(deferred.sampled) == ["0.weight", "0.bias", "2.weight"]
+    assert_same_tensors(expected, model)
+    assert model[1].weight is model[2].weight
+    assert list(model.state_dict()) == ["3.weight", "3.bias"]
+    restore_parameters(model)
+    assert list(model.state_dict()) == ["3.weight", "3.bias"]
+    assert [name for name, each in model.named_parameters() if not each.requires_grad] == [
+        "0.weight", "0.bias", "1.weight"
+    ]  # fmt: skip
+    assert model[1].weight is model[2].weight
 
 
 def test_few_tensors_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

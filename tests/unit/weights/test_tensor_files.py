@@ -36,6 +36,13 @@ def test_one_file_has_the_bytes_of_the_library(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_name_is_looked_up_without_reading_its_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = open_tensors([write(tmp_path / "model.safetensors", make_tensors())])
+    monkeypatch.delattr(tensor_files.TensorFiles, "__getitem__")
+    assert "one" in found
+    assert "other" not in found
+
+
 def test_more_than_a_files_bytes_are_several_files_with_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

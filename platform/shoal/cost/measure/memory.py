@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from shoal.parallel.model import ParallelModel
+
 
 @dataclass
 class MemoryGrowth:
@@ -113,9 +115,10 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def allocate_averages(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors of the size of an average of these on this rank; at least float32, as a run stores it."""
-    here = [to_local(parameter) for parameter in parameters]
+def allocate_averages(model: ParallelModel) -> list[Tensor]:
+    """Tensors of the size of an average of the weights on this rank; at least float32, as a run stores it."""
+    saved = model.model_state()
+    here = [to_local(parameter) for name, parameter in model.named_parameters() if name in saved]
     numbers = [each for each in here if each.is_floating_point() or each.is_complex()]
     return [torch.empty_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in numbers]
 

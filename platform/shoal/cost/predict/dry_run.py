@@ -146,7 +146,7 @@ def dry_run(
             *_, warm = (timer(next(steps)) for _ in range(NUM_WARM_UP_STEPS))
             timed = [timer(next(steps)) for _ in range(_choose_repeats(warm, degrees))]
             messages_s = play.message_costs.compute_medians()
-            average = allocate_averages(parameters) if spec.average is not None else []
+            average = allocate_averages(model) if spec.average is not None else []
             collectives: dict[tuple[int, ...], tuple[int, float]] = {}
             play.shared_sums.clear()
             with profile_step(model, optimizer, is_fake=True, average=average, collectives=collectives) as found:

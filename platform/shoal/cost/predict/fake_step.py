@@ -202,7 +202,7 @@ class FakeTask:
                 run_step(parallelized, optimizer, batch, 0, spec.clip_norm)
             else:
                 _make_optimizer_states(optimizer, parameters)
-            average = allocate_averages(parameters) if spec.average is not None else []
+            average = allocate_averages(parallelized) if spec.average is not None else []
             collectives: dict[tuple[int, ...], tuple[int, float]] = {}
             counts: list[OpCounts] = []
             play.shared_sums.clear()

@@ -6,7 +6,8 @@ The network is the module of transformers itself: tensors have the names that th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.libs.hf.source import hash_files, make_cached_folder, make_config
+from shoal.parallel.deferred.build import pause_recording
+from shoal.parallel.state.frozen_weights import freeze_parameters
 from shoal.train.initial_weights import SINGLE, open_folder
 from shoal.weights.tensor_files import TensorFiles
 
@@ -106,6 +109,9 @@ class RenamedTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[self._names[name]]
 
+    def __contains__(self, name: object) -> bool:  # Mapping would read it
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
@@ -113,20 +119,21 @@ class RenamedTensors(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def find_weights(auto: str, config: Mapping[str, Any], folder: Path) -> Mapping[str, Tensor]:
+def find_weights(network: nn.Module, auto: str, config: Mapping[str, Any], folder: Path) -> Mapping[str, Tensor]:
     """The folder's tensors by the network's names; without those of a head that the folder does not have.
+
+    network: that of `build_network`, also on the meta device
 
     A folder whose tensors have other names is converted by transformers once, into `$SHOAL_HOME/hf`. Raises
     ConfigError, WeightsError.
     """
-    with torch.device("meta"):
-        network = build_network(auto, config, "float32", ())
     is_pickled = not any(folder.glob("*.safetensors")) and any(folder.glob("pytorch_model*.bin"))
     if not is_pickled:
         found = open_folder(folder)
         names, missing = _match_names(network, found)
     if is_pickled or missing:
-        found = open_folder(_convert(auto, config, folder, network))
+        with pause_recording():  # transformers fills a model, from which the network is not made
+            found = open_folder(_convert(auto, config, folder, network))
         names, missing = _match_names(network, found)
     if missing:
         problem = f"lacks tensors of {type(network).__name__}: {', '.join(missing[:3])}"
@@ -182,10 +189,10 @@ def _convert(auto: str, config: Mapping[str, Any], folder: Path, network: nn.Mod
 
 
 def add_adapters(network: nn.Module, lora: LoraSpec) -> None:
-    """Put adapters into the network; all else, but a head for labels and its pooler, is fixed and in no state dict.
+    """Put adapters into the network; all else, but a head for labels and its pooler, is frozen and in no state dict.
 
-    What is fixed becomes buffers without persistence: checkpoints and versions hold adapters and head alone. Raises
-    ConfigError for modules that the network does not have.
+    Checkpoints and versions hold adapters and head alone. Raises ConfigError for modules that the network does not
+    have, or that share their weight with others.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
@@ -209,20 +216,32 @@ def add_adapters(network: nn.Module, lora: LoraSpec) -> None:
     }
     settings.exclude_modules = sorted({name.rpartition(".")[0] for name in heads}) or None
     try:
-        inject_adapter_in_model(settings, network)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings")  # which is refused below
+            inject_adapter_in_model(settings, network)
     except ValueError as error:
         remedy = f"give lora.modules: the layers are {', '.join(_list_linear(before))}"
         raise ConfigError("lora.modules", lora.modules, f"do not fit: {error}", remedy) from error
-    fixed: dict[int, Tensor] = {}
-    for path, module in network.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            full = f"{path}.{name}"
-            if _ADAPTER in full or full in heads:
-                parameter.requires_grad_(True)
-                continue
-            tensor = fixed.setdefault(id(parameter), parameter.detach())
-            del module._parameters[name]
-            module.register_buffer(name, tensor, persistent=False)
+    _require_untied(network, lora)
+    named = dict(network.named_parameters(remove_duplicate=False))
+    trained = {name for name in named if _ADAPTER in name or name in heads}
+    for name in trained:
+        named[name].requires_grad_(True)
+    freeze_parameters(network, named.keys() - trained)
+
+
+def _require_untied(network: nn.Module, lora: LoraSpec) -> None:
+    """Raises ConfigError for an adapter on a weight that another layer has too: that one would change by merging."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name.replace(".base_layer.", "."))
+    for path, layer in network.named_modules():
+        weight = getattr(getattr(layer, "base_layer", None), "weight", None)
+        if weight is not None and len(names[weight]) > 1:
+            problem = (
+                f"put an adapter on {path}, whose weight is tied ({' = '.join(names[weight])}): it cannot be merged"
+            )
+            raise ConfigError("lora.modules", lora.modules, problem, f"leave {path.rpartition('.')[2]} out")
 
 
 def _get_output_weight(network: nn.Module) -> set[int]:
@@ -235,24 +254,43 @@ def _list_linear(names: set[str]) -> list[str]:
     return sorted({name.split(".")[-2] for name in names if name.endswith(".weight") and name.count(".") > 1})[:12]
 
 
-def merge_adapters(network: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """The weights of the network without adapters that computes as this one: W + scale * B @ A.
+class MergedWeights(Mapping[str, Tensor]):
+    """The weights of the network without adapters that computes as with them: W + scale * B @ A, each when asked for.
 
-    names: of the tensors of the network without adapters
+    network:  with adapters, on the meta device
+    plain:    without them, on the meta device
+    base:     the weights of `plain`
+    adapters: the weights of `network`
     """
-    tensors: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
-    tensors |= dict(network.named_buffers(remove_duplicate=False))
-    merged: dict[str, Tensor] = {}
-    for name in names:
+
+    def __init__(
+        self, network: nn.Module, plain: nn.Module, base: Mapping[str, Tensor], adapters: Mapping[str, Tensor]
+    ) -> None:
+        network.load_state_dict(dict(adapters), assign=True)
+        self._network, self._base = network, base
+        self._trained: dict[str, Tensor] = network.state_dict()
+        self._state = plain.state_dict(keep_vars=True)
+        self._sources = {id(self._state[name]): name for name in base}  # a tied weight may be there by one of its names
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._trained:
+            return self._trained[name]
+        weight = self._base[self._sources[id(self._state[name])]].to(self._state[name].dtype)
         path, _, last = name.rpartition(".")
-        layer = network.get_submodule(path)
-        if callable(measure := getattr(layer, "get_delta_weight", None)):
-            weight = tensors[f"{path}.base_layer.{last}"].detach()
-            is_changed = last == "weight"
-            merged[name] = (weight.float() + measure("default").float()).to(weight.dtype) if is_changed else weight
-        else:
-            merged[name] = tensors[name].detach()
-    return merged
+        measure = getattr(self._network.get_submodule(path), "get_delta_weight", None)
+        if last != "weight" or not callable(measure):
+            return weight
+        merged: Tensor = (weight.float() + measure("default").detach().float()).to(weight.dtype)
+        return merged
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._state
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 def is_fake() -> bool:

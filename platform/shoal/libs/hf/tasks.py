@@ -22,14 +22,14 @@ from shoal.data import Data
 from shoal.data.formats import ImageFolder
 from shoal.errors import ConfigError
 from shoal.libs.hf import texts
-from shoal.libs.hf.network import LoraSpec, add_adapters, build_network, find_weights, is_fake, merge_adapters
+from shoal.libs.hf.network import LoraSpec, MergedWeights, add_adapters, build_network, find_weights, is_fake
 from shoal.libs.hf.pictures import make_picture_transform
 from shoal.libs.hf.source import find_folder, load_tokenizer, make_absolute, make_config, read_companions, read_config
 from shoal.libs.hf.texts import IGNORED, Record, TextSpec, TokenRows, TokenSample
 from shoal.libs.hf.transfer import Transferable, register_base, unpack_version
 from shoal.parallel.loss import Loss, Mean
 from shoal.registry import Registry, Signature, TensorSignature
-from shoal.train.initial_weights import load_initial_weights
+from shoal.train.initial_weights import load_initial_weights, read_state_dict
 from shoal.train.task import Registration
 
 _POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # modules of learnt positions
@@ -117,7 +117,7 @@ class HuggingFaceTask(Transferable):
         network = self._build()
         if self.lora is not None:
             if not is_fake():
-                load_initial_weights(network, self._base or find_weights(self.auto, self.config, self.folder))
+                load_initial_weights(network, self._base or self._find_weights(network))
             add_adapters(network, self.lora)
         return network
 
@@ -125,10 +125,15 @@ class HuggingFaceTask(Transferable):
         return build_network(self.auto, self.config, self._dtype, self.input_names)
 
     def initial_weights(self) -> str | Mapping[str, Tensor]:
-        """Those of the folder; of a model with adapters none: its base has them, and they are fixed."""
+        """Those of the folder; of a model with adapters none: `model` loads the base, which is frozen."""
         if self.lora is not None or self._config is not None:
             return ""
-        return find_weights(self.auto, self.config, self.folder)
+        with torch.device("meta"):
+            network = build_network(self.auto, self.config, "float32", ())
+        return self._find_weights(network)
+
+    def _find_weights(self, network: nn.Module) -> Mapping[str, Tensor]:
+        return find_weights(network, self.auto, self.config, self.folder)
 
     def registration(self) -> Registration:
         """The configuration in place of the folder. Of adapters: the base is registered, if it is not yet."""
@@ -143,11 +148,10 @@ class HuggingFaceTask(Transferable):
         return Registration(found, files, {"base": base.ref, "base_sha256": base.manifest.sha256})
 
     def merge_weights(self, adapters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        network = self.model()
-        network.load_state_dict(dict(adapters))
         with torch.device("meta"):
-            names = self._build().state_dict()
-        return merge_adapters(network, names)
+            network, plain = self.model(), self._build()
+        base = read_state_dict(self._base) if self._base else self._find_weights(plain)
+        return MergedWeights(network, plain, base, adapters)
 
     def signature(self) -> Signature | None:
         return Signature(

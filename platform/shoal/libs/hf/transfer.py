@@ -8,17 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import safetensors.torch
 import torch
 import transformers
 from torch import Tensor, nn
 
 from shoal.atomic_file import make_folder, replace_synced
 from shoal.errors import ConfigError
+from shoal.home import home
 from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.source import (
     COMPANIONS,
@@ -29,13 +29,13 @@ from shoal.libs.hf.source import (
     make_model_name,
     read_config,
 )
+from shoal.parallel.state.skeleton import build_skeleton
 from shoal.registry import ModelFactory, ModelVersion, Registry
 from shoal.train.export.model_entry import build
 from shoal.train.export.signature import infer_signature
-from shoal.train.initial_weights import load_initial_weights
+from shoal.train.initial_weights import SINGLE, find_initial_weights, load_initial_weights, read_state_dict
 from shoal.train.task import Task, make_task
-from shoal.weights import WeightSnapshot
-from shoal.weights.tensor_files import read_tensors
+from shoal.weights.tensor_files import TensorTypes, make_weight_file, write_tensors
 
 _TASKS = "shoal.libs.hf.tasks"
 KINDS = {
@@ -104,28 +104,47 @@ def _register(
     task: Transferable, name: str, aliases: tuple[str, ...], lineage: Mapping[str, str], *, reuses: bool = False
 ) -> ModelVersion:
     """reuses: take a version of this name with the same weights, if there is one"""
-    torch.manual_seed(0)  # of a head that the folder does not have
-    network = task.model()
-    load_initial_weights(network, task.initial_weights())
-    tensors = {name: each.detach().contiguous().clone() for name, each in network.state_dict().items()}
-    snapshot = WeightSnapshot.from_payload(1, safetensors.torch.save(tensors))
     registry, travelling = Registry(), task.registration()
     assert travelling is not None
-    if reuses and registry.has(name):
-        for each in registry.list(name):
-            if each.manifest.sha256 == snapshot.sha256:
-                return each
-    signature = task.signature() or _describe(task, network)
     reference = {"task": f"{_TASKS}:{type(task).__name__}", "args": dict(travelling.args)}
-    return registry.register(
-        name,
-        snapshot,
-        model=ModelFactory(factory=f"{build.__module__}:build", kwargs=reference),
-        signature=signature,
-        files=travelling.files,
-        lineage=lineage,
-        aliases=aliases,
-    )
+    make_folder(home() / "hf")
+    with tempfile.TemporaryDirectory(prefix=".registered.", dir=home() / "hf") as draft:
+        network, types, tensors = _open_weights(task)
+        file = make_weight_file(1, write_tensors(Path(draft) / SINGLE, types, tensors))
+        if reuses and registry.has(name):
+            for each in registry.list(name):
+                if each.manifest.sha256 == file.sha256:
+                    return each
+        return registry.register(
+            name,
+            file,
+            model=ModelFactory(factory=f"{build.__module__}:build", kwargs=reference),
+            signature=task.signature() or _describe(task, network),
+            files=travelling.files,
+            lineage=lineage,
+            aliases=aliases,
+        )
+
+
+def _open_weights(task: Transferable) -> tuple[nn.Module, TensorTypes, Iterator[tuple[str, Tensor]]]:
+    """The network, what its weights are, and the weights of the Task's folder, read one by one.
+
+    The network has no memory for them, unless its signature is to be found, or the folder lacks the weights of a head.
+    """
+    network = build_skeleton(task.model)
+    weights, state = find_initial_weights(network, task.initial_weights()), network.state_dict(keep_vars=True)
+    names = {id(state[name]): name for name in weights}
+    if task.signature() is None or any(id(each) not in names for each in network.parameters()):
+        torch.manual_seed(0)
+        network, names = task.model(), {}
+        load_initial_weights(network, weights)
+        state = network.state_dict(keep_vars=True)
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        for name, own in state.items():
+            yield name, weights[names[id(own)]].to(own.dtype) if id(own) in names else own.detach()
+
+    return network, {name: (own.dtype, own.shape) for name, own in state.items()}, read()
 
 
 def _describe(task: Transferable, network: nn.Module) -> Any:
@@ -155,7 +174,7 @@ def find_task(version: ModelVersion) -> Transferable:
 
 def read_full_weights(version: ModelVersion, task: Transferable) -> Mapping[str, Tensor]:
     """The weights of the network without adapters: those of a version with adapters are merged."""
-    tensors = read_tensors(version.weight_file())
+    tensors = read_state_dict(version.ref)
     return tensors if task.lora is None else task.merge_weights(tensors)
 
 

@@ -8,8 +8,8 @@ code that sees the meta device leaves weights out. Called where a run builds the
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +50,36 @@ def build_deferred(make: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredWe
         raise
 
 
+def copy_when_filled(target: Tensor, values: Mapping[str, Tensor], name: str) -> None:
+    """Copy `values[name]` into a tensor of a model; of one without memory, when it is filled: it is read then."""
+    recorder = _find_recorder()
+    if recorder is not None and _is_meta(target):
+        recorder.record_reading(target, values, name)
+    else:
+        target.copy_(values[name])
+
+
+@contextmanager
+def pause_recording() -> Iterator[None]:
+    """Within, code that `build_deferred` has called builds other models in memory, as outside of it.
+
+    The generator is afterwards as it was before.
+    """
+    recorder = _find_recorder()
+    with torch.random.fork_rng(devices=()):
+        if recorder is None:
+            yield
+            return
+        with torch.utils._python_dispatch._disable_current_modes(), recorder.pause_disguise():
+            yield
+
+
+def _find_recorder() -> _Recorder | None:
+    """Of this thread."""
+    stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return next((each for each in stack if isinstance(each, _Recorder)), None)
+
+
 class _Recorder(TorchDispatchMode):
     """Runs operations on meta tensors on the meta device, and records them."""
 
@@ -70,6 +100,9 @@ class _Recorder(TorchDispatchMode):
         except CannotDefer as error:  # the model's code may go on in another way
             self._problem = self._problem or error
             raise
+
+    def pause_disguise(self) -> AbstractContextManager[None]:
+        return self._disguise.pause()
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         with self._disguise.pause():
@@ -150,6 +183,18 @@ class _Recorder(TorchDispatchMode):
         if region is None or region.num_bytes != self.tape.sizes[region.storage] or kwargs.get("generator") is not None:
             raise CannotDefer(f"{func.__name__} fills a part of a parameter, or draws from a generator of its own")
         self._add_call(func, (region, *args), kwargs, set(), {region.storage}, [], is_random=True)
+
+    def record_reading(self, target: Tensor, values: Mapping[str, Tensor], name: str) -> None:
+        """Record that `target` becomes `values[name]`, which is read at the replay."""
+        region = self.find_region(target)
+        assert region is not None
+
+        def read(part: Tensor, name: str) -> None:
+            part.copy_(self.tape.read(values, name))
+
+        storages = {region.storage}
+        is_full = region.num_bytes == self.tape.sizes[region.storage]
+        self._add_call(read, (region, name), {}, set() if is_full else storages, storages, [], is_random=False)
 
     def _append(self, func: OpOverload, args: Any, kwargs: dict[str, Any], found: Any) -> None:
         reads, writes = set[int](), set[int]()
@@ -236,7 +281,7 @@ def _register_on_meta(recorder: _Recorder) -> Iterator[None]:
     plain = nn.Module.register_parameter
 
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not is_lazy(param) and not _is_meta(param):
+        if param is not None and not is_lazy(param) and not _is_meta(param) and _find_recorder() is not None:
             recorder.defer(param)
         plain(module, name, param)
 

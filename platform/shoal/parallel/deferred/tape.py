@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.parallel.state.state_dict import sum_in_double
 
+NUM_SAMPLED = 1024
 Sink = Callable[[Tensor], None]
 _FILLING = (
     "normal",
@@ -91,12 +92,14 @@ class Tape:
 
     constants: the real values that storages began with
     end_state: of the generator after the construction, unless the last call leads there
+    sampled:   by name, the sum of some numbers of each value that a replay has read instead of drawn
     """
 
     calls: list[Call] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     constants: dict[int, Tensor] = field(default_factory=dict)
     end_state: Tensor | None = None
+    sampled: dict[str, str] = field(default_factory=dict)
     _spare: torch.UntypedStorage | None = None
     _versions: list[tuple[Tensor, str]] = field(default_factory=list)  # real tensors, and what they were like
 
@@ -113,6 +116,13 @@ class Tape:
         """Raises CannotDefer when a real tensor has changed after its use."""
         if any(_fingerprint(tensor) != before for tensor, before in self._versions):
             raise CannotDefer("a tensor that parameters were filled from was changed afterwards")
+
+    def read(self, values: Mapping[str, Tensor], name: str) -> Tensor:
+        """A value that is read, which is sampled."""
+        value = values[name]
+        some = value.reshape(-1)[:: max(1, value.numel() // NUM_SAMPLED)]
+        self.sampled[name] = repr(sum_in_double(some))
+        return value
 
     def overwrites(self, func: OpOverload, region: Region) -> bool:
         """Whether the in-place operation leaves nothing of the storage's earlier content."""

@@ -15,21 +15,19 @@ from shoal.parallel.deferred.tape import CannotDefer, Region, Tape
 from shoal.parallel.state.module_snapshot import has_hooks, preserve_parameter_attributes
 from shoal.parallel.state.state_dict import copy_into, sum_in_double
 
-NUM_SAMPLED = 1024
-
 
 class DeferredWeights:
     """What fills the parameters, and buffers, of one model that are on the meta device.
 
     given:        values that are read instead of drawn, by name in the model's state dict
-    sampled:      once they are filled in, the sum of some numbers of each of these, to be compared between ranks
+    sampled:      once the model is filled, the sum of some numbers of each value that was read, to compare ranks by
     eager_reason: why each rank has filled the full model before it was split; "" where none has
     """
 
     def __init__(self, model: nn.Module, tape: Tape, find_region: Callable[[Tensor], Region | None]) -> None:
         self._tape = tape
         self.given: Mapping[str, Tensor] = {}
-        self.sampled: dict[str, str] = {}
+        self.sampled: Mapping[str, str] = tape.sampled
         self.eager_reason = ""
         self.is_filled = False
         self._regions: dict[str, Region] = {}
@@ -107,10 +105,7 @@ class DeferredWeights:
         for name in self.given:
             if (first := self._first_names.get(name, name)) in absent:
                 continue
-            value = self.given[name]
-            copy_into(tensors[first].data, value)
-            some = value.reshape(-1)[:: max(1, value.numel() // NUM_SAMPLED)]
-            self.sampled[name] = repr(sum_in_double(some))
+            copy_into(tensors[first].data, self._tape.read(self.given, name))
 
 
 def move_to_device(model: nn.Module, device: torch.device) -> None:

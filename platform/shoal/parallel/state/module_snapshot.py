@@ -13,16 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.parallel.state.frozen_weights import iter_frozen
+
 
 def snapshot_module(model: nn.Module) -> Callable[[], None]:
     """What lets all modules hold again what they hold now: buffers with their values, and attributes of their own.
 
-    Of a scripted module, only the values can change.
+    Of a scripted module, only the values can change. Frozen weights do not change, and are not copied.
     """
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     held = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
     own = [each for _, attributes, _ in held for each in attributes.values() if isinstance(each, Tensor)]
-    tensors = [*model.buffers(), *own]
+    frozen = {each for _, _, each in iter_frozen(model)}
+    tensors = [*(each for each in model.buffers() if each not in frozen), *own]
     values = [each.detach().clone() for each in tensors]
 
     def restore() -> None:

@@ -1,8 +1,8 @@
 """An exponential moving average of the weights, which is evaluated and registered instead of the last ones.
 
-Owns one averaged copy of each parameter on this rank, sharded like the parameter. Copies of half-precision parameters
-are float32: a thousandth of a difference is below half precision, and the average would not move. Called by the Trainer
-after each step of the optimiser. Buffers are not averaged: the averaged network has the newest ones.
+Owns one averaged copy of each saved parameter on this rank, sharded like the parameter. Copies of half-precision
+parameters are float32: a thousandth of a difference is below half precision, and the average would not move. Called by
+the Trainer after each step of the optimiser. Buffers are not averaged: the averaged network has the newest ones.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ class WeightAverage:
     def __init__(self, model: ParallelModel, decay: float) -> None:
         self.decay, self.num_updates = decay, 0
         self._model = model
+        saved = model.model_state()
         self._weights = {
-            name: each for name, each in model.named_parameters() if each.is_floating_point() or each.is_complex()
+            name: each
+            for name, each in model.named_parameters()
+            if name in saved and (each.is_floating_point() or each.is_complex())
         }
         self._averages = {name: _copy_precise(each.detach()) for name, each in self._weights.items()}
 
