@@ -27,7 +27,6 @@ from shoal.train.initial_weights import find_initial_weights, load_initial_weigh
 
 SAMPLES, WIDTH, NUM_LAYERS = 8, 64, 8
 TENSOR, PIPELINE = {"data": 1, "tensor": 2}, {"data": 1, "pipeline": 2}
-MODELS: dict[str, Callable[[], nn.Module]] = {"mixture": Mixture, "layers": SmallTransformer, "decoder": Transformer}
 
 
 class Rooted(nn.Module):
@@ -44,9 +43,27 @@ class Rooted(nn.Module):
         return self.down(self.up(self.embedding.weight.sqrt()[tokens]).relu())
 
 
+class Unregistered(Transformer):
+    """With a parameter that no call of `register_parameter` has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Module()
+        self.scale._parameters["factor"] = nn.Parameter(torch.rand(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = super().forward(tokens)
+        return logits * self.scale.get_parameter("factor").mean()
+
+
 def make_chain() -> nn.Module:
     """Of layers that are equally large, with biases that are small."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(NUM_LAYERS)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{"mixture": Mixture, "layers": SmallTransformer, "decoder": Transformer, "unregistered": Unregistered}
+}
 
 
 @dataclass
@@ -65,7 +82,7 @@ OF_TWO = {
     **{f"tensor {name}": Case(name, TENSOR) for name in ("qwen", "gpt2", "bert", "t5")},
     **{f"pipeline {name}": Case(name, PIPELINE) for name in ("mixtral", "gpt2", "t5", "vit")},
     "tensor given": Case("layers", TENSOR, given=True),
-    "pipeline given": Case("decoder", PIPELINE, given=True),
+    "pipeline given": Case("unregistered", PIPELINE, given=True),
 }
 OF_FOUR = {
     "hybrid": Case("mixture", {"shard": True, "replicate": 2}),

@@ -231,6 +231,21 @@ class HookedLater(nn.Module):
         self.linear.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.shared = [self.linear.weight]
+
+
+class Enclosed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear = nn.Linear(2, 2)
+        weight = linear.weight
+        self.project = lambda x: x @ weight
+
+
 TEACHERS: list[nn.Module] = []
 
 
@@ -240,7 +255,7 @@ def build_beside_a_teacher() -> nn.Module:
 
 
 REFUSED = [Reads, Writes, Draws, Changes, Views, Leaves, Refills, Seeds, SeedsBuffer, OnMeta, Anchored]
-REFUSED += [Overlaps, Hooked, HookedLater]
+REFUSED += [Overlaps, Hooked, HookedLater, Listed, Enclosed]
 
 
 @pytest.mark.parametrize("make", [*REFUSED, build_beside_a_teacher])

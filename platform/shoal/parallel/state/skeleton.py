@@ -7,7 +7,9 @@ plan is found for a model that was built without memory.
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,12 +61,19 @@ def build_skeleton(build: Callable[[], nn.Module]) -> nn.Module:
         model = build()
     finally:
         _building.replaced = None
+    _require_plain(model)
+    if is_used_elsewhere(model):
+        raise PlanError("model", type(model).__name__, "has a parameter in a list or an object, too", _REMEDY)
+    return model.eval()
+
+
+def _require_plain(model: nn.Module) -> None:
+    """Raises PlanError unless the parameters, and nothing else, are without memory."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, UninitializedParameter):
             raise PlanError("model", name, "has no shape before the first call", _REMEDY)
         if isinstance(tensor, nn.Parameter) != tensor.is_meta:
             raise PlanError("model", name, "is computed from parameters, or not a module's own", _REMEDY)
-    return model.eval()
 
 
 def set_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -80,6 +89,25 @@ def replace_tensors(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None
         for name, each in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
             if each in replaced:
                 setattr(module, name, replaced[each])
+
+
+def is_used_elsewhere(model: nn.Module) -> bool:
+    """Whether anything but modules refers to a parameter, or a buffer, without memory: such as a list, which would keep
+    it when it is replaced. Products with it are garbage, and raise no error."""
+    if not _has_other_references(model):
+        return False
+    gc.collect()  # what is left of modules that were given up
+    return _has_other_references(model)
+
+
+def _has_other_references(model: nn.Module) -> bool:
+    absent = [each for each in [*model.parameters(), *model.buffers()] if each.is_meta]
+    fresh = ((each, torch.empty_like(each)) for each in absent)
+    others = [nn.Parameter(other, False) if isinstance(each, nn.Parameter) else other for each, other in fresh]
+    replace_tensors(model, dict(zip(absent, others, strict=True)))
+    counts = [sys.getrefcount(each) for each in [*absent, torch.empty(0)]]
+    replace_tensors(model, dict(zip(others, absent, strict=True)))
+    return any(count > counts[-1] + 1 for count in counts)  # of what nothing but the first list refers to
 
 
 @contextmanager
