@@ -43,6 +43,26 @@ class Rooted(nn.Module):
         return self.down(self.up(self.embedding.weight.sqrt()[tokens]).relu())
 
 
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() if self.slope > 0 else x
+
+
+class Gated(Rooted):
+    """What it calls follows from the value of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down(self.gate(self.up(self.embedding(tokens))))
+
+
 class Unregistered(Transformer):
     """With a parameter that no call of `register_parameter` has seen."""
 
@@ -217,22 +237,28 @@ def test_a_rank_has_its_part_and_few_whole_tensors_at_any_time(degrees: dict[str
         assert layer * NUM_LAYERS // 2 <= most <= layer * (NUM_LAYERS // 2 + 3)
 
 
-def _fall_back(world: World) -> list[tuple[str, bool]]:
+def _fall_back(world: World, make: Callable[[], nn.Module]) -> list[tuple[str, bool]]:
     found = []
     for degrees in (TENSOR, PIPELINE):
         torch.manual_seed(5)
-        expected = Rooted()
+        expected = make()
         torch.manual_seed(5)
-        model, deferred = build_deferred(Rooted)
+        model, deferred = build_deferred(make)
         spec, batch = ParallelSpec(**degrees), batch_of("decoder")
         parallel = parallelize(model, Learnable(), spec, spec.resolve_dims(2), world, batch, 0, deferred)
         parallel.close()
         weights = parallel.full_weights()
         same = all(torch.equal(weights[name], each) for name, each in expected.state_dict().items() if weights)
-        found.append((deferred.eager_reason, same))
+        found.append((deferred.eager_reason.removeprefix("its plan is not found without its weights: "), same))
     return found
 
 
-def test_a_model_whose_plan_needs_its_weights_is_filled_first() -> None:
-    reason = "its plan is not found without its weights: arbitrary weights give no numbers"
-    assert run_ranks(_fall_back, 2) == [[(reason, True), (reason, True)]] * 2
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Rooted, "arbitrary weights give no numbers"),
+        (Gated, "its forward pass reads the value of a parameter"),
+    ],
+)
+def test_a_model_whose_plan_needs_its_weights_is_filled_first(make: type[nn.Module], reason: str) -> None:
+    assert run_ranks(_fall_back, 2, make) == [[(reason, True), (reason, True)]] * 2
