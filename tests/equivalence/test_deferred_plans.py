@@ -27,7 +27,6 @@ from shoal.train.initial_weights import find_initial_weights, load_initial_weigh
 
 SAMPLES, WIDTH, NUM_LAYERS = 8, 64, 8
 TENSOR, PIPELINE = {"data": 1, "tensor": 2}, {"data": 1, "pipeline": 2}
-MODELS: dict[str, Callable[[], nn.Module]] = {"mixture": Mixture, "layers": SmallTransformer, "decoder": Transformer}
 
 
 class Rooted(nn.Module):
@@ -44,9 +43,47 @@ class Rooted(nn.Module):
         return self.down(self.up(self.embedding.weight.sqrt()[tokens]).relu())
 
 
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() if self.slope > 0 else x
+
+
+class Gated(Rooted):
+    """What it calls follows from the value of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down(self.gate(self.up(self.embedding(tokens))))
+
+
+class Unregistered(Transformer):
+    """With a parameter that no call of `register_parameter` has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Module()
+        self.scale._parameters["factor"] = nn.Parameter(torch.rand(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = super().forward(tokens)
+        return logits * self.scale.get_parameter("factor").mean()
+
+
 def make_chain() -> nn.Module:
     """Of layers that are equally large, with biases that are small."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(NUM_LAYERS)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{"mixture": Mixture, "layers": SmallTransformer, "decoder": Transformer, "unregistered": Unregistered}
+}
 
 
 @dataclass
@@ -65,7 +102,7 @@ OF_TWO = {
     **{f"tensor {name}": Case(name, TENSOR) for name in ("qwen", "gpt2", "bert", "t5")},
     **{f"pipeline {name}": Case(name, PIPELINE) for name in ("mixtral", "gpt2", "t5", "vit")},
     "tensor given": Case("layers", TENSOR, given=True),
-    "pipeline given": Case("decoder", PIPELINE, given=True),
+    "pipeline given": Case("unregistered", PIPELINE, given=True),
 }
 OF_FOUR = {
     "hybrid": Case("mixture", {"shard": True, "replicate": 2}),
@@ -200,22 +237,28 @@ def test_a_rank_has_its_part_and_few_whole_tensors_at_any_time(degrees: dict[str
         assert layer * NUM_LAYERS // 2 <= most <= layer * (NUM_LAYERS // 2 + 3)
 
 
-def _fall_back(world: World) -> list[tuple[str, bool]]:
+def _fall_back(world: World, make: Callable[[], nn.Module]) -> list[tuple[str, bool]]:
     found = []
     for degrees in (TENSOR, PIPELINE):
         torch.manual_seed(5)
-        expected = Rooted()
+        expected = make()
         torch.manual_seed(5)
-        model, deferred = build_deferred(Rooted)
+        model, deferred = build_deferred(make)
         spec, batch = ParallelSpec(**degrees), batch_of("decoder")
         parallel = parallelize(model, Learnable(), spec, spec.resolve_dims(2), world, batch, 0, deferred)
         parallel.close()
         weights = parallel.full_weights()
         same = all(torch.equal(weights[name], each) for name, each in expected.state_dict().items() if weights)
-        found.append((deferred.eager_reason, same))
+        found.append((deferred.eager_reason.removeprefix("its plan is not found without its weights: "), same))
     return found
 
 
-def test_a_model_whose_plan_needs_its_weights_is_filled_first() -> None:
-    reason = "its plan is not found without its weights: arbitrary weights give no numbers"
-    assert run_ranks(_fall_back, 2) == [[(reason, True), (reason, True)]] * 2
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Rooted, "arbitrary weights give no numbers"),
+        (Gated, "its forward pass reads the value of a parameter"),
+    ],
+)
+def test_a_model_whose_plan_needs_its_weights_is_filled_first(make: type[nn.Module], reason: str) -> None:
+    assert run_ranks(_fall_back, 2, make) == [[(reason, True), (reason, True)]] * 2

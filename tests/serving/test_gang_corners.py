@@ -145,6 +145,17 @@ class WithoutGradient(Chain):
         return self.c(self.b(self.a(x)))
 
 
+class Listed(Chain):
+    """Uses a parameter of its own by a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = [self.a.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.shared[0])
+
+
 class Picky(Chain):
     """Takes lengths that five divides."""
 
@@ -159,6 +170,7 @@ REJECTED: list[tuple[type[nn.Module], Spec, list[Spec], str]] = [
     (Branching, X, [Y], "used by a worker that does not have it"),
     (Whole, X, [("y", "INT64", [-1])], "gradients of floating-point outputs"),
     (WithoutGradient, X, [Y], "gradients of floating-point outputs"),
+    (Listed, X, [Y], "has a parameter in a list or an object"),
     (Picky, ("x", "FP32", [-1, -1]), [Y], r"example \(x \[2, 16\]\)"),
 ]
 

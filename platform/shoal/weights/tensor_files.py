@@ -172,7 +172,7 @@ class VersionTensors(TensorFiles):
         part = self._parts[self.files[name]]
         if part.path in self._unverified:
             self._file.verify_part(part)
-            self._unverified.remove(part.path)
+            self._unverified.discard(part.path)
         return _open(self._file.find(part))
 
 

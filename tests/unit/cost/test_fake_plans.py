@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -57,6 +58,13 @@ class Routed(Text):
         return nn.Sequential(super().model(), Nonzero())
 
 
+class Locked(Text):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.lock = threading.Lock()
+        return model
+
+
 class Nonzero(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + x.flatten()[x.flatten() > 0].mean()
@@ -75,13 +83,13 @@ def count(*words: str) -> CostTable:
     return predict_cost(Text(), spec_of(*words), make_optimizer)
 
 
-def open_text(*words: str) -> FakeTask:
-    task = Text()
+def open_text(*words: str, task: Text | None = None) -> FakeTask:
+    task = task or Text()
     return open_task(task, spec_of(*words), make_optimizer, task.data())
 
 
-def read(*words: str, num_blocks: int | None = None, samples: int = 4) -> FakeStep:
-    spec, fake = spec_of(*words), open_text()
+def read(*words: str, num_blocks: int | None = None, samples: int = 4, task: Text | None = None) -> FakeStep:
+    spec, fake = spec_of(*words), open_text(task=task)
     if num_blocks is None:
         return fake.read_step(spec.parallel, spec.resolve_dims(), samples)
     return fake.run_step(spec.parallel, spec.resolve_dims(), samples, num_blocks)
@@ -159,6 +167,12 @@ def test_two_short_models_tell_what_a_deep_one_takes(words: tuple[str, ...]) -> 
     for name, value in deep.values.items():
         assert told.values[name] == pytest.approx(value, rel=0.01, abs=4096), name
     assert told.peaks == pytest.approx(deep.peaks, rel=0.02)
+
+
+@pytest.mark.usefixtures("_small_limit")
+def test_a_model_that_cannot_be_copied_is_built_again() -> None:
+    words = ("parallel=fsdp", "workers=2")
+    assert read(*words, task=Locked()).values == read(*words).values
 
 
 @pytest.mark.usefixtures("_small_limit")

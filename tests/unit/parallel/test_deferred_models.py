@@ -234,6 +234,21 @@ class HookedLater(nn.Module):
         self.linear.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.shared = [self.linear.weight]
+
+
+class Enclosed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear = nn.Linear(2, 2)
+        weight = linear.weight
+        self.project = lambda x: x @ weight
+
+
 TEACHERS: list[nn.Module] = []
 
 
@@ -243,7 +258,7 @@ def build_beside_a_teacher() -> nn.Module:
 
 
 REFUSED = [Reads, Writes, Draws, Changes, Views, Leaves, Refills, Seeds, SeedsBuffer, OnMeta, Anchored]
-REFUSED += [Overlaps, Hooked, HookedLater]
+REFUSED += [Overlaps, Hooked, HookedLater, Listed, Enclosed]
 
 
 @pytest.mark.parametrize("make", [*REFUSED, build_beside_a_teacher])

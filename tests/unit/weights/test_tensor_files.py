@@ -14,7 +14,16 @@ from torch import Tensor
 
 from shoal.errors import WeightsError
 from shoal.weights import tensor_files
-from shoal.weights.tensor_files import DTYPES, list_files, list_with_index, open_tensors, write_tensors
+from shoal.weights.store import WeightFile, WeightPart
+from shoal.weights.tensor_files import (
+    DTYPES,
+    VersionTensors,
+    list_files,
+    list_with_index,
+    make_weight_file,
+    open_tensors,
+    write_tensors,
+)
 
 
 def make_tensors() -> dict[str, Tensor]:
@@ -118,3 +127,17 @@ def test_what_is_no_index_or_file_is_named(tmp_path: Path) -> None:
     one = write(tmp_path / "one.safetensors", {"w": torch.ones(1)})
     with pytest.raises(WeightsError, match=r"'w' is in .*one\.safetensors and in .*one\.safetensors"):
         open_tensors([one, one])
+
+
+def test_a_version_is_read_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = make_tensors()
+    found = VersionTensors(make_weight_file(1, write(tmp_path / "a.safetensors", tensors)))
+    name, verify = next(iter(tensors)), WeightFile.verify_part
+
+    def read_meanwhile(file: WeightFile, part: WeightPart) -> None:
+        monkeypatch.undo()
+        assert torch.equal(found[name], tensors[name])
+        verify(file, part)
+
+    monkeypatch.setattr(WeightFile, "verify_part", read_meanwhile)
+    assert torch.equal(found[name], tensors[name])

@@ -28,7 +28,7 @@ from shoal.cost.predict.dry_run import (
     run_step,
 )
 from shoal.cost.predict.fake_process_group import SimulatedRanks, fake_world
-from shoal.cost.predict.fake_tensors import FakeMode, copy_model, use_fake_tensors
+from shoal.cost.predict.fake_tensors import FakeMode, use_fake_tensors
 from shoal.cost.predict.repeated_blocks import NUM_BLOCKS, RepeatedBlocks, keep_block_shares
 from shoal.cost.predict.single_device import CostTaskProtocol
 from shoal.cost.step_profile import profile_step
@@ -161,9 +161,15 @@ class FakeTask:
         return replace(found, handed_bytes=float(handed[-1] if handed else 0.0))
 
     def _copy_model(self, num_blocks: int | None) -> nn.Module:
-        if self.blocks is None:
-            return copy_model(self.model)
-        return self.blocks.copy(self.model, len(self.blocks.names) if num_blocks is None else num_blocks)
+        """The model with so many blocks; all for None. One that cannot be copied, as with a lock, is built again."""
+        blocks = self.blocks or RepeatedBlocks("", ())
+        number = len(blocks.names) if num_blocks is None else num_blocks
+        try:
+            return blocks.copy(self.model, number)
+        except Exception:  # noqa: BLE001 - of the user's own objects
+            model = self.task.model()
+            blocks.keep(model, number)
+            return model
 
     @contextmanager
     def _reuse_tensor_plan(self) -> Iterator[None]:

@@ -32,12 +32,16 @@ class RepeatedBlocks:
     path: str
     names: tuple[str, ...]
 
+    def keep(self, model: nn.Module, number: int) -> None:
+        """Leave out all but the first `number` of them; other children keep their names."""
+        for name in self.names[number:]:
+            del model.get_submodule(self.path)._modules[name]
+
     def copy(self, model: nn.Module, number: int) -> nn.Module:
-        """A copy of a fake model with the first `number` of them alone; other children keep their names."""
+        """A copy of a fake model with the first `number` of them alone."""
         children = model.get_submodule(self.path)._modules
         every = dict(children)
-        for name in self.names[number:]:
-            del children[name]
+        self.keep(model, number)
         try:
             return copy_model(model)
         finally:

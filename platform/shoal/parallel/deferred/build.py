@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from shoal.parallel.deferred.tape import Call, CannotDefer, Region, Tape
 from shoal.parallel.deferred.weights import DeferredWeights
 from shoal.parallel.state.module_snapshot import has_hooks
+from shoal.parallel.state.skeleton import is_used_elsewhere
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _TRUNCATED = "_no_grad_trunc_normal_"
@@ -364,6 +365,8 @@ def _require_inside(model: nn.Module, recorder: _Recorder) -> None:
         gc.collect()  # what is left of modules that were given up
         if any(map(is_stray, gc.get_objects())):
             raise CannotDefer("a tensor of the model is used outside of it")
+    if is_used_elsewhere(model):
+        raise CannotDefer("a parameter is in a list or an object, too")
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ those that the draw of another needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -59,17 +59,17 @@ class DeferredWeights:
             for name, region in self._regions.items()
         }
 
-    def fill(self, model: nn.Module, device: torch.device) -> None:
+    def fill(self, model: nn.Module, device: torch.device, own: Collection[str] | None = None) -> None:
         """Give memory on `device` to what is on the meta device, this rank's part alone, and fill it; once.
 
-        Each rank draws the same numbers, and keeps its part. What is already there stays as it is: such as stand-ins of
-        parameters that this rank has no part of.
+        own: the first names of the parameters that this rank has a part of; None for all. Others stay as they are
+
+        Each rank draws the same numbers, and keeps its part.
         """
         if self.is_filled:
             return
         self.is_filled = True
-        every = [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]
-        absent = {name for name, each in every if name in self._regions and not each.is_meta}
+        absent = set() if own is None else dict(model.named_parameters()).keys() - own
         made: dict[int, tuple[Tensor, Tensor]] = {}
 
         def allocate(each: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def build_pipeline(
         split_layers(model, plan, mesh["tensor"])
     pipelined = PipelineModel(model, learnable, spec, degrees, world, layout, mesh, seed)
     if deferred is not None:
-        deferred.fill(model, world.device)
+        deferred.fill(model, world.device, dict(pipelined.named_parameters()))
     if degrees.tensor > 1 and mesh is not None:
         split_dropouts(model, plan, mesh["tensor"])
         pipelined.sum_gradients_of(plan.summed, mesh.get_group("tensor"))

@@ -7,16 +7,21 @@ plan is found for a model that was built without memory.
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.batch_tree import tensors_of
@@ -59,12 +64,19 @@ def build_skeleton(build: Callable[[], nn.Module]) -> nn.Module:
         model = build()
     finally:
         _building.replaced = None
+    _require_plain(model)
+    if is_used_elsewhere(model):
+        raise PlanError("model", type(model).__name__, "has a parameter in a list or an object, too", _REMEDY)
+    return model.eval()
+
+
+def _require_plain(model: nn.Module) -> None:
+    """Raises PlanError unless the parameters, and nothing else, are without memory."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, UninitializedParameter):
             raise PlanError("model", name, "has no shape before the first call", _REMEDY)
         if isinstance(tensor, nn.Parameter) != tensor.is_meta:
             raise PlanError("model", name, "is computed from parameters, or not a module's own", _REMEDY)
-    return model.eval()
 
 
 def set_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -82,12 +94,32 @@ def replace_tensors(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None
                 setattr(module, name, replaced[each])
 
 
+def is_used_elsewhere(model: nn.Module) -> bool:
+    """Whether anything but modules refers to a parameter, or a buffer, without memory: such as a list, which would keep
+    it when it is replaced. Products with it are garbage, and raise no error."""
+    if not _has_other_references(model):
+        return False
+    gc.collect()  # what is left of modules that were given up
+    return _has_other_references(model)
+
+
+def _has_other_references(model: nn.Module) -> bool:
+    absent = [each for each in [*model.parameters(), *model.buffers()] if each.is_meta]
+    fresh = ((each, torch.empty_like(each)) for each in absent)
+    others = [nn.Parameter(other, False) if isinstance(each, nn.Parameter) else other for each, other in fresh]
+    replace_tensors(model, dict(zip(absent, others, strict=True)))
+    counts = [sys.getrefcount(each) for each in [*absent, torch.empty(0)]]
+    replace_tensors(model, dict(zip(others, absent, strict=True)))
+    return any(count > counts[-1] + 1 for count in counts)  # of what nothing but the first list refers to
+
+
 @contextmanager
 def lend_values(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Within, the model runs: parameters without memory have arbitrary values, in the memory of the largest. So have
     buffers that are made from them, each in its own.
 
-    The first call raises ValueError when such values give no numbers, which nothing could be compared by.
+    The first call raises ValueError when such values give no numbers, which nothing could be compared by. So does the
+    end when that call has read a number from parameters alone, which may decide what the model calls.
     """
     absent = [each for each in [*model.parameters(), *model.buffers()] if each.is_meta]
     lent: dict[Tensor, Tensor] = {}
@@ -96,19 +128,50 @@ def lend_values(model: nn.Module, device: torch.device) -> Iterator[None]:
         lent[each] = nn.Parameter(values, each.requires_grad) if is_parameter else values.clone()
         vars(lent[each]).update(vars(each))
 
+    reads, first_call = _ValueReads(lent.values()), ExitStack()
+
+    def begin(module: nn.Module, args: Any) -> None:
+        hooks.pop().remove()
+        first_call.enter_context(reads)
+
     def check(module: nn.Module, args: Any, output: Any) -> None:
-        hook.remove()
+        hooks.pop().remove()
+        first_call.close()
         for each in tensors_of(output):
             if each.is_floating_point() and (each.isnan().any() or not each.isfinite().any()):
                 raise ValueError("arbitrary weights give no numbers")
 
-    hook = model.register_forward_hook(check)
+    hooks: list[RemovableHandle] = [model.register_forward_hook(check, always_call=True)]
+    hooks.append(model.register_forward_pre_hook(begin))
     replace_tensors(model, lent)
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         replace_tensors(model, {other: each for each, other in lent.items()})
+    if reads.has_read:
+        raise ValueError("its forward pass reads the value of a parameter")
+
+
+class _ValueReads(TorchDispatchMode):
+    """Notes whether a number is read that follows from these tensors alone, such as by `.item()` or `if`."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_read = False
+        self._derived = WeakIdKeyDictionary(dict.fromkeys(tensors, True))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if given and all(each in self._derived for each in given):
+            outputs = tree_leaves(found)
+            self.has_read |= not all(isinstance(each, Tensor) for each in outputs)
+            for each in outputs:
+                if isinstance(each, Tensor):
+                    self._derived[each] = True
+        return found
 
 
 def _make_arbitrary(like: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
