@@ -65,6 +65,27 @@ print(json.dumps([run.info.run_name, run.info.status, run.data.params, run.data.
     }
 
 
+def test_a_process_that_is_killed_while_it_makes_mlflows_database_leaves_no_part_of_one(home: Path) -> None:
+    program = """
+import os
+from sqlalchemy import Engine, event
+from shoal.runs.tracking.trackers import MlflowTracker
+
+@event.listens_for(Engine, "after_cursor_execute")
+def end(connection, cursor, statement, *_):
+    if "CREATE TABLE secrets" in statement:
+        os._exit(7)
+
+MlflowTracker().begin(None, "")
+"""
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 7
+    after = (
+        "from shoal.runs.tracking.trackers import MlflowTracker as T; print(T()._client.search_experiments()[0].name)"
+    )
+    done = subprocess.run([sys.executable, "-c", after], capture_output=True, text=True)
+    assert done.stdout == "Default\n", done.stderr
+
+
 def test_a_run_is_in_the_offline_files_of_wandb(home: Path) -> None:
     with runs.create("job", "task: lenet\nargs: {api_key: hidden-away}\n", "one") as recorder:
         for step in (3, 4, 2):  # it goes back

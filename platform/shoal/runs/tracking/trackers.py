@@ -13,13 +13,14 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 
 from pydantic import AfterValidator, BeforeValidator
 
 from shoal.config import MASKED
 from shoal.errors import ConfigError
-from shoal.home import home
+from shoal.home import file_lock, home
 from shoal.runs.record.provenance import is_secret_name
 from shoal.runs.run_status import Status
 from shoal.yaml_text import parse_yaml
@@ -36,6 +37,7 @@ TrackerNames = Annotated[
 """A field of a spec: where its run is mirrored to; `track=mlflow` is `track=[mlflow]`."""
 
 PROJECT = "shoal"  # unless the tracker's own variable names another
+_MAKING_S = 60.0  # of a database, by another process
 _ANSWER_S = 20  # for a server, by default, before the attempt has failed
 
 
@@ -110,7 +112,9 @@ class MlflowTracker:
     _MAX_CHARS = 500  # of a parameter: servers of MLflow 1 refuse longer ones
 
     def __init__(self) -> None:
-        os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{home() / 'mlflow.db'}")
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            _make_database(home() / "mlflow.db")
+            os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{home() / 'mlflow.db'}"
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_ANSWER_S))
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # the follower tries again
         from mlflow import MlflowClient
@@ -167,6 +171,20 @@ class MlflowTracker:
     def _clean(name: str) -> str:
         """The name with only such characters as MLflow takes."""
         return re.sub(r"[^\w\-. /]", "_", posixpath.normpath(name)).strip("./") or "_"
+
+
+def _make_database(path: Path) -> None:
+    """Make MLflow's database unless it is there. MLflow can neither read nor complete one with some of its tables, as a
+    killed process leaves it."""
+    with file_lock(path.with_suffix(".lock"), _MAKING_S):
+        if path.exists():
+            return
+        from mlflow import MlflowClient
+
+        draft = path.with_suffix(".draft")
+        draft.unlink(missing_ok=True)
+        MlflowClient(f"sqlite:///{draft}").search_experiments()
+        draft.replace(path)
 
 
 class WandbTracker:
