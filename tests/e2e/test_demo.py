@@ -149,6 +149,7 @@ def test_the_endpoint_answers_while_actors_teach_it_and_ctrl_c_ends_it_all(home:
     assert shoal.runs.load("latest").status is shoal.runs.Status.STOPPED
 
 
+@pytest.mark.soak
 def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(cluster: EmbeddedCluster) -> None:
     status, output = shoal_command(*DEMO, "max_wall_s=2", "target_return=499.9")
     assert status == 1

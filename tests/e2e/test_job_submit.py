@@ -51,6 +51,7 @@ def test_ray_job_submit_runs_the_same_job(cluster: EmbeddedCluster, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("shared_home")
+@pytest.mark.soak
 def test_several_policies_learn_in_one_run(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     words = ["max_wall_s=4", "endpoint.name=yard", "policies.prey.algorithm=dqn", "eval_episodes=3"]
     run = submit_and_play(cluster, tmp_path, "tag", *words)

@@ -249,6 +249,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.soak
 def test_of_two_clusters_at_once_stop_ends_one_with_all_that_is_stubborn_and_spares_the_other(
     cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +393,7 @@ if any(word.endswith(("dashboard/agent.py", "runtime_env/agent/main.py")) for wo
 
 
 @pytest.mark.usefixtures("no_fork_server")
+@pytest.mark.soak
 def test_agents_that_are_slow_to_start_are_waited_for_and_the_head_that_is_asked_to_end_ends_all(
     tmp_path: Path,
 ) -> None:

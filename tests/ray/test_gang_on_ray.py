@@ -181,6 +181,7 @@ def scale_to_two(client: Client) -> set[int]:
     return wait_for(lambda: len(ready := list_ready(client)) == 2 and ready, what="two replicas")
 
 
+@pytest.mark.soak
 def test_a_gang_that_hangs_is_replaced_with_all_its_workers(
     cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]
 ) -> None:

@@ -113,6 +113,7 @@ print("and ended")
 """
 
 
+@pytest.mark.soak
 def test_without_a_fork_server_workers_live_on_and_without_a_raylet_the_head_ends_the_rest() -> None:
     script = WITHOUT_A_SERVER.replace("ray_workers", Path(__file__).stem)
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent), *sys.path])

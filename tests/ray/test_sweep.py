@@ -161,6 +161,7 @@ LOOP_WORDS = [
 ]
 
 
+@pytest.mark.soak
 def test_no_actor_outlives_its_trial_whose_process_is_killed_and_the_trial_goes_on(cluster: EmbeddedCluster) -> None:
     def find_trial() -> psutil.Process | None:
         """The process of the first trial, once its learner has saved."""
