@@ -81,7 +81,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(folder / "shared", head, worker, client)
 
 
-@pytest.mark.parametrize("words", [("parallel=ddp", "workers=2"), ("workers=[1,2]",)], ids=["ranks", "elastic"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("parallel=ddp", "workers=2"), id="ranks"),
+        pytest.param(("workers=[1,2]",), id="elastic", marks=pytest.mark.soak),
+    ],
+)
 def test_a_driver_on_a_head_without_cpus_builds_no_model_and_reads_no_data(
     cluster: Cluster, words: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:

@@ -305,6 +305,7 @@ def _hosts(cluster: Cluster, name: str = "") -> set[str]:
     return {replica["host"] for replica in status["replicas"] if replica["ready"]}
 
 
+@pytest.mark.soak
 def test_models_of_a_lost_host_are_loaded_by_another(cluster: Cluster) -> None:
     """More models than fit two hosts, each asked at either's ingress; the host that is lost is one of its own."""
     for name in {state.stem.rpartition("-")[0] for state in (cluster.shared / "endpoints").glob("*.json")}:

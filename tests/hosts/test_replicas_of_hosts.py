@@ -17,6 +17,7 @@ SCRIPT = ROOT / "tests/hosts/train_replicas.py"
 KINDS = {"elastic", "diloco", "parameter_server"}
 
 
+@pytest.mark.soak
 def test_survivors_go_on_with_every_step_when_a_host_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing on the network says that it is gone. The head has places for the chiefs alone."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests:{os.environ.get('PYTHONPATH', '')}")
