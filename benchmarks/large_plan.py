@@ -145,7 +145,8 @@ def main() -> None:
     with scratch() as folder:
         path = folder / "text_task.py"
         path.write_text(TASK)
-        planned = [run(PLAN, [[f"task={path}:Text", *LARGE], list(HARDWARE[:-1])], folder) for _ in range(chosen.runs)]
+        words = [f"task={path}:Text", *LARGE, HARDWARE[-1]]
+        planned = [run(PLAN, [words, list(HARDWARE[:-1])], folder) for _ in range(chosen.runs)]
         twin = [f"task={path}:Text", *TWIN]
         sharded = [*twin, "parallel=fsdp", "workers=4"]
         counted = run(COUNT, [*sharded, "device=cuda"], folder)["memory_peak"]

@@ -6,6 +6,7 @@ blocks: a deep model is read from two short ones. Called by `fake_plan` and `sho
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -147,6 +148,7 @@ class FakeTask:
         play, cpu = SimulatedRanks(), torch.device("cpu")
         batch = load_first_batch(self.data, samples, cpu, is_exact=True)
         with (
+            _pause_garbage_collection(),
             assume_cuda(self.is_cuda),
             use_fake_tensors(self.mode),
             fake_world(0, degrees.workers, cpu, play) as world,
@@ -221,6 +223,18 @@ class FakeTask:
             return FakeStep(values, peaks, collect_traffic(collectives, play), unknown=tuple(sorted(reading.unknown)))
         finally:
             parallelized.close()
+
+
+@contextmanager
+def _pause_garbage_collection() -> Iterator[None]:
+    """Within, what cycles keep alive is counted, and not what the collector has found so far."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _count_parameters(model: nn.Module) -> int:
