@@ -100,15 +100,15 @@ def register(model: str, seed: int = 0) -> ModelVersion:
     return Registry().register(model, snapshot, model=factory, signature=SIGNATURES[model])
 
 
-def register_parts(whole: ModelVersion, folder: Path, patch: pytest.MonkeyPatch) -> ModelVersion:
+def register_parts(single_file: ModelVersion, folder: Path, patch: pytest.MonkeyPatch) -> ModelVersion:
     """The next version, with the same weights in several files."""
     patch.setattr(tensor_files, "MAX_FILE_BYTES", 4000)
-    tensors = read_tensors(whole.weight_file())
+    tensors = read_tensors(single_file.weight_file())
     types = {name: (each.dtype, each.shape) for name, each in tensors.items()}
     file = make_weight_file(1, write_tensors(folder / "model.safetensors", types, tensors.items()))
     assert len(file.parts) > 2
-    manifest = whole.manifest
-    return Registry().register(whole.name, file, model=manifest.model, signature=manifest.signature, aliases=())
+    manifest = single_file.manifest
+    return Registry().register(single_file.name, file, model=manifest.model, signature=manifest.signature, aliases=())
 
 
 OPTIONS = ModelOptions(max_batch_size=16)

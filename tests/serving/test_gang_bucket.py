@@ -24,7 +24,7 @@ NUM_WORKERS = 3
 
 
 @pytest.fixture
-def whole(
+def single_file(
     bucket_environment: dict[str, str],  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -57,9 +57,9 @@ def list_downloads(host: Path) -> set[str]:
 
 
 def test_a_host_downloads_the_files_with_its_workers_tensors(
-    whole: ModelVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    single_file: ModelVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    version = register_parts(whole, tmp_path / "run", monkeypatch)
+    version = register_parts(single_file, tmp_path / "run", monkeypatch)
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "leader"))
     load = send(version)
     assert list_downloads(tmp_path / "leader") == set()
@@ -74,11 +74,11 @@ def test_a_host_downloads_the_files_with_its_workers_tensors(
 
 
 def test_a_file_that_is_gone_or_damaged_is_named(
-    whole: ModelVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    single_file: ModelVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = register_parts(whole, tmp_path / "run", monkeypatch)
+    parts = register_parts(single_file, tmp_path / "run", monkeypatch)
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "worker"))
-    for version, file in ((whole, "weights.safetensors"), (parts, parts.manifest.parts[0].file)):
+    for version, file in ((single_file, "weights.safetensors"), (parts, parts.manifest.parts[0].file)):
         load, key = send(version), f"{version.name}/{version.version}/{file}"
         version.store.write(key, version.store.read(key)[:-1] + b"!")
         for problem in ("is damaged", "has no"):

@@ -49,12 +49,12 @@ _EXPOSED = "what lies between them is used elsewhere as well, where a part would
 class TensorPlan:
     """The split layers, and the changes that follow.
 
-    styles:   layer -> one of STYLES
-    changes:  (module, attribute) -> its value on each rank: numbers of heads
-    dropouts: dropout layers with a part of the features -> the dimension of these
-    written:  split layers whose outputs the model changes in place
-    whole:    layers with parameters that every rank holds whole -> why
-    summed:   unsplit parameters of whose gradient each rank has a part
+    styles:            layer -> one of STYLES
+    changes:           (module, attribute) -> its value on each rank: numbers of heads
+    dropouts:          dropout layers with a part of the features -> the dimension of these
+    modified_in_place: split layers whose outputs the model changes in place
+    unsplit:           layers with parameters that every rank holds in full -> why
+    summed:            unsplit parameters of whose gradient each rank has a part
     """
 
     styles: dict[str, str] = field(default_factory=dict)
