@@ -137,10 +137,14 @@ def _require_answerable(spec: ActorLearnerSpec, experience: ExperienceSpec) -> N
 
 def require_playable_opponents(spec: RLSpec, experience: ExperienceSpec) -> None:
     """Raise ConfigError unless the registered opponents have the network of this run, whose actors play them."""
-    wanted = describe_policy_model(spec, experience)[0].model_dump(mode="json") if spec.self_play.opponents else {}
+    wanted = (
+        describe_policy_model(spec, experience)[0].model_dump(mode="json", exclude={"code"})
+        if spec.self_play.opponents
+        else {}
+    )
     for reference in spec.self_play.opponents:
         found = Registry().get(reference)
-        model = found.manifest.model.model_dump(mode="json")
+        model = found.manifest.model.model_dump(mode="json", exclude={"code"})
         if model != wanted:
             before, now = ({"factory": each["factory"], **each["kwargs"]} for each in (model, wanted))
             differing = [name for name in {**now, **before} if before.get(name) != now.get(name)]

@@ -17,7 +17,9 @@ from shoal.cluster.ingress.listening import require_listenable
 from shoal.config import Spec, last_override
 from shoal.errors import ConfigError, needs_extra
 from shoal.registry import Registry, split_ref
+from shoal.registry.code_import import activate_code
 from shoal.registry.manifest import find_callable
+from shoal.registry.model_code import require_installed
 from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, with_default_values
 from shoal.yaml_text import parse_yaml
@@ -132,12 +134,16 @@ def require_importable(spec: ServingSpec) -> None:
         version = Registry().get(model)
         name, options, own = version.name, spec.endpoint.options(version.name), spec.endpoint.models.get(version.name)
         registered = version.manifest.model
+        if spec.endpoint.code == "installed":
+            require_installed(registered.model_dump())
         if registered.factory:
-            find_callable(f"{version.ref}: model.factory", registered.factory)
+            with activate_code(registered.code):
+                find_callable(f"{version.ref}: model.factory", registered.factory)
         for field in ("preprocess", "postprocess"):
             is_own = own is not None and field in own.model_fields_set
             said, known = getattr(options, field), getattr(registered, field)
             if said:
                 find_callable(f"endpoint.models.{name}.{field}" if is_own else f"endpoint.model.{field}", said)
             elif said is None and known:
-                find_callable(f"{version.ref}: model.{field}", known)
+                with activate_code(registered.code):
+                    find_callable(f"{version.ref}: model.{field}", known)

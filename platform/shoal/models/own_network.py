@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
+from shoal.registry.code_import import load_source
 from shoal.registry.manifest import find_callable
-from shoal.registry.source_module import load_source
 
 
 class OwnNetwork(nn.Module):

@@ -6,15 +6,17 @@ model and by the endpoints that serve one. Never reads or writes a file, and imp
 
 from __future__ import annotations
 
-import importlib
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.plugins.moved import translate_reference
+from shoal.registry.code_import import activate_code, import_module
+from shoal.registry.model_code import ModelCode, collect_code
 
 # The names of the Open Inference Protocol v2, and the newer BF16.
 DATATYPES = (
@@ -76,6 +78,7 @@ class ModelFactory(Spec):
     preprocess, postprocess: an endpoint's steps before and after the model, unless its options override them: a
              `module:function` that returns the step (a function from a dict of arrays to another) for the model's
              `kwargs`
+    code:    the user's own modules among these, as they are stored with a version; None: those that can be imported
     """
 
     factory: str = ""
@@ -83,6 +86,7 @@ class ModelFactory(Spec):
     format: str = "module"
     preprocess: str = ""
     postprocess: str = ""
+    code: ModelCode | None = None
 
     @model_validator(mode="after")
     def _modules_alone_have_a_factory(self) -> ModelFactory:
@@ -93,21 +97,42 @@ class ModelFactory(Spec):
 
     def build(self) -> object:
         """Import the factory and call it. Raises ConfigError with the reason."""
-        found = find_callable("model.factory", self.factory)
-        try:
-            return found(**self.kwargs)
-        except (TypeError, ValueError) as error:
-            raise ConfigError("model.kwargs", self.kwargs, f"{self.factory} refused them ({error})") from error
+        with activate_code(self.code):
+            found = find_callable("model.factory", self.factory)
+            try:
+                return found(**self.kwargs)
+            except (TypeError, ValueError) as error:
+                raise ConfigError("model.kwargs", self.kwargs, f"{self.factory} refused them ({error})") from error
+
+    def make_hook(self, name: Literal["preprocess", "postprocess"]) -> Any:
+        """Import the factory of a hook and call it; None without one. Raises ConfigError, and what it raises."""
+        reference: str = getattr(self, name)
+        if not reference:
+            return None
+        with activate_code(self.code):
+            return find_callable(f"model.{name}", reference)(**self.kwargs)
+
+    def with_code(self, *folders: Path) -> ModelFactory:
+        """With the code of the user's modules as they lie here now, unless it has code. Raises ConfigError.
+
+        folders: where modules are looked for besides `sys.path`
+        """
+        if self.code is not None:
+            return self
+        return self.model_copy(update={"code": collect_code(self.model_dump(exclude={"code"}), *folders)})
 
 
 def find_callable(field: str, reference: str) -> Any:
-    """Import the class or function `module:name`. Raises ConfigError for `field`, with the reason."""
+    """Import the class or function `module:name`, of the active code or as it can be imported here.
+
+    Raises ConfigError for `field`, with the reason.
+    """
     remedy = "write it as module:name, and make the module importable here"
     module_name, separator, path = translate_reference(reference).partition(":")
     if not (module_name and separator and path):
         raise ConfigError(field, reference, "is not of the form module:name", remedy)
     try:
-        found: Any = importlib.import_module(module_name)
+        found: Any = import_module(module_name)
     except ImportError as error:
         raise ConfigError(field, reference, f"cannot be imported ({error})", remedy) from error
     for part in path.split("."):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shoal.errors import ConfigError
 from shoal.plugins.find import find_extension
+from shoal.registry.code_import import load_object
 
 GROUP = "shoal.formats"  # of entry points
 INDEX_FILE = "model.safetensors.index.json"  # of a module's weights that are several files
@@ -96,7 +97,7 @@ def find_format(name: str) -> ModelFormat:
     if name in FORMATS:
         return FORMATS[name]
     try:
-        found = find_extension(name, GROUP, dict.fromkeys(FORMATS, ""))
+        found = load_object(name) if ":" in name else find_extension(name, GROUP, dict.fromkeys(FORMATS, ""))
     except ValueError as error:
         raise ConfigError("format", name, str(error)) from None
     if not isinstance(found, ModelFormat):

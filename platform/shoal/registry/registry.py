@@ -116,7 +116,7 @@ class Registry:
                 sha256=snapshot.sha256,
                 size_bytes=snapshot.size_bytes,
                 parts=parts,
-                model=model,
+                model=model.with_code(),
                 signature=signature,
                 metrics=dict(metrics or {}),
                 data=dict(data or {}),

@@ -7,7 +7,6 @@ Trainer and by everything that examines a task before it runs. Knows nothing of 
 from __future__ import annotations
 
 import difflib
-import importlib
 import importlib.util
 import inspect
 import re
@@ -28,6 +27,7 @@ from shoal.parallel.loss import Loss
 from shoal.parallel.task_step import TrainStep
 from shoal.recipes import find_recipe, recipe_names
 from shoal.registry import Signature
+from shoal.registry.code_import import import_module
 from shoal.train.callback import Callback
 from shoal.train.stateful_metric import StatefulMetric
 
@@ -333,7 +333,7 @@ def _import_module(reference: str, location: str) -> ModuleType:
         problem = "is of the program that runs now, from which nobody else could build the network"
         raise ConfigError("task", reference, problem, "write it into a file of its own, and give file.py:Class")
     try:
-        return importlib.import_module(location)
+        return import_module(location)
     except ImportError as error:
         raise ConfigError("task", reference, f"cannot be found ({error})", remedy) from error
 

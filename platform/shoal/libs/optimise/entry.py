@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError
 from shoal.registry import ModelFactory
+from shoal.registry.code_import import load_source
 from shoal.registry.manifest import find_callable
-from shoal.registry.source_module import load_source
 from shoal.serve.model.precision import PrecisionConverter
 from shoal.train.task import Hook
 from shoal.weights import WeightFile, WeightSnapshot
@@ -39,22 +39,21 @@ class Bf16Network(nn.Module):
 
 def make_factory(network: ModelFactory, precision: Precision, teacher: ModelFactory) -> ModelFactory:
     """The factory of `network` in a precision, with the teacher's steps before and after it."""
-    own = network.model_dump(include={"factory", "kwargs"})
+    own = network.model_dump(include={"factory", "kwargs", "code"})
     return ModelFactory(
         factory=f"{__name__}:build", kwargs={"network": own, "precision": precision, **hook_kwargs(teacher)},
         **hook_references(teacher),
     )  # fmt: skip
 
 
-def hook_references(teacher: ModelFactory) -> dict[str, str]:
+def hook_references(teacher: ModelFactory) -> dict[str, Any]:
     """The fields of a factory that name the teacher's hooks, by way of this module."""
     return {name: f"{__name__}:{name}" if getattr(teacher, name) else "" for name in ("preprocess", "postprocess")}
 
 
 def hook_kwargs(teacher: ModelFactory) -> dict[str, Any]:
     """What the hooks of this module take; {} where the teacher has none."""
-    references = {name: getattr(teacher, name) for name in ("preprocess", "postprocess")}
-    return {"hooks": {**references, "kwargs": teacher.kwargs}} if any(references.values()) else {}
+    return {"hooks": teacher.model_dump()} if teacher.preprocess or teacher.postprocess else {}
 
 
 def build(network: Mapping[str, Any], precision: Precision, hooks: object = None) -> nn.Module:
@@ -101,17 +100,14 @@ def build_student(source: str, reference: str, kwargs: Mapping[str, Any]) -> nn.
 
 def preprocess(hooks: Mapping[str, Any], **_: Any) -> Hook | None:
     """The teacher's step before the network. Raises ConfigError."""
-    return _open_hook("preprocess", hooks)
+    hook: Hook | None = ModelFactory.parse(hooks).make_hook("preprocess")
+    return hook
 
 
 def postprocess(hooks: Mapping[str, Any], **_: Any) -> Hook | None:
     """The teacher's step after the network. Raises ConfigError."""
-    return _open_hook("postprocess", hooks)
-
-
-def _open_hook(name: str, hooks: Mapping[str, Any]) -> Hook | None:
-    found: Hook | None = find_callable(f"model.{name}", hooks[name])(**hooks["kwargs"])
-    return found
+    hook: Hook | None = ModelFactory.parse(hooks).make_hook("postprocess")
+    return hook
 
 
 def name_outputs(outputs: Any) -> dict[str, Any]:

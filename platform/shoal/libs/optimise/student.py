@@ -13,6 +13,7 @@ from shoal.errors import ConfigError
 from shoal.libs.optimise import entry
 from shoal.models.network_source import read_source
 from shoal.registry import ModelFactory
+from shoal.registry.code_import import activate_code
 from shoal.registry.manifest import find_callable
 from shoal.train.export import model_entry
 from shoal.train.task import Task
@@ -58,7 +59,8 @@ def choose_default_student(teacher: ModelFactory, task: Task | None) -> Student 
     if teacher.factory == TASK_FACTORY:
         arguments, given = inspect.signature(type(task)).parameters, teacher.kwargs["args"]
     else:
-        arguments = inspect.signature(find_callable("model.factory", teacher.factory)).parameters
+        with activate_code(teacher.code):
+            arguments = inspect.signature(find_callable("model.factory", teacher.factory)).parameters
         given = teacher.kwargs
     for name, change in (*((each, 2.0) for each in _DIVISORS), *((each, 0.5) for each in _WIDTHS)):
         value = given.get(name, arguments[name].default if name in arguments else None)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from shoal.batch_tree import map_tensors
 from shoal.libs.population.objective import stack_trees
 from shoal.registry import ModelFactory
-from shoal.registry.manifest import find_callable
 
 LOWEST, HIGHEST = 1e-2, 1e2  # of the inverse temperatures that are tried
 NUM_BISECTIONS = 40
@@ -112,9 +111,9 @@ def build(member: Mapping[str, Any], num_members: int, is_classifier: bool) -> E
 
 def preprocess(member: Mapping[str, Any], num_members: int, is_classifier: bool) -> object:
     """The member's step before the network."""
-    return find_callable("model.preprocess", member["preprocess"])(**member["kwargs"])
+    return ModelFactory.parse(member).make_hook("preprocess")
 
 
 def postprocess(member: Mapping[str, Any], num_members: int, is_classifier: bool) -> object:
     """The member's step after the network."""
-    return find_callable("model.postprocess", member["postprocess"])(**member["kwargs"])
+    return ModelFactory.parse(member).make_hook("postprocess")

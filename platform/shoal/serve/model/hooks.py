@@ -35,10 +35,8 @@ def find_hook(field: Literal["preprocess", "postprocess"], factory: ModelFactory
     reference: str | None = getattr(options, field)
     if reference is not None:
         return _wrap_hook(field, reference, find_callable(field, reference)) if reference else None
-    reference = getattr(factory, field)
-    if not reference:
-        return None
-    return _wrap_hook(field, reference, find_callable(f"model.{field}", reference)(**factory.kwargs))
+    hook = factory.make_hook(field)
+    return None if hook is None else _wrap_hook(field, getattr(factory, field), hook)
 
 
 def _wrap_hook(field: str, reference: str, function: Callable[[Arrays], Any]) -> Hook:

@@ -19,6 +19,7 @@ import torch
 from shoal.device_memory import explain_out_of_memory
 from shoal.errors import ConfigError, InferenceError, ModelError, WeightsError
 from shoal.open_inference.messages import TensorMetadata
+from shoal.registry.code_import import activate_code
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.runs.formatting import format_size
 from shoal.serve.messages.decoded_request import Arrays
@@ -73,12 +74,13 @@ class Predictor:
         has_hooks = self._preprocess is not None, self._postprocess is not None
         self._is_shared, open_one = share is not None, share or open_template
         self._templates: dict[str, Template] = {}
-        for device in devices(options, share is None and has_cuda(factory.format)):
-            config = TemplateConfig(factory, signature, options, device, torch_threads, *has_hooks)
-            try:
-                self._templates[device] = open_one(config)
-            except torch.OutOfMemoryError as error:
-                raise ConfigError("device", device, explain_out_of_memory(error, "the model")) from None
+        with activate_code(factory.code):  # a format of the user's own is code, too
+            for device in devices(options, share is None and has_cuda(factory.format)):
+                config = TemplateConfig(factory, signature, options, device, torch_threads, *has_hooks)
+                try:
+                    self._templates[device] = open_one(config)
+                except torch.OutOfMemoryError as error:
+                    raise ConfigError("device", device, explain_out_of_memory(error, "the model")) from None
         self._load_lock = threading.Lock()
         self._is_warm = False
         self._has_example = options.warm_up

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from shoal.errors import WeightsError
 from shoal.registry.manifest import ModelFactory, Signature
+from shoal.registry.model_code import require_installed
 from shoal.serve.messages.model_errors import OTHER_TENSORS
 from shoal.serve.messages.replica_report import truncate_reason
 from shoal.serve.model.predictor import LoadedModel, OpenTemplate, Predictor
@@ -56,12 +57,19 @@ class VersionLoader:
     share:     opens the templates of models that several workers share; None for those of this process
     num_alike: so many predictors are kept for other models that are built alike, the last used ones: a load then costs
                little more than its weights
+    installed_only: versions with other code than what lies here are refused
     """
 
     def __init__(
-        self, torch_threads: int, share: OpenTemplate | None = None, num_threads: int = 1, num_alike: int = 0
+        self,
+        torch_threads: int,
+        share: OpenTemplate | None = None,
+        num_threads: int = 1,
+        num_alike: int = 0,
+        *,
+        installed_only: bool = False,
     ) -> None:
-        self._torch_threads, self._share = torch_threads, share
+        self._torch_threads, self._share, self._installed_only = torch_threads, share, installed_only
         self._threads = ThreadPoolExecutor(num_threads, "shoal-stage")
         self._alike: deque[BuiltModel] = deque(maxlen=num_alike)
         self._alike_lock = threading.Lock()  # threads search and change them
@@ -86,6 +94,8 @@ class VersionLoader:
         def load() -> StagedVersion:
             since_s = time.monotonic()
             package = source.load_package(version)
+            if self._installed_only:
+                require_installed(package.factory.model_dump())
             if signature is not None and package.signature != signature:
                 raise WeightsError(OTHER_TENSORS)
             built, loaded = self._load(package, options, last)

@@ -117,6 +117,9 @@ class EndpointSpec(Reach):
     memory:         of each replica's loaded models, as 2GiB, 512MiB or bytes: a model is then loaded when it is first
                     requested, in place of others if need be; None: every replica has every model
     max_memory_gib: a replica whose process grows beyond this is replaced; None: no limit
+    code:           "stored": each version of the registry runs with the code that was registered with it; "installed":
+                    a version is refused unless the same code lies on the replicas' hosts: none is run that only the
+                    registry has
     trace:          the destination of traces (OpenTelemetry) of requests, from the ingress to the forward; "" for none.
                     See `shoal.serve.protocol.tracing`: otlp://HOST:PORT, file:FOLDER
     """
@@ -144,6 +147,7 @@ class EndpointSpec(Reach):
     hang_s: float = Field(default=HANG_S, gt=0)
     memory: Size | None = None
     max_memory_gib: float | None = Field(default=None, gt=0)
+    code: Literal["stored", "installed"] = "stored"
     trace: str = ""
 
     @model_validator(mode="before")

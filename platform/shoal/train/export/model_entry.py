@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from shoal.errors import ConfigError
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
-from shoal.registry.source_module import load_source
+from shoal.registry.code_import import activate_code, load_source
 from shoal.runs import RunRecorder
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -34,7 +33,8 @@ def make_model_name(spec: TrainSpec) -> str:
 def make_factory(spec: TrainSpec) -> ModelFactory:
     """How to build the network: with the source of a Task in a file, or by its module's name.
 
-    The source is the one that this process has loaded, even if the file has changed.
+    The source is the one that this process has loaded, even if the file has changed; modules that it imports are
+    stored as they are now.
     """
     source = get_source(spec.task)
     kwargs: dict[str, Any] = {"task": spec.task, "args": dict(spec.args)}
@@ -46,7 +46,7 @@ def make_factory(spec: TrainSpec) -> ModelFactory:
         kwargs=kwargs,
         preprocess=f"{__name__}:preprocess" if task.preprocess is not None else "",
         postprocess=f"{__name__}:postprocess" if task.postprocess is not None else "",
-    )
+    ).with_code()
 
 
 def build(task: str, args: Mapping[str, Any], source: str = "", name: str = "") -> nn.Module:
@@ -110,11 +110,8 @@ def register_model(
 
 def _find_registration(factory: ModelFactory) -> Registration | None:
     """Of the Task as it was when the run began, whatever has become of its file."""
-    try:
-        task = _make_task(**{"source": "", "name": "", **factory.kwargs})
-    except ConfigError:
-        return None  # its source needs files beside it, which are not registered
-    return task.registration()
+    with activate_code(factory.code):
+        return _make_task(**{"source": "", "name": "", **factory.kwargs}).registration()
 
 
 def _make_task(task: str, args: Mapping[str, Any], source: str, name: str) -> Task:

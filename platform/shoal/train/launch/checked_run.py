@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from shoal.registry import ModelFactory, Signature
 from shoal.train.launch.validate import ValidatedRun, validate_run
@@ -26,7 +27,8 @@ def find_check(spec: TrainSpec) -> ValidatedRun | None:
     if given not in ("", PRINT):
         found = json.loads(given)
         if found.pop("key") == _make_key(spec):
-            return _from_json(found)
+            file = find_source_file(spec.task)
+            return _from_json(found, *(() if file is None else [file.parent]))
     return None
 
 
@@ -39,20 +41,20 @@ def check_once(spec: TrainSpec) -> ValidatedRun:
     if os.environ.get(VARIABLE) == PRINT:
         values = asdict(checked) | {
             "key": _make_key(spec),
-            "factory": checked.factory.model_dump(mode="json"),
+            "factory": checked.factory.model_dump(mode="json", exclude={"code"}),  # a variable has a limit
             "signature": checked.signature.model_dump(mode="json"),
         }
         sys.stdout.write(f"{PREFIX}{json.dumps(values)}\n")
     return checked
 
 
-def _from_json(values: dict[str, object]) -> ValidatedRun:
+def _from_json(values: dict[str, object], *folders: Path) -> ValidatedRun:
     factory, signature, names = values.pop("factory"), values.pop("signature"), values.pop("metric_names")
     assert isinstance(factory, dict)
     assert isinstance(signature, dict)
     assert isinstance(names, list)
     return ValidatedRun(
-        factory=ModelFactory.parse(factory),
+        factory=ModelFactory.parse(factory).with_code(*folders),
         signature=Signature.parse(signature),
         metric_names=tuple(names),
         **values,  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.plugins.find import load_reference
+from shoal.registry.code_import import load_object
 from shoal.registry.model_format import find_format
 from shoal.serve.model.formats.template import Arrays, Forward, Template, TemplateConfig
 
@@ -21,11 +21,11 @@ def open_template(setting: TemplateConfig) -> Template:
     kind.require_option("cuda_graphs", True, kind.can_capture or not options.cuda_graphs)
     kind.require_option("compile", True, kind.can_compile or not options.compile)
     kind.require_option("precision", options.precision, options.precision in kind.precisions)
-    template: Template = load_reference(kind.template)(setting)
+    template: Template = load_object(kind.template)(setting)
     return template
 
 
 def has_cuda(format_name: str) -> bool:
     """Whether models of this format can run on a CUDA device here."""
     kind = find_format(format_name)
-    return torch.cuda.is_available() and (not kind.cuda or bool(load_reference(kind.cuda)()))
+    return torch.cuda.is_available() and (not kind.cuda or bool(load_object(kind.cuda)()))

@@ -1,0 +1,296 @@
+"""The code of a registered model: the user's own modules, as they were when the version was registered.
+
+Owns the record of that code, and finds it. Called where a version is registered, and where a run that registers one
+begins. Follows import statements in the text of modules, and never runs one: what is imported by a name made at run
+time is not found. `code_import` loads what is stored.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from shoal.config import Spec
+from shoal.errors import ConfigError
+from shoal.plugins.moved import translate_reference
+
+MAX_CODE_BYTES = 8 * 2**20
+MAX_DATA_BYTES = 2**20  # of a file beside a module; a larger one is data of the training, say
+OURS = "shoal"
+_TITLES = ("task", "word", "reference")  # of the file whose text is `source` beside it
+
+
+class ModelCode(Spec):
+    """The modules that a model's factory, hooks and format are of, with all modules of the project that they import.
+
+    files:    texts by path, as `net/blocks.py`, and text files beside them that a module names next to `__file__`
+    binary:   in base64, other files: those that are no text, and extension modules
+    packages: the releases of the installed packages that this code imports
+    """
+
+    files: dict[str, str] = Field(default_factory=dict)
+    binary: dict[str, str] = Field(default_factory=dict)
+    packages: dict[str, str] = Field(default_factory=dict)
+
+    @cached_property
+    def sha256(self) -> str:
+        """The hex digest of all files."""
+        return hashlib.sha256(json.dumps([self.files, self.binary], sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def roots(self) -> frozenset[str]:
+        """The top-level modules and packages."""
+        return frozenset(path.partition("/")[0].partition(".")[0] for path in (*self.files, *self.binary))
+
+    def list_contents(self) -> Iterator[tuple[str, bytes]]:
+        """All files, by path."""
+        yield from ((path, text.encode()) for path, text in self.files.items())
+        yield from ((path, base64.b64decode(text)) for path, text in self.binary.items())
+
+    def describe_other_packages(self) -> str:
+        """The packages whose release here is another one, or that are missing; "" for none."""
+        here = {name: _find_release(name) for name in self.packages}
+        return ", ".join(
+            f"{name} {then}, here {here[name]}" for name, then in self.packages.items() if here[name] != then
+        )
+
+
+def collect_code(model: Mapping[str, Any], *folders: Path) -> ModelCode:
+    """The code of a ModelFactory's fields, with what its kwargs name: a `module:name`, or the `source` of a file.
+
+    folders: where modules are looked for besides `sys.path`
+
+    Raises ConfigError when the code is too large to be stored with a version.
+    """
+    collector = _Collector(folders)
+    for field in ("factory", "preprocess", "postprocess", "format"):
+        collector.add_reference(model[field])
+    collector.add_arguments(model["kwargs"])
+    size = sum(len(content) for content in collector.contents.values())
+    if size > MAX_CODE_BYTES:
+        path = max(collector.contents, key=lambda each: len(collector.contents[each]))
+        problem = f"{size} bytes are more than the {MAX_CODE_BYTES} that a version may have; the largest file is {path}"
+        raise ConfigError("model.code", model["factory"], problem, "install it as a package, and import it from there")
+    files, binary = {}, {}
+    for path, content in sorted(collector.contents.items()):
+        try:
+            files[path] = content.decode()
+        except UnicodeDecodeError:
+            binary[path] = base64.b64encode(content).decode()
+    packages = {name: release for each in collector.installed for name, release in _find_distribution(each)}
+    return ModelCode(files=files, binary=binary, packages=dict(sorted(packages.items())))
+
+
+def require_installed(model: Mapping[str, Any]) -> None:
+    """Check that the code of a ModelFactory's fields is what lies here, byte for byte. Raises ConfigError.
+
+    So nothing is run that only the registry has. Files that may contain code, and are no text, are refused.
+    """
+    remedy = "install that code here, or let the endpoint run what is registered: code: stored"
+    if model.get("format") in ("torch_export", "torchscript"):
+        raise ConfigError("code", "installed", f"a file of format {model['format']} can contain code", remedy)
+    stored = ModelCode.parse(model["code"] or {})
+    here = collect_code({**model, "kwargs": _leave_out_sources(model["kwargs"])})
+    for path in sorted({*stored.files, *stored.binary, *here.files, *here.binary}):
+        if (stored.files.get(path), stored.binary.get(path)) != (here.files.get(path), here.binary.get(path)):
+            state = "differs from" if path in here.files or path in here.binary else "is missing here, but is of"
+            raise ConfigError("code", "installed", f"{path} {state} what was registered", remedy)
+    for nested in _list_nested(model["kwargs"]):
+        require_installed(nested)
+
+
+def _leave_out_sources(value: Any) -> Any:
+    """The arguments without the texts of files, so that these are looked for here."""
+    if isinstance(value, list | tuple):
+        return [_leave_out_sources(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _leave_out_sources(each) for name, each in value.items() if name != "source"}
+
+
+def _list_nested(value: Any) -> Iterator[Mapping[str, Any]]:
+    """The factories with code among the arguments."""
+    if isinstance(value, Mapping) and _is_factory(value):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _list_nested(each)
+
+
+def _is_factory(value: Mapping[str, Any]) -> bool:
+    return isinstance(code := value.get("code"), Mapping) and "files" in code
+
+
+class _Collector:
+    """Follows imports. contents: files of the project, by path; installed: top-level modules of packages."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.contents: dict[str, bytes] = {}
+        self.installed: set[str] = set()
+        self._folders = [str(each) for each in folders]
+        self._seen: set[str] = set()
+
+    def add_reference(self, reference: str) -> None:
+        module, _, name = translate_reference(reference).partition(":")
+        if name and module.endswith(".py"):
+            self._folders.append(str(Path(module).resolve().parent))
+            module = Path(module).stem
+        if name and all(part.isidentifier() for part in module.split(".")):
+            self._add_module(module)
+            if module.partition(".")[0] in self.installed and (found := self.find_module(module)) and found.origin:
+                self._follow(_read_source(Path(found.origin)), _get_package(found), is_own=False)
+
+    def add_arguments(self, value: object) -> None:
+        if isinstance(value, str):
+            self.add_reference(value)
+        elif isinstance(value, Mapping):
+            if _is_factory(value):  # within this one, with its own code
+                return
+            source, title = value.get("source"), next((value[key] for key in _TITLES if value.get(key)), "")
+            if source and title:
+                file = Path(title.partition(":")[0]).resolve()
+                self.contents[f"{file.stem}.py"] = source.encode()
+                self._folders.append(str(file.parent))
+                self._follow(source, "", file.parent, file.parent)
+            for each in value.values():
+                if not source or each != title:
+                    self.add_arguments(each)
+        elif isinstance(value, list | tuple):
+            for each in value:
+                self.add_arguments(each)
+
+    def _add_module(self, name: str) -> None:
+        root = name.partition(".")[0]
+        if name in self._seen or root in sys.stdlib_module_names or root == "__main__":
+            return
+        self._seen.add(name)
+        found = self.find_module(name)
+        if found is None:
+            return  # of a platform or a package that is not here; its import is within a `try`, or fails
+        if found.origin is None or not found.has_location:  # a package without a file
+            return
+        path = Path(found.origin)
+        if root == OURS or _is_installed(path):
+            self.installed.add(root)
+            return
+        if parent := name.rpartition(".")[0]:
+            self._add_module(parent)
+        is_package = found.submodule_search_locations is not None
+        top = path.parents[name.count(".") + is_package]
+        self._add_file(path, top)
+        if path.suffix == ".py":
+            self._follow(_read_source(path), _get_package(found), path.parent, top)
+
+    def _follow(
+        self, source: str, package: str, folder: Path | None = None, top: Path | None = None, *, is_own: bool = True
+    ) -> None:
+        """Add what a text imports and the files beside it that it names; of an installed one, the packages alone."""
+        try:
+            nodes = list(ast.walk(ast.parse(source)))
+        except (SyntaxError, ValueError):
+            return  # it fails where it is loaded, with its line
+        for node in nodes:
+            for name in _list_imported(node, package):
+                if is_own:
+                    self._add_module(name)
+                elif (root := name.partition(".")[0]) not in sys.stdlib_module_names:
+                    self.installed.add(root)
+        if (
+            folder is not None
+            and top is not None
+            and any(isinstance(each, ast.Name) and each.id == "__file__" for each in nodes)
+        ):
+            for node in nodes:
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    self._add_named_file(folder, node.value, top)
+
+    def _add_named_file(self, folder: Path, name: str, top: Path) -> None:
+        """Add a file that a text names, unless it is a module, is large or lies elsewhere."""
+        if not name or "\0" in name or len(name) > 255:
+            return
+        path = folder / name
+        is_data = path.is_file() and path.suffix != ".py" and path.stat().st_size <= MAX_DATA_BYTES
+        if is_data and path.resolve().is_relative_to(top.resolve()):
+            self._add_file(path, top)
+
+    def find_module(self, name: str) -> ModuleSpec | None:
+        """Where a module lies, without importing it or its package."""
+        root, *others = name.split(".")
+        try:
+            found = importlib.util.find_spec(root) or PathFinder.find_spec(root, self._folders)
+        except (ImportError, ValueError):
+            return None
+        for each in others:
+            if found is None or found.submodule_search_locations is None:
+                return None
+            found = PathFinder.find_spec(f"{found.name}.{each}", list(found.submodule_search_locations))
+        return found
+
+    def _add_file(self, path: Path, top: Path) -> None:
+        place, content = path.resolve().relative_to(top.resolve()).as_posix(), path.read_bytes()
+        if self.contents.setdefault(place, content) != content:
+            remedy = "rename one of them"
+            raise ConfigError("model.code", str(path), f"another file of the model's code is {place}, too", remedy)
+
+
+def _list_imported(node: ast.AST, package: str) -> list[str]:
+    """The modules of an import statement; a name that is imported from one may be a module itself."""
+    if isinstance(node, ast.Import):
+        return [each.name for each in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    module = node.module or ""
+    if node.level:
+        parts = package.split(".")
+        module = ".".join([*parts[: len(parts) - node.level + 1], *([module] if module else [])])
+    return [module, *(f"{module}.{each.name}" for each in node.names)] if module else []
+
+
+def _get_package(found: ModuleSpec) -> str:
+    return found.name if found.submodule_search_locations is not None else found.name.rpartition(".")[0]
+
+
+def _read_source(path: Path) -> str:
+    return importlib.util.decode_source(path.read_bytes()) if path.suffix == ".py" else ""
+
+
+def _is_installed(path: Path) -> bool:
+    places = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(
+        path.is_relative_to(place) for place in places
+    )
+
+
+@cache
+def _find_release(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _find_distribution(module: str) -> Iterator[tuple[str, str]]:
+    """The packages with a top-level module, and their releases."""
+    if (release := _find_release(module)) != "missing":  # most have the module's name
+        yield module, release
+        return
+    for name in _map_modules().get(module, ()):
+        yield name, _find_release(name)
+
+
+@cache
+def _map_modules() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
