@@ -36,7 +36,7 @@ NAMES = (
     *("population", "population_pbt", "som", "recommender", "optimise"),
     *("split_losses", "sync_bytes", "straggler_and_kills", "elastic_pause", "plan_order", "large_plan", "stream"),
     *("serving.validate", "serving.small", "serving.binary", "serving.bodies", "serving.simulated"),
-    *("serving.admission", "serving.real", "serving.swaps", "serving.soak", "serving.seen"),
+    *("serving.admission", "serving.real", "serving.swaps", "serving.edited_code", "serving.soak", "serving.seen"),
     *(
         "serving.scale_events",
         "serving.autoscaling",

@@ -202,7 +202,7 @@ def test_a_source_of_a_file_trains_a_task_and_goes_on_where_it_was(folder: Path)
     assert (folder / "lines").read_bytes()[:position].count(b"\n") == 240
 
 
-def test_a_format_of_a_module_is_served_and_its_registry_read_without_it(folder: Path) -> None:
+def test_a_format_of_a_module_travels_with_the_version_that_it_opens(folder: Path) -> None:
     weight, bias = np.arange(6.0).reshape(3, 2), np.array([1.0, -1.0])
     np.savez(folder / "model.npz", weight=weight, bias=bias)
     told = CliRunner().invoke(cli, ["models", "add", "model.npz", "--format", "numpy_linear:FORMAT"])
@@ -219,8 +219,11 @@ def test_a_format_of_a_module_is_served_and_its_registry_read_without_it(folder:
     sys.modules.pop("numpy_linear")
     shown = CliRunner().invoke(cli, ["models", "show", "model@1"])
     assert "numpy_linear:FORMAT" in shown.output, (shown.output, shown.exception)
+    model = Predictor(found.manifest.model, found.manifest.signature, ModelOptions()).load(found.snapshot())
+    np.testing.assert_allclose(model.predict_batch([{"x": x}])[0]["y"], x @ weight + bias)
+    without = found.manifest.model.model_copy(update={"code": None})
     with pytest.raises(ConfigError, match=r"format = 'numpy_linear:FORMAT': .*No module named"):
-        Predictor(found.manifest.model, found.manifest.signature, ModelOptions())
+        Predictor(without, found.manifest.signature, ModelOptions())
 
 
 def test_a_registry_is_read_where_the_package_of_a_format_is_not_installed(

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from serving.fake_host import tensors
-from shoal.registry import ModelFactory, Signature
+from shoal.registry import ModelFactory, Registry, Signature
+from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.model_source import ModelPackage
+from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
 from shoal.weights import WeightSnapshot
 
 SIGNATURE = Signature(inputs=tensors(x=("FP32", [-1, -1])), outputs=tensors(y=("FP32", [-1, 1])))  # open: improbable
@@ -115,3 +117,35 @@ def test_models_that_are_built_alike_share_a_template_and_nothing_else() -> None
 def make_step(in_features: int, out_features: int) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
     """A hook that changes names alone, for the kwargs of torch.nn.Linear."""
     return lambda arrays: {"y" if name == "output" else name: array for name, array in arrays.items()}
+
+
+def test_versions_with_other_code_answer_side_by_side_and_may_be_required_to_be_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    snapshot, signature = (
+        WeightSnapshot.of(1, {}),
+        Signature(inputs=SIGNATURE.inputs, outputs=tensors(y=("FP32", [-1, -1]))),
+    )
+    for added in (1, 200):
+        text = f"import torch\nclass Shift(torch.nn.Module):\n    def forward(self, x): return x + {added}\n"
+        (tmp_path / "shifting.py").write_text(text)
+        Registry().register("shift", snapshot, model=ModelFactory(factory="shifting:Shift"), signature=signature)
+
+    async def load(loader: VersionLoader) -> list[LoadedModel]:
+        source, first = RegisteredModel("shift", Registry().location), None
+        loaded = []
+        for version in (1, 2):
+            first = await loader.load_version(source, version, ModelOptions(), signature, first and first.built)
+            loaded.append(first.loaded)
+        return loaded
+
+    with closing(VersionLoader(1)) as loader:
+        found = asyncio.run(load(loader))
+    x = np.ones((1, 2), np.float32)
+    assert [each.predict_batch([{"x": x}])[0]["y"].tolist() for each in found] == [[[2.0, 2.0]], [[201.0, 201.0]]]
+    with (
+        closing(VersionLoader(1, code="installed")) as loader,
+        pytest.raises(StagingError, match=r"shifting\.py differs"),
+    ):
+        asyncio.run(load(loader))

@@ -126,6 +126,27 @@ def test_a_run_trains_what_the_file_says_when_it_begins(
     assert f"RATE: int = {trained}" in Registry().get("again@2").manifest.model.kwargs["source"]
 
 
+def test_a_run_trains_and_registers_the_modules_of_its_file_as_they_are_when_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "shoal_task_reader", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / "reader.py"
+    file.write_text("from widths import WIDTH\nfrom train_task import Toy\nclass Reader(Toy): SEEN = WIDTH\n")
+    for width in (4, 16):  # other lengths: bytecode is known by the second and the length
+        (tmp_path / "widths.py").write_text(f"WIDTH = {width}\n")
+        fit_locally(spec_of(task=f"{file}:Reader", name="reader"), renews=True)
+        assert width == find_task(f"{file}:Reader").SEEN  # type: ignore[attr-defined]
+        code = Registry().get("reader").manifest.model.code
+        assert code is not None
+        assert code.files["widths.py"] == f"WIDTH = {width}\n"
+    file.unlink()
+    (tmp_path / "widths.py").write_text("raise SystemExit('edited')\n")
+    package = RegisteredModel("reader", Registry().location).load_package(1)
+    assert package.snapshot is not None
+    Predictor(package.factory, package.signature, ModelOptions()).load(package.snapshot)
+
+
 def test_a_resumed_run_without_its_words_is_told_where_they_are() -> None:
     with pytest.raises(ConfigError, match=r"task = '': .*spec_from_overrides\(\['resume=") as refused:
         fit_locally(TrainSpec.parse({"resume": fit_locally(spec_of()).run_id, "stop": {"epochs": 2}}))

@@ -113,6 +113,13 @@ def check(spec: ServingSpec) -> None:
         raise ConfigError("endpoint.models", unknown[0], "is not served", f"models: {', '.join(names)}")
 
 
+def describe_other_packages(spec: ServingSpec) -> list[str]:
+    """A warning for each model whose packages have another release here. Raises RegistryError."""
+    codes = {model: Registry().get(model).manifest.model.code for model in spec.models}
+    named = {model: code.describe_other_packages() for model, code in codes.items() if code is not None}
+    return [f"{model} was registered with {others}" for model, others in named.items() if others]
+
+
 def check_address(spec: ServingSpec) -> None:
     """Require that this host, the cluster's head, can listen there with that certificate. Raises ConfigError."""
     endpoint = spec.endpoint

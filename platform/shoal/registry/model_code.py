@@ -94,6 +94,13 @@ def collect_code(model: Mapping[str, Any], *folders: Path) -> ModelCode:
     return ModelCode(files=files, binary=binary, packages=dict(sorted(packages.items())))
 
 
+def read_modules(file: Path, source: str) -> dict[str, bytes]:
+    """The files of the project's modules that the text of a file imports, by path, as they are now."""
+    collector = _Collector([])
+    collector.add_arguments({"task": str(file), "source": source})
+    return collector.contents
+
+
 def require_installed(model: Mapping[str, Any]) -> None:
     """Check that the code of a ModelFactory's fields is what lies here, byte for byte. Raises ConfigError.
 
@@ -110,6 +117,12 @@ def require_installed(model: Mapping[str, Any]) -> None:
             raise ConfigError("code", "installed", f"{path} {state} what was registered", remedy)
     for nested in _list_nested(model["kwargs"]):
         require_installed(nested)
+
+
+def list_nested_code(kwargs: Mapping[str, Any]) -> list[tuple[str, ModelCode]]:
+    """The code of the factories in a factory's arguments, each with a prefix for its paths."""
+    nested = list(_list_nested(kwargs))
+    return [(f"{each['factory'].partition(':')[0]}/", ModelCode.parse(each["code"])) for each in nested]
 
 
 def _leave_out_sources(value: Any) -> Any:

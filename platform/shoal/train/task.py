@@ -28,11 +28,12 @@ from shoal.parallel.task_step import TrainStep
 from shoal.recipes import find_recipe, recipe_names
 from shoal.registry import Signature
 from shoal.registry.code_import import import_module
+from shoal.registry.model_code import read_modules
 from shoal.train.callback import Callback
 from shoal.train.stateful_metric import StatefulMetric
 
 JOBS = Path("jobs")
-_SOURCE = "__source__"  # attribute of a file's module: its text when it was loaded
+_SOURCE, _MODULES = "__source__", "__modules__"  # of a file's module: its text, and those it imports, as loaded
 
 
 Hook = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
@@ -257,7 +258,8 @@ def unload_if_changed(reference: str) -> None:
     """Unload the file of `reference` if it has changed since this process loaded it, so that it is loaded again.
 
     Called where a run begins, so that in a long-lived process (a notebook) it trains the present file, and the same
-    text from beginning to end. Other modules are not reloaded.
+    text from beginning to end: what is registered is the code that was trained. If a module of the project that the
+    file imports has changed, all of these modules are loaded again, too.
     """
     path = find_source_file(reference)
     loaded = None if path is None else sys.modules.get(_module_name(path))
@@ -267,7 +269,14 @@ def unload_if_changed(reference: str) -> None:
         text = path.read_text()
     except (OSError, UnicodeError):
         text = ""  # loading it reports the error
-    if vars(loaded).get(_SOURCE) not in (None, text):
+    if _SOURCE not in vars(loaded):
+        return
+    before: dict[str, bytes] = vars(loaded)[_MODULES]
+    now = read_modules(path, text)
+    if any(now.get(each, before[each]) != before[each] for each in before if each != f"{path.stem}.py"):
+        for each in before:
+            sys.modules.pop(each.removesuffix(".py").removesuffix("/__init__").replace("/", "."), None)
+    if now != before:
         del sys.modules[loaded.__name__]
 
 
@@ -312,6 +321,7 @@ def load_task_file(path: Path, reference: str) -> ModuleType:
         text = path.read_text()
         # Not by its loader: a cached bytecode may be of another text with the same second and length.
         exec(compile(text, path, "exec", dont_inherit=True), vars(module))
+        setattr(module, _MODULES, read_modules(path, text))
         setattr(module, _SOURCE, text)  # last, so that a module without it is still being loaded
     except Exception as error:  # user code may raise anything
         del sys.modules[name]

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from shoal.cli.commands.models import models
 from shoal.errors import ConfigError
-from shoal.registry import ModelFactory, code_import, model_code
+from shoal.registry import ModelFactory, Registry, Signature, code_import, model_code
 from shoal.registry.code_import import activate_code, load_source
 from shoal.registry.model_code import ModelCode, require_installed
+from shoal.weights import WeightSnapshot
 
 Write = Callable[[Mapping[str, str]], None]
 PARTS = {
@@ -182,3 +185,17 @@ def test_code_installed_refuses_what_does_not_lie_here(write: Write) -> None:
         require_installed(model)
     with pytest.raises(ConfigError, match="can contain code"):
         require_installed(ModelFactory(format="torchscript").with_code().model_dump())
+
+
+def test_the_code_of_versions_is_shown_and_compared(write: Write) -> None:
+    for factor in (2, 30):
+        write({"net.py": "from helper import K\ndef make(width): return K\n", "helper.py": f"K = {factor}\n"})
+        model = ModelFactory(factory="net:make", kwargs={"width": factor})
+        Registry().register("net", WeightSnapshot.of(1, {}), model=model, signature=Signature(inputs=[], outputs=[]))
+    shown = CliRunner().invoke(models, ["show", "net@1", "--code"], catch_exceptions=False).output
+    assert shown == "# helper.py\nK = 2\n\n# net.py\nfrom helper import K\ndef make(width): return K\n\n"
+    assert "helper.py, net.py" in CliRunner().invoke(models, ["show", "net@1"], catch_exceptions=False).output
+    compared = CliRunner().invoke(models, ["diff", "net@1", "net@2"], catch_exceptions=False).output
+    assert (
+        compared == "argument width: 2 -> 30\n--- net@1/helper.py\n+++ net@2/helper.py\n@@ -1 +1 @@\n-K = 2\n+K = 30\n"
+    )

@@ -5,6 +5,7 @@ Parse, call, print: `shoal.registry` does the work.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import time
@@ -29,6 +30,7 @@ from shoal.errors import ConfigError
 from shoal.home import home
 from shoal.plugins.find import load_reference
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry.model_code import ModelCode, list_nested_code
 from shoal.registry.model_format import FORMATS, ModelFormat, find_format, find_format_of_file, get_payload_file
 from shoal.runs.formatting import format_age, format_number, format_size, format_timestamp, format_value
 from shoal.serve.controller.state import find_served_versions
@@ -96,7 +98,8 @@ def _make_cells(version: ModelVersion) -> list[str | Text]:
 @models.command()
 @click.argument("model", metavar="NAME@VERSION")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def show(model: str, as_json: bool) -> None:
+@click.option("--code", "shows_code", is_flag=True, help="Print the code that is stored with it.")
+def show(model: str, as_json: bool, shows_code: bool) -> None:
     """Show one version.
 
     Its origin, how it is built and called, and whether its weights are intact.
@@ -105,11 +108,16 @@ def show(model: str, as_json: bool) -> None:
     Examples:
       shoal models show cartpole@3
       shoal models show cartpole@champion --json
+      shoal models show ranker@3 --code
     """
     registry = Registry()
     found = registry.get(model)
     if as_json:
         print_json(_as_dict(found))
+        return
+    if shows_code:
+        for path, text in _list_code(found).items():
+            click.echo(f"{click.style(f'# {path}', bold=True)}\n{text}")
         return
     is_module, manifest = found.manifest.model.format == "module", found.manifest
     snapshot = found.weight_file() if is_module else found.snapshot()
@@ -135,6 +143,7 @@ def show(model: str, as_json: bool) -> None:
         *((key, format_number(value)) for key, value in manifest.metrics.items()),
         *((key, _format_lineage(value)) for key, value in manifest.lineage.items()),
         *((f"{part} data", fingerprint) for part, fingerprint in manifest.data.items()),
+        *_describe_code(manifest.model.code),
         ("weights" if is_module else "program", payload),
         ("sha256", manifest.sha256),
         ("files", found.location),
@@ -145,6 +154,29 @@ def show(model: str, as_json: bool) -> None:
             for each in moves[-NUM_MOVES:]
         ]
     print_facts(facts)
+
+
+@models.command()
+@click.argument("before", metavar="NAME@VERSION")
+@click.argument("after", metavar="NAME@VERSION")
+def diff(before: str, after: str) -> None:
+    """Compare two versions: their code, packages, arguments, signature, metrics and data.
+
+    \b
+    Examples:
+      shoal models diff ranker@1 ranker@2
+      shoal models diff ranker@champion ranker
+    """
+    old, new = Registry().get(before), Registry().get(after)
+    facts, others = _list_facts(old), _list_facts(new)
+    for name in sorted({*facts, *others}):
+        if facts.get(name) != others.get(name):
+            click.echo(f"{name}: {facts.get(name, '-')} -> {others.get(name, '-')}")
+    texts, changed = _list_code(old), _list_code(new)
+    for path in sorted({*texts, *changed}):
+        was, now = (each.get(path, "").splitlines() for each in (texts, changed))
+        for line in difflib.unified_diff(was, now, f"{old.ref}/{path}", f"{new.ref}/{path}", lineterm=""):
+            click.secho(line, fg={"+": "green", "-": "red"}.get(line[0]))
 
 
 @models.command()
@@ -381,6 +413,36 @@ def _read_signature(kind: ModelFormat, payload: bytes, file: str, given: Path | 
         return Signature.from_yaml(given)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("signature", str(given), f"cannot be read ({error})") from error
+
+
+def _list_code(found: ModelVersion) -> dict[str, str]:
+    """The files of a version's code, with those of the factories in its arguments, by path."""
+    codes = [("", found.manifest.model.code), *list_nested_code(found.manifest.model.kwargs)]
+    texts = {f"{prefix}{path}": text for prefix, code in codes if code for path, text in code.files.items()}
+    binary = {f"{prefix}{path}": "(no text)" for prefix, code in codes if code for path in code.binary}
+    return {**texts, **binary}
+
+
+def _describe_code(code: ModelCode | None) -> list[tuple[str, str]]:
+    if code is None:
+        return [("code", "not stored: this version runs whatever lies where it is loaded")]
+    paths = [*code.files, *code.binary]
+    packages = ", ".join(f"{name} {release}" for name, release in code.packages.items())
+    facts = [("code", f"{', '.join(paths)} (--code shows them)")] if paths else []
+    facts += [("packages", packages)] if packages else []
+    return [*facts, *([("packages differ", others)] if (others := code.describe_other_packages()) else [])]
+
+
+def _list_facts(found: ModelVersion) -> dict[str, object]:
+    """What `diff` compares besides code, by name."""
+    manifest = json.loads(found.manifest.model_dump_json())
+    model, code = manifest["model"], manifest["model"]["code"] or {}
+    facts = {name: manifest[name] for name in ("sha256", "size_bytes", "signature", "run_id")}
+    facts |= {name: model[name] for name in ("format", "factory", "preprocess", "postprocess")}
+    parts = ("argument", model["kwargs"]), ("package", code.get("packages", {})), ("metric", manifest["metrics"])
+    for part, values in (*parts, ("data", manifest["data"]), ("lineage", manifest["lineage"])):
+        facts |= {f"{part} {name}": value for name, value in values.items() if name != "source"}
+    return facts
 
 
 def _shorten_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from shoal.flows.serving_spec import (
     ServingSpec,
     check,
     check_address,
+    describe_other_packages,
     read_serve_port,
     spec_from_overrides,
 )
@@ -106,13 +107,13 @@ def deploy(
     options = {"endpoint.port": port, "endpoint.num_replicas": replicas}
     fields += [f"{field}={value}" for field, value in options.items() if value is not None]
     spec = spec_from_overrides(fields).override(fields)
-    if spec.endpoint.drain_warning:
-        click.secho(f"warning: {spec.endpoint.drain_warning}", fg="yellow", err=True)
+    _warn(spec.endpoint.drain_warning)
     cluster = find_cluster(address)
     if cluster is not None and not cluster.is_local:
         deploy_remote(cluster, MODULE, spec, fields, timeout_s)
         return
     check(spec)  # here, where the user can still correct it
+    _warn(*describe_other_packages(spec))
     cluster = _require_cluster(cluster)
     there = list_endpoints()
     _require_free_name(cluster, _get_name(spec), there)
@@ -140,6 +141,11 @@ def deploy(
     click.echo(f"  {suggest_predict_command(Registry().get(spec.models[0]))}{which}{ca}")
     click.echo(f"  shoal serve status {found.name}{ca}")
     click.echo(f"  shoal serve delete {found.name}")
+
+
+def _warn(*warnings: str) -> None:
+    for each in filter(None, warnings):
+        click.secho(f"warning: {each}", fg="yellow", err=True)
 
 
 @click.command()

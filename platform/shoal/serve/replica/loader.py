@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from shoal.errors import WeightsError
 from shoal.registry.manifest import ModelFactory, Signature
@@ -55,21 +55,20 @@ class VersionLoader:
     """Loads versions of registered models: `num_threads` at a time, of one model one.
 
     share:     opens the templates of models that several workers share; None for those of this process
+    code:      see `EndpointSpec`
     num_alike: so many predictors are kept for other models that are built alike, the last used ones: a load then costs
                little more than its weights
-    installed_only: versions with other code than what lies here are refused
     """
 
     def __init__(
         self,
         torch_threads: int,
         share: OpenTemplate | None = None,
+        code: Literal["stored", "installed"] = "stored",
         num_threads: int = 1,
         num_alike: int = 0,
-        *,
-        installed_only: bool = False,
     ) -> None:
-        self._torch_threads, self._share, self._installed_only = torch_threads, share, installed_only
+        self._torch_threads, self._share, self._code = torch_threads, share, code
         self._threads = ThreadPoolExecutor(num_threads, "shoal-stage")
         self._alike: deque[BuiltModel] = deque(maxlen=num_alike)
         self._alike_lock = threading.Lock()  # threads search and change them
@@ -94,7 +93,7 @@ class VersionLoader:
         def load() -> StagedVersion:
             since_s = time.monotonic()
             package = source.load_package(version)
-            if self._installed_only:
+            if self._code == "installed":
                 require_installed(package.factory.model_dump())
             if signature is not None and package.signature != signature:
                 raise WeightsError(OTHER_TENSORS)

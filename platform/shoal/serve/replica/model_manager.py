@@ -81,8 +81,7 @@ class ModelManager:
         self._next: dict[str, ServedModel] = {}  # under other options; answers nothing before it replaces its model
         self._num_replaced = 0
         self._rejected: dict[str, RejectedVersion] = {}
-        num_loads = ON_DEMAND_LOADS if spec.memory else ()
-        self._loader = VersionLoader(spec.torch_threads, share, *num_loads, installed_only=spec.code == "installed")
+        self._loader = VersionLoader(spec.torch_threads, share, spec.code, *(ON_DEMAND_LOADS if spec.memory else ()))
         self._memory = ModelMemory(spec.memory or 0, lambda: psutil.Process().memory_info().rss)
         self.on_demand = OnDemandRequests(
             replica, controller, peers or HttpTransport(), self._find_answering, self._find_error, spec.answer_s
