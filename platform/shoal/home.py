@@ -4,7 +4,7 @@
     $SHOAL_HOME/runs.lock        held while the record is created
     $SHOAL_HOME/runs/ID/         files of one run        $SHOAL_HOME/token       of actors and clients
     $SHOAL_HOME/found/           results of `shoal find` and `shoal ablate`
-    $SHOAL_HOME/kernels/         compiled kernels of populations
+    $SHOAL_HOME/kernels/         compiled kernels of populations  $SHOAL_HOME/code/  of models that were loaded
     $SHOAL_HOME/ray-token        of Ray's own clients: full control of the cluster, never for actors
     $SHOAL_HOME/cluster.json     the cluster of `shoal up`; up.lock is held while it starts or ends
     $SHOAL_HOME/endpoints/       states of endpoints              $SHOAL_HOME/audit.jsonl  who changed them

@@ -97,7 +97,7 @@ def _make_spec(request: OptimiseRequest, subject: Subject, student: Student) -> 
         "task": subject.spec.task,
         "args": subject.spec.args,
         "teacher": subject.version.ref,
-        "student": student.factory.model_dump(include={"factory", "kwargs"}),
+        "student": student.factory.model_dump(include={"factory", "kwargs", "code"}),
         "temperature": request.temperature,
         "weight": request.weight,
     }

@@ -51,7 +51,7 @@ def parse_student(text: str, teacher: ModelFactory) -> Student:
         factory=f"{entry.__name__}:build_student",
         kwargs={"source": found.source, "reference": first, "kwargs": kwargs},
     )
-    return Student(text, entry.make_factory(own, "fp32", teacher))
+    return Student(text, entry.make_factory(own.with_code(), "fp32", teacher))
 
 
 def choose_default_student(teacher: ModelFactory, task: Task | None) -> Student | None:
