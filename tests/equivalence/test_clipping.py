@@ -5,6 +5,7 @@ The plans' own gradients are clipped in `test_plans`, `test_pipeline` and `test_
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -61,3 +62,43 @@ def test_gradients_on_two_meshes_are_clipped_as_whole_ones() -> None:
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0.0)
         torch.testing.assert_close(after, 0.5, rtol=1e-4, atol=0.0)
         assert all(same)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ((torch.float64,), torch.float64),
+        ((torch.bfloat16,), torch.float32),
+        ((torch.bfloat16, torch.float64), torch.float64),
+        ((torch.complex128, torch.float64), torch.float64),
+        ((torch.complex64,), torch.float32),
+    ],
+)
+def test_the_norm_is_in_the_widest_dtype_of_the_gradients(
+    dtypes: tuple[torch.dtype, ...], expected: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    gradients = [torch.randn(50, dtype=dtype) for dtype in dtypes]
+    parameters = [_make(each.clone()) for each in gradients]
+    norm = clip(parameters, 0.5, torch.device("cpu"))
+    exact = torch.stack([each.to(torch.complex128).norm() for each in gradients]).norm()
+    assert norm.dtype == expected
+    torch.testing.assert_close(norm.double(), exact, rtol=1e-14 if expected == torch.float64 else 1e-6, atol=0.0)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient * (0.5 / float(exact)))
+
+
+def _measure(world: World) -> tuple[float, float, float]:
+    """The norm of a float64 gradient that two ranks share, that of the whole one, and one over stages of two dtypes."""
+    torch.manual_seed(3)
+    whole = torch.randn(9, 4, dtype=torch.float64)
+    shared = _make(distribute_tensor(whole.clone(), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    stage = _make(torch.ones((9, 16)[world.rank], dtype=(torch.float64, torch.float32)[world.rank]))
+    stages = global_norm([stage], world.device, dist.group.WORLD)
+    return float(global_norm([shared], world.device)), float(whole.norm()), float(stages)
+
+
+def test_float64_gradients_of_several_ranks_have_the_norm_of_the_whole() -> None:
+    for norm, expected, stages in run_ranks(_measure, 2):
+        torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0.0)
+        assert stages == 5.0

@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import safetensors.torch
 import torch
+import yaml
 from tiny_models import save_model, write_lines
 
 import shoal
 from shoal.errors import ConfigError, RegistryError, SpecMismatch
+from shoal.libs.hf.finetune import make_spec, translate
+from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.tasks import CausalLM
 from shoal.parallel.deferred.build import build_deferred
 from shoal.registry import Registry
@@ -155,6 +159,24 @@ def test_adapters_are_trained_alone_and_served_with_their_base(folder: Path, dat
     assert len(Registry().list(base.name)) == 1, "the base is registered once"
     with pytest.raises(RegistryError, match=f"is the base of {found.ref}"):
         Registry().remove(base.name)
+
+
+def test_run_and_manifest_record_the_scale_of_adapters_as_peft_has_it(folder: Path, data: str) -> None:
+    used = {"rank": 4, "alpha": peft.LoraConfig().lora_alpha, "dropout": 0.0, "modules": None}
+    spec = make_spec(translate([f"model={folder}", f"data={data}", "lora.rank=4"]))
+    assert spec.args["lora"] == used
+    task = CausalLM(model=str(folder), data=data, lora={"rank": 4})
+    layer = next(each for each in task.model().modules() if isinstance(each, peft.tuners.lora.Linear))
+    assert layer.scaling["default"] == 2.0
+    result = shoal.fit(task, stop={"steps": 1}, batch_size=2, say=None)
+    assert yaml.safe_load(shoal.load_run(result.run_id).spec)["args"]["lora"] == used
+    assert Registry().get("causallm").manifest.model.kwargs["args"]["lora"] == used
+    merging = CausalLM(model=str(folder), data=data, lora={"rank": 4}, merge=True)
+    assert merging.registration().lineage["lora"] == used
+
+
+def test_adapters_of_a_version_that_did_not_record_alpha_are_scaled_by_two() -> None:
+    assert LoraSpec.parse({"rank": 16, "alpha": None}).alpha == 32
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from shoal.config import last_override
 from shoal.errors import ConfigError
+from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.source import make_absolute, make_model_name
 from shoal.libs.hf.transfer import KINDS
 from shoal.train.launch.overrides import spec_from_overrides
@@ -52,4 +53,7 @@ def make_spec(overrides: list[str]) -> TrainSpec:
             "stop": {"epochs": 1},
         }
     )
-    return base.override(overrides)
+    spec = base.override(overrides)
+    if spec.args.get("lora") is not None:  # the record has what was used, also of what was not given
+        spec = spec.update({"args": {**spec.args, "lora": LoraSpec.parse(spec.args["lora"]).model_dump()}})
+    return spec

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -36,19 +36,19 @@ PACKABLE = (
 class LoraSpec(Spec):
     """Adapters of low rank (arXiv:2106.09685) on linear layers.
 
-    alpha:   their outputs are scaled by alpha / rank; None: 2 * rank
+    alpha:   their outputs are scaled by alpha / rank; None, as in versions that did not record it, is 2 * rank
     modules: the last parts of the layers' names, or "all-linear"; None: those that peft chooses for the type of model
     """
 
     rank: int = Field(default=8, ge=1)
-    alpha: float | None = Field(default=None, gt=0)
+    alpha: float = Field(default=8.0, gt=0)  # peft's default
     dropout: float = Field(default=0.0, ge=0, lt=1)
     modules: list[str] | str | None = None
 
-    @property
-    def scale(self) -> float:
-        """The factor of an adapter's product."""
-        return (self.alpha or 2.0 * self.rank) / self.rank
+    @field_validator("alpha", mode="before")
+    @classmethod
+    def _read_unrecorded_alpha(cls, alpha: object, others: ValidationInfo) -> object:
+        return 2 * others.data["rank"] if alpha is None and "rank" in others.data else alpha
 
 
 def build_network(auto: str, config: Mapping[str, Any], dtype: str, inputs: Sequence[str]) -> nn.Module:
@@ -202,7 +202,7 @@ def add_adapters(network: nn.Module, lora: LoraSpec) -> None:
     output = _get_output_weight(network)
     settings = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.scale * lora.rank,
+        lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.modules,
         fan_in_fan_out=any(isinstance(each, Conv1D) for each in network.modules()),  # whose weights are transposed

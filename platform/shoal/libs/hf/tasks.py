@@ -68,15 +68,16 @@ class HuggingFaceTask(Transferable):
     ) -> None:
         model, data = make_absolute(model), make_absolute(data)
         validation = make_absolute(validation) if isinstance(validation, str) else validation
+        self.lora = None if lora is None else LoraSpec.parse(lora)
+        adapters = self.lora and self.lora.model_dump()
         given: dict[str, Any] = {
             **{"model": model, "data": data, "validation": validation, "dtype": dtype, "labels": labels},
-            **{"lora": lora, "merge": merge, "config": config, "base": base},
+            **{"lora": adapters, "merge": merge, "config": config, "base": base},
         }
         self.args: dict[str, Any] = self._given(given)
         self._model, self._data, self._validation, self._dtype = model, data, validation, dtype
         self._labels, self._merge, self._config, self._base = labels, merge, config, base
         check_labels(labels)
-        self.lora = None if lora is None else LoraSpec.parse(lora)
         if merge and lora is None:
             raise ConfigError("merge", merge, "merges adapters, and there are none", "give lora.rank=8, say")
 
@@ -142,7 +143,7 @@ class HuggingFaceTask(Transferable):
         if self.lora is None:
             return Registration(args, files, lineage)
         if self._merge:
-            return Registration(args, files, lineage, self.merge_weights)
+            return Registration(args, files, {**lineage, "lora": self.lora.model_dump()}, self.merge_weights)
         base = register_base(self, self._model)
         found = {**args, "base": base.ref, "lora": self.lora.model_dump()}
         return Registration(found, files, {"base": base.ref, "base_sha256": base.manifest.sha256})

@@ -6,6 +6,8 @@ Called by every plan. Supports DTensors: a part that several ranks have is count
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -77,7 +79,9 @@ def _make_buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
 def global_norm(
     parameters: Iterable[nn.Parameter], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The L2 norm of all gradients, each part counted once. Collective if there are DTensors or a `group`.
+    """The L2 norm of all gradients, each part counted once, in their widest dtype and at least in float32.
+
+    Collective if there are DTensors or a `group`.
 
     device: of the parameters, and of the norm, even without any gradient
     group:  the ranks over which full parameters are distributed, each on one rank (stages)
@@ -98,10 +102,10 @@ def global_norm(
             plain.append(grad)
     squares = [_sum_squares(plain)] if plain else []
     squares += [_sum_dtensor_squares(grads) for grads in split.values()]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device, dtype=torch.float64)
     if group is not None:
         dist.all_reduce(total, group=group)
-    return total.sqrt()
+    return total.sqrt().to(_find_norm_dtype([*plain, *chain.from_iterable(split.values())]))
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.device) -> Tensor:
@@ -123,7 +127,14 @@ def scale(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
 
 
 def _sum_squares(tensors: list[Tensor]) -> Tensor:
-    return torch.stack([norm.float() for norm in torch._foreach_norm(tensors)]).square().sum()
+    """In float64, which ranks with gradients of different dtypes can add up."""
+    parts = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in tensors]
+    norms = torch._foreach_norm(parts, 2, _find_norm_dtype(parts))
+    return torch.stack([norm.double() for norm in norms]).square().sum()
+
+
+def _find_norm_dtype(gradients: Iterable[Tensor]) -> torch.dtype:
+    return reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32).to_real()
 
 
 def _sum_dtensor_squares(grads: list[DTensor]) -> Tensor:
