@@ -120,6 +120,23 @@ def test_compare_puts_runs_side_by_side_and_draws_them(folder: Path) -> None:
             typed(compare, *words)
 
 
+def test_rates_of_a_comparison_are_means_over_the_whole_run() -> None:
+    """The first steps are slow, and a report of many short steps counts as long as it took."""
+    with runs.create("train", "workers: 1\n", "run-1") as run:
+        run.record_event(MEASURED, step_s=0.2)  # of the steps that were profiled
+        run.log(10, {"step/seconds": 0.2, "samples/per_s": 320.0, "wait/data": 0.5})
+        run.log(110, {"step/seconds": 0.02, "samples/per_s": 3200.0, "wait/data": 0.0, "time/training_s": 4.0})
+    values = build_column(runs.load("run-1")).values
+    assert (values["training_s"], values["steps"]) == (4.0, 110.0)
+    assert values["step_s"] == pytest.approx(4.0 / 110)
+    assert values["samples_per_s"] == pytest.approx(110 * 64 / 4.0)
+    assert values["data_wait"] == pytest.approx(0.25)
+    with runs.create("actor_learner", "a: 1\n", "rl") as run:
+        run.log(1, {"steps/per_s": 100.0})
+        run.log(2, {"steps/per_s": 300.0})
+    assert build_column(runs.load("rl")).values["samples_per_s"] == 200.0
+
+
 def test_compare_marks_what_was_predicted_and_names_every_plan() -> None:
     train("run-1", [0.5])
     with runs.create("train", "workers: 2\n", "run-2") as run:

@@ -21,7 +21,7 @@ from shoal.cost.cost_table import combine_ranks, format_quantity, relative_error
 from shoal.cost.predict.dry_run import DryRun
 from shoal.cost.predict.fake_process_group import MessageCosts
 from shoal.cost.predict.message_latency import measure_latency_s
-from shoal.cost.predict.predict import _estimate_transfers, predict_cost
+from shoal.cost.predict.predict import _estimate_transfers, _extrapolate, predict_cost
 from shoal.cost.step_profile import profile_step
 from shoal.cost.step_profiler import (
     MAX_MORE,
@@ -45,6 +45,7 @@ from shoal.train.optim.ema import WeightAverage
 from shoal.train.optim.optimizers import make_optimizer
 
 WIDTH, BATCH = 32, 16
+STATES = dict.fromkeys(("memory_parameters", "memory_optimizer", "memory_average", "memory_activations"), 1.0)
 
 
 class Blocks(Task):
@@ -131,6 +132,15 @@ def test_large_batches_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
         assert scaled[name] == pytest.approx(exact[name], rel=0.1), name
 
 
+def test_a_step_is_never_predicted_to_take_less_than_one_of_fewer_samples() -> None:
+    """Other load on the machine slowed the smaller of two steps."""
+    small = DryRun({"step_s": 0.9, "memory_peak": 10.0} | STATES, (), busy_s={(0, "forward"): 0.4})
+    large = replace(small, values=small.values | {"step_s": 0.8, "memory_peak": 12.0}, busy_s={(0, "forward"): 0.3})
+    found = _extrapolate(small, large, 31.0)
+    assert (found.values["step_s"], found.values["memory_peak"]) == (0.8, 72.0)
+    assert found.busy_s == {(0, "forward"): 0.3}
+
+
 def test_it_leaves_no_trace() -> None:
     random.seed(1)
     np.random.seed(1)
@@ -163,7 +173,8 @@ def probed(num_metered: int = 1) -> tuple[ParallelModel, Optimizer, Any, StepPro
     return model, optimizer, batch, StepProfiler(model, optimizer, world, num_metered)
 
 
-def test_a_probe_measures_one_step_and_what_was_predicted() -> None:
+def test_a_probe_measures_one_step_and_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.cost.step_profiler.MIN_TIMED_S", 1e6)  # every step is short
     model, optimizer, batch, probe = probed()
     due = []
     for step in range(NUM_WARM_UP + NUM_TIMED + 1 + MAX_MORE + 1):
@@ -173,7 +184,7 @@ def test_a_probe_measures_one_step_and_what_was_predicted() -> None:
         if probe.is_due:
             due.append(step)
             measured = probe.collect_table()
-    assert due == [NUM_WARM_UP + NUM_TIMED, NUM_WARM_UP + NUM_TIMED + MAX_MORE]  # of such short steps, more are timed
+    assert due == [NUM_WARM_UP + NUM_TIMED, NUM_WARM_UP + NUM_TIMED + MAX_MORE]
     assert probe.is_done
     predicted = table()
     for name in ("memory_peak", "memory_activations", "flops_step", "sent_bytes", "memory_optimizer"):

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 
 from shoal.cost.cost_table import MEASURED, PREDICTED, CostTable
@@ -36,9 +37,9 @@ ROWS = {
     "bubble": ("share", "pipeline bubble"),
     "parameters": ("count", "parameters"),
 }
-# Metric names of these rows: the newest value counts.
+STEP_S, TRAINING_S = "step/seconds", "time/training_s"
+# Metric names of these rows: the mean over the training time.
 _METRIC_NAMES = {
-    "training_s": ("time/training_s",),
     "samples_per_s": ("samples/per_s", "steps/per_s"),
     "data_wait": ("wait/data",),
     "communication": ("wait/communication",),
@@ -80,11 +81,8 @@ def build_column(run: Run, metric: str | None = None) -> Column:
     predicted, measured = (CostTable.from_details(last.get(kind, {})).values for kind in (PREDICTED, MEASURED))
     values = {name: value for name, value in (predicted | measured).items() if name in ROWS}
     only_predicted = frozenset(values) - measured.keys() - {"parameters"}  # parameters are counted exactly
-    latest = run.latest()
-    for name, candidates in _METRIC_NAMES.items():
-        found = next((latest[each] for each in candidates if each in latest), math.nan)
-        if math.isfinite(found):
-            values[name] = found
+    rates = _measure_rates(metrics)
+    values |= rates
     values["lived_s"] = lived_s
     if len(metrics):
         values["steps"] = float(metrics.index.max())
@@ -96,7 +94,27 @@ def build_column(run: Run, metric: str | None = None) -> Column:
     headline = _find_best(metrics, metric) if metric else run.best()
     curve = _build_curve(metrics, headline[0], lives) if headline else ([], [])
     plans = ", ".join(dict.fromkeys(str(each.get("plan", "-")) for each in began["details"])) or "-"
-    return Column(run, plans, workers, price, headline, values, only_predicted - _METRIC_NAMES.keys(), curve)
+    return Column(run, plans, workers, price, headline, values, only_predicted - rates.keys(), curve)
+
+
+def _measure_rates(metrics: DataFrame) -> dict[str, float]:
+    """The means over the run of what a report has for the time since the last one.
+
+    A run that does not report the seconds of a step has reports at equal intervals.
+    """
+    spent_s, values = metrics["time"] * 0.0 + 1.0, dict[str, float]()
+    if STEP_S in metrics:
+        mean_s = metrics[STEP_S].dropna()
+        num_steps = np.diff(mean_s.index, prepend=0)
+        spent_s = mean_s * num_steps
+        values |= {"training_s": float(spent_s.sum()), "step_s": float(spent_s.sum() / num_steps.sum())}
+    if TRAINING_S in metrics:
+        values["training_s"] = float(metrics[TRAINING_S].max())
+    for row, names in _METRIC_NAMES.items():
+        if (name := next((each for each in names if each in metrics), None)) is not None:
+            known = metrics[name].reindex(spent_s.index).dropna()
+            values[row] = float((known * spent_s[known.index]).sum() / spent_s[known.index].sum())
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def _find_num_workers(began: DataFrame, attempt_began_s: float, otherwise: int) -> int:

@@ -207,7 +207,7 @@ def _time_step(
     step_s = time.perf_counter() - began_s
     busy_s = {name: seconds - before_s.get(name, 0.0) for name, seconds in model.busy_by_stage.items()}
     scheduled_s = model.scheduled_s - scheduled_s
-    besides_s = scheduled_s - sum(busy_s.values()) - (handled.total_s - handled_s)
+    besides_s = max(0.0, scheduled_s - sum(busy_s.values()) - (handled.total_s - handled_s))
     return _StepTimes(step_s, scheduled_s, busy_s, besides_s)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -196,13 +197,19 @@ def _run_round(run: Callable[[int, SimulatedRanks], DryRun], degrees: ParallelDi
 
 
 def _extrapolate(one: DryRun, two: DryRun, by: float) -> DryRun:
-    """Extrapolate linearly, from `one` and `two` times the samples."""
-    values = {name: one.values[name] + (two.values[name] - one.values[name]) * by for name in one.values}
+    """Extrapolate linearly, from `one` and `two` times the samples.
+
+    Nothing becomes less than it is with the larger sample: a time may, where other load slowed the smaller one.
+    """
+
+    def extend(one: dict[Any, float], two: dict[Any, float]) -> dict[Any, float]:
+        return {name: max(two[name], one[name] + (two[name] - one[name]) * by) for name in one}
+
+    values, busy_s = extend(one.values, two.values), extend(one.busy_s, two.busy_s)
     # All of them, when backward begins.
     alive = ("memory_parameters", "memory_optimizer", "memory_average", "memory_activations")
     values["memory_peak"] = max(values["memory_peak"], sum(values[name] for name in alive))
-    busy_s = {name: one.busy_s[name] + (two.busy_s[name] - one.busy_s[name]) * by for name in one.busy_s}
-    handed = {stage: size + (two.handed_bytes[stage] - size) * by for stage, size in one.handed_bytes.items()}
+    handed = extend(one.handed_bytes, two.handed_bytes)
     small = {(each.ranks, each.is_shared): each.sent_bytes for each in one.traffic}
     traffic = tuple(_extrapolate_traffic(each, small.get((each.ranks, each.is_shared)), by) for each in two.traffic)
     messages_s = one.messages_s | two.messages_s

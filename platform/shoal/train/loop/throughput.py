@@ -38,9 +38,9 @@ class ThroughputMeter:
         """Seconds of training steps, over all attempts, without evaluations and checkpoints."""
         return self._training_before_s + time.perf_counter() - self._began_s - self._paused_s
 
-    def count_step(self, num_samples: int) -> None:
-        """Count a step over this number of samples, of all ranks."""
-        self._steps += 1
+    def count_steps(self, num_steps: int, num_samples: int) -> None:
+        """Count steps over this number of samples, of all ranks. Replicas without waiting make several at once."""
+        self._steps += num_steps
         self._samples += num_samples
 
     @contextmanager

@@ -206,7 +206,8 @@ class Trainer:
         self._loss_names = self._loss_names or tuple(sorted(named))
         self._pending_steps.append(PendingStep(step, loss, norm, parts.training.last_indices, named, weight))
         self._callbacks.end_step(self._progress.step, loss)
-        self._meter.count_step(self.spec.batch_size * (self._progress.step - step))
+        num_steps = self._progress.step - step
+        self._meter.count_steps(num_steps, self.spec.batch_size * num_steps)
         if self._profiler is not None and self._profiler.is_due:
             self._report_cost(self._profiler)
 
