@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from shoal.cost.predict import fake_tensors
@@ -74,3 +75,12 @@ def test_links_that_nothing_measures_must_be_given(file: Path) -> None:
     spec = spec_from_overrides([f"task={file}:Text", "device=cpu", "batch_size=32"])
     with pytest.raises(ConfigError, match="device_bandwidth=300GB"):
         planner.rank_plans(make_task(spec.task, {}), spec, HardwareSpec(devices=2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+@pytest.mark.parametrize(("missing", "example"), [("device_flops", "400TFLOP"), ("device_memory", "80GB")])
+def test_what_a_gpu_that_is_not_here_has_must_be_given(file: Path, missing: str, example: str) -> None:
+    spec = spec_from_overrides([f"task={file}:Text", "device=cuda", "batch_size=32"])
+    given = [each for each in (*HARDWARE, "device_memory=80GB") if not each.startswith(missing)]
+    with pytest.raises(ConfigError, match=f"{missing}={example}"):
+        planner.rank_plans(make_task(spec.task, {}), spec, HardwareSpec().override(given))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from typing import Any
 
@@ -224,6 +225,27 @@ def test_gpus_copy_nothing_to_exchange() -> None:
     cpu, gpu = (each.run_step(spec.parallel, spec.resolve_dims(), 4, 2) for each in fakes)
     assert gpu.values["sent_bytes"] == pytest.approx(cpu.values["sent_bytes"] * 3 / 4, rel=0.05)  # Gloo reduces all
     assert gpu.memory_peak < cpu.memory_peak
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+@pytest.mark.usefixtures("_small_limit")
+@pytest.mark.parametrize("words", [("parallel=fsdp", "workers=4"), ("parallel=pipeline", "workers=4")])
+def test_the_time_on_gpus_that_are_not_here_is_not_predicted(words: tuple[str, ...]) -> None:
+    found, here = count(*words, "device=cuda"), count(*words)
+    assert not math.isfinite(found["step_s"])
+    assert any("times are not predicted" in note for note in found.notes)
+    assert found["flops_step"] == here["flops_step"]
+    assert here["step_s"] > 0
+
+
+@pytest.mark.usefixtures("_small_limit")
+def test_weights_that_are_gathered_in_bf16_are_counted() -> None:
+    plan = ("parallel=fsdp", "workers=4")
+    gathered, whole = count(*plan, "parallel.precision=bf16_params"), count(*plan, "parallel.precision=bf16")
+    assert gathered["memory_peak"] < whole["memory_peak"]
+    assert gathered["flops_forward_sample"] == whole["flops_forward_sample"]
+    with pytest.raises(PlanError, match="bf16_params.*single gathers none"):
+        count("parallel.precision=bf16_params")
 
 
 @pytest.mark.usefixtures("_small_limit")

@@ -87,8 +87,8 @@ def make_pipeline(fake: FakeTask, parallel: ParallelSpec, degrees: ParallelDims)
 def predict_on_fake_tensors(
     task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer, data: Data
 ) -> CostTable:
-    """The table for `task` under `spec`, without its model. Its times are those of the operations at this machine's
-    rate in large matrix products.
+    """The table for `task` under `spec`, without its model. Its times are those of the operations at the rate of this
+    machine's device in large matrix products; it has none for ranks on GPUs, where this machine has no GPU.
 
     Raises PlanError, DataError or ConfigError for a run that is impossible, and what the model raises on fake tensors.
     """
@@ -97,8 +97,11 @@ def predict_on_fake_tensors(
     with preserve_process(spec.seed, spec.threads or torch.get_num_threads()):
         fake = open_task(task, spec, make_optimizer, data)
         check_plan(fake.model, task, parallel, degrees)
-        alone = fake.read_step(ParallelSpec(precision=parallel.precision), ParallelDims(), samples)
-        rate = measure_peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"), parallel.precision)
+        precision = "bf16" if parallel.precision == "bf16_params" else parallel.precision  # of gathered weights
+        alone = fake.read_step(ParallelSpec(precision=precision), ParallelDims(), samples)
+        is_here = torch.cuda.is_available() or not fake.is_cuda
+        device = torch.device("cuda" if fake.is_cuda else "cpu")
+        rate = measure_peak_flops(device, parallel.precision) if is_here else None
         values, notes, rows = _read_plan(fake, parallel, degrees, samples, rate)
     flops = {"flops_forward_sample": "flops_forward", "flops_backward_sample": "flops_backward"}
     parameters = list(fake.model.parameters())
@@ -113,24 +116,30 @@ def predict_on_fake_tensors(
 
 
 def _read_plan(
-    fake: FakeTask, parallel: ParallelSpec, degrees: ParallelDims, samples: int, rate: float
+    fake: FakeTask, parallel: ParallelSpec, degrees: ParallelDims, samples: int, rate: float | None
 ) -> tuple[dict[str, float], list[str], list[PlacementRow]]:
-    """The numbers of a rank, what is to be said of them, and which rank stores what."""
-    notes = [f"times are those of the operations at {rate / 1e9:,.0f} GFLOP a second"]
+    """The numbers of a rank, what is to be said of them, and which rank stores what.
+
+    rate: operations a second; None: unknown, and no time is predicted
+    """
+    notes = ["times are not predicted: this machine has no GPU; shoal plan predicts them, given device_flops=400TFLOP"]
+    if rate is not None:
+        notes = [f"times are those of the operations at {rate / 1e9:,.0f} GFLOP a second"]
     if degrees.tensor > 1:
         notes.append("layers are split where their sizes allow it; a run also tries whether their values do")
     if degrees.pipeline == 1:
         step = fake.read_step(parallel, degrees, samples * parallel.accumulate)
         rows = [] if degrees.tensor > 1 else build_placement(fake.model, degrees, None, None)
-        return {**step.values, "step_s": step.values["flops_rank"] / rate}, notes, rows
+        times = {} if rate is None else {"step_s": step.values["flops_rank"] / rate}
+        return {**step.values, **times}, notes, rows
     pipeline = make_pipeline(fake, parallel, degrees)
     flat = replace(degrees, pipeline=1)
     steps = fake.read_depths(parallel.model_copy(update={"pipeline": 1, "accumulate": 1}), flat, samples)
     whole, stage = steps.at(pipeline.num_blocks), pipeline.read_stage(steps)
-    played = pipeline.simulate(*(whole.values[f"flops_{way}"] / rate for way in ("forward", "backward")))
+    played = pipeline.simulate(*(whole.values[f"flops_{way}"] / (rate or 1.0) for way in ("forward", "backward")))
     repeats = pipeline.micro_batches * parallel.accumulate
     flops = whole.values["flops_rank"] / degrees.pipeline * repeats
     sent = stage.values["sent_bytes"] + 2 * whole.handed_bytes * repeats
-    times = {"bubble": played.idle_share, "step_s": played.step_s * parallel.accumulate}
+    times = {"bubble": played.idle_share} | ({} if rate is None else {"step_s": played.step_s * parallel.accumulate})
     notes.append("a stage is counted as an equal part of the blocks and half of the rest")
     return {**stage.values, "flops_rank": flops, "sent_bytes": sent, **times}, notes, []

@@ -207,9 +207,14 @@ def _prepare_large(task: Task, spec: TrainSpec, hardware: HardwareSpec) -> Large
     if devices > 1 and hardware.device_bandwidth is None:
         problem = f"{devices} devices of a host need one, since this model is too large to measure it with"
         raise ConfigError("device_bandwidth", None, problem, "for example device_bandwidth=300GB")
+    if spec.device == "cuda" and not torch.cuda.is_available():
+        for name, example in (("device_flops", "400TFLOP"), ("device_memory", "80GB")):
+            if getattr(hardware, name) is None:
+                problem = "is needed for device=cuda: this machine has no GPU to read it from"
+                raise ConfigError(name, None, problem, f"for example {name}={example}")
     single = spec.override(["parallel=single", "sync=all_reduce", "workers=1"])
     fake = open_task(task, single, make_optimizer, task.data())
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", 0) if fake.is_cuda else torch.device("cpu")
     with preserve_process(spec.seed, cores):
         flops = hardware.device_flops or measure_peak_flops(device, spec.parallel.precision)
     machine = Machine(
