@@ -157,6 +157,89 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 ]
 
 
+INSECURE = ("endpoint", "digits", "endpoint.insecure=true", *PLAIN)
+TAINT = "kube.workers.tolerations=[{{{}}}]"
+# The rules of Kubernetes' API server and of KubeRay's containers, which the schemas do not have.
+REFUSED += [
+    (("cluster", *PLAIN, TAINT.format("key: a, operator: Exist")), "kube.workers.tolerations.0.operator = 'Exist'"),
+    (("cluster", *PLAIN, TAINT.format("key: a, effect: NoSchedul")), "kube.workers.tolerations.0.effect"),
+    (("cluster", *PLAIN, TAINT.format("key: a, operater: Exists")), "kube.workers.tolerations.0.operater"),
+    (("cluster", *PLAIN, TAINT.format("key: a b, operator: Exists")), "'a b' is no key"),
+    (("cluster", *PLAIN, TAINT.format("key: a, value: x y")), "kube.workers.tolerations.0.value"),
+    (("cluster", *PLAIN, TAINT.format("key: a, operator: Exists, value: x")), "leave it out, or give Equal"),
+    (("cluster", *PLAIN, TAINT.format("effect: NoSchedule")), "has no key"),
+    (("cluster", *PLAIN, TAINT.format("key: a, value: b, tolerationSeconds: 3")), "effect: NoExecute"),
+    (("cluster", *PLAIN, "kube.head.tolerations=[{key: a, operator: exists}]"), "kube.head.tolerations.0.operator"),
+    (
+        ("cluster", *PLAIN, "kube.groups=[{name: b, tolerations: [{key: a, effect: no}]}]"),
+        "kube.groups.0.tolerations.0",
+    ),
+    (("cluster", *PLAIN, "kube.workers.node_selector={my role: x}"), "kube.workers.node_selector"),
+    (("cluster", *PLAIN, "kube.workers.node_selector={role: x/y}"), "'x/y' is no value"),
+    (("cluster", *PLAIN, "kube.workers.node_selector={Example.org/role: x}"), "'Example.org/role' is no key"),
+    (("cluster", *PLAIN, "kube.service_annotations={example.org/a b: x}"), "'example.org/a b' is no key"),
+    (("cluster", *PLAIN, "kube.service_annotations={a/b/c: x}"), "kube.service_annotations"),
+    (("cluster", *PLAIN, f"kube.service_annotations={{{'a' * 64}: x}}"), "kube.service_annotations"),
+    (("cluster", *PLAIN, "kube.credentials=a..b"), "kube.credentials"),
+    (("cluster", *PLAIN, "kube.gpu_resource=-/gpu"), "kube.gpu_resource"),
+    *(
+        (("cluster", STORE, f"kube.image={image}"), "kube.image")
+        for image in (
+            "My/Shoal:1",
+            "shoal 1",
+            "shoal:",
+            "host:port/shoal",
+            "a//b",
+            "shoal@sha256:12",
+            "https://a.b/c:1",
+        )
+    ),
+    ((*INSECURE, "endpoint.num_cpus=8"), "endpoint.num_cpus = 8.0: is more than the 4 CPUs of a pod"),
+    ((*INSECURE, "endpoint.num_gpus=1"), "kube.workers.gpus=1"),
+    ((*INSECURE, "endpoint.model.device=cuda"), "endpoint.num_gpus"),
+    ((*INSECURE, "endpoint.num_gpus=2", "kube.workers.gpus=1"), "at most 1"),
+    ((*INSECURE, "endpoint.num_cpus=3", "endpoint.num_replicas=5"), "endpoint.num_replicas = 5"),
+    ((*INSECURE, "endpoint.num_cpus=4", "endpoint.scale={min: 5, max: 8}"), "endpoint.scale.min = 5"),
+    (
+        (
+            *INSECURE,
+            "endpoint.num_cpus=8",
+            "endpoint.num_gpus=1",
+            "kube.workers.gpus=1",
+            "kube.groups=[{name: b, cpus: 8}]",
+        ),
+        "0 processes of 8 CPUs and 1 GPUs",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("cluster", STORE, "kube.image=shoal"),
+        ("cluster", STORE, "kube.image=REGISTRY/shoal:1"),
+        ("cluster", STORE, "kube.image=localhost:5000/lab/my_shoal--x.y:v1.2-RC_3"),
+        ("cluster", STORE, f"kube.image=ghcr.io/lab/shoal:1@sha256:{'0a' * 32}"),
+        ("cluster", *PLAIN, TAINT.format("operator: Exists")),
+        ("cluster", *PLAIN, TAINT.format("key: a.b/c, value: '', effect: PreferNoSchedule")),
+        ("cluster", *PLAIN, TAINT.format("key: a, operator: Exists, effect: NoExecute, tolerationSeconds: 0")),
+        ("cluster", *PLAIN, "kube.service_annotations={Example.org/A_b.c: 'any text: 1'}", "kube.name=lab"),
+        ("cluster", *PLAIN, "kube.workers.node_selector={cloud.google.com/gke-spot: 'true', role: ''}"),
+        (*INSECURE, "endpoint.num_cpus=0.1", "endpoint.num_replicas=160"),
+        (
+            *INSECURE,
+            "endpoint.num_gpus=0.5",
+            "kube.groups=[{name: b, cpus: 1, gpus: 1, max: 1}]",
+            "endpoint.num_replicas=2",
+        ),
+        (*INSECURE, "endpoint.model.device=cuda", "kube.workers.gpus=1", "endpoint.num_replicas=4"),
+    ],
+)
+def test_what_kubernetes_accepts_is_rendered(words: tuple[str, ...], tmp_path: Path) -> None:
+    documents = render(tmp_path / "out", words)
+    assert not [problem for each in documents if each["apiVersion"] == "ray.io/v1" for problem in find_problems(each)]
+
+
 @pytest.mark.parametrize(("words", "named"), REFUSED, ids=range(len(REFUSED)))
 def test_a_wrong_spec_is_refused_before_anything_is_written(words: tuple[str, ...], named: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -244,7 +244,7 @@ def test_weights_that_are_gathered_in_bf16_are_counted() -> None:
     gathered, whole = count(*plan, "parallel.precision=bf16_params"), count(*plan, "parallel.precision=bf16")
     assert gathered["memory_peak"] < whole["memory_peak"]
     assert gathered["flops_forward_sample"] == whole["flops_forward_sample"]
-    with pytest.raises(PlanError, match="bf16_params.*single gathers none"):
+    with pytest.raises(PlanError, match=r"bf16_params.*single gathers none"):
         count("parallel.precision=bf16_params")
 
 

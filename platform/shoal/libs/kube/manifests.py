@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -83,6 +84,7 @@ def make_endpoint(spec: KubeSpec, models: Sequence[str], fields: dict[str, Any])
     own = {"name": spec.name, "num_cpus": 0.5, **fields, **reach}
     parsed = EndpointSpec.parse(own)
     require_no_secrets(parsed, fields)
+    require_pods(parsed, spec)
     config = {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": SERVE_PORT},
@@ -127,6 +129,29 @@ def require_no_secrets(endpoint: EndpointSpec, fields: dict[str, Any]) -> None:
         if not key.key.get_secret_value().startswith("sha256:"):
             remedy = 'give its hash: `printf %s "$KEY" | sha256sum` behind sha256:'
             raise ConfigError(f"endpoint.keys.{number}.key", "***", "would be in the manifest", remedy)
+
+
+def require_pods(endpoint: EndpointSpec, spec: KubeSpec) -> None:
+    """Raises ConfigError for an endpoint with a replica, or a worker of one, that no pod holds, or more than all do."""
+    share = min(1.0, 1 / endpoint.most_replicas) if endpoint.needs_cuda else 0.0
+    needs = {"cpus": endpoint.num_cpus, "gpus": share if endpoint.num_gpus is None else endpoint.num_gpus}
+    for kind, need in needs.items():
+        most = max(getattr(group, kind) for group in spec.all_groups)
+        if need > most:
+            problem = f"is more than the {most} {kind[:3].upper()}s of a pod"
+            remedy = f"give kube.workers.{kind}={math.ceil(need)}" + (f", or at most {most}" if most else "")
+            raise ConfigError(f"endpoint.num_{kind}", need, problem, remedy)
+    num_places = 0.0
+    for group in spec.all_groups:
+        in_pod = min(
+            (int(getattr(group, kind) / need + 1e-9) for kind, need in needs.items() if need), default=math.inf
+        )
+        num_places += in_pod * (group.max if spec.autoscale else group.min)
+    if endpoint.least_replicas * endpoint.num_workers > num_places:
+        field = "num_replicas" if endpoint.scale is None else "scale.min"
+        size = f"{needs['cpus']:g} CPUs and {needs['gpus']:g} GPUs"
+        problem = f"is more than all pods hold: {num_places:g} processes of {size}"
+        raise ConfigError(f"endpoint.{field}", endpoint.least_replicas, problem, "give kube.workers.max more")
 
 
 def _probe(endpoint: EndpointSpec) -> Document:

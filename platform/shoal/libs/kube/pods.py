@@ -45,7 +45,7 @@ def make_worker_group(spec: KubeSpec, group: WorkerGroup, readiness: Document | 
         labels, taint = SPOT_NODES[group.spot]
         template["spec"]["nodeSelector"] = {**labels, **group.node_selector}
         accepted = [{"key": taint, "operator": "Exists", "effect": "NoSchedule"}] if taint else []
-        template["spec"]["tolerations"] = [*accepted, *group.tolerations]
+        template["spec"]["tolerations"] = [*accepted, *_list_tolerations(group)]
     return {
         "groupName": group.name,
         "replicas": group.min,
@@ -137,8 +137,12 @@ def _make_template(spec: KubeSpec, pod: PodSpec, container: Document) -> Documen
     if pod.node_selector:
         made["nodeSelector"] = dict(pod.node_selector)
     if pod.tolerations:
-        made["tolerations"] = list(pod.tolerations)
+        made["tolerations"] = _list_tolerations(pod)
     return {"metadata": {"labels": {NAME_LABEL: spec.name}}, "spec": made}
+
+
+def _list_tolerations(pod: PodSpec) -> list[Document]:
+    return [each.model_dump(exclude_unset=True) for each in pod.tolerations]
 
 
 def _list_ports(ports: dict[str, int]) -> list[Document]:

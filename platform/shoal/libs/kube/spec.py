@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, ValidationInfo, field_validator, model_validator
 
 from shoal.config import Spec
 from shoal.store.location import require_location
@@ -14,9 +14,41 @@ DRIVER_GROUP = "driver"  # where the gateway of a job is; added to a job with `g
 MAX_NAME_CHARS = 47  # KubeRay adds to it, and refuses names of clusters beyond 53
 OWN_VARIABLES = ("SHOAL_HOME", "SHOAL_STORE", "RAY_ADDRESS", "RAY_AUTH_MODE")
 
+# The rules of Kubernetes' API server for names, keys and values, and of a container's runtime for an image.
+_PART = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_DNS = rf"{_PART}(\.{_PART})*"
+_WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_HOST = rf"({_DNS.replace('a-z', 'A-Za-z')}|\[[0-9A-Fa-f:]+\])(:[0-9]+)?"
+_PATH = r"[a-z0-9]+(([._]|__|-+)[a-z0-9]+)*"
+_IMAGE = rf"({_HOST}/)?{_PATH}(/{_PATH})*(:[A-Za-z0-9_][-A-Za-z0-9_.]{{0,127}})?(@[A-Za-z0-9_+.-]+:[0-9a-fA-F]{{32,}})?"
+
+
+def _require_key(key: str) -> str:
+    """Raises ValueError for what is no key of a label, an annotation or a taint."""
+    if len(key.rpartition("/")[0]) > 253 or not re.fullmatch(rf"({_DNS}/)?{_WORD}", key):
+        rule = "NAME or PREFIX/NAME, as in example.org/role: letters, digits, - _ and ., at most 63 of them in NAME"
+        raise ValueError(f"{key!r} is no key: give {rule}")
+    return key
+
+
+def _require_value(value: str) -> str:
+    """Raises ValueError for what is no value of a label or a taint."""
+    if not re.fullmatch(rf"({_WORD})?", value):
+        raise ValueError(f"{value!r} is no value of a label: give at most 63 letters, digits, - _ and .")
+    return value
+
+
+def _require_labels(labels: dict[str, str]) -> dict[str, str]:
+    for key, value in labels.items():
+        _require_key(key)
+        _require_value(value)
+    return labels
+
+
 Label = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
-ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
-OptionalName = Annotated[str, StringConstraints(pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)]
+ObjectName = Annotated[str, StringConstraints(pattern=rf"^{_DNS}$", max_length=253)]
+OptionalName = Annotated[str, StringConstraints(pattern=rf"^({_DNS})?$", max_length=253)]
+Labels = Annotated[dict[str, str], AfterValidator(_require_labels)]
 Quantity = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*(\.[0-9]+)?([kMGTP]|[KMGTP]i)?$")]
 
 # What selects a cloud's nodes that may be taken away at any time: labels, and the taint to tolerate, if there is one.
@@ -26,6 +58,28 @@ SPOT_NODES: dict[str, tuple[dict[str, str], str]] = {
     "aks": ({"kubernetes.azure.com/scalesetpriority": "spot"}, "kubernetes.azure.com/scalesetpriority"),
     "karpenter": ({"karpenter.sh/capacity-type": "spot"}, ""),
 }
+
+
+class Toleration(Spec):
+    """A taint of machines that pods accept, in Kubernetes' own words."""
+
+    key: str = ""
+    operator: Literal["Equal", "Exists"] = "Equal"
+    value: Annotated[str, AfterValidator(_require_value)] = ""
+    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
+    tolerationSeconds: int | None = None
+
+    @model_validator(mode="after")
+    def _go_together(self) -> Toleration:
+        if self.key:
+            _require_key(self.key)
+        elif self.operator == "Equal":
+            raise ValueError("has no key: give one, or operator: Exists, which accepts every taint")
+        if self.operator == "Exists" and self.value:
+            raise ValueError("has a value that operator: Exists does not compare: leave it out, or give Equal")
+        if self.tolerationSeconds is not None and self.effect != "NoExecute":
+            raise ValueError("has tolerationSeconds, which are for effect: NoExecute")
+        return self
 
 
 class PodSpec(Spec):
@@ -39,8 +93,8 @@ class PodSpec(Spec):
 
     cpus: int = Field(default=2, ge=1, le=1024)
     memory: Quantity = "8Gi"
-    node_selector: dict[str, str] = Field(default_factory=dict)
-    tolerations: list[dict[str, Any]] = Field(default_factory=list)
+    node_selector: Labels = Field(default_factory=dict)
+    tolerations: list[Toleration] = Field(default_factory=list)
 
 
 class WorkerGroup(PodSpec):
@@ -118,7 +172,7 @@ class KubeSpec(Spec):
     groups: list[WorkerGroup] = Field(default_factory=list)
     autoscale: bool = True
     idle_s: int = Field(default=60, ge=0)
-    gpu_resource: str = Field(default="nvidia.com/gpu", pattern=r"^[a-z0-9.-]+/[A-Za-z0-9_.-]+$")
+    gpu_resource: str = Field(default="nvidia.com/gpu", pattern=rf"^{_DNS}/{_WORD}$")
     service_type: Literal["ClusterIP", "LoadBalancer", "NodePort"] = "ClusterIP"
     service_annotations: dict[str, str] = Field(default_factory=dict)
     tls_secret: OptionalName = ""
@@ -133,6 +187,22 @@ class KubeSpec(Spec):
     def all_groups(self) -> list[WorkerGroup]:
         """All groups that compute."""
         return [self.workers, *self.groups]
+
+    @field_validator("image")
+    @classmethod
+    def _is_reference(cls, image: str) -> str:
+        if image and not re.fullmatch(_IMAGE, image):
+            raise ValueError(
+                "is no image: give HOST/PATH:TAG, as in example.org/lab/shoal:1, with a path in lower case"
+            )
+        return image
+
+    @field_validator("service_annotations")
+    @classmethod
+    def _have_keys(cls, annotations: dict[str, str]) -> dict[str, str]:
+        for key in annotations:
+            _require_key(key.lower())  # Kubernetes ignores the case of an annotation's prefix
+        return annotations
 
     @field_validator("store")
     @classmethod
