@@ -131,6 +131,9 @@ def test_a_run_goes_on_when_a_server_a_worker_and_the_chief_are_killed(tmp_path:
     assert outcome.weights.is_file()
     assert outcome.metrics["loss"] < 0.7  # log(3) = 1.1 is chance
     assert processes.num_started == 4 + 3
+    assert {details["workers"] for details in log.find("training")} == {2}
+    assert log.find("cost_measured")
+    assert all("sent_bytes" not in details for details in log.find("cost_measured"))
     assert [details["index"] for details in log.find("server_lost")] == [1]
     assert sorted(details["index"] for details in log.find("worker_lost")) == [0, 1]
     assert log.steps == sorted(log.steps)  # the run never went back

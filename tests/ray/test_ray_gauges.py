@@ -10,7 +10,9 @@ import pytest
 
 import shoal.runs
 from shoal.runs import RunKind
+from shoal.runs.record import recorder as recorder_module
 from shoal.runs.record.opening import create, reopen
+from shoal.runs.run_status import Status
 
 
 class FakeGauge:
@@ -53,12 +55,41 @@ def test_a_gauge_has_the_metrics_name_and_its_member(kind: RunKind, metric: str,
     assert name_gauge(kind, metric) == expected
 
 
-def test_the_newest_finite_value_counts(values: dict[Any, float]) -> None:
+def test_a_value_that_is_not_finite_ends_its_series(values: dict[Any, float]) -> None:
+    """Ray drops what is not set again."""
     from shoal.runs.ray_gauges import RunGauges
 
     gauges = RunGauges("r", RunKind.TRAINING)
-    gauges.publish([(1, 0.0, {"loss": 2.0, "accuracy": 0.5}), (2, 0.0, {"loss": 1.0, "accuracy": math.nan})])
-    assert values == {("shoal_training_loss", "r", ""): 1.0, ("shoal_training_accuracy", "r", ""): 0.5}
+    gauges.publish([(1, 0.0, {"loss": 2.0, "accuracy": 0.5}), (2, 0.0, {"loss": math.nan, "accuracy": 0.6})])
+    assert values == {("shoal_training_accuracy", "r", ""): 0.6}
+    gauges.publish([(3, 0.0, {"loss": 1.0})])
+    assert values["shoal_training_loss", "r", ""] == 1.0
+    values.clear()
+    gauges.publish([(4, 0.0, {"loss": math.inf})])
+    assert values == {("shoal_training_accuracy", "r", ""): 0.6}
+
+
+def test_values_are_set_again_while_the_run_lives_and_not_once_it_has_ended(
+    values: dict[Any, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(recorder_module, "HEARTBEAT_INTERVAL_S", 0.0)
+    with create("train", "task: t\n", "r") as recorder:
+        recorder.log(1, {"loss": 3.0})
+        recorder.log_group(1, "actor_lag", {"a": 4.0, "b": 5.0})
+        recorder.flush()
+        recorder.log_group(2, "actor_lag", {"b": 6.0})
+        recorder.flush()
+        values.clear()
+        recorder.flush()  # with nothing new
+        assert values == {("shoal_training_loss", "r", ""): 3.0, ("shoal_training_actor_lag", "r", "b"): 6.0}
+        recorder.finish(Status.FAILED, "the loss is not finite")
+    values.clear()
+    recorder._flush(heartbeat_after_s=0.0)
+    assert values == {}
 
 
 def test_a_run_with_very_many_metrics_exports_some(values: dict[Any, float], caplog: pytest.LogCaptureFixture) -> None:

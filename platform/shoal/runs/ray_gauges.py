@@ -3,6 +3,9 @@
 Called by the recorder's thread, in the process of a job's driver. The metric `train/loss` of a training run is the
 gauge `ray_shoal_training_train_loss{run="ID"}`: Ray adds the prefix `ray_` and its own labels. The label `member` is
 the trial, the actor or the opponent of a value, and empty for those of the run.
+
+Ray drops a value that was not set again for two of its report intervals. So the recorder sets all of them with each
+heartbeat, and the series of a run end with it, however it ends.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ray.util.metrics import Gauge
 
@@ -41,11 +44,19 @@ class RunGauges:
         self._run_id, self._kind = run_id, kind
         self._gauges: dict[str, Gauge] = {}
         self._seen: set[tuple[str, str]] = set()
+        self._newest: dict[str, float] = {}
 
-    def publish(self, entries: Iterable[LogEntry]) -> None:
-        """Set each metric to its newest value; one that is not finite is left as it was."""
-        newest = {name: value for _, _, values in entries for name, value in values.items() if math.isfinite(value)}
-        for metric, value in newest.items():
+    def publish(self, entries: Iterable[LogEntry], groups: Collection[str] = ()) -> None:
+        """Set each metric to its newest value, also those without a new one; the series of a value that is not finite
+        ends.
+
+        groups: those whose members are all in `entries`
+        """
+        gone = tuple(f"{group}/" for group in groups)
+        self._newest = {name: value for name, value in self._newest.items() if not name.startswith(gone)}
+        for _, _, values in entries:
+            self._newest |= values
+        for metric, value in self._newest.items():
             name, member = name_gauge(self._kind, metric)
             if (name, member) not in self._seen:
                 if len(self._seen) >= MAX_GAUGES:
@@ -53,5 +64,6 @@ class RunGauges:
                 self._seen.add((name, member))
                 if len(self._seen) == MAX_GAUGES:
                     _log.warning("run %s: metrics beyond %d are not exported", self._run_id, MAX_GAUGES)
-            gauge = self._gauges.get(name) or self._gauges.setdefault(name, Gauge(name, metric, LABELS))
-            gauge.set(value, {"run": self._run_id, "member": member})
+            if math.isfinite(value):
+                gauge = self._gauges.get(name) or self._gauges.setdefault(name, Gauge(name, metric, LABELS))
+                gauge.set(value, {"run": self._run_id, "member": member})

@@ -38,7 +38,7 @@ from shoal.runs.record.serialization import (
     validate_metrics,
     validate_text,
 )
-from shoal.runs.record.tensorboard_writer import LogEntry, TensorBoardMirror
+from shoal.runs.record.tensorboard_writer import TensorBoardMirror
 from shoal.runs.run_kind import RunKind
 from shoal.runs.run_status import TERMINAL, Status, transition
 
@@ -290,20 +290,20 @@ class RunRecorder:
             if pending.forgotten_after is not None:
                 self._mirror.forget_after(pending.forgotten_after)
             self._mirror.enqueue(pending.logged)
-            self._publish([*pending.logged, *pending.shown, *pending.groups.values()])
+            self._publish(pending)
             if self._store_mirror is not None and pending.num_rows:
                 self._store_mirror.mark_changed()
 
-    def _publish(self, entries: Sequence[LogEntry]) -> None:
+    def _publish(self, pending: PendingWrites) -> None:
         """Set the gauges of a run on a cluster; without Ray in this process there is no exporter."""
         ray = sys.modules.get("ray")
-        if not entries or ray is None or not ray.is_initialized():
+        if ray is None or not ray.is_initialized():
             return
         if self._gauges is None:
             from shoal.runs.ray_gauges import RunGauges
 
             self._gauges = RunGauges(self.id, self._kind)
-        self._gauges.publish(entries)
+        self._gauges.publish([*pending.logged, *pending.shown, *pending.groups.values()], pending.groups)
 
     def _commit(self, pending: PendingWrites) -> None:
         run, connection = self._number, self._connection

@@ -7,6 +7,7 @@ Owns the order of events. `components` has the model, optimiser and loaders, `ch
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -77,6 +78,8 @@ class Trainer:
         config = spec.applied_sync
         share = None if config.num_lanes == 1 else (0, config.num_lanes)
         self._replica = share if connection is None else (connection.index, connection.num_workers)
+        self._num_replicas = 1 if self._replica is None else self._replica[1]
+        self._num_workers = world.size if connection is None else connection.num_workers
         self._event_log: EventLog = journal if journal is not None and world.is_first else NullLog()
         with translate_lost_ranks(world):
             self._parts = parts = build_components(spec, task, world, self._replica)
@@ -88,13 +91,13 @@ class Trainer:
             self._checkpoints = CheckpointManager(
                 spec.checkpoint, parts, world, folder / "checkpoints", self._event_log, self._store
             )
-        peak = world.size * measure_peak_flops(world.device, spec.parallel.precision)
+        peak = world.size * self._num_replicas * measure_peak_flops(world.device, spec.parallel.precision)
         self._meter = ThroughputMeter(peak, lambda: parts.model.communication_s + self.sync.waited_s)
         average = parts.average.tensors if parts.average is not None else ()
         self._profiler: StepProfiler | None = StepProfiler(
             parts.model, parts.optimizer, world, count_profiled_steps(spec), average
         )
-        self._policy = StopPolicy(spec.stop, world.size, spec.price_per_device_hour)
+        self._policy = StopPolicy(spec.stop, self._num_workers, spec.price_per_device_hour)
         self._progress = TrainProgress()
         self._num_evaluations_due = 0
         self._is_first_step = True
@@ -143,7 +146,7 @@ class Trainer:
             step=step,
             training_s=self._progress.training_s,
             plan=parts.degrees.description,
-            workers=self.world.size,
+            workers=self._num_workers,
             device=str(self.world.device),
             parameters=parts.num_parameters,
             steps_per_epoch=parts.steps_per_epoch,
@@ -231,6 +234,9 @@ class Trainer:
     def _report_cost(self, probe: StepProfiler) -> None:
         cost = probe.collect_table()
         self._profiler = None if probe.is_done else probe
+        if self._replica is not None:  # the profile is of one replica, which has its own means to exchange gradients
+            flops = self._num_replicas * cost["flops_step"]
+            cost = replace(cost, values={**cost.values, "flops_step": flops, "sent_bytes": math.nan})
         self._meter.flops_per_sample = cost["flops_step"] / self.spec.batch_size
         self._event_log.record_event(MEASURED, **cost.to_details())
 
