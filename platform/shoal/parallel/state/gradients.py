@@ -130,11 +130,11 @@ def _sum_squares(tensors: list[Tensor]) -> Tensor:
     """In float64, which ranks with gradients of different dtypes can add up."""
     parts = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in tensors]
     norms = torch._foreach_norm(parts, 2, _find_norm_dtype(parts))
-    return torch.stack([norm.double() for norm in norms]).square().sum()
+    return torch.stack(norms).double().square().sum()
 
 
 def _find_norm_dtype(gradients: Iterable[Tensor]) -> torch.dtype:
-    return reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32).to_real()
+    return reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32).to_real()
 
 
 def _sum_dtensor_squares(grads: list[DTensor]) -> Tensor:
