@@ -4,14 +4,13 @@ Called by the recorder's thread, in the process of a job's driver. The metric `t
 gauge `ray_shoal_training_train_loss{run="ID"}`: Ray adds the prefix `ray_` and its own labels. The label `member` is
 the trial, the actor or the opponent of a value, and empty for those of the run.
 
-Ray drops a value that was not set again for two of its report intervals. So the recorder sets all of them with each
-heartbeat, and the series of a run end with it, however it ends.
+Ray drops a value that is not finite, and one that was not set again for two of its report intervals. So the recorder
+sets all of them with each heartbeat, and the series of a run end with it, however it ends.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Collection, Iterable
 
@@ -47,8 +46,7 @@ class RunGauges:
         self._newest: dict[str, float] = {}
 
     def publish(self, entries: Iterable[LogEntry], groups: Collection[str] = ()) -> None:
-        """Set each metric to its newest value, also those without a new one; the series of a value that is not finite
-        ends.
+        """Set each metric to its newest value, also those without a new one.
 
         groups: those whose members are all in `entries`
         """
@@ -64,6 +62,5 @@ class RunGauges:
                 self._seen.add((name, member))
                 if len(self._seen) == MAX_GAUGES:
                     _log.warning("run %s: metrics beyond %d are not exported", self._run_id, MAX_GAUGES)
-            if math.isfinite(value):
-                gauge = self._gauges.get(name) or self._gauges.setdefault(name, Gauge(name, metric, LABELS))
-                gauge.set(value, {"run": self._run_id, "member": member})
+            gauge = self._gauges.get(name) or self._gauges.setdefault(name, Gauge(name, metric, LABELS))
+            gauge.set(value, {"run": self._run_id, "member": member})
