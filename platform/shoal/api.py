@@ -262,7 +262,7 @@ class _Attachment:
         """Raises ClusterError. is_lasting: only on a cluster that outlives this process"""
         from shoal.cluster.attach import find_cluster
         from shoal.cluster.embedded_cluster import start_cluster
-        from shoal.cluster.job_main import disconnect, is_connected, join_cluster
+        from shoal.cluster.job_main import is_connected, joined_cluster
 
         if self._num_users == 0:
             if is_connected():
@@ -272,8 +272,7 @@ class _Attachment:
                 if cluster is None and is_lasting:
                     raise ClusterError("no cluster is up, as a detached endpoint needs: `shoal up` starts one")
                 cluster = cluster or closing.enter_context(start_cluster())
-                join_cluster(cluster)
-                closing.callback(disconnect)
+                closing.enter_context(joined_cluster(cluster))
                 self._closing = closing.pop_all()
         self._num_users += 1
 

@@ -10,6 +10,8 @@ import json
 import os
 import platform
 import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -78,6 +80,21 @@ class ClusterHandle:
         except OSError as error:
             draft.unlink(missing_ok=True)
             raise ClusterError(f"{path} cannot be written ({error}): make room, or set $SHOAL_HOME") from error
+
+
+@contextmanager
+def set_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process; afterwards they are as before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def load_handle(path: Path) -> ClusterHandle | None:

@@ -10,12 +10,14 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TypeVar
 
 import shoal.runs
-from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle
+from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle, set_environment
 from shoal.config import Spec, last_override
 from shoal.errors import ClusterError, ShoalError
 from shoal.runs.json_lines import JSON, TEXT, log_json, write_json_lines
@@ -129,20 +131,39 @@ def connect(*, has_json: bool = False) -> None:
         log_json()  # in place of Ray's handler, of this process
 
 
-def join_cluster(cluster: ClusterHandle) -> None:
-    """Connect this process to `cluster`. Raises ClusterError, also if it has imported ray with other settings."""
-    is_late = "ray" in sys.modules
-    os.environ.update(cluster.environment)
-    if is_late:
-        from ray import _raylet
-        from ray._private import ray_constants
+@contextmanager
+def joined_cluster(cluster: ClusterHandle) -> Iterator[None]:
+    """This process as a driver of `cluster`. Raises ClusterError.
 
-        if _raylet.get_authentication_mode() != _raylet.AuthenticationMode.TOKEN:  # type: ignore[attr-defined]
-            remedy = "set RAY_AUTH_MODE=token before, or use shoal first"
-            raise ClusterError(f"this process has imported ray without authentication by token: {remedy}")
-        # Ray reads RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER when it is imported: 127.0.0.1 stays 127.0.0.1.
-        ray_constants.ENABLE_RAY_CLUSTER = False
-    connect()
+    Afterwards its environment, its handler of SIGTERM and Ray's settings are as before, for the next cluster.
+    """
+    rays = {"PYTHONBREAKPOINT": os.environ.get("PYTHONBREAKPOINT", ""), "RAY_CLIENT_MODE": "0"}  # Ray sets them itself
+    is_main = threading.current_thread() is threading.main_thread()  # which alone may set handlers
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with set_environment({**cluster.environment, **rays}):
+            _read_ray_settings()
+            try:
+                connect()
+                yield
+            finally:
+                disconnect()
+    finally:
+        _read_ray_settings()
+        if is_main:
+            signal.signal(signal.SIGTERM, handler)  # ray.init replaces it
+
+
+def _read_ray_settings() -> None:
+    """Let Ray read from the environment what it reads only when it is imported."""
+    from ray import _raylet
+    from ray._private import ray_constants as ray_settings
+
+    # Whether 127.0.0.1 stays 127.0.0.1.
+    name, default = ray_settings.ENABLE_RAY_CLUSTERS_ENV_VAR, not ray_settings.IS_WINDOWS_OR_OSX
+    ray_settings.ENABLE_RAY_CLUSTER = ray_settings.env_bool(name, default)
+    _raylet.Config.initialize("")  # type: ignore[attr-defined] # authentication
+    _raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
 
 
 def is_connected() -> bool:

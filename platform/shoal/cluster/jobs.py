@@ -11,7 +11,6 @@ import codecs
 import contextlib
 import logging
 import math
-import os
 import secrets
 import shlex
 import sys
@@ -26,7 +25,7 @@ from typing import Any, TypeVar
 import httpx2
 
 import shoal
-from shoal.cluster.cluster_handle import ClusterHandle
+from shoal.cluster.cluster_handle import ClusterHandle, set_environment
 from shoal.cluster.dashboard_api import connect, request_json
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.home import home
@@ -155,7 +154,7 @@ def _submit_remote(
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        with _set_environment(**ours):
+        with set_environment(ours):
             client = JobSubmissionClient(headers={"Authorization": f"Bearer {cluster.token}"})
             chosen = client.submit_job(
                 entrypoint=shlex.join(entrypoint), runtime_env=runtime_env, submission_id=submission_id
@@ -175,21 +174,6 @@ def _list_home_excludes(working_dir: Path | None) -> list[str]:
     if working_dir is None or (folder := working_dir.resolve()) not in kept.parents:
         return []
     return [f"/{kept.relative_to(folder)}/{name}" for name in HOME_EXCLUDES]
-
-
-@contextlib.contextmanager
-def _set_environment(**values: str) -> Iterator[None]:
-    """Set variables that Ray reads only from the environment."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def require_no_shadowing(working_dir: Path) -> None:

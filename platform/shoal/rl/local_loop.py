@@ -13,8 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError, RunError
+from shoal.random_state import preserve_rng
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.gateway.gateway import Gateway
@@ -43,22 +46,26 @@ class LocalLoop:
             problem = "is for a gateway that may begin again elsewhere, and this loop is one process"
             raise ConfigError("gateway.durable", "store", problem, "use disk, or shoal run")
         make_folder(folder)
-        self.store = WeightStore()
-        self.ledger = Ledger(folder / LEDGER_NAME)
-        self.queue = ExperienceQueue(spec.gateway.queue_capacity, self.ledger)
-        self.gateway = Gateway(
-            spec.applied_gateway,
-            experience,
-            self.queue,
-            self.store,
-            token,
-            folder.name,
-            target_return=target_return,
-            synchronous=spec.algorithm.pauses_actors,
-            learns_from_users=spec.learn_from_endpoint,
-            opponents=OpponentPool.of_run(spec.self_play, folder),
-        )
-        self.learner = Learner(spec, experience, self.queue, self.store, folder / "checkpoints")
+        with ExitStack() as closing:
+            closing.callback(torch.set_num_threads, torch.get_num_threads())  # the learner sets the process's
+            closing.enter_context(preserve_rng(has_cuda=False))
+            self.store = WeightStore()
+            self.ledger = Ledger(folder / LEDGER_NAME)
+            self.queue = ExperienceQueue(spec.gateway.queue_capacity, self.ledger)
+            self.gateway = Gateway(
+                spec.applied_gateway,
+                experience,
+                self.queue,
+                self.store,
+                token,
+                folder.name,
+                target_return=target_return,
+                synchronous=spec.algorithm.pauses_actors,
+                learns_from_users=spec.learn_from_endpoint,
+                opponents=OpponentPool.of_run(spec.self_play, folder),
+            )
+            self.learner = Learner(spec, experience, self.queue, self.store, folder / "checkpoints")
+            self._closing = closing.pop_all()
         self._thread = threading.Thread(target=self._learn, name="learner", daemon=True)
         self._failure: BaseException | None = None
         self._closed = False
@@ -95,7 +102,7 @@ class LocalLoop:
         self.learner.stop()
         if self._thread.is_alive():
             self._thread.join(timeout=30)
-        with ExitStack() as closing:  # close each part, even if the disk is full
+        with self._closing as closing:  # close each part, even if the disk is full
             closing.callback(self.ledger.close)
             closing.callback(self.store.close)
             closing.callback(self.gateway.close, finished=True)

@@ -7,7 +7,6 @@ Ray Tune's own snapshots, which take minutes for many trials, are not written wh
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from ray.tune.experiment import Trial
 
 import shoal.runs
 from shoal.cluster.admission import RunAdmission
+from shoal.cluster.cluster_handle import set_environment
 from shoal.cluster.growth import find_growth
 from shoal.cluster.job_main import print_too
 from shoal.cluster.run_queue import format_needs
@@ -98,7 +98,7 @@ def run_trials(setting: TrialSetting, planned: Sequence[PlannedTrial], log: Tria
 
     before: the record of an interrupted sweep that goes on
     """
-    with RunAdmission(setting.sweep_id, setting.spec.queued.priority) as admission:
+    with RunAdmission(setting.sweep_id, setting.spec.queued.priority) as admission, set_environment(_SETTINGS):
         _run_trials(setting, planned, log, before, admission)
 
 
@@ -112,7 +112,6 @@ def _run_trials(
         (each.number, load_history(before, each.number, checked.metric)) for each in ended if before is not None
     ]
     is_asked = spec.search in ("optuna", "bohb")
-    os.environ.update(_SETTINGS)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     concurrent = count_concurrent_trials(spec, print_too(log.record_event), admission)
     if spec.search == "pbt" and spec.starts_workers and concurrent < spec.trials:

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import psutil
+import torch
 
 import shoal.runs
 from shoal.cpu_count import count_usable_cores
@@ -19,6 +20,7 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.home import home
 from shoal.parallel import World
 from shoal.parallel.layers.precision import check_precision
+from shoal.random_state import preserve_rng
 from shoal.runs import Run, RunRecorder, Status
 from shoal.train.launch.parameter_server import fit_replicas
 from shoal.train.launch.shutdown_signal import TORCHRUN, shutdown_event
@@ -100,7 +102,9 @@ def fit_locally(
         world = World.from_environment(spec.device, spec.parallel.backend)
         closing.callback(world.close)
         check_precision(spec.parallel.precision, world.device.type)
+        closing.callback(torch.set_num_threads, torch.get_num_threads())
         set_threads(spec, count_usable_cores())
+        closing.enter_context(preserve_rng(has_cuda=False))  # a notebook's own numbers do not repeat
         run_id, recorder = _open_record(spec, job, world, closing)
         stop = closing.enter_context(shutdown_event())
         journal: EventLog = RecordLog(recorder) if recorder else NullLog()
