@@ -26,9 +26,11 @@ ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "testing",
     "AWS_SECRET_ACCESS_KEY": "testing-secret",
     "AWS_REGION": "us-east-1",
+    "SHOAL_STORE_TIMEOUT_S": "0",  # a test of an outage gives more
 }
 BUCKET = "shoal-tests"
 _numbers = itertools.count()
+_running: dict[str, ThreadedMotoServer] = {}
 
 
 _PUT, _PUTTING = S3Response.put_object, threading.Lock()
@@ -47,15 +49,31 @@ def running_bucket(host: str = "127.0.0.1") -> Iterator[dict[str, str]]:
     S3Response.put_object = _put_atomically  # type: ignore[method-assign]
     server = ThreadedMotoServer(ip_address=host, port=0, verbose=False)
     server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
     try:
-        address, port = server.get_host_and_port()
-        url = f"http://{address}:{port}"
         keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing-secret", "region_name": "us-east-1"}
         client = boto3.client("s3", endpoint_url=url, **keys)
         client.create_bucket(Bucket=BUCKET)
+        _running[url] = server
         yield ENVIRONMENT | {"AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"}
     finally:
-        server.stop()
+        _running.pop(url, server).stop()
+
+
+class Outage:
+    """The server of this environment is away from now on, until `end`. Its objects stay."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._url = environment["AWS_ENDPOINT_URL"]
+        self._server = _running[self._url]
+        self._server.stop()
+
+    def end(self) -> None:
+        """Idempotent."""
+        if _running[self._url] is self._server:
+            address, _, port = self._url.removeprefix("http://").partition(":")
+            _running[self._url] = ThreadedMotoServer(ip_address=address, port=int(port), verbose=False)
+            _running[self._url].start()
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bucket_server import Outage, bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.checkpoint.stored import open_run_store
 from shoal.errors import CheckpointError, StoreError
 from shoal.store import Store
@@ -84,6 +87,24 @@ def test_a_store_that_is_down_is_reported_once_and_ends_no_run(
     kinds = [kind for kind, _ in notes.events if kind.startswith("upload")]
     assert kinds in ([], ["upload_failed", "upload_recovered"])  # [] if both were tried at the end
     assert "step-000000030" in store.list_folders()
+
+
+def test_a_bucket_that_is_away_at_the_start_ends_no_run(
+    tmp_path: Path,
+    bucket_environment: dict[str, str],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bucket = open_bucket(bucket_environment | {"SHOAL_STORE_TIMEOUT_S": "30"}, monkeypatch)
+    monkeypatch.setenv("SHOAL_STORE", bucket.url)
+    monkeypatch.setattr("shoal.store.objects.RETRIES", {"max_retries": 0})
+    outage = Outage(bucket_environment)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: outage.end())
+    monkeypatch.setattr("shoal.store.objects.time", clock)
+    try:
+        assert train(tmp_path / "a", spec(3)).steps == 3
+    finally:
+        outage.end()
+    assert bucket.list_folders("runs/r/checkpoints") == ["step-000000003"]
 
 
 def test_what_is_not_in_the_store_at_the_end_is_an_error_that_names_it(

@@ -6,7 +6,7 @@ Called by all that must outlive a host or be seen by several. Knows nothing of w
 from shoal.store.bucket_path import BucketPath, fetch, get_size_bytes, is_url, locate, open_source
 from shoal.store.cache import BlobCache
 from shoal.store.location import open_shared_store, open_store, require_location, store_url, store_variable
-from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, Tagged, TaggedUpdate, update
+from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, StoreAway, Tagged, TaggedUpdate, update
 
 __all__ = [
     "BlobCache",
@@ -15,6 +15,7 @@ __all__ = [
     "KeyChanged",
     "KeyTaken",
     "Store",
+    "StoreAway",
     "Tagged",
     "TaggedUpdate",
     "fetch",

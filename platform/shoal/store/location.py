@@ -24,8 +24,11 @@ def store_url() -> str:
 
 
 def store_variable() -> dict[str, str]:
-    """`$SHOAL_STORE`, if set, for processes elsewhere. Raises ConfigError for an invalid one."""
-    return {"SHOAL_STORE": store_url()} if os.environ.get("SHOAL_STORE", "").strip() else {}
+    """`$SHOAL_STORE` and its timeout, if set, for processes elsewhere. Raises ConfigError for an invalid one."""
+    if not os.environ.get("SHOAL_STORE", "").strip():
+        return {}
+    timeout = {name: os.environ[name] for name in ["SHOAL_STORE_TIMEOUT_S"] if name in os.environ}
+    return {"SHOAL_STORE": store_url(), **timeout}
 
 
 def require_location(field: str, url: str) -> str:

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
+import random
+import re
 import secrets
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
 from shoal.errors import ConfigError, StoreError, needs_extra
-from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, Tagged
+from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, StoreAway, Tagged
 
 if TYPE_CHECKING:
     import obstore
@@ -28,23 +34,54 @@ MAX_PARALLEL_PARTS = 4
 # A request of a download: it is repeated alone, and must end within the timeout below.
 RANGE_BYTES = 512 << 20
 _CHUNK_BYTES = 4 << 20
-# Of a store that is down, a caller hears within seconds: what runs goes on without it.
 CONNECT_TIMEOUT, REQUEST_TIMEOUT = "5s", "30s"
 BULK_TIMEOUT = "600s"  # of a request that carries a part of a file
+# Of the client, whose calls no signal interrupts: within two seconds. Then `_retry` begins.
 RETRIES: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
+TIMEOUT_S = 60.0  # for a store that is away
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_AWAY = re.compile(r"after [1-9]\d* retries|kind: (Connect|Interrupted|Request|Timeout)")  # in the client's errors
 
+_log = logging.getLogger(__name__)
 _first_pid = 0  # of the process in which the first store was opened
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _retry(method: Method) -> Method:
+    """Call a method of ObjectStore again, after pauses with jitter, until the store answers or its deadline is over."""
+
+    @wraps(method)
+    def call(self: ObjectStore, *args: Any, **options: Any) -> Any:
+        deadline_s, pause_s = time.monotonic() + self.timeout_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                return method(self, *args, **options)
+            except StoreAway as error:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise
+                if pause_s == _FIRST_PAUSE_S:
+                    _log.warning("trying again for %.0f s: %s", left_s, error)
+                time.sleep(min(left_s, random.uniform(pause_s / 2, pause_s)))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    return cast(Method, call)
 
 
 class ObjectStore(Store):
     """Objects below `url` (s3://BUCKET/PREFIX, gs://..., az://...).
 
+    timeout_s: the deadline of each call while the store is away; None: `$SHOAL_STORE_TIMEOUT_S`, else 60
+
     The client takes credentials and the endpoint from the environment, as the provider's own tools do: AWS_*, GOOGLE_*,
     AZURE_*. Raises ConfigError for a URL that is none of a bucket.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, timeout_s: float | None = None) -> None:
         self.url = url.rstrip("/")
+        self.timeout_s = _read_timeout() if timeout_s is None else timeout_s
         self._client, self._bulk = self._open_client(REQUEST_TIMEOUT), self._open_client(BULK_TIMEOUT)
 
     def _open_client(self, timeout: str) -> Any:
@@ -62,11 +99,13 @@ class ObjectStore(Store):
         except (BaseError, ValueError) as error:
             raise ConfigError("store", self.url, f"cannot be opened ({_summarize(error)})", _REMEDY) from None
 
+    @_retry
     def read_tagged(self, key: str) -> Tagged:
         with self._calls(key) as client:
             found = client.get(self._client, key)
             return Tagged(bytes(found.bytes()), found.meta["e_tag"] or "")
 
+    @_retry
     def download(self, key: str, path: Path, tag: str = "") -> str:
         digest = hashlib.sha256()
         with path.open("w+b") as file, self._calls(key) as client:
@@ -95,65 +134,83 @@ class ObjectStore(Store):
                         digest.update(os.pread(file.fileno(), min(_CHUNK_BYTES, end - place), place))
         return digest.hexdigest()
 
+    @_retry
     def open_reader(self, key: str) -> BinaryIO:
         with self._calls(key) as client:
             return io.BufferedReader(_Reader(self, key, client.open_reader(self._client, key)))
 
+    @_retry
+    def _read(self, key: str, reader: obstore.ReadableFile, size_bytes: int) -> bytes:
+        """The next bytes of a reader, which stays where it is when the store is away."""
+        with self._calls(key):
+            return bytes(reader.read(size_bytes))
+
+    @_retry
     def write(self, key: str, content: bytes | Path) -> None:
         with self._calls(key) as client:
             size_bytes = content.stat().st_size if isinstance(content, Path) else len(content)
             part_bytes = max(PART_BYTES, size_bytes // MAX_PARTS + 1)
             client.put(self._bulk, key, content, chunk_size=part_bytes, max_concurrency=MAX_PARALLEL_PARTS)
 
+    @_retry
     def copy(self, source: str, target: str) -> None:
         with self._calls(source) as client:
             client.copy(self._client, source, target)
 
     def create(self, key: str, payload: bytes) -> None:
-        if not self._put_if(key, payload, "create"):
+        if not self._put_if(key, payload, "create", secrets.token_hex(8)):
             raise KeyTaken(f"{key} in {self.url} exists")
 
     def replace(self, key: str, payload: bytes, tag: str) -> None:
-        if not self._put_if(key, payload, {"e_tag": tag}):
+        if not self._put_if(key, payload, {"e_tag": tag}, secrets.token_hex(8)):
             raise KeyChanged(f"{key} in {self.url} was changed")
 
-    def _put_if(self, key: str, payload: bytes, mode: Any) -> bool:
+    @_retry
+    def _put_if(self, key: str, payload: bytes, mode: Any, writer: str) -> bool:
         """Whether the condition held. A request whose answer was lost is sent again, and then fails by its own success:
         the object's writer tells."""
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        writer = {"writer": secrets.token_hex(8)}
         with self._calls(key) as client:
             try:
-                client.put(self._client, key, payload, mode=mode, attributes=writer)
+                client.put(self._client, key, payload, mode=mode, attributes={"writer": writer})
             except (AlreadyExistsError, PreconditionError):
                 try:
-                    return bool(client.get(self._client, key).attributes.get("writer") == writer["writer"])
+                    return bool(client.get(self._client, key).attributes.get("writer") == writer)
                 except FileNotFoundError:
                     return False
         return True
 
+    @_retry
     def find(self, key: str) -> Entry:
         with self._calls(key) as client:
             return _to_entry(client.head(self._client, key))
 
+    @_retry
     def list_entries(self, folder: str = "") -> list[Entry]:
         with self._calls(folder) as client:
             found = [each for page in client.list(self._client, folder or None) for each in page]
         return sorted(map(_to_entry, found))
 
+    @_retry
     def list_folders(self, folder: str = "") -> list[str]:
         with self._calls(folder) as client:
             found = client.list_with_delimiter(self._client, folder or None)
         return sorted(each.rpartition("/")[2] for each in found["common_prefixes"])
 
+    @_retry
     def delete(self, keys: Iterable[str]) -> None:
         if listed := list(keys):
             with self._calls(listed[0]) as client:
                 client.delete(self._client, listed)
 
     def open_folder(self, folder: str) -> ObjectStore:
-        return ObjectStore(f"{self.url}/{folder}")
+        return ObjectStore(f"{self.url}/{folder}", self.timeout_s)
+
+    def without_waiting(self) -> ObjectStore:
+        store = copy(self)  # with the same connections
+        store.timeout_s = 0.0
+        return store
 
     def _require_bucket(self, error: Exception) -> None:
         if any(code in str(error) for code in ("NoSuchBucket", "ContainerNotFound")):
@@ -175,7 +232,8 @@ class ObjectStore(Store):
             raise FileNotFoundError(f"{self.url} has no {key}") from None
         except (BaseError, PermissionError) as error:
             self._require_bucket(error)
-            raise StoreError(f"{self.url} cannot be used ({_summarize(error)}): {_REMEDY}") from error
+            kind = StoreAway if _AWAY.search(str(error)) else StoreError
+            raise kind(f"{self.url} cannot be used ({_summarize(error)}): {_REMEDY}") from error
 
 
 class _Reader(io.RawIOBase):
@@ -195,13 +253,21 @@ class _Reader(io.RawIOBase):
         return self._reader.tell()
 
     def readinto(self, buffer: Any) -> int:
-        with self._store._calls(self._key):
-            found = self._reader.read(len(buffer))
-        buffer[: len(found)] = bytes(found)
+        found = self._store._read(self._key, self._reader, len(buffer))
+        buffer[: len(found)] = found
         return len(found)
 
 
 _REMEDY = "check the URL, the credentials (AWS_*, GOOGLE_* or AZURE_* in the environment) and the network"
+
+
+def _read_timeout() -> float:
+    text = os.environ.get("SHOAL_STORE_TIMEOUT_S", "").strip() or str(TIMEOUT_S)
+    try:
+        return float(text)
+    except ValueError:
+        remedy = "write the seconds for which calls wait for a store that is away"
+        raise ConfigError("SHOAL_STORE_TIMEOUT_S", text, "is no number", remedy) from None
 
 
 def _to_entry(meta: Any) -> Entry:

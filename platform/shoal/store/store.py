@@ -29,6 +29,10 @@ class KeyChanged(StoreError):
     """An object that was to be replaced is no longer the one that was read."""
 
 
+class StoreAway(StoreError):
+    """The store does not answer: a later attempt may succeed."""
+
+
 class Entry(NamedTuple):
     """One object of a listing. `modified_s` is in seconds since the epoch, by the clock of the store.
 
@@ -51,8 +55,8 @@ class Tagged(NamedTuple):
 class Store(ABC):
     """Objects below one URL. Every method may be called from any thread.
 
-    All raise StoreError, an OSError too, when the store cannot be reached or refuses; what is missing is a
-    FileNotFoundError.
+    All raise StoreError, an OSError too, when the store refuses, or cannot be reached until the deadline of the call;
+    what is missing is a FileNotFoundError.
     """
 
     url: str
@@ -107,6 +111,10 @@ class Store(ABC):
     @abstractmethod
     def open_folder(self, folder: str) -> Store:
         """The part of this store below a folder."""
+
+    def without_waiting(self) -> Store:
+        """This store for callers that must not wait while it is away: they hear it within seconds."""
+        return self
 
     def read(self, key: str) -> bytes:
         """The object. Raises FileNotFoundError."""

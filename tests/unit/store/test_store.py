@@ -7,15 +7,16 @@ import itertools
 import multiprocessing
 import os
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bucket_server import BUCKET, bucket_environment, open_bucket  # noqa: F401 - a fixture
+from bucket_server import BUCKET, Outage, bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import ConfigError, StoreError
-from shoal.store import BlobCache, KeyChanged, KeyTaken, Store, open_store, require_location, store_url, update
+from shoal.store import BlobCache, KeyChanged, KeyTaken, Store, StoreAway, open_store, require_location, store_url, update
 
 _numbers = itertools.count()
 
@@ -345,6 +346,93 @@ def test_a_store_that_never_answers_is_an_error_in_less_time_than_a_file_may_tak
         for call in (lambda: store.read("x"), lambda: store.create("x", b"1"), store.list_entries):
             with pytest.raises(StoreError, match="cannot be used"):
                 call()
+
+
+class Clock:
+    """As the module `time`, of a store: `on_pause` is called in each pause, which takes no time."""
+
+    def __init__(self, on_pause: Callable[[], object] = lambda: None) -> None:
+        self._on_pause, self._now_s = on_pause, 0.0
+        self.pauses: list[float] = []
+
+    def monotonic(self) -> float:
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
+        self.pauses.append(seconds)
+        self._on_pause()
+
+
+CALLS: dict[str, Callable[[Store, Path], object]] = {
+    "read": lambda store, path: store.read("x"),
+    "download": lambda store, path: store.download("x", path),
+    "read in part": lambda store, path: store.open_reader("x").read(),
+    "write": lambda store, path: store.write("y", b"2"),
+    "copy": lambda store, path: store.copy("x", "y"),
+    "create": lambda store, path: store.create("new", b"3"),
+    "replace": lambda store, path: store.replace("x", b"3", hashlib.md5(b"1").hexdigest()),
+    "find": lambda store, path: store.find("x"),
+    "list": lambda store, path: store.list_entries(),
+    "list folders": lambda store, path: store.list_folders(),
+    "delete": lambda store, path: store.delete(["x"]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_every_call_waits_for_a_store_that_is_away(
+    bucket_environment: dict[str, str],  # noqa: F811
+    call: Callable[[Store, Path], object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.store.objects.RETRIES", {"max_retries": 0})
+    store = open_bucket(bucket_environment | {"SHOAL_STORE_TIMEOUT_S": "30"}, monkeypatch)
+    store.write("x", b"1")
+    outage = Outage(bucket_environment)
+    clock = Clock(outage.end)
+    monkeypatch.setattr("shoal.store.objects.time", clock)
+    try:
+        call(store, tmp_path / "copy")
+    finally:
+        outage.end()
+    assert len(clock.pauses) == 1
+
+
+def test_a_store_that_stays_away_is_an_error_after_the_deadline(
+    bucket_environment: dict[str, str],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.store.objects.RETRIES", {"max_retries": 0})
+    monkeypatch.setattr("shoal.store.objects.time", clock := Clock())
+    away = bucket_environment | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "SHOAL_STORE_TIMEOUT_S": ""}
+    store = open_bucket(away, monkeypatch).open_folder("a")
+    with pytest.raises(StoreAway, match="cannot be used"):
+        store.without_waiting().read("x")
+    assert clock.pauses == []
+    with pytest.raises(StoreAway, match="cannot be used"):
+        store.read("x")
+    assert clock.monotonic() == pytest.approx(60.0)
+    assert max(clock.pauses) <= 5.0
+    assert len({round(pause_s, 6) for pause_s in clock.pauses}) == len(clock.pauses), "pauses have jitter"
+
+
+def test_what_a_store_refuses_is_an_error_at_once(
+    bucket_environment: dict[str, str],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.store.objects.time", clock := Clock())
+    for name, value in (bucket_environment | {"SHOAL_STORE_TIMEOUT_S": "30"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StoreError, match="does not exist: create the bucket"):
+        open_store(f"s3://no-such-bucket/{next(_numbers)}").list_entries()
+    assert clock.pauses == []
+
+
+def test_the_deadline_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_STORE_TIMEOUT_S", "long")
+    with pytest.raises(ConfigError, match="SHOAL_STORE_TIMEOUT_S = 'long': is no number"):
+        open_store(f"s3://{BUCKET}/{next(_numbers)}")
 
 
 def _read_in_child(store: Store, answers: multiprocessing.Queue[str]) -> None:

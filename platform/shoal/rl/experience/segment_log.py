@@ -116,6 +116,7 @@ class SegmentLog:
                 self.append(Group(FORMAT, self._writer))
             except KeyTaken:
                 continue  # the gateway before has logged meanwhile
+            self._store = self._store.without_waiting()  # from now on the gateway says why it acknowledges nothing
             return self._assemble(groups)
         raise RunError(f"another gateway writes {self._store.url}: end it first")
 

@@ -76,6 +76,7 @@ def _refresh(home: Path, url: str) -> None:
     try:
         if (store := open_shared_store(home, url)) is None:
             return
+        store = store.without_waiting()
         listed, now_s = _list_heads(store)
         with closing(connect(home)) as connection, transaction(connection):
             add_missing_columns(connection)

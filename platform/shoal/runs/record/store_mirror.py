@@ -95,9 +95,10 @@ class StoreMirror:
     def _attempt(self, *, is_last: bool) -> bool:
         """Whether to go on: not where the store is the folder of the record itself, and not without the run."""
         try:
-            self._store = self._store or open_shared_store(self._home, self._url)
             if self._store is None:
-                return False
+                if (store := open_shared_store(self._home, self._url)) is None:
+                    return False
+                self._store = store.without_waiting()  # the next heartbeat is the next attempt
             with self._logging_errors():
                 self._mirror(self._store, is_last=is_last)
         except (ShoalError, OSError) as error:  # it cannot be opened

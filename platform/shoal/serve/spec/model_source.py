@@ -125,6 +125,7 @@ class RegistryCatalogue:
 
     def __init__(self, location: str) -> None:
         self._registry = Registry(location)
+        self._registry.store = self._registry.store.without_waiting()  # the endpoint serves on, and says why
         self._is_remote = self._registry.store.locate("") is None
         self._followed: dict[tuple[str, str], _Followed] = {}
 
