@@ -213,6 +213,18 @@ def test_what_would_happen_again_is_not_tried_again(fit: type[FakeFit], error: E
     assert (found.status, found.error) == (Status.FAILED, f"{type(error).__name__}: {error}")
 
 
+def test_workers_that_are_lost_for_the_same_reason_before_the_first_step_are_started_twice(
+    fit: type[FakeFit], tmp_path: Path
+) -> None:
+    fit.script = [([], RankLost(f"a worker died: process {number} on 10.0.0.{number} is gone")) for number in (17, 234)]
+    with pytest.raises(RankLost, match="process 234 on"):
+        run(spec_of())
+    assert len(fit.made) == 2
+    fit.made.clear()
+    fit.script = [([], RankLost("first")), ([], RankLost("second")), ([logged(1)], ended(tmp_path))]
+    assert run(spec_of()).status is Status.FINISHED
+
+
 def test_an_interruption_lets_the_workers_save(fit: type[FakeFit]) -> None:
     polls = iter(range(100))
 

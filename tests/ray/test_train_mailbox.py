@@ -10,8 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+from ray.train import ControllerError
+from torch.distributed import DistNetworkError
 
-from shoal.errors import NotFinite, RankLost, RunError
+from shoal.errors import NotFinite, RankLost, RunError, TrainError
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
@@ -84,7 +87,7 @@ def fit(handle: Handle, trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch) -
     from shoal.train.launch import ray_train
 
     monkeypatch.setattr(ray_train, "start_mailbox", lambda: handle)
-    monkeypatch.setattr(ray_train, "TorchTrainer", lambda *args, **kwargs: trainer)
+    monkeypatch.setattr(ray_train, "GuardedTrainer", lambda *args, **kwargs: trainer)
     spec = TrainSpec.parse({"task": "Toy", "stop": {"steps": 9}})
     return ray_train.RayTrainAttempt(ray_train.WorkerSetup(spec, "r", Path("r"), Path.cwd()))
 
@@ -107,7 +110,7 @@ def test_ranks_with_a_device_speak_on_their_host_too(
 
     told: dict[str, Any] = {}
     monkeypatch.setattr(ray_train, "start_mailbox", lambda: handle)
-    monkeypatch.setattr(ray_train, "TorchTrainer", lambda *args, **kwargs: told.update(kwargs) or trainer)
+    monkeypatch.setattr(ray_train, "GuardedTrainer", lambda *args, **kwargs: told.update(kwargs) or trainer)
     words = {"task": "Toy", "stop": {"steps": 9}, "workers": 2, "device": device, "parallel": {"backend": named}}
     trainer.let_go.set()
     heard(ray_train.RayTrainAttempt(ray_train.WorkerSetup(TrainSpec.parse(words), "r", Path("r"), Path.cwd())))
@@ -247,6 +250,28 @@ def test_an_attempt_that_the_death_of_the_mailbox_has_cut_short_is_lost(
     assert heard(fit) == []
     with pytest.raises(RankLost, match="the mailbox of the workers died"):
         fit.get_outcome()
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        (ValueError("no GPUs found"), TrainError),
+        (DistNetworkError("The server socket has failed to listen: EADDRINUSE"), RankLost),
+        (ActorDiedError(), RankLost),
+    ],
+    ids=["its own", "a port", "a death"],
+)
+def test_what_workers_raise_while_they_start_would_recur(
+    fit: Any, trainer: FakeTrainer, cause: Exception, kind: type[TrainError]
+) -> None:
+    is_raised = not isinstance(cause, ActorDiedError)
+    failure = RayTaskError("start", f"{type(cause).__name__}: {cause}", cause).as_instanceof_cause()
+    trainer.end = ControllerError(failure if is_raised else RankLost("a worker is gone"))
+    trainer.let_go.set()
+    heard(fit)
+    with pytest.raises(TrainError, match=str(cause) if is_raised else "a worker is gone") as raised:
+        fit.get_outcome()
+    assert type(raised.value) is kind
 
 
 @pytest.mark.parametrize("error", [None, NotFinite("the loss", 7, None, None)], ids=["the outcome", "the error"])

@@ -34,6 +34,11 @@ def test_progress_now_and_then_and_every_evaluation(monkeypatch: pytest.MonkeyPa
         ),
         ("restored", {"step": 5, "damaged": []}, ""),
         ("workers_lost", {"step": 1234, "error": "a worker died"}, "workers were lost after step 1,234"),
+        (
+            "workers_lost",
+            {"step": -1, "error": "a worker died"},
+            "before the first step (a worker died): starting them",
+        ),
         ("hosts_missing", {"workers": 4, "fit": 2, "wait_s": 600.0}, "which hold 2: waiting up to 10 min for another"),
         ("room_taken", {"workers": 4, "fit": 2, "wait_s": 600.0}, "(2 places are free): waiting up to 10 min for it"),
         ("no_checkpoint", {}, "begins again"),

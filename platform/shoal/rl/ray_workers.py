@@ -306,16 +306,16 @@ class ActorLearnerWorkers:
         # The gateway stays on its host while that is up: its address should not change, and its ledger is a file there.
         placement = make_host_options()
         require_reachable_gateway(spec, get_node_address(placement["scheduling_strategy"].node_id), get_head_address())
+        num_gpus = spec.learner.num_gpus if uses_gpu(spec) else 0
+        if num_gpus and count_gpu_slots(num_gpus, gpus_by_host()) < spec.learner.replicas:
+            problem = f"the cluster has no {num_gpus:g} GPUs for each of {spec.learner.replicas} learners"
+            raise ConfigError("learner.device", "cuda", problem, "use learner.device=cpu, or a cluster with GPUs")
         self._store = start_weight_store(setting.run_id, placement)
         # Workers find each other by name: a handle among a constructor's arguments would prevent its restart.
         options = {"namespace": NAMESPACE, "max_restarts": spec.learner.max_restarts}
         self._gateway: Any = GatewayWorker.options(  # type: ignore[attr-defined]
             name=_gateway_name(setting.run_id), **placement, **options
         ).remote(spec, experience, setting)
-        num_gpus = spec.learner.num_gpus if uses_gpu(spec) else 0
-        if num_gpus and count_gpu_slots(num_gpus, gpus_by_host()) < spec.learner.replicas:
-            problem = f"the cluster has no {num_gpus:g} GPUs for each of {spec.learner.replicas} learners"
-            raise ConfigError("learner.device", "cuda", problem, "use learner.device=cpu, or a cluster with GPUs")
         options |= {"num_cpus": spec.learner.num_cpus, "num_gpus": num_gpus}
         self._learner: Any = LearnerWorker.options(  # type: ignore[attr-defined]
             name=_learner_name(setting.run_id), **options

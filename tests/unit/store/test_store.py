@@ -16,7 +16,17 @@ import pytest
 
 from bucket_server import BUCKET, Outage, bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import ConfigError, StoreError
-from shoal.store import BlobCache, KeyChanged, KeyTaken, Store, StoreAway, open_store, require_location, store_url, update
+from shoal.store import (
+    BlobCache,
+    KeyChanged,
+    KeyTaken,
+    Store,
+    StoreAway,
+    open_store,
+    require_location,
+    store_url,
+    update,
+)
 
 _numbers = itertools.count()
 

@@ -29,6 +29,8 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
         case "restored" if details["damaged"]:
             return f"going on from step {details['step']:,}; damaged, and passed over: {'; '.join(details['damaged'])}"
         case "workers_lost":
+            if details["step"] < 0:
+                return f"workers were lost before the first step ({details['error']}): starting them again"
             lost = f"workers were lost after step {details['step']:,} ({details['error']})"
             return f"{lost}: going on from the last checkpoint"
         case "worker_lost" | "server_lost":

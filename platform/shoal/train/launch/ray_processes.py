@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shoal.errors import summarize_error
+from shoal.errors import ConnectionLost, TrainError, summarize_error
 from shoal.network_address import is_loopback
 from shoal.sync.replica_placement import Host, ReplicaPlacement
 from shoal.train.spec import TrainSpec
@@ -48,7 +48,7 @@ class RayProcess:
         is_fixed: bool = False,
         has_gpu: bool = False,
     ) -> None:
-        is_worker = name.startswith("worker")
+        self._name, is_worker = name, name.startswith("worker")
         is_free = is_worker and not is_fixed  # an actor that reserves nothing is on any host, unless it must be on one
         there = NodeAffinitySchedulingStrategy(host, is_free, is_free) if host else "SPREAD"
         reserved = {"num_cpus": int(is_worker and not has_gpu), "num_gpus": int(is_worker and has_gpu)}
@@ -57,13 +57,17 @@ class RayProcess:
         self._cause: str | None = None
 
     def poll(self) -> str | None:
+        """Raises TrainError for an error that would recur in another process."""
         if self._cause is None and ray.wait([self._reference], timeout=0)[0]:
+            failure: RayError | None = None
             try:
                 ray.get(self._reference)
                 self._cause = ""
             except RayError as error:
-                self._cause = summarize_error(error, line=-1)
+                failure, self._cause = error, summarize_error(error, line=-1)
             ray.kill(self._worker)  # what it has reserved is free
+            if isinstance(failure, RayTaskError) and not isinstance(failure.cause, ConnectionLost):
+                raise TrainError(f"{self._name} cannot start: {self._cause}")
         return self._cause
 
     def end(self) -> None:

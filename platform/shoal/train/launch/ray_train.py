@@ -14,14 +14,18 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
-from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.controller.state import ReschedulingState, RunningState, SchedulingState
+from torch.distributed import DistNetworkError, DistStoreError
 
 from shoal.cpu_count import count_usable_cores
-from shoal.errors import RankLost, ShoalError, summarize_error
+from shoal.errors import RankLost, ShoalError, TrainError, summarize_error
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.parallel import World
 from shoal.parallel.comm.world import CUDA_BACKEND, TIMEOUT_S, set_network_interface
@@ -62,6 +66,35 @@ class GroupConfig(TorchConfig):
     @property
     def backend_cls(self) -> type[Backend]:
         return _Backend
+
+
+class _StartGuard(ControllerCallback, WorkerGroupCallback):
+    """In Ray Train's controller: a group that fails at its start, which Ray Train forgets with its placement group, is
+    shut down; and one with a worker that has died is not started again there without end."""
+
+    _group: Any = None
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        self._group = worker_group
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Raises RankLost."""
+        if not isinstance(previous_state, SchedulingState) or isinstance(current_state, RunningState):
+            return
+        group, self._group = self._group, None
+        if group is not None and group.has_started():
+            group.shutdown()
+        if isinstance(current_state, ReschedulingState):
+            failure = current_state.training_failed_error.controller_failure
+            if isinstance(failure, WorkerGroupStartupFailedError):  # else it waits for its places
+                raise RankLost(summarize_error(failure.__cause__ or failure, line=-1, max_chars=None))
+
+
+class GuardedTrainer(TorchTrainer):
+    """Ray Train's trainer, in which a group that fails at its start leaves nothing."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return [_StartGuard(), *super()._create_default_callbacks()]  # first: others may fail
 
 
 def _run_worker(config: Mapping[str, Any]) -> TrainResult:
@@ -111,7 +144,7 @@ def _run_ray_train(setting: WorkerSetup, mailbox: ActorHandle) -> TrainResult:
     chosen = spec.parallel.backend or (CUDA_BACKEND if spec.device == "cuda" else None)
     backend = GroupConfig(backend=chosen, timeout_s=int(TIMEOUT_S))
     config = {"setting": setting, "mailbox": mailbox}
-    trainer = TorchTrainer(
+    trainer = GuardedTrainer(
         _run_worker, train_loop_config=config, scaling_config=scaling, run_config=storage, torch_config=backend
     )
     result: TrainResult = trainer.fit().return_value
@@ -127,7 +160,7 @@ class RayTrainAttempt:
         self._errors: list[ShoalError] = []
         self._mailbox_death: str | None = None
         self._outcome: TrainResult | None = None
-        self._failure: str | None = None
+        self._failure: str | None = None  # why a worker was lost
         self._unexpected_error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(setting,), name="ray-train", daemon=True)
         self._thread.start()
@@ -152,7 +185,8 @@ class RayTrainAttempt:
         self._call_mailbox(self._mailbox.abort, why)
 
     def get_outcome(self) -> TrainResult:
-        """The outcome. Raises the workers' own error; RankLost when a worker or the mailbox died."""
+        """The outcome. Raises the workers' own error, TrainError when they cannot start, RankLost when a worker or the
+        mailbox died."""
         is_cut_short = self._mailbox_death is not None and self._outcome is not None and self._outcome.is_interrupted
         if self._outcome is not None and not is_cut_short:
             return self._outcome
@@ -181,5 +215,12 @@ class RayTrainAttempt:
         except (RayError, ray.train.TrainingFailedError) as error:
             # As text: its frames would keep the group's placement alive, and the next attempt waiting for it.
             self._failure = summarize_error(error, line=-1, max_chars=None)
+            if isinstance(error, ControllerError) and _would_recur(error.controller_failure):
+                self._unexpected_error = TrainError(f"the workers cannot start: {self._failure}")
         except Exception as error:  # noqa: BLE001 - the top of a thread: whoever asks for the outcome gets it
             self._unexpected_error = error
+
+
+def _would_recur(failure: Exception) -> bool:
+    """Whether a worker has raised it while its group started, and not since another is gone or a port was taken."""
+    return isinstance(failure, RayTaskError) and not isinstance(failure, DistNetworkError | DistStoreError)

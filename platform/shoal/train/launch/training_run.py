@@ -7,6 +7,7 @@ Called by `fit_locally`, whose back end is this process, and by `flows.training`
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
+_IDENTITY = re.compile(r"[0-9a-f]{8,}|\d+")  # of a process, a host or a port, which are others in each attempt
 
 
 class Backend(Protocol):
@@ -63,7 +65,8 @@ class TrainingRun:
     predicts: bool = True
 
     def run(self, backend: Backend) -> TrainResult:
-        """Attempt until the run ends, or until workers were lost several times without a step in between."""
+        """Attempt until the run ends, or until workers were lost several times without a step in between: twice, if it
+        was for the same reason, and before the first step."""
         result = self._attempt_until_over(backend)
         if self.recorder is None:
             return result
@@ -73,7 +76,7 @@ class TrainingRun:
         return result
 
     def _attempt_until_over(self, backend: Backend) -> TrainResult:
-        lost_in_a_row = 0
+        lost_in_a_row, reason = 0, ""
         while True:
             before = backend.step
             try:
@@ -82,6 +85,9 @@ class TrainingRun:
                 if not backend.is_restartable:
                     raise
                 lost_in_a_row = 1 if backend.step > before else lost_in_a_row + 1
+                earlier, reason = reason, _IDENTITY.sub("", str(error))
+                if backend.step < 0 and reason == earlier:
+                    raise
                 self.log.record_event("workers_lost", step=backend.step, error=str(error))
                 if lost_in_a_row >= ATTEMPTS_WITHOUT_PROGRESS:
                     raise
