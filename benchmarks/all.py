@@ -34,7 +34,16 @@ NAMES = (
     ),
     *("shm_process_group", "trees", "trees.compiled", "asynchronous", "sync_accuracy", "pull_push", "hogwild"),
     *("population", "population_pbt", "som", "recommender", "optimise"),
-    *("split_losses", "sync_bytes", "straggler_and_kills", "elastic_pause", "plan_order", "large_plan", "stream"),
+    *(
+        "failing_starts",
+        "split_losses",
+        "sync_bytes",
+        "straggler_and_kills",
+        "elastic_pause",
+        "plan_order",
+        "large_plan",
+        "stream",
+    ),
     *("serving.validate", "serving.small", "serving.binary", "serving.bodies", "serving.simulated"),
     *("serving.admission", "serving.real", "serving.swaps", "serving.edited_code", "serving.soak", "serving.seen"),
     *(

@@ -259,10 +259,10 @@ class _Attachment:
         self._closing = ExitStack()
 
     def acquire(self, is_lasting: bool = False) -> None:
-        """Raises ClusterError. is_lasting: only on a cluster that outlives this process"""
+        """Raises ClusterError, ConfigError. is_lasting: only on a cluster that outlives this process"""
         from shoal.cluster.attach import find_cluster
         from shoal.cluster.embedded_cluster import start_cluster
-        from shoal.cluster.job_main import is_connected, joined_cluster
+        from shoal.cluster.job_main import is_connected, join_cluster
 
         if self._num_users == 0:
             if is_connected():
@@ -271,8 +271,11 @@ class _Attachment:
                 cluster = find_cluster()
                 if cluster is None and is_lasting:
                     raise ClusterError("no cluster is up, as a detached endpoint needs: `shoal up` starts one")
+                if cluster is not None and not cluster.is_local:
+                    problem = "is a cluster of other hosts, which a process joins as a job"
+                    raise ConfigError("RAY_ADDRESS", cluster.address, problem, "use `shoal run`, or unset it")
                 cluster = cluster or closing.enter_context(start_cluster())
-                closing.enter_context(joined_cluster(cluster))
+                closing.enter_context(join_cluster(cluster))
                 self._closing = closing.pop_all()
         self._num_users += 1
 

@@ -39,14 +39,14 @@ class Line(shoal.Task):
 SEEN = """
 import json, sys
 from shoal.cluster.attach import find_cluster
-from shoal.cluster.job_main import joined_cluster
+from shoal.cluster.job_main import join_cluster
 
 
 def see():
     import os, torch
     return os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
 
-with joined_cluster(find_cluster()):
+with join_cluster(find_cluster()):
     import ray
 
     print(json.dumps({str(share): ray.get(ray.remote(num_gpus=float(share))(see).remote()) for share in sys.argv[1:]}))

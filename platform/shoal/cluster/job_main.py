@@ -132,7 +132,7 @@ def connect(*, has_json: bool = False) -> None:
 
 
 @contextmanager
-def joined_cluster(cluster: ClusterHandle) -> Iterator[None]:
+def join_cluster(cluster: ClusterHandle) -> Iterator[None]:
     """This process as a driver of `cluster`. Raises ClusterError.
 
     Afterwards its environment, its handler of SIGTERM and Ray's settings are as before, for the next cluster.

@@ -19,6 +19,10 @@ _PLAIN = {
     "broker_back": "the broker is back",
     "upload_recovered": "checkpoints are in the store again",
 }
+_LOST = {  # by whether there was no step
+    False: "after step {step:,} ({error}): going on from the last checkpoint",
+    True: "before the first step ({error}): starting them again",
+}
 
 
 def format_warning(kind: str, details: Mapping[str, Any]) -> str:
@@ -29,10 +33,7 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
         case "restored" if details["damaged"]:
             return f"going on from step {details['step']:,}; damaged, and passed over: {'; '.join(details['damaged'])}"
         case "workers_lost":
-            if details["step"] < 0:
-                return f"workers were lost before the first step ({details['error']}): starting them again"
-            lost = f"workers were lost after step {details['step']:,} ({details['error']})"
-            return f"{lost}: going on from the last checkpoint"
+            return "workers were lost " + _LOST[details["step"] < 0].format_map(details)
         case "worker_lost" | "server_lost":
             lost = f"{kind.removesuffix('_lost')} {details['index']} died ({details['cause']})"
             return f"{lost}: another takes its place, the others go on"
