@@ -88,7 +88,9 @@ def test_a_group_that_fails_while_it_starts_leaves_no_placement_group(
     spec = TrainSpec.parse({"task": "tests/train_task.py:Toy", "workers": 2, "parallel": {"backend": "nccl"}})
     with closing(ray_train.RayTrainAttempt(ray_train.WorkerSetup(spec, "r", tmp_path, tmp_path))) as attempt:
         wait_for(lambda: attempt.poll(0.1)[1], STATE_S, "the end of the attempt")
-        with pytest.raises(RankLost if is_death else TrainError, match="" if is_death else "cannot start: .*NCCL"):
+        with pytest.raises(
+            RankLost if is_death else TrainError, match="a worker died" if is_death else "cannot start: .*NCCL"
+        ):
             attempt.get_outcome()
     made = [each for name, each in placement_group_table().items() if name not in before]
     assert [each["state"] for each in made] == ["REMOVED"]

@@ -12,6 +12,7 @@ from shoal.errors import RegistryError, StoreError
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.serve.spec import model_source
 from shoal.serve.spec.model_source import RegistryCatalogue
+from shoal.store import Store
 from shoal.weights import WeightSnapshot
 from waiting import wait_for
 
@@ -36,7 +37,7 @@ def test_a_moved_alias_is_seen_and_a_bucket_that_fails_is_told(
     registry.promote("linear@2")
     wait_for(lambda: catalogue.follow("linear", "champion") == 2)
 
-    def refuse(key: str) -> bytes:
+    def refuse(store: Store, key: str) -> bytes:
         raise StoreError("the bucket does not answer")
 
     def is_told() -> bool:
@@ -47,7 +48,7 @@ def test_a_moved_alias_is_seen_and_a_bucket_that_fails_is_told(
         return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(registry.store, "read", refuse)
+        patch.setattr(type(registry.store), "read", refuse)
         wait_for(is_told)
     wait_for(lambda: not is_told())
     assert catalogue.follow("linear", "champion") == 2
