@@ -15,7 +15,7 @@ from programs import run_ranks
 from shoal.errors import ConfigError
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.loss import Mean
-from shoal.train.loop.split_check import check_split_loss
+from shoal.train.loop.split_check import SplitLossCheck
 
 NUM_STEPS = 5
 WEIGHTS = torch.linspace(0.1, 20.0, VOCABULARY)
@@ -173,7 +173,7 @@ def _check(
     model = build(make, ParallelSpec.parse(plan), world, learnable)
     batch = share(global_batch(0), model.data_rank, model.num_data_ranks)
     try:
-        check_split_loss(model, batch, world, "Weighted", num_parts)
+        SplitLossCheck(model, world, "Weighted", num_parts).before_step(batch)
     except ConfigError as error:
         return str(error)
     finally:
@@ -262,7 +262,7 @@ def make_with_queue() -> nn.Module:
 
 def test_the_check_changes_no_buffer() -> None:
     model = build(make_with_queue, ParallelSpec.parse(ALONE), World.single("cpu"), QueueStep())
-    check_split_loss(model, global_batch(0), World.single("cpu"), "Queue")
+    SplitLossCheck(model, World.single("cpu"), "Queue").before_step(global_batch(0))
     assert not model.model_state()["queue"].any()
 
 

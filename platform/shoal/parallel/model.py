@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.parallel.loss import Loss, Mean, require_loss
+from shoal.parallel.loss_trace import LossReader, MeasuredLoss
 
 
 class TaskProtocol(Protocol):
@@ -65,11 +66,13 @@ class ParallelModel(ABC):
     modules:        the modules on this rank: the model, its stage, or its several stages
     data_rank:      the index of this rank's share of each global batch, of `num_data_ranks`; ranks that split layers or
                     stages among themselves get the same share
+    loss_reader:    what finds out what the loss divides by
     """
 
     modules: list[nn.Module]
     data_rank: int
     num_data_ranks: int
+    loss_reader: LossReader
     forward_dtype: torch.dtype | None = None  # of the weights in a forward pass, if it is not that of the parameters
     step_weight: Tensor | float = 1.0  # of the newest step's loss and gradients in a mean over steps or replicas
     step_losses: Mapping[str, Tensor] = MappingProxyType({})  # further losses of the newest step, by the Task's names
@@ -100,11 +103,11 @@ class ParallelModel(ABC):
         """
 
     @abstractmethod
-    def measure_loss(self, batch: Any) -> Tensor | None:
+    def measure_loss(self, batch: Any) -> MeasuredLoss | None:
         """The loss of a batch that is not split, in evaluation mode and full precision, without gradients. Collective.
 
-        None where there is none to compare with that of a part of the batch: for a `Mean`, which is right however it is
-        split, for the losses of several optimizers, and on ranks without the last stage.
+        None where there is none to compare with that of a part of the batch: for a `Mean` of the Task's own, for the
+        losses of several optimizers, and on ranks without the last stage.
         """
 
     @abstractmethod

@@ -29,6 +29,7 @@ from shoal.parallel.layers.batch_norm import DataGroup, globalise_batch_norm
 from shoal.parallel.layers.dropout import seed_dropout
 from shoal.parallel.layers.precision import autocast
 from shoal.parallel.loss import LOSS, Loss, StepCounts, invert_count, require_loss, split_mean
+from shoal.parallel.loss_trace import LossReader, MeasuredLoss, find_means
 from shoal.parallel.micro_batches import iter_chunks, split_micro_batches
 from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.pipeline.groups import PipelineGroups, receive_tensor, send_tensor
@@ -159,6 +160,7 @@ class PipelineModel(ParallelModel):
         self._batches: list[Any] = []  # in flight
         self._step, self._first_index, self._reduced_s = 0, 0, 0.0
         self._metric_names: list[str] = []  # of an evaluation
+        self.loss_reader = LossReader(model, True, spec.compile)
         self._counts = StepCounts({LOSS: self.partition.has_mean_loss})  # on the rank of the last stage
 
     # -- a step
@@ -203,7 +205,8 @@ class PipelineModel(ParallelModel):
         with autocast(self._spec.precision, self._world.device):
             handed: Tensor = self._stage_forward.run(stage, self._learnable.inputs(batch), received)
             if stage == len(self._stage_ranks) - 1:
-                return self._weigh_loss(self._learnable.loss(handed, batch), count_samples(batch))
+                loss = self.loss_reader.read(partial(self._learnable.loss, handed, batch))
+                return self._weigh_loss(loss, count_samples(batch))
         expected = self._stage_outputs[stage]
         if (handed.shape, handed.dtype) != (expected.shape, expected.dtype):
             problem = f"was handed {list(handed.shape)} {handed.dtype}, not {list(expected.shape)} {expected.dtype}"
@@ -271,7 +274,7 @@ class PipelineModel(ParallelModel):
                 outputs = self._run_forward(part)
                 if self._has_last:
                     with autocast(self._spec.precision, self._world.device):
-                        means = compute_loss_and_metrics(self._learnable, outputs, part)
+                        means = find_means(partial(compute_loss_and_metrics, self._learnable, outputs, part))
                     names = list(means)
                     if observe is not None and num_samples:
                         observe(outputs, part)
@@ -288,13 +291,14 @@ class PipelineModel(ParallelModel):
         dist.broadcast(values, last, self._groups.pipeline)
         return dict(zip(self._metric_names, values.unbind(), strict=True))
 
-    def measure_loss(self, batch: Any) -> Tensor | None:
+    def measure_loss(self, batch: Any) -> MeasuredLoss | None:
         self._stage_outputs = {}
         with eval_mode(self._model), torch.no_grad():
             outputs = self._run_forward(batch, "fp32")
-            loss = self._learnable.loss(outputs, batch) if self._has_last else None
+            loss = partial(self._learnable.loss, outputs, batch)
+            measured = self.loss_reader.measure(loss) if self._has_last else None
         self._check_usage([])
-        return loss if isinstance(loss, Tensor) else None
+        return measured
 
     def _run_forward(self, batch: Any, precision: Precision | None = None) -> Any:
         """The model's outputs, on the rank of the last stage; None elsewhere. `precision` None: that of the plan."""

@@ -20,6 +20,7 @@ from shoal.parallel.comm.world import World
 from shoal.parallel.deferred.plan_search import decide_plan
 from shoal.parallel.deferred.weights import DeferredWeights
 from shoal.parallel.loss import Mean, get_value
+from shoal.parallel.loss_trace import find_means
 from shoal.parallel.model import TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.pipeline.split_points import (
     ModuleCall,
@@ -87,12 +88,12 @@ def find_partition(
 
     has_weights: whether the parameters have values and memory for gradients (see `profile_splits`)
     """
-    kinds: set[type] = set()
+    kinds: set[bool] = set()  # whether a loss is a `Mean`
 
     def run() -> Tensor:
         with context():
-            loss = learnable.loss(model(*learnable.inputs(batch)), batch)
-            kinds.add(type(loss))
+            loss = find_means(partial(learnable.loss, model(*learnable.inputs(batch)), batch))
+            kinds.add(isinstance(loss, Mean))
             return get_value(loss)
 
     found = profile_splits(model, run, device, has_weights)
@@ -110,7 +111,7 @@ def find_partition(
         if refused is None:
             split_point = _find_invalid_split(model, learnable, batch, found, split_points, context)
             if split_point is None:
-                return _build_partition(found, split_points, Mean in kinds)
+                return _build_partition(found, split_points, True in kinds)
             refused = split_point, _make_plan_error(split_point)
         split_point, rejection = refused
         if wanted is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +25,8 @@ from shoal.parallel.layers.batch_norm import DataGroup, globalise_batch_norm
 from shoal.parallel.layers.compile import compile_module
 from shoal.parallel.layers.dropout import DropoutRng, seed_dropout
 from shoal.parallel.layers.precision import LossScale, autocast
-from shoal.parallel.loss import LOSS, Loss, Mean, StepCounts, invert_count, require_loss, split_mean
+from shoal.parallel.loss import LOSS, Loss, StepCounts, invert_count, require_loss, split_mean
+from shoal.parallel.loss_trace import LossReader, MeasuredLoss, find_means
 from shoal.parallel.micro_batches import split_micro_batches
 from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.spec import ParallelSpec
@@ -69,6 +71,7 @@ class SpmdModel(ParallelModel):
         self._phase_parameters: Mapping[str, list[nn.Parameter]] = {}
         self._loss_scale = LossScale() if spec.precision == "fp16" else None
         self._counts = StepCounts()
+        self.loss_reader = LossReader(model, spec.accumulate > 1 or self.num_data_ranks > 1, spec.compile)
         self._summed: list[nn.Parameter] = []
         self._summing_group: dist.ProcessGroup | None = None
         self._collect_trainable()
@@ -138,7 +141,7 @@ class SpmdModel(ParallelModel):
             for micro_step, (each, (part, weight)) in enumerate(zip(steps, micro_batches, strict=True), index):
                 self._dropout_rng.begin_micro_step(step, micro_step, count_samples(part))
                 with autocast(self._spec.precision, self._world.device):
-                    found = next_phase(each, name)
+                    found = self.loss_reader.read(partial(next_phase, each, name), is_step=True)
                 if found is None:
                     return total
                 name, loss = found
@@ -169,8 +172,10 @@ class SpmdModel(ParallelModel):
 
     def _compute_loss(self, batch: Any, weight: float) -> Loss:
         if self._train_step is None:
-            return require_loss(self._learnable.loss(self._forward(*self._learnable.inputs(batch)), batch))
-        loss, named = split_losses(self._train_step(self.module, batch))
+            outputs = self.loss_reader.read_outputs(lambda: self._forward(*self._learnable.inputs(batch)))
+            return require_loss(self.loss_reader.read(partial(self._learnable.loss, outputs, batch)))
+        result = self.loss_reader.read(partial(self._train_step, self.module, batch), is_step=True)
+        loss, named = split_losses(result)
         size = count_samples(batch)
         self._add_losses(
             {name: self._counts.weigh(name, value, weight, size).detach() for name, value in named.items()}
@@ -191,6 +196,8 @@ class SpmdModel(ParallelModel):
         if name == LOSS:
             self.step_weight = counts[name]
         factor = invert_count(counts[name])
+        if factor.is_cpu and factor == 1.0:  # as where each label counts
+            return summed
         gradients.scale(self._trainable, factor)
         return summed * factor
 
@@ -222,25 +229,22 @@ class SpmdModel(ParallelModel):
 
     def evaluate(self, batch: Any, num_samples: int, observe: Observer | None = None) -> dict[str, Tensor]:
         with eval_mode(self.module), torch.no_grad(), autocast(self._spec.precision, self._world.device):
-            outputs = self.module(*self._learnable.inputs(batch))
-            means = compute_loss_and_metrics(self._learnable, outputs, batch)
+            outputs = self.loss_reader.read_outputs(lambda: self.module(*self._learnable.inputs(batch)))
+            means = find_means(partial(compute_loss_and_metrics, self._learnable, outputs, batch))
         if observe is not None and num_samples:
             observe(outputs, batch)
         return {name: split_mean(mean, num_samples) for name, mean in means.items()}
 
-    def measure_loss(self, batch: Any) -> Tensor | None:
+    def measure_loss(self, batch: Any) -> MeasuredLoss | None:
         with eval_mode(self.module):
             if self._train_step is None:
                 with torch.no_grad():
-                    loss = self._learnable.loss(self.module(*self._learnable.inputs(batch)), batch)
-            else:
-                restore = snapshot_module(self.module)  # such a step may fill a queue, say
-                found = self._train_step(self.module, batch)
-                restore()
-                if isinstance(found, Iterator):
-                    return None
-                loss, _ = split_losses(found)
-        return None if isinstance(loss, Mean) else loss.detach()
+                    outputs = self.loss_reader.read_outputs(lambda: self.module(*self._learnable.inputs(batch)))
+                    return self.loss_reader.measure(partial(self._learnable.loss, outputs, batch))
+            restore = snapshot_module(self.module)  # such a step may fill a queue, say
+            measured = self.loss_reader.measure(partial(self._train_step, self.module, batch), is_step=True)
+            restore()
+        return measured
 
     def sum_over_data_ranks(self, values: Tensor) -> Tensor:
         if self._data_group is None:

@@ -22,6 +22,7 @@ from shoal.errors import PlanError
 from shoal.parallel.comm.world import World
 from shoal.parallel.deferred.weights import DeferredWeights
 from shoal.parallel.layers.compile import compile_forward
+from shoal.parallel.loss_trace import MeasuredLoss
 from shoal.parallel.model import Observer, TaskProtocol
 from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.base import TimedCollectivesMixin
@@ -77,7 +78,7 @@ class FsdpModel(TimedCollectivesMixin):
         self._usage_check.check([], self._world.device)
         return sums
 
-    def measure_loss(self, batch: Any) -> Tensor | None:
+    def measure_loss(self, batch: Any) -> MeasuredLoss | None:
         loss = super().measure_loss(batch)
         self._usage_check.check([], self._world.device)
         return loss

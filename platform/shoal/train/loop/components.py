@@ -308,6 +308,7 @@ def build_components(
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
     example = _load_example(data, spec.batch_size // (replica[1] if replica else degrees.data), world)
     model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed, deferred)
+    model.loss_reader.is_active |= spec.splits_batches
     has_full_model = not degrees.shard and degrees.tensor == degrees.pipeline == 1
     optimizer = make_optimizer(
         task,

@@ -1,7 +1,8 @@
-"""The check, at the first step of a run that splits its batches, that the loss of a batch is the mean of its parts'.
+"""The check of a run that splits its batches: that the loss of a batch is the mean of its parts'.
 
-Called by the Trainer. A loss that divides by something else than the number of samples would be trained on other
-gradients than in one process. Costs three forward passes of a micro-batch, once.
+Called by the Trainer before a step, from the first one until a batch has shown it. A loss that divides by something
+else than the number of samples would be trained on other gradients than in one process. Costs four forward passes of at
+most a micro-batch each time.
 """
 
 from __future__ import annotations
@@ -10,55 +11,87 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.batch_tree import count_samples, slice_samples
 from shoal.errors import ConfigError
 from shoal.parallel import ParallelModel, World
+from shoal.parallel.loss_trace import REMEDY, MeasuredLoss
 from shoal.parallel.micro_batches import split_micro_batches
 from shoal.random_state import preserve_rng
 
 TOLERANCE = 3e-4  # relative: sums of another order differ by 1e-6
 NUM_ROUNDINGS = 2  # of a loss or a network in a type of less digits, as bf16
 NOISE = 1e-6
+NUM_FIRST = 8  # steps that are all checked; after them, one in each doubling
 
 
-def check_split_loss(model: ParallelModel, batch: Any, world: World, task: str, num_parts: int = 1) -> None:
-    """Raises ConfigError, on every rank, when the losses of two halves of `batch` have another mean. Collective.
+class SplitLossCheck:
+    """Refuses a loss whose value depends on how a batch is split.
 
-    num_parts: micro-batches of a step: the memory may be too small for several at once, so one is tried, or two samples
+    num_parts: micro-batches of a step: the memory may be too small for several at once, so the samples of one are tried
 
-    A loss that draws random numbers in evaluation mode cannot be judged, and passes.
+    Until a batch has shown that the parts have the mean of the whole, the model's `loss_reader` refuses whatever may
+    differ. A loss that draws random numbers in evaluation mode cannot be judged, and passes unless the
+    reader refuses it.
     """
-    batch = slice_samples(batch, slice(max(2, count_samples(batch) // num_parts)))
-    is_split = count_samples(batch) > 1
-    halves = split_micro_batches(batch, 2, is_even=False) if is_split else [batch, batch]  # as often on every rank
-    with preserve_rng():
-        found = [model.measure_loss(each) for each in (batch, batch, *halves)]
-    losses = [float(each) for each in found if each is not None]
-    finding: tuple[float, float] | None = None
-    if len(losses) == len(found):
-        whole, again, *parts = losses
-        weights = [count_samples(half) for half in halves]
-        mean = sum(weight * part for weight, part in zip(weights, parts, strict=True)) / sum(weights)
-        tolerance = _find_tolerance(model, found[0])
-        is_judged = math.isfinite(whole) and _is_close(whole, again, parts, tolerance)
-        finding = (whole, mean) if is_judged and not _is_close(whole, mean, parts, tolerance) else None
-    for whole, mean in filter(None, world.gather(finding)):
-        problem = (
-            f"is {whole:.6g} for a batch and {mean:.6g} as the mean of its halves, so the run, which splits batches, "
-            "would train on other gradients than one process"
-        )
-        remedy = "return shoal.Mean(total, count) from it; check_loss=false accepts the mean of the parts"
-        raise ConfigError("Task.loss", task, problem, remedy)
 
+    def __init__(self, model: ParallelModel, world: World, task: str, num_parts: int = 1) -> None:
+        self._model, self._world, self._task, self._num_parts = model, world, task, num_parts
+        self._num_steps, self.is_done = 0, False
+        model.loss_reader.is_accepted = False
 
-def _find_tolerance(model: ParallelModel, loss: Tensor | None) -> float:
-    parameters = (each for module in model.modules for each in module.parameters())
-    types = {each.dtype for each in (loss, *parameters) if each is not None and each.is_floating_point()}
-    if model.forward_dtype is not None:
-        types.add(model.forward_dtype)
-    return max(TOLERANCE, *(NUM_ROUNDINGS * torch.finfo(each).eps for each in types))
+    def before_step(self, batch: Any) -> None:
+        """Collective. Raises ConfigError, on every rank, when the losses of two halves of a part have another mean."""
+        step = self._num_steps
+        self._num_steps += 1
+        if self.is_done or (step >= NUM_FIRST and step & (step - 1)):
+            return
+        verdicts = self._world.gather(self._compare(batch))
+        for whole, mean in (each for each in verdicts if isinstance(each, tuple)):
+            problem = (
+                f"is {whole:.6g} for a batch and {mean:.6g} as the mean of its halves, so the run, which splits "
+                "batches, would train on other gradients than one process"
+            )
+            raise ConfigError("Task.loss", self._task, problem, REMEDY)
+        self._model.loss_reader.is_accepted = "equal" in verdicts
+        self.is_done = "equal" in verdicts or set(verdicts) == {"no scalar"}
+
+    def _compare(self, batch: Any) -> str | tuple[float, float]:
+        """`equal` if the loss is the mean of its parts, where another loss would not be; `unclear`; `no scalar`, which
+        cannot be compared; or the loss, and another mean of its parts."""
+        size = max(2, count_samples(batch) // self._num_parts)
+        spread = slice_samples(batch, slice(None, None, max(1, count_samples(batch) // size)))
+        few = slice_samples(spread, slice(size))
+        is_split = count_samples(few) > 1
+        halves = split_micro_batches(few, 2, is_even=False) if is_split else [few, few]  # as often on every rank
+        with preserve_rng():
+            found = [self._model.measure_loss(each) for each in (few, few, *halves)]
+        losses = [each for each in found if each is not None]
+        if len(losses) < len(found):
+            return "no scalar"
+        whole, again, *parts = (float(each.value) for each in losses)
+        weights = [
+            float(count_samples(half) if loss.weight is None else loss.weight)
+            for half, loss in zip(halves, losses[2:], strict=True)
+        ]
+        tolerance = self._find_tolerance(losses[0])
+        if not math.isfinite(whole):
+            return "unclear"
+        if not _is_close(whole, again, parts, tolerance):
+            return "unclear" if losses[0].divisors else "no scalar"
+        mean = sum(weight * part for weight, part in zip(weights, parts, strict=True)) / (sum(weights) or 1.0)
+        if not _is_close(whole, mean, parts, tolerance):
+            return whole, mean
+        first, second = (loss.divisors / count_samples(half) for half, loss in zip(halves, losses[2:], strict=True))
+        is_telling = not (first or second) or abs(first - second) > tolerance * max(first, second)
+        return "equal" if is_telling and not _is_close(parts[0], parts[1], parts, 4 * tolerance) else "unclear"
+
+    def _find_tolerance(self, loss: MeasuredLoss) -> float:
+        parameters = (each for module in self._model.modules for each in module.parameters())
+        types = {each.dtype for each in (loss.value, *parameters) if each.is_floating_point()}
+        if self._model.forward_dtype is not None:
+            types.add(self._model.forward_dtype)
+        return max(TOLERANCE, *(NUM_ROUNDINGS * torch.finfo(each).eps for each in types))
 
 
 def _is_close(one: float, other: float, parts: list[float], tolerance: float) -> bool:

@@ -34,7 +34,7 @@ from shoal.train.loop.evaluation import evaluate
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
 from shoal.train.loop.pending_losses import PendingStep, sum_losses, sum_named_losses
 from shoal.train.loop.replica import TrainReplica, make_replica_state
-from shoal.train.loop.split_check import check_split_loss
+from shoal.train.loop.split_check import SplitLossCheck
 from shoal.train.loop.stopping import StopDecision, StopPolicy
 from shoal.train.loop.throughput import ThroughputMeter
 from shoal.train.optim.selective_backprop import count_profiled_steps
@@ -98,6 +98,10 @@ class Trainer:
             parts.model, parts.optimizer, world, count_profiled_steps(spec), average
         )
         self._policy = StopPolicy(spec.stop, self._num_workers, spec.price_per_device_hour)
+        self._loss_check: SplitLossCheck | None = None
+        if spec.check_loss and spec.splits_batches:
+            num_parts = spec.parallel.accumulate * spec.parallel.num_micro_batches(parts.degrees)
+            self._loss_check = SplitLossCheck(parts.model, world, type(task).__name__, num_parts)
         self._progress = TrainProgress()
         self._num_evaluations_due = 0
         self._is_first_step = True
@@ -184,8 +188,8 @@ class Trainer:
         norm = None
         self.sync.before_step()
         try:
-            if self._is_first_step:
-                self._check_loss(batch)
+            if self._loss_check is not None:
+                self._loss_check.before_step(batch)
             with self._profiler.step() if self._profiler is not None else nullcontext():
                 if parts.has_phases:
                     self._wait_until_copied()
@@ -213,13 +217,6 @@ class Trainer:
         self._meter.count_steps(num_steps, self.spec.batch_size * num_steps)
         if self._profiler is not None and self._profiler.is_due:
             self._report_cost(self._profiler)
-
-    def _check_loss(self, batch: Any) -> None:
-        """Raises ConfigError, on every rank, for a loss that depends on how its batch is split."""
-        if self.spec.check_loss and self.spec.splits_batches:
-            plan, parts = self.spec.parallel, self._parts
-            num_parts = plan.accumulate * plan.num_micro_batches(parts.degrees)
-            check_split_loss(parts.model, batch, self.world, type(self.task).__name__, num_parts)
 
     def _wait_until_copied(self) -> None:
         """Before weights or the optimiser's state change: until a checkpoint has its copy of them."""

@@ -1,0 +1,207 @@
+"""What a Task's loss divides by, as seen from the torch functions that it calls.
+
+Owns `LossReader`, by which plans that split batches call a loss. A mean of torch's that divides by another number than
+that of the samples is computed as a sum and a count: a loss that is such a mean becomes a `Mean`. Where one is only a
+part of the loss, or where the loss divides by a sum itself, the reader refuses it, unless the check of split losses has
+accepted it. Called by every plan. Communicates nothing; changes no other function's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn._reduction import legacy_get_string
+from torch.overrides import TorchFunctionMode
+
+from shoal.errors import ConfigError
+from shoal.parallel.loss import LOSS, Mean
+
+T = TypeVar("T")
+REMEDY = "return shoal.Mean(total, count) from it; check_loss=false accepts the mean of the parts"
+_WITH_LABELS = (functional.cross_entropy, functional.nll_loss)
+_WITH_WEIGHTS = (functional.mse_loss, functional.l1_loss)
+_SCALINGS = {"mul", "multiply", "div", "divide", "true_divide", "neg"}  # by a number; of a scalar, linear
+_COPIES = {"reshape", "view", "squeeze", "contiguous", "clone", "float", "double", "to", "mean", "sum"}
+_SUMS = {"sum", "nansum", "count_nonzero"}
+_SELECTIONS = {"__getitem__", "masked_select"}
+_MEAN, _DIVISIONS, _IS_SUM, _IS_SELECTED = "_shoal_mean", "_shoal_divisions", "_shoal_is_sum", "_shoal_is_selected"
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """A division within a loss.
+
+    function: its name
+    count:    scalar: the divisor
+    size:     the count if all terms count equally; None: it depends on the contents of the batch
+    """
+
+    function: str
+    count: Tensor
+    size: int | None
+
+    def is_uneven(self) -> bool:
+        return self.size is None or int(self.count) != self.size
+
+
+class FoundMean(Mean):
+    """A `Mean` that the Task returned as a scalar."""
+
+
+class MeasuredLoss(NamedTuple):
+    """The loss of a batch.
+
+    weight:   the count of a mean that was found in it; None: a mean over the samples
+    divisors: the sum of what it divides by in parts that are no such mean; 0: it does not
+    """
+
+    value: Tensor
+    weight: Tensor | float | None
+    divisors: float
+
+
+class LossReader:
+    """Calls a Task's loss, and finds what it divides by.
+
+    is_active:   whether batches are split; otherwise a loss is as the Task gives it
+    is_accepted: whether a loss may divide by other numbers without being a `Mean`: by the spec, or since the check has
+                 seen that the parts of a batch have its mean
+    """
+
+    def __init__(self, model: nn.Module, is_active: bool, is_compiled: bool) -> None:
+        self.is_active, self.is_accepted = is_active, True
+        self._has_own_loss = hasattr(type(model), "loss_function") and not is_compiled  # a model of transformers
+        self._sees_steps = not is_compiled
+
+    def read_outputs(self, forward: Callable[[], T]) -> T:
+        """The model's outputs. A model may compute its loss itself."""
+        if not (self.is_active and self._has_own_loss):
+            return forward()
+        with LossTrace():
+            outputs = forward()
+        self._has_own_loss = getattr(outputs, "loss", None) is not None
+        return outputs
+
+    def read(self, compute: Callable[[], T], *, is_step: bool = False) -> T:
+        """What `compute` gives, with each mean that has a count as a `Mean`.
+
+        is_step: it runs the model too
+
+        Raises ConfigError for a loss that divides by other numbers, unless it is accepted.
+        """
+        result = find_means(compute) if self.is_active and (self._sees_steps or not is_step) else compute()
+        if self.is_active and not self.is_accepted:
+            loss: object = result.get(LOSS) if isinstance(result, Mapping) else result
+            loss = loss[1] if isinstance(loss, tuple) else loss
+            for division in filter(Division.is_uneven, getattr(loss, _DIVISIONS, ())):
+                problem = f"divides by {division.function}, as a part of the loss, and the run splits its batches"
+                raise ConfigError("Task.loss", division.function, problem, REMEDY)
+        return result
+
+    def measure(self, compute: Callable[[], Any], *, is_step: bool = False) -> MeasuredLoss | None:
+        """As `read`, for the check; None for a `Mean` of the Task's own, and for losses of several optimizers."""
+        result = compute() if is_step and not self._sees_steps else find_means(compute)
+        loss = result.get(LOSS) if isinstance(result, Mapping) else result
+        if isinstance(loss, FoundMean):
+            return MeasuredLoss(loss.value().detach(), loss.count, 0.0)
+        if not isinstance(loss, Tensor):
+            return None
+        return MeasuredLoss(loss.detach(), None, sum(float(each.count) for each in getattr(loss, _DIVISIONS, ())))
+
+
+def find_means(compute: Callable[[], T]) -> T:
+    """The losses that `compute` gives: one, some by name, or one of an optimizer's; means with a count as `Mean`s."""
+    with LossTrace():
+        result: Any = compute()
+    if isinstance(result, Mapping):
+        return {name: _find_mean(each) for name, each in result.items()}  # type: ignore[return-value]
+    if isinstance(result, tuple) and len(result) == 2:
+        return result[0], _find_mean(result[1])  # type: ignore[return-value]
+    return _find_mean(result)  # type: ignore[no-any-return]
+
+
+def _find_mean(loss: Any) -> Any:
+    mean, version = getattr(loss, _MEAN, (None, 0))
+    return mean if mean is not None and loss._version == version else loss
+
+
+class LossTrace(TorchFunctionMode):
+    """Follows the calls of torch functions: tags on their results say what they were divided by."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _WITH_LABELS or func in _WITH_WEIGHTS:
+            mean = _split_mean(func, args, kwargs)
+            if mean is not None:
+                return mean
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            _follow(func, args, kwargs, result)
+        return result
+
+
+def _split_mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The result of a mean with a count, tagged with both; None: another reduction, or a mean over all elements."""
+    reduction, (_, target) = kwargs.get("reduction", "mean"), args
+    if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
+        reduction = legacy_get_string(kwargs.get("size_average"), kwargs.get("reduce"), emit_warning=False)
+    weight: Any = kwargs.get("weight")
+    size: int | None = None
+    if reduction != "mean" or (func in _WITH_WEIGHTS and weight is None):
+        return None
+    if func in _WITH_LABELS and target.is_floating_point():  # probabilities of classes: a mean over the samples
+        return None
+    if func in _WITH_WEIGHTS:
+        count = weight.sum()
+    else:
+        is_counted = target != kwargs.get("ignore_index", -100)
+        if weight is None:
+            count, size = is_counted.sum(), target.numel()
+        else:
+            count = (weight[torch.where(is_counted, target, 0)] * is_counted).sum()
+    total = func(*args, **{**kwargs, "size_average": None, "reduce": None, "reduction": "sum"})
+    result: Tensor = total / count
+    count = count.detach()
+    setattr(result, _MEAN, (FoundMean(total, count), result._version))
+    setattr(result, _DIVISIONS, (Division(func.__name__, count, size),))
+    return result
+
+
+def _follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
+    """Tag a result by the tags of the arguments."""
+    name, given = func.__name__, list(_iter_tensors((*args, *kwargs.values())))
+    divisions = {each: None for tensor in given for each in getattr(tensor, _DIVISIONS, ())}
+    is_selected = any(hasattr(tensor, _IS_SELECTED) for tensor in given)
+    if name in _SELECTIONS and any(each.dtype == torch.bool for each in given[1:]):
+        is_selected = True
+    if is_selected and result.ndim:
+        setattr(result, _IS_SELECTED, True)
+    elif is_selected and kwargs.get("reduction", "mean" if name == "mean" else "") == "mean":
+        divisions[Division(f"{name} of selected elements", torch.tensor(given[0].numel()), None)] = None
+    if not result.ndim and (name in _SUMS or any(hasattr(tensor, _IS_SUM) for tensor in given)):
+        setattr(result, _IS_SUM, True)
+    if name in _SCALINGS and len(given) == 2 and hasattr(given[1], _IS_SUM) and "mul" not in name:
+        divisions[Division("a sum", given[1].detach(), None)] = None
+    if divisions:
+        setattr(result, _DIVISIONS, tuple(divisions))
+    mean, version = next((getattr(tensor, _MEAN) for tensor in given[:1] if hasattr(tensor, _MEAN)), (None, 0))
+    if mean is not None and version == given[0]._version and name in _SCALINGS | _COPIES and len(given) == 1:
+        if name != "neg" and "mul" not in name and args[:1] != (given[0],):
+            return  # divides by the mean
+        total = func(*(mean.total if each is given[0] else each for each in args), **kwargs)
+        setattr(result, _MEAN, (FoundMean(total, mean.count), result._version))
+
+
+def _iter_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _iter_tensors(each)
