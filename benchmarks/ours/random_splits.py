@@ -61,7 +61,9 @@ class Draw:
         source = random.Random(seed)
         parts = source.choice([2, 3, 4, 8] if num_ranks == 1 else [1, 2])
         batch_size = num_ranks * parts * source.choice([1, 2, 4, 6])
-        frequency = source.choice([(1, 1, 1, 1, 0), (1, 1, 1, 1, 4), (50, 0, 0, 1, 0), (30, 10, 1, 1, 1), (40, 0, 0, 0, 1)])
+        frequency = source.choice(
+            [(1, 1, 1, 1, 0), (1, 1, 1, 1, 4), (50, 0, 0, 1, 0), (30, 10, 1, 1, 1), (40, 0, 0, 0, 1)]
+        )
         labels = source.choices([0, 1, 2, 3, IGNORED], frequency, k=batch_size * NUM_STEPS)
         if source.random() < 0.5:
             labels.sort(reverse=source.random() < 0.5)

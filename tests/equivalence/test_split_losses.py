@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from benchmarks.ours.random_splits import LOSSES, judge_micro_batches
 from cases import BATCH, LENGTH, VOCABULARY, build, full, global_batch, share
 from torch import Tensor, nn
 from torch.nn import functional
@@ -62,10 +64,42 @@ class NoLabels(ClassWeighted):
 
 
 class PlainWeighted(ClassWeighted):
-    """The same as a scalar, which is no mean over the samples."""
+    """The same as a scalar of torch's."""
 
     def loss(self, outputs: Tensor, batch: Any) -> Any:
         return functional.cross_entropy(outputs, batch[1], WEIGHTS.to(outputs))
+
+
+class PlainFewLabels(ClassWeighted):
+    """As `FewLabels`, as half of a scalar of torch's."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        labels = torch.where(batch[1] % 3 == 0, batch[1], -100)
+        return nn.CrossEntropyLoss(label_smoothing=0.1)(outputs, labels) / 2
+
+
+class ByHand(ClassWeighted):
+    """A quotient, of which nothing says that numerator and denominator are sums over the samples."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        weights = WEIGHTS.to(outputs)
+        return functional.cross_entropy(outputs, batch[1], weights, reduction="sum") / weights[batch[1]].sum()
+
+
+class Contrast(ClassWeighted):
+    """Each sample beside the others of its part."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+class EachSample(ClassWeighted):
+    """A mean over the samples of quotients, which are those of one sample each."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        pairs = zip(outputs.unfold(1, 2, 2), batch[0] % 2, strict=True)
+        each = [functional.cross_entropy(one[:LENGTH], of, WEIGHTS[:2].to(one)) for one, of in pairs]
+        return torch.stack(each).mean()
 
 
 class OwnStep(ClassWeighted):
@@ -135,13 +169,14 @@ TWO: list[dict[str, Any]] = [
     {"data": 1, "tensor": 2},
     {"data": 1, "pipeline": 2, "micro_batches": 4},
 ]
-LEARNABLES = (ClassWeighted, FewLabels, NoLabels)
+LEARNABLES = (ClassWeighted, FewLabels, NoLabels, PlainWeighted)
 CASES = [(learnable, plan, torch.float32) for learnable in LEARNABLES for plan in TWO]
 CASES += [(FewLabels, plan, torch.float64) for plan in TWO if plan.get("tensor", 1) == 1]
+CASES += [(PlainFewLabels, plan, torch.float32) for plan in TWO[-1:]]
 CASES += [(OwnStep, plan, torch.float32) for plan in ({}, {"accumulate": 2})]
 
 
-@pytest.mark.parametrize("learnable", [*LEARNABLES, OwnStep])
+@pytest.mark.parametrize("learnable", [*LEARNABLES, PlainFewLabels, OwnStep])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_micro_batches_of_one_process(learnable: type, dtype: torch.dtype) -> None:
     whole, split = (train(learnable(), plan, World.single("cpu"), dtype) for plan in ({}, ALONE))
@@ -189,7 +224,7 @@ class PlainMean(ClassWeighted):
 
 
 def _check_all(world: World) -> list[str]:
-    found = [_check(learnable(), plan, world) for learnable in (PlainWeighted, ClassWeighted) for plan in TWO]
+    found = [_check(learnable(), plan, world) for learnable in (ByHand, PlainWeighted) for plan in TWO]
     return [*found, *(_check(PlainMean(), {**plan, "precision": "bf16"}, world) for plan in (TWO[0], TWO[-1]))]
 
 
@@ -211,21 +246,23 @@ class PlainStep(ClassWeighted):
     """A step of its own whose scalar is no mean over the samples."""
 
     def train_step(self, model: nn.Module, batch: Any) -> Tensor:
-        return functional.cross_entropy(model(batch[0]), batch[1], WEIGHTS)
+        return ByHand().loss(model(batch[0]), batch)
 
 
 def test_what_the_check_can_judge() -> None:
     state = torch.get_rng_state()
     assert not _check(Drawn(), ALONE, World.single("cpu"))
     assert torch.equal(torch.get_rng_state(), state)
-    assert "the mean of its halves" in _check(PlainStep(), ALONE, World.single("cpu"))
+    for task in (PlainStep(), Contrast()):
+        assert "the mean of its halves" in _check(task, ALONE, World.single("cpu"))
+    assert not _check(EachSample(), ALONE, World.single("cpu"))
 
 
 def test_the_check_knows_how_a_network_in_bf16_is_rounded() -> None:
     assert not _check(PlainMean(), ALONE, World.single("cpu"), make_bf16)
 
 
-class Counting(PlainWeighted):
+class Counting(ByHand):
     """Remembers the sizes of its batches."""
 
     def __init__(self) -> None:
@@ -323,3 +360,84 @@ def test_an_optimizer_that_takes_two_steps_has_the_sum_of_both_losses() -> None:
     total = model.train_step(global_batch(0), 0)
     assert float(model.step_losses["own_loss"]) == pytest.approx(float(total))
     assert len(set(task.noise)) == 2 * ALONE["accumulate"]  # each part of each step draws its own
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_splits_are_never_silent_and_wrong(seed: int) -> None:
+    for name in LOSSES:
+        assert judge_micro_batches(name, seed) in ("equal", "refused"), name
+    for name in list(LOSSES)[:3]:
+        assert judge_micro_batches(name, seed) == "equal", name
+
+
+class InPlace(ClassWeighted):
+    """Changes the mean in place, which is no longer what was seen."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        loss = functional.cross_entropy(outputs, batch[1], WEIGHTS)
+        loss *= 3.0
+        return loss
+
+
+class OwnLoss(ClassWeighted):
+    """A model that computes its loss itself, as those of transformers do."""
+
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        return batch[0], batch[1]
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return outputs.loss
+
+
+class ModelWithLoss(nn.Module):
+    loss_function = staticmethod(functional.cross_entropy)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = make_blocks()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Any:
+        return SimpleNamespace(loss=self.loss_function(self.blocks(tokens), labels, WEIGHTS))
+
+
+def test_a_loss_that_the_model_computes_is_divided_rightly() -> None:
+    sums = []
+    for plan in ({}, ALONE):
+        model = build(ModelWithLoss, ParallelSpec.parse(plan), World.single("cpu"), OwnLoss())
+        loss = model.train_step(global_batch(0), 0)
+        sums.append([float(loss), *(float(each.grad.sum()) for _, each in model.named_parameters())])
+    assert sums[1] == pytest.approx(sums[0], rel=1e-4, abs=1e-5)
+
+
+def test_what_was_changed_after_its_division_is_refused() -> None:
+    assert "shoal.Mean" in _check(InPlace(), ALONE, World.single("cpu"))
+
+
+def test_a_part_that_is_not_finite_names_mean() -> None:
+    class Masked(ClassWeighted):
+        def loss(self, outputs: Tensor, batch: Any) -> Any:
+            is_first = (batch[0] == global_batch(0)[0][0]).all(-1)
+            return (outputs.square().mean(-1) * is_first).sum() * (1.0 / int(is_first.sum())) if is_first.any() else nan
+
+    nan = torch.tensor(float("nan"))
+    assert "shoal.Mean" in _check(Masked(), ALONE, World.single("cpu"))
+
+
+class LateLabels(ClassWeighted):
+    """A sum, whose labels all count in the first batch."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        labels = torch.where((batch[0] == global_batch(3)[0][0]).all(-1), -100, batch[1])
+        return functional.cross_entropy(outputs, labels) + 0.1 * outputs.square().mean()
+
+
+def test_the_check_goes_on_until_a_batch_is_telling() -> None:
+    model = build(make_blocks, ParallelSpec.parse(ALONE), World.single("cpu"), LateLabels())
+    check = SplitLossCheck(model, World.single("cpu"), "LateLabels", 4)
+    for step in range(3):
+        check.before_step(global_batch(step))
+        model.train_step(global_batch(step), step)
+    assert not check.is_done
+    assert model.measure_loss(global_batch(3)).divisors < BATCH
+    with pytest.raises(ConfigError, match=r"shoal\.Mean\(total, count\)"):
+        model.train_step(global_batch(3), 3)

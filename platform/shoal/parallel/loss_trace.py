@@ -73,10 +73,9 @@ class LossReader:
                  seen that the parts of a batch have its mean
     """
 
-    def __init__(self, model: nn.Module, is_active: bool, is_compiled: bool) -> None:
+    def __init__(self, model: nn.Module, is_active: bool) -> None:
         self.is_active, self.is_accepted = is_active, True
-        self._has_own_loss = hasattr(type(model), "loss_function") and not is_compiled  # a model of transformers
-        self._sees_steps = not is_compiled
+        self._has_own_loss = hasattr(type(model), "loss_function")  # a model of transformers
 
     def read_outputs(self, forward: Callable[[], T]) -> T:
         """The model's outputs. A model may compute its loss itself."""
@@ -87,15 +86,15 @@ class LossReader:
         self._has_own_loss = getattr(outputs, "loss", None) is not None
         return outputs
 
-    def read(self, compute: Callable[[], T], *, is_step: bool = False) -> T:
+    def read(self, compute: Callable[[], T]) -> T:
         """What `compute` gives, with each mean that has a count as a `Mean`.
-
-        is_step: it runs the model too
 
         Raises ConfigError for a loss that divides by other numbers, unless it is accepted.
         """
-        result = find_means(compute) if self.is_active and (self._sees_steps or not is_step) else compute()
-        if self.is_active and not self.is_accepted:
+        if not self.is_active:
+            return compute()
+        result = find_means(compute)
+        if not self.is_accepted:
             loss: object = result.get(LOSS) if isinstance(result, Mapping) else result
             loss = loss[1] if isinstance(loss, tuple) else loss
             for division in filter(Division.is_uneven, getattr(loss, _DIVISIONS, ())):
@@ -103,9 +102,9 @@ class LossReader:
                 raise ConfigError("Task.loss", division.function, problem, REMEDY)
         return result
 
-    def measure(self, compute: Callable[[], Any], *, is_step: bool = False) -> MeasuredLoss | None:
+    def measure(self, compute: Callable[[], Any]) -> MeasuredLoss | None:
         """As `read`, for the check; None for a `Mean` of the Task's own, and for losses of several optimizers."""
-        result = compute() if is_step and not self._sees_steps else find_means(compute)
+        result = find_means(compute)
         loss = result.get(LOSS) if isinstance(result, Mapping) else result
         if isinstance(loss, FoundMean):
             return MeasuredLoss(loss.value().detach(), loss.count, 0.0)
@@ -127,7 +126,9 @@ def find_means(compute: Callable[[], T]) -> T:
 
 def _find_mean(loss: Any) -> Any:
     mean, version = getattr(loss, _MEAN, (None, 0))
-    return mean if mean is not None and loss._version == version else loss
+    if mean is None or loss._version != version or mean.total.requires_grad != loss.requires_grad:
+        return loss  # changed in place, or within an autograd function, whose operations have no gradient
+    return mean
 
 
 class LossTrace(TorchFunctionMode):

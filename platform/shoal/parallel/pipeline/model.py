@@ -160,7 +160,7 @@ class PipelineModel(ParallelModel):
         self._batches: list[Any] = []  # in flight
         self._step, self._first_index, self._reduced_s = 0, 0, 0.0
         self._metric_names: list[str] = []  # of an evaluation
-        self.loss_reader = LossReader(model, True, spec.compile)
+        self.loss_reader = LossReader(model, True)
         self._counts = StepCounts({LOSS: self.partition.has_mean_loss})  # on the rank of the last stage
 
     # -- a step

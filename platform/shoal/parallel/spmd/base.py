@@ -71,7 +71,7 @@ class SpmdModel(ParallelModel):
         self._phase_parameters: Mapping[str, list[nn.Parameter]] = {}
         self._loss_scale = LossScale() if spec.precision == "fp16" else None
         self._counts = StepCounts()
-        self.loss_reader = LossReader(model, spec.accumulate > 1 or self.num_data_ranks > 1, spec.compile)
+        self.loss_reader = LossReader(model, spec.accumulate > 1 or self.num_data_ranks > 1)
         self._summed: list[nn.Parameter] = []
         self._summing_group: dist.ProcessGroup | None = None
         self._collect_trainable()
@@ -141,7 +141,7 @@ class SpmdModel(ParallelModel):
             for micro_step, (each, (part, weight)) in enumerate(zip(steps, micro_batches, strict=True), index):
                 self._dropout_rng.begin_micro_step(step, micro_step, count_samples(part))
                 with autocast(self._spec.precision, self._world.device):
-                    found = self.loss_reader.read(partial(next_phase, each, name), is_step=True)
+                    found = self.loss_reader.read(partial(next_phase, each, name))
                 if found is None:
                     return total
                 name, loss = found
@@ -174,7 +174,7 @@ class SpmdModel(ParallelModel):
         if self._train_step is None:
             outputs = self.loss_reader.read_outputs(lambda: self._forward(*self._learnable.inputs(batch)))
             return require_loss(self.loss_reader.read(partial(self._learnable.loss, outputs, batch)))
-        result = self.loss_reader.read(partial(self._train_step, self.module, batch), is_step=True)
+        result = self.loss_reader.read(partial(self._train_step, self.module, batch))
         loss, named = split_losses(result)
         size = count_samples(batch)
         self._add_losses(
@@ -242,7 +242,7 @@ class SpmdModel(ParallelModel):
                     outputs = self.loss_reader.read_outputs(lambda: self.module(*self._learnable.inputs(batch)))
                     return self.loss_reader.measure(partial(self._learnable.loss, outputs, batch))
             restore = snapshot_module(self.module)  # such a step may fill a queue, say
-            measured = self.loss_reader.measure(partial(self._train_step, self.module, batch), is_step=True)
+            measured = self.loss_reader.measure(partial(self._train_step, self.module, batch))
             restore()
         return measured
 
