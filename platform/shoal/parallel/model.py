@@ -27,7 +27,7 @@ class TaskProtocol(Protocol):
         ...
 
     def loss(self, outputs: Any, batch: Any) -> Loss:
-        """Scalar: the mean over the samples of the batch; or a `Mean` over something else."""
+        """Scalar: the mean over the samples of the batch; or over something else, as a `Mean` or a mean of torch's."""
         ...
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Loss]:

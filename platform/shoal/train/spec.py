@@ -152,8 +152,8 @@ class TrainSpec(Spec):
     workers:               processes that train; `[min, max]` sets min_workers too
     min_workers:           with workers that may leave and join: the fewest with which the run goes on; None: `workers`
     batch_size:            over the whole group: each data rank gets its share
-    check_loss:            before the first step of a run that splits its batches, require that the loss of a batch is
-                           the mean of its parts' losses; false: the loss is meant as the mean of what each part gives
+    check_loss:            in a run that splits its batches, require that the loss of a batch is the mean of its parts'
+                           losses; false: the loss is meant as the mean of what each part gives
     average:               decay of an exponential moving average of the weights, to be evaluated and registered
     price_per_device_hour: for cost-to-accuracy and `stop.money`
     wait:                  how long the workers may wait for their places, as 30m or seconds; None: 30m where an

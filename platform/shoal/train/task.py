@@ -100,7 +100,8 @@ class Task:
 
     def loss(self, outputs: Any, batch: Any) -> Loss:
         """Scalar: the mean over the samples of the batch. A loss that divides by anything else (tokens with a label,
-        weights of classes) is a `shoal.Mean(total, count)`, so that a batch may be split."""
+        weights of classes) is a mean of torch's, such as `cross_entropy`, or a `shoal.Mean(total, count)`, so that a
+        batch may be split."""
         raise NotImplementedError(f"{type(self).__name__}.loss")
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
