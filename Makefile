@@ -38,7 +38,7 @@ test: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json $(SMOLLM2)/.ready  #
 
 soak: export PYTHONDONTWRITEBYTECODE =
 soak: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json $(SMOLLM2)/.ready  ## Run what the suite leaves out: faults at every moment, learning to the end
-	@$(BIN)/python tests/suite.py soak
+	@ulimit -c $$(ulimit -Hc); PYTHONFAULTHANDLER=1 $(BIN)/python tests/suite.py soak
 
 rehearse: $(READY)  ## Watch nodes follow an endpoint's load and a training run, with Ray's autoscaler and nodes that are processes here
 	@$(BIN)/python tests/rehearse.py

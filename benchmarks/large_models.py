@@ -8,12 +8,16 @@ memory of a rank, over four of them, is by how much its resident memory has grow
 built to the end of the second step, and by how much more than with a small model; beside it the size of what it must
 hold: its part of weights, gradients and both averages of Adam, and one block. MALLOC_MMAP_THRESHOLD_ is 1 MiB there,
 and no side saves a copy of its state (checkpoint.asynchronous=false).
+
+A rank that crashes prints its Python threads, and leaves a core dump in build/cores (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -33,6 +37,7 @@ WIDTH, SMALL_WIDTH, DEPTH, QUICK_DEPTH = 1280, 64, 25, 2
 LESS_DEPTH = 12  # with more, two ranks that build the whole model do not fit 24 GB of memory
 NUM_STEPS, BATCH = 2, 8
 TIMEOUT_S = 1200.0
+CORES = ROOT / "build" / "cores"
 
 
 def start(
@@ -46,13 +51,16 @@ def start(
         file.unlink()
     path = os.pathsep.join([str(package), str(ROOT)])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SHOAL_HOME": str(folder / "home")}
-    env |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)} if trims else {}
+    env |= {"PYTHONFAULTHANDLER": "1"} | ({"MALLOC_MMAP_THRESHOLD_": str(1 << 20)} if trims else {})
     torchrun = [OUR_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     began_s = time.time()
     done = subprocess.run(
         [*torchrun, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     if done.returncode:
+        for core in folder.glob("core*"):
+            CORES.mkdir(parents=True, exist_ok=True)
+            shutil.move(core, CORES / f"{core.name}-{time.time():.0f}")
         sys.exit(f"{' '.join(words)} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return began_s, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
@@ -88,6 +96,8 @@ def count_needed_bytes(depth: int, size: int) -> float:
 
 def main() -> None:
     chosen = options(__doc__, runs=5, before=BEFORE)
+    most = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))
     depth, rows = QUICK_DEPTH if chosen.quick else DEPTH, list[Row]()
     less = min(depth, LESS_DEPTH)
     seconds: dict[str, list[float]] = {"ours": [], "peer": [], "ours_less": [], "before": []}

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.ours.random_splits import LOSSES, judge_micro_batches
+from benchmarks.ours.random_splits import LOSSES, Draw, judge, judge_micro_batches
+from benchmarks.ours.random_splits import train as train_draw
 from cases import BATCH, LENGTH, VOCABULARY, build, full, global_batch, share
 from torch import Tensor, nn
 from torch.nn import functional
 
-from programs import run_ranks
+from programs import RanksFailed, run_ranks
 from shoal.errors import ConfigError
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.loss import Mean
@@ -368,6 +369,20 @@ def test_random_splits_are_never_silent_and_wrong(seed: int) -> None:
         assert judge_micro_batches(name, seed) in ("equal", "refused"), name
     for name in list(LOSSES)[:3]:
         assert judge_micro_batches(name, seed) == "equal", name
+
+
+def _train_random_split(world: World, name: str, seed: int) -> list[Tensor]:
+    return train_draw(world, name, Draw.make(seed, 2), Draw.make(seed, 2).num_parts)
+
+
+@pytest.mark.parametrize("seed", range(len(LOSSES)))
+def test_random_splits_over_two_ranks_are_never_silent_and_wrong(seed: int) -> None:
+    name = list(LOSSES)[seed]
+    try:
+        verdict = judge(name, Draw.make(seed, 2), lambda: run_ranks(_train_random_split, 2, name, seed)[0])
+    except RanksFailed as failed:
+        verdict = "refused" if "ConfigError" in str(failed) else str(failed)
+    assert verdict in (("equal",) if seed < 3 else ("equal", "refused"))
 
 
 class InPlace(ClassWeighted):
