@@ -9,12 +9,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from serving.replica_set import LINEAR, SIGNATURE, Asked, ReplicaSet, ask, constant, infer, register, tally, until
 from shoal.errors import InferenceError, ShoalError
+from shoal.open_inference import inference_pb2 as pb
 from shoal.registry import Registry, Signature, TensorSignature
+from shoal.serve.grpc.service import Invocation
+from shoal.serve.replica.loader import StagedVersion
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel, model_from_ref
 from shoal.weights import WeightStore
@@ -292,6 +296,36 @@ async def test_models_are_loaded_and_unloaded_on_every_replica(endpoint: Replica
     assert (await ask(replica, "POST", "/v2/repository/models/nobody/load", {})).status == 404
     assert (await ask(replica, "POST", "/v2/repository/models/nobody/unload", {})).status == 404
     assert endpoint.kinds() == ["deploy", "load", "delete"]
+
+
+@rollout(1, replicas=1)
+async def test_a_replica_stays_ready_while_another_model_loads(endpoint: ReplicaSet) -> None:
+    [replica] = endpoint.replicas.values()
+    register("slow")
+    begun, go = asyncio.Event(), asyncio.Event()
+    load_version = replica.manager._loader.load_version
+
+    async def load_slowly(*arguments: Any) -> StagedVersion:
+        begun.set()
+        await go.wait()
+        return await load_version(*arguments)
+
+    async def is_ready() -> tuple[int, bool, bool]:
+        over_http = await ask(replica, "GET", "/v2/health/ready")
+        over_grpc = await replica.servicer.server_ready(pb.ServerReadyRequest(), Invocation({}))
+        slow = await replica.servicer.model_ready(pb.ModelReadyRequest(name="slow"), Invocation({}))
+        return over_http.status, over_grpc.ready, slow.ready
+
+    with patch.object(replica.manager._loader, "load_version", load_slowly):
+        loading = asyncio.create_task(endpoint.administer(action="deploy", model="slow"))
+        await until(begun.is_set)
+        assert await is_ready() == (200, True, False)
+        assert endpoint.status.describe_endpoint()["ready"]
+        told = await ask(replica, "GET", "/v2/models/slow/ready")
+        assert (told.status, told.body) == (503, {"error": "model 'slow' is loading; try again later"})
+        go.set()
+        await loading
+    assert await is_ready() == (200, True, True)
 
 
 @rollout(1)

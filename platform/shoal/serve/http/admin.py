@@ -84,7 +84,7 @@ class RestHandlers:
 
     def _answer_ready(self) -> RestResponse:
         if not self._manager.is_ready:
-            raise InferenceError(503, "not every model has weights yet; try again later")
+            raise InferenceError(503, "no model has weights yet; try again later")
         return build_json_response({"ready": True})
 
     async def _take_episode(self, wanted: EpisodeRequest, caller: Caller) -> EpisodeAnswer:

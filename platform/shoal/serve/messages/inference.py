@@ -110,7 +110,7 @@ class ModelManagerProtocol(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model has weights and is warm."""
+        """Whether this replica answers for a model; one that loads beside the others does not make it unready."""
         ...
 
     def list_models(self) -> Sequence[ServedModelProtocol]: ...

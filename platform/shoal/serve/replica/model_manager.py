@@ -93,9 +93,13 @@ class ModelManager:
 
     @property
     def is_ready(self) -> bool:
-        return self._plan is not None and all(
-            each.name in self._models and self._models[each.name].version for each in self._list_permanent()
-        )
+        permanent = self._list_permanent()
+        return self._plan is not None and (not permanent or any(map(self._is_answering, permanent)))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every model answers that this replica always has, as a new replica needs."""
+        return self._plan is not None and all(map(self._is_answering, self._list_permanent()))
 
     def list_models(self) -> Sequence[ServedModelProtocol]:
         models: dict[str, ServedModelProtocol] = {**self.on_demand.models, **self._models}
@@ -111,6 +115,8 @@ class ModelManager:
             return cold
         if (served := self._models.get(name)) is not None:
             return served
+        if name in self._plans:
+            raise InferenceError(503, f"model {name!r} is loading; try again later", retry_after_s=1.0)
         raise self.on_demand.describe_unknown(name, self._models)
 
     def get_peer_model(self, name: str, token: bytes, generation: bytes) -> ServedModelProtocol:
@@ -207,6 +213,10 @@ class ModelManager:
         """The plans of the models that this replica always has."""
         return [plan for plan in self._plans.values() if plan.replicas is None]
 
+    def _is_answering(self, plan: ModelPlan) -> bool:
+        served = self._models.get(plan.name)
+        return served is not None and served.version > 0
+
     def _find_answering(self, name: str) -> ServedModel | None:
         """The model, once it answers: a replica that takes over a canary needs both versions for that."""
         served, plan = self._models.get(name), self._plans.get(name)
@@ -228,7 +238,7 @@ class ModelManager:
         failed = self._rejected[plan.name].version if plan.name in self._rejected else 0
         if hosted is not None and hosted.plan_options != plan.options:
             return False
-        is_answering = not plan.staged or (hosted is not None and hosted.version > 0)
+        is_answering = not plan.staged or self._is_answering(plan)
         return is_answering and all(version in loaded or version == failed for version in plan.staged)
 
     def report(self) -> ReplicaReport:

@@ -122,14 +122,14 @@ class EndpointReplica:
         loop = asyncio.get_running_loop()
         ends_s, without_s = loop.time() + timeout_s, loop.time() + FIRST_WEIGHTS_TIMEOUT_S
         manager = self.manager
-        while not (manager.is_staged and (manager.is_ready or manager.has_polled or loop.time() > without_s)):
+        while not (manager.is_staged and (manager.is_complete or manager.has_polled or loop.time() > without_s)):
             if trouble := self.manager.find_startup_error():
                 raise ShoalError(trouble)
             self.check_health()
             if loop.time() > ends_s:
                 raise ShoalError(f"the models were not staged after {timeout_s:g} s")
             await asyncio.sleep(START_POLL_S)
-        if not manager.is_ready:
+        if not manager.is_complete:
             cause = "a run has published nothing yet" if manager.has_polled else "the store of a run cannot be reached"
             logger.warning("503 until there are weights: %s", cause)
 
