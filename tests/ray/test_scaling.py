@@ -101,7 +101,8 @@ def test_a_spent_budget_has_the_ingress_refuse_what_would_wake_the_endpoint(
     for hour, running in ((0, 1), (0.9, 1), (1.1, 1), (1.2, 0), (24.1, 0)):
         decide(policy, midnight_s + hour * 3600, running)
         told.append((tmp_path / "asleep" / "m").read_text())
-    assert told == ["0", "0", *[f"{midnight_s + 86_400:.0f}"] * 2, "0"]
+    refused = [0, 0, *[midnight_s + 86_400] * 2, 0]
+    assert told == [f"{until_s:.0f} 0.000 0.000" for until_s in refused]
 
 
 def test_the_account_of_a_budget_outlives_serves_controller(tmp_path: Path) -> None:

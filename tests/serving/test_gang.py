@@ -132,6 +132,30 @@ def test_a_dead_worker_fails_what_is_computed_and_all_are_replaced() -> None:
         gang.check_health()
 
 
+def test_spare_workers_take_the_place_of_lost_ones() -> None:
+    version, first, second = gang_models.register("ConvNet"), ProcessLauncher(), ProcessLauncher()
+    expected = predictor_of(version, None).load(version.snapshot())
+    with closing(Gang(first, 2, "pipeline", second)) as gang:
+        gang.start()
+        loaded = predictor_of(version, gang).load(version.weight_file())
+        for spares, workers in ((second, first), (first, second)):
+            wait_for(lambda: gang._waiting)
+            waiting = [each.pid for each in spares.processes]
+            os.kill(workers.processes[1].pid, signal.SIGKILL)
+            wait_for(lambda workers=workers: gang._launcher is not workers and gang._team)
+            assert_same(loaded, expected, "ConvNet")
+            assert [each.pid for each in spares.processes] == waiting
+        wait_for(lambda: gang._waiting)  # a spare may die as well
+        for launcher in (second, first):
+            os.kill(launcher.processes[0].pid, signal.SIGKILL)
+        with pytest.raises(GangLost):
+            collections.deque(map(loaded.predict_batch, itertools.repeat(make_requests("ConvNet"))), maxlen=0)
+        wait_for(lambda: gang._team)
+        assert_same(loaded, expected, "ConvNet")
+    assert not first.processes
+    assert not second.processes
+
+
 def test_the_replicas_end_is_the_workers() -> None:
     launcher = ProcessLauncher()
     gang = Gang(launcher, 2, "pipeline")

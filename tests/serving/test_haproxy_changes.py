@@ -15,14 +15,16 @@ import pytest
 from serving.fake_replica import FakeReplica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster.ingress.backup_listener import GRPC_REFUSED
-from shoal.cluster.ingress.serve_environment import hold_while_asleep, refuse_while_asleep, serve_environment
+from shoal.cluster.ingress.serve_environment import hold_while_asleep, serve_environment, write_sleep_mark
 from shoal.cluster.ingress.time_limits import CHANGE_S
 from shoal.cluster.ports import find_free_port
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
 from shoal.serve.controller.change_request import MAX_TIMEOUT_S
+from shoal.serve.spec.api_key import hash_bytes
 from waiting import wait_for
 
 ANSWER_S = 60.0
+INFER = "/v2/models/m/infer"
 SERVER_S, LONGER_S = 0.2, 0.4
 SERVICE = "inference.GRPCInferenceService"
 GRPC_CHANGES, GRPC_OTHERS = ["RepositoryModelLoad", "RepositoryModelUnload"], ["RepositoryIndex"]
@@ -58,9 +60,10 @@ def hurried_proxy(replica: FakeReplica) -> Iterator[HaproxyProcess]:
             yield started
 
 
-def post(proxy: HaproxyProcess, path: str) -> HTTPResponse:
+def post(proxy: HaproxyProcess, path: str, **headers: str) -> HTTPResponse:
+    """`shoal_deadline_ms="5"` is a header."""
     with closing(HTTPConnection("127.0.0.1", proxy.port, timeout=ANSWER_S)) as connection:
-        connection.request("POST", path)
+        connection.request("POST", path, headers={name.replace("_", "-"): each for name, each in headers.items()})
         answer = connection.getresponse()
         answer.read()
         return answer
@@ -134,9 +137,9 @@ def test_asleep_a_request_is_held_for_a_time(replica: FakeReplica) -> None:
         hold_while_asleep(environment, "app", is_on=True)
         edits = f"{UNCHECKED}; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
         with HaproxyProcess(Path(folder), 0, 0, edits, fallback_port=replica.port) as proxy:
-            assert post(proxy, "/echo").status == 200
+            assert post(proxy, INFER).status == 200
             assert post(proxy, "/shoal/v1/rollout").status == 503
-            answer = post(proxy, "/silent")
+            answer = post(proxy, f"{INFER}?/silent")
             assert (answer.status, answer.headers["retry-after"]) == (503, "1")
             for method in ("RepositoryModelUnload", "ModelInfer", "ModelStreamInfer"):
                 error = fail(proxy, method)
@@ -148,17 +151,17 @@ def test_asleep_a_request_is_held_for_a_time(replica: FakeReplica) -> None:
 def test_asleep_with_a_spent_budget_a_request_learns_when_to_come_again(replica: FakeReplica) -> None:
     with tempfile.TemporaryDirectory(prefix="x.") as folder:
         environment = serve_environment(Path(folder))
-        refuse_while_asleep(environment, "app", time.time() + 3600)  # not one that may sleep
+        write_sleep_mark(environment, "app", time.time() + 3600, 0, 0)  # not one that may sleep
         hold_while_asleep(environment, "app", is_on=True)
         with HaproxyProcess(Path(folder), 0, 0, UNCHECKED, fallback_port=replica.port) as proxy:
-            assert post(proxy, "/echo").status == 200
-            refuse_while_asleep(environment, "app", time.time() + 3600)
-            answer = post(proxy, "/echo")
+            assert post(proxy, INFER).status == 200
+            write_sleep_mark(environment, "app", time.time() + 3600, 0, 0)
+            answer = post(proxy, INFER)
             assert answer.status == 503
             assert 3000 < int(answer.headers["retry-after"]) <= 3601
             assert get(proxy, "/v2/health/ready") == b'{"ready":true}'
-            refuse_while_asleep(environment, "app", time.time() - 1)
-            assert post(proxy, "/echo").status == 200
+            write_sleep_mark(environment, "app", time.time() - 1, 0, 0)
+            assert post(proxy, INFER).status == 200
 
 
 def test_asleep_no_more_than_some_are_held(replica: FakeReplica) -> None:
@@ -169,9 +172,50 @@ def test_asleep_no_more_than_some_are_held(replica: FakeReplica) -> None:
             HaproxyProcess(Path(folder), 0, 0, edits, fallback_port=replica.port) as proxy,
             closing(HTTPConnection("127.0.0.1", proxy.port, timeout=ANSWER_S)) as held,
         ):
-            held.request("POST", "/silent")
-            wait_for(lambda: post(proxy, "/echo").status == 503)
-            answer = post(proxy, "/echo")
+            held.request("POST", f"{INFER}?/silent")
+            wait_for(lambda: post(proxy, INFER).status == 503)
+            answer = post(proxy, INFER)
             assert (answer.status, answer.headers["retry-after"]) == (503, "1")
             held.getresponse().read()
-            assert post(proxy, "/echo").status == 200
+            assert post(proxy, INFER).status == 200
+
+
+def test_asleep_what_a_replica_would_refuse_wakes_none(replica: FakeReplica) -> None:
+    with tempfile.TemporaryDirectory(prefix="x.") as folder:
+        keys = [hash_bytes(each).hex() for each in (b"one", b"another")]
+        hold_while_asleep(serve_environment(Path(folder)), "app", is_on=True, keys=keys)
+        with HaproxyProcess(Path(folder), 0, 0, UNCHECKED, fallback_port=replica.port) as proxy:
+            del replica.paths[:]
+            for shown in ({}, *({"authorization": each} for each in ("Bearer two", "Basic one", "one", "Bearer"))):
+                assert post(proxy, INFER, **shown).status == 401
+            for path in ("/", "/favicon.ico", "/other/v2/models/m/infer", "/v2/models/m/nonsense", "/v2/models//infer"):
+                assert post(proxy, path, authorization="Bearer one").status == 404
+            assert not replica.paths
+            for key, path in (
+                ("Bearer one", INFER),
+                ("bearer another", f"/app{INFER}"),
+                ("Bearer one", "/v2/models/m"),
+            ):
+                assert post(proxy, path, authorization=key).status == 200
+            assert get(proxy, "/v2/health/ready") == b'{"ready":true}'
+
+
+def test_asleep_a_deadline_that_no_start_can_meet_is_refused_at_once_and_wakes(replica: FakeReplica) -> None:
+    with tempfile.TemporaryDirectory(prefix="x.") as folder:
+        environment = serve_environment(Path(folder))
+        hold_while_asleep(environment, "app", is_on=True)
+        with HaproxyProcess(Path(folder), 0, 0, UNCHECKED, fallback_port=replica.port) as proxy:
+
+            def ask(path: str, deadline_ms: float) -> tuple[int, str | None, str | None]:
+                answer = post(proxy, path, shoal_deadline_ms=f"{deadline_ms:g}")
+                return answer.status, answer.headers["retry-after"], answer.headers["shoal-late"]
+
+            late = (504, "1", None)
+            assert ask(f"{INFER}?/silent", 300) == late  # held until then: how long a start takes is not known
+            write_sleep_mark(environment, "app", 0, 3600, 0)
+            del replica.paths[:]
+            assert ask(f"{INFER}?/silent", 1.8e6) == late
+            assert len(replica.paths) == 1
+            assert ask(f"{INFER}?/slow/{LONGER_S}", 7.2e6)[0] == 200
+            write_sleep_mark(environment, "app", 0, 3600, time.time() - 3000)  # a start that is nearly done
+            assert ask(f"{INFER}?/slow/{LONGER_S}", 1.8e6)[0] == 200

@@ -340,6 +340,31 @@ async def test_a_model_that_could_not_be_loaded_may_be_tried_again(endpoint: Rep
     assert endpoint.versions("other") == [1, 1, 1]
 
 
+def test_a_replica_that_wakes_an_endpoint_says_why_it_cannot_load_the_model() -> None:
+    register(aliases=("champion",))
+
+    async def run() -> None:
+        async with ReplicaSet(model_from_ref("linear@1"), scale={"min": 0, "max": 2}, show_errors=True) as endpoint:
+            await endpoint.start()
+            await endpoint.replicas.pop("r1").close()
+            path = spoil(1)
+            for _ in range(2):
+                [waking] = await endpoint.start()
+                answer = await infer(waking)
+                assert (answer.status, answer.headers[b"retry-after"]) == (503, b"1")
+                assert (
+                    "'linear' cannot be loaded: WeightsError: weights version 1 cannot be read" in answer.body["error"]
+                )
+                await until(lambda: endpoint.status.describe_endpoint()["replicas"][0]["error"])
+                assert (waking.manager.is_ready, "cannot be read" in waking.start_error) == (False, True)
+                await endpoint.replicas.pop("r1").close()
+            assert endpoint.kinds() == ["deploy", "load_failure"]
+            os.rename(path.with_suffix(".kept"), path)
+            assert (await infer((await endpoint.start())[0])).version == 1
+
+    asyncio.run(run())
+
+
 @rollout(1)
 async def test_a_version_with_other_tensors_is_not_taken(endpoint: ReplicaSet) -> None:
     register(signature=TWICE)

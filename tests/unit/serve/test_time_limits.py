@@ -81,13 +81,13 @@ def test_who_answers_without_a_replica(tmp_path: Path) -> None:
     environment = {BINARY_VARIABLE: str(tmp_path / "haproxy")}
     asleep = ["server serve 127.0.0.1:9 check backup"]
     dead = [f"server unavailable unix@{tmp_path}/u.sock no-check backup", *asleep]
-    limits = [f"timeout server {time_limits.HOLD_S:g}s", f"errorfile 504 {tmp_path}/errors/503.http"]
+    limits = [f"timeout server {time_limits.HOLD_S:g}s", f"errorfile 504 {tmp_path}/errors/late.http"]
     for is_held, last in ((True, asleep), (True, asleep), (False, dead), (False, dead)):
         hold_while_asleep(environment, "app", is_held)
         without, with_replica = backend(tmp_path, 0), backend(tmp_path, 1)
         assert [line for line in without if line.startswith("server ")] == last
         assert [line for line in with_replica if line.startswith("server ")][1:] == last
-        assert (without[-2:] == limits) == is_held
+        assert (set(limits) <= set(without)) == is_held
         assert not set(limits) & set(with_replica)
         quiet = [line for line in backend(tmp_path, 1, "quiet-app") if line.startswith("server ")]
         assert quiet == ([with_replica[-2], dead[0]] if is_held else [])  # never Serve's proxy, which would hold it

@@ -2,7 +2,8 @@
 
 Serve sends the requests of an application without a replica to a proxy of its own, which holds them until a replica has
 started. That suits an application that may scale to zero (its file lies in the folder `asleep`; see
-`serve_environment.hold_while_asleep`): it is *asleep*, and HAProxy holds a request `HOLD_S` at most. Any other
+`serve_environment.hold_while_asleep`): it is *asleep*, and HAProxy holds a request `HOLD_S` at most. It refuses at once
+what a replica would refuse, without a key or for no path of an endpoint, so that this starts none. Any other
 application without a replica is *dead*: a listener of HAProxy's own, before Serve's proxy, answers 503 with Retry-After
 at once, and requests that a dying replica had in hand end there too, unless another replica takes them.
 
@@ -43,6 +44,9 @@ SPENT = json.dumps({"error": "scale.budget is spent: come again in its next peri
 # HAProxy holds no call of gRPC: Serve's proxy, which could hold one, cannot pass the trailers of its answer on.
 GRPC_REFUSED = "the endpoint is asleep: send it a prediction over HTTP, which wakes it, then the call"
 MAX_HELD = 512  # requests of a sleeping application: Serve's proxy has each in memory, and one replica gets all
+# A request whose deadline no start can meet is held so long, in which it wakes the endpoint all the same: else one with
+# short deadlines alone would sleep on.
+WAKING_MS = 250
 
 # Reads the body to its end first: while a client is sending, an answer and a closed connection reach it as an error.
 SERVICE = """\
@@ -56,13 +60,31 @@ core.register_service("unavailable", "http", function(applet)
     applet:start_response()
     applet:send(body)
 end)
-core.register_fetches("refused_s", function(txn, mark)
+local function read_mark(mark)
     local file = io.open(mark)
-    local until_s = file and tonumber(file:read("a"))
-    if file then file:close() end
-    return math.max(0, (until_s or 0) - core.now().sec)
+    if not file then return 0, 0, 0 end
+    local until_s, start_s, began_at_s = file:read("n", "n", "n")
+    file:close()
+    return until_s or 0, start_s or 0, began_at_s or 0
+end
+core.register_fetches("refused_s", function(txn, mark)
+    return math.max(0, read_mark(mark) - core.now().sec)
 end)
-"""
+core.register_fetches("wait_ms", function(txn, mark)
+    local deadline_ms = tonumber(txn.sf:req_hdr("shoal-deadline-ms")) or 0
+    local _, start_s, began_at_s = read_mark(mark)
+    local now = core.now()
+    local gone_s = began_at_s > 0 and now.sec + now.usec / 1e6 - began_at_s or 0
+    if deadline_ms < 1000 * (start_s - gone_s) then deadline_ms = math.min(deadline_ms, {waking_ms}) end
+    return deadline_ms > 0 and deadline_ms < {hold_ms} and math.ceil(deadline_ms) or 0
+end)
+""".replace("{waking_ms}", str(WAKING_MS)).replace("{hold_ms}", f"{1000 * HOLD_S:.0f}")
+UNAUTHORIZED = json.dumps({"error": "a known key is required: Authorization: Bearer KEY"})
+NO_PATH = json.dumps({"error": "no such path"})
+LATE = json.dumps({"error": "the endpoint is asleep, and no replica has started in time; try again later"})
+# What a replica answers, as `serve.http.routes` has it, but for what does not wake an endpoint.
+_MODEL = "v2/models/[^/]+(/versions/[^/]+)?(/(ready|config|stats|infer))?"
+PATHS = f"({_MODEL}|v2|v2/repository/index|shoal/v1/episodes|openapi.json)/?"
 _ADMIN_SOCKET = re.compile(r" *stats socket (\S+)/\S+ .*")
 _SELECTION = re.compile(r" *use_backend http-(\S+) if (.*)")
 _BACKUP = re.compile(r" *server \S+ \S+ check backup")
@@ -87,15 +109,37 @@ def may_sleep(application: str, errors: str) -> bool:
 
 
 def find_mark(application: str, errors: str) -> Path:
-    """The file that marks an application that may sleep. It has the time until which nothing may wake it."""
+    """The file that marks an application that may sleep: see `serve_environment.write_sleep_mark`."""
     return Path(errors).parent / "asleep" / application
 
 
-def _refuse_spent(mark: Path) -> list[str]:
-    answer = f"status 503 content-type application/json string '{SPENT}' hdr retry-after %[var(txn.refused_s)]"
+def find_keys(application: str, errors: str) -> Path:
+    """The SHA-256 of each of an application's keys, in upper-case hex, a line each; no file if it needs none."""
+    return Path(errors).parent / "keys" / application
+
+
+def _hold(application: str, errors: str) -> list[str]:
+    """The rules for the requests of an application that sleeps, but for what asks only how it is, and changes."""
+    mark, keys = find_mark(application, errors), find_keys(application, errors)
+    rule, kind = "    http-request", "content-type application/json string"
+    rules = []
+    if keys.exists():
+        known = f"{{ http_auth_bearer,sha2(256),hex -m str -f {keys} }}"
+        rules.append(f"{rule} return status 401 {kind} '{UNAUTHORIZED}' unless {known}")
+    path = f"^(/{re.escape(application)})?/{PATHS}$"
     return [
-        f"    http-request set-var(txn.refused_s) lua.refused_s({mark})",
-        f"    http-request return {answer} if {{ var(txn.refused_s) -m int gt 0 }}",
+        *rules,
+        f"{rule} return status 404 {kind} '{NO_PATH}' unless {{ path -m reg {path} }}",
+        f"{rule} set-var(txn.refused_s) lua.refused_s({mark})",
+        f"{rule} return status 503 {kind} '{SPENT}' hdr retry-after %[var(txn.refused_s)]"
+        " if { var(txn.refused_s) -m int gt 0 }",
+        f"{rule} return status 503 errorfiles shoal if {{ be_conn gt {MAX_HELD} }}",
+        f"{rule} set-var(txn.wait_ms) lua.wait_ms({mark})",
+        f"{rule} set-timeout server var(txn.wait_ms) if {{ var(txn.wait_ms) -m int gt 0 }}",
+        f"    timeout server {HOLD_S:g}s",
+        f"    errorfile 504 {errors}/late.http",
+        "    http-after-response set-status 504 if { var(txn.wait_ms) -m int gt 0 } { res.hdr(shoal-late) -m found }",
+        "    http-after-response del-header shoal-late",
     ]
 
 
@@ -112,9 +156,7 @@ def add_backup(application: str, lines: list[str], folder: str, errors: str) -> 
     if backups and may_sleep(application, errors):
         if any(line.split()[0] == "server" for line in rest):
             return [*limit_answers(application, errors), *lines]
-        limits = [f"    timeout server {HOLD_S:g}s", f"    errorfile 504 {errors}/503.http"]
-        held = f"    http-request return status 503 errorfiles shoal if {{ be_conn gt {MAX_HELD} }}"
-        return [*lines, *_refuse_spent(find_mark(application, errors)), held, *limits]
+        return [*lines, *_hold(application, errors)]
     # HAProxy uses the first backup that is up. Serve's stays, since Serve waits until each application has a replica or
     # this one up.
     own = limit_answers(application, errors)

@@ -215,6 +215,9 @@ def write_errors(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     body = json.dumps({"error": UNAVAILABLE[2]})
     (folder / "unavailable.lua").write_text(backup_listener.SERVICE.replace("{body}", body))
+    late = _message(503).replace(body.encode(), backup_listener.LATE.encode())
+    late = re.sub(rb"content-length: \d+", b"shoal-late: 1\r\ncontent-length: %d" % len(backup_listener.LATE), late)
+    (folder / "late.http").write_bytes(late)
     for code, (_, _, message) in ERRORS.items():
         (folder / f"{code}.http").write_bytes(_message(code))
         trailers = ["content-type: application/grpc", f"grpc-status: {GRPC_ERRORS.get(code, 2)}"]

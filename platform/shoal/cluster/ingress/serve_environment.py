@@ -15,7 +15,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from shoal.atomic_file import replace_synced
@@ -147,14 +147,20 @@ def prepare_ingress(environment: Mapping[str, str]) -> None:
     draft.replace(wrapper)
 
 
-def hold_while_asleep(environment: Mapping[str, str], application: str, is_on: bool) -> None:
+def hold_while_asleep(
+    environment: Mapping[str, str], application: str, is_on: bool, keys: Collection[str] = ()
+) -> None:
     """Let requests of an application without a replica wait for one (`backup_listener`), or be refused. On the head.
+
+    keys: the SHA-256 in hex of each key that may wake it; none: every caller may
 
     Takes effect when the application's replicas change next. Idempotent. Does nothing where `environment` lacks the
     variables of `serve_environment`.
     """
     if not (is_on and BINARY_VARIABLE in environment and _find_mark(environment, application).exists()):
         _mark_application(environment, "asleep", application, "" if is_on else None)
+    known = "".join(f"{key.upper()}\n" for key in sorted(keys))
+    _mark_application(environment, "keys", application, known if is_on and known else None)
 
 
 def limit_answers(environment: Mapping[str, str], application: str, answer_s: float | None) -> None:
@@ -175,14 +181,20 @@ def _mark_application(environment: Mapping[str, str], folder: str, application: 
         mark.write_text(text)
 
 
-def refuse_while_asleep(environment: Mapping[str, str], application: str, until_s: float) -> bool:
-    """Refuse the requests of an application that sleeps until then, in seconds since the epoch. On the head.
+def write_sleep_mark(
+    environment: Mapping[str, str], application: str, refused_until_s: float, start_s: float, began_at_s: float
+) -> bool:
+    """Tell the ingress about an application that may sleep, in seconds since the epoch. On the head.
+
+    refused_until_s: when something may wake it again; 0: now
+    start_s:         how long its last replica took to start; 0: unknown
+    began_at_s:      when the replica began that starts now; 0: none does
 
     Takes effect at once. Returns False, and does nothing, for an application that may not sleep, or not yet.
     """
     if BINARY_VARIABLE not in environment or not (mark := _find_mark(environment, application)).exists():
         return False
-    replace_synced(mark, b"%d" % math.ceil(until_s))
+    replace_synced(mark, f"{math.ceil(refused_until_s)} {start_s:.3f} {began_at_s:.3f}".encode())
     return True
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class ControllerConfig:
     grpc:       the endpoint's host:port for gRPC; "" for none
     num_replicas: the endpoint's least number of replicas
     may_sleep: whether it has no replica while it is idle
+    key_digests: the SHA-256 in hex of the token and of each key, for the ingress of an endpoint that sleeps
     answer_s: how long the ingress waits for an answer
     tls:      the files of its certificate; None for plain HTTP
     memory_bytes: of each replica's models; None: every replica has every model
@@ -63,6 +64,7 @@ class ControllerConfig:
     grpc: str = ""
     num_replicas: int = 0
     may_sleep: bool = False
+    key_digests: tuple[str, ...] = field(default=(), repr=False)
     answer_s: float = ANSWER_S
     tls: CertificateFiles | None = None
     memory_bytes: int | None = None
@@ -140,6 +142,7 @@ def build_controller_config(
         tls=None if spec.tls is None else spec.tls.files,
         num_replicas=spec.least_replicas,
         may_sleep=spec.may_sleep,
+        key_digests=spec.key_digests,
         answer_s=spec.answer_s,
         memory_bytes=spec.memory,
     )

@@ -145,7 +145,7 @@ class EndpointController:
             book.add_report(report)
         self.live.receive(report)
         self.assignments.receive(report)
-        self._failures.receive(report)
+        self._failures.receive(report, {name: each.rollout.stable for name, each in self.state.models.items()})
         self._advance_all()
         self._notify_waiters()
         return [other for replica, other in self.reports.items() if replica != report.replica]

@@ -52,7 +52,7 @@ class ControllerService:
         self._began_at = time.time()
         # Here, since this is HAProxy's host, and no replica starts before it has asked this object for its plan.
         self._name = setting.name
-        hold_while_asleep(os.environ, setting.name, setting.may_sleep)
+        hold_while_asleep(os.environ, setting.name, setting.may_sleep, setting.key_digests)
         limit_answers(os.environ, setting.name, setting.answer_s)
         self._audit = AuditLog(setting.folder.parent / AUDIT_FILE, setting.name)
         self._controller = EndpointController(

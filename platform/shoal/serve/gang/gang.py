@@ -1,7 +1,8 @@
 """The replica's side of its workers: starts them, sends them versions and micro-batches, replaces them when one dies.
 
 Made by the replica, called by `template` from the threads that load and that compute. Knows no Ray: a launcher starts
-the workers. All of them are replaced together, with every loaded version; meanwhile requests get 503.
+the workers. All of them are replaced together, with every loaded version; meanwhile requests get 503. Spare workers,
+which have started and hold no version, take their place, so that this lasts as long as a version's loading.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from shoal.serve.model.formats.template import Arrays
 from shoal.serve.spec.endpoint import GangSplit
 
 logger = logging.getLogger(__name__)
+Workers = tuple[Sequence[Address], Sequence[Connection]]
 RETRY_AFTER_S = 1.0
 REPLACE_S = 120.0  # after which the replica itself is to be replaced
 SECRET_BYTES = 32
@@ -135,10 +137,13 @@ class Gang:
 
     launcher: starts their processes
     split:    how they share a model
+    spares:   starts those of as many spare workers; None: lost workers are replaced by some that start then
     """
 
-    def __init__(self, launcher: Launcher, num_workers: int, split: GangSplit) -> None:
-        self.num_workers, self.split, self._launcher = num_workers, split, launcher
+    def __init__(self, launcher: Launcher, num_workers: int, split: GangSplit, spares: Launcher | None = None) -> None:
+        self.num_workers, self.split, self._launcher, self._spares = num_workers, split, launcher, spares
+        self._waiting: Workers | None = None  # the spare workers, once all have started
+        self._preparing: threading.Thread | None = None
         self._keys = itertools.count(1)
         self._lock = threading.Lock()  # locked while workers start and versions load
         self._loaded: dict[int, LoadVersion] = {}
@@ -165,12 +170,14 @@ class Gang:
         are lost twice, by which the version may be to blame."""
         with self._lock:
             try:
-                return self._load(make(next(self._keys)))
+                key = self._load(make(next(self._keys)))
             except GangLost:
                 if self._team is None:
                     raise
                 self._replace_team(self._team)
-                return self._load(make(next(self._keys)))
+                key = self._load(make(next(self._keys)))
+            self._prepare_spares()
+            return key
 
     def drop(self, key: int) -> None:
         """Free a version that answers no more; the workers have computed its last batch by then."""
@@ -196,7 +203,10 @@ class Gang:
         self._is_closed = True
         if self._team is not None:
             self._team.fail("the replica ends")
-        self._launcher.stop()
+        if self._preparing is not None:
+            self._preparing.join()
+        for launcher in filter(None, (self._launcher, self._spares)):
+            launcher.stop()
 
     def _require_team(self) -> Team:
         team = self._team
@@ -220,13 +230,37 @@ class Gang:
                 self._loaded.pop(key, None)
                 self._require_team().broadcast(DropVersion(key), ())
 
-    def _start_team(self) -> None:
+    def _launch(self, launcher: Launcher) -> Workers:
+        """Start the workers of a team, and connect to them. Raises ClusterError, GangLost."""
         secret = token_bytes(SECRET_BYTES)
-        addresses = self._launcher.start(self.num_workers, secret)
+        addresses = launcher.start(self.num_workers, secret)
         try:
-            connections = [connect(address, secret) for address in addresses]
+            return addresses, [connect(address, secret) for address in addresses]
         except (OSError, EOFError, AuthenticationError) as error:
             raise GangLost(f"it cannot be reached: {error}") from error
+
+    def _prepare_spares(self) -> None:
+        """Start spare workers in a thread, unless there are some. Called with the lock."""
+        if self._spares is None or self._waiting or (self._preparing is not None and self._preparing.is_alive()):
+            return
+
+        def prepare(launcher: Launcher) -> None:
+            try:
+                launcher.stop()
+                self._waiting = self._launch(launcher)
+            except ShoalError as error:
+                logger.warning("no spare workers, so that the replacement of lost ones takes longer: %s", error)
+
+        self._preparing = threading.Thread(target=prepare, args=(self._spares,), name="shoal-gang-spares", daemon=True)
+        self._preparing.start()
+
+    def _start_team(self) -> None:
+        if self._waiting is None:
+            addresses, connections = self._launch(self._launcher)
+        else:
+            assert self._spares is not None
+            (addresses, connections), self._waiting = self._waiting, None
+            self._launcher, self._spares = self._spares, self._launcher
         team = Team(connections, self._replace)
         _join(team, addresses, self.split)
         for load in list(self._loaded.values()):
@@ -250,7 +284,9 @@ class Gang:
         while not self._is_closed and time.monotonic() < ends_s:
             self._launcher.stop()
             try:
-                return self._start_team()
+                self._start_team()
+                logger.warning("they are replaced, after %.2f s", time.monotonic() - ends_s + REPLACE_S)
+                return self._prepare_spares()
             except GangLost as error:
                 logger.warning("another worker was lost while they started: %s", error.reason)
             except ShoalError as error:

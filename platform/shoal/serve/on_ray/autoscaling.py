@@ -18,7 +18,7 @@ from typing import Any
 from ray.serve.config import AutoscalingContext
 
 from shoal.atomic_file import replace_synced
-from shoal.cluster.ingress.serve_environment import refuse_while_asleep
+from shoal.cluster.ingress.serve_environment import write_sleep_mark
 from shoal.serve.scaling.budget import Budget
 from shoal.serve.scaling.policy import EndpointLoad, ScalePolicy
 from shoal.serve.scaling.replica_counts import decode
@@ -39,7 +39,7 @@ class EndpointAutoscaler:
         self._policy: ScalePolicy | None = None
         self._decided_s = self._saved_s = -math.inf
         self._replicas, self._is_asleep = -1, False
-        self._rejected_until_s = -1.0
+        self._mark = (-1.0, 0.0, 0.0)  # what the ingress has been told: see `write_sleep_mark`
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         now_s = float(ctx.current_time or 0.0)
@@ -55,18 +55,23 @@ class EndpointAutoscaler:
             told = f"{decision.replicas} replicas ({decision.reason}, {decision.requests_per_s:.1f} requests/s)"
             logger.info("%s: %s", ctx.app_name, told)
         self._replicas = decision.replicas
-        self._apply_budget(self._policy.budget, ctx.app_name, now_s)
+        self._inform_ingress(self._policy.budget, ctx, now_s)
         return decision.replicas, {}
 
-    def _apply_budget(self, budget: Budget | None, application: str, now_s: float) -> None:
-        """Save the account, and have the ingress refuse what would wake the endpoint: Serve starts a replica for it
-        without asking this policy."""
+    def _inform_ingress(self, budget: Budget | None, ctx: AutoscalingContext, now_s: float) -> None:
+        """Save the account, and tell the ingress what it needs while the endpoint sleeps: until when it refuses what
+        would wake it, since Serve starts a replica without asking this policy; and how long a start takes."""
         if budget is not None and now_s - self._saved_s >= SAVE_EVERY_S:
             self._saved_s = now_s
             self._save_budget(budget)
         until_s = 0.0 if budget is None else budget.find_rejection_end(now_s)  # 0: also of a budget that was removed
-        if until_s != self._rejected_until_s and refuse_while_asleep(os.environ, application, until_s):
-            self._rejected_until_s = until_s
+        _, start_s, began_at_s = self._mark
+        is_starting = ctx.target_num_replicas > 0 and not ctx.current_num_replicas
+        if not is_starting and began_at_s and ctx.current_num_replicas:
+            start_s = now_s - began_at_s
+        mark = until_s, start_s, (began_at_s or now_s) if is_starting else 0.0
+        if mark != self._mark and write_sleep_mark(os.environ, ctx.app_name, *mark):
+            self._mark = mark
 
     def _load_budget(self, now_s: float) -> Budget:
         """The account of this day or month, charged until it was last kept, or until now after a short gap."""

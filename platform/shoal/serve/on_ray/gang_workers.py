@@ -46,7 +46,9 @@ class RayLauncher:
             raise ClusterError("a replica of several workers has no placement group: deploy it with `shoal serve`")
         for rank in range(count):
             bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-            options = worker.options(num_cpus=self._spec.num_cpus, scheduling_strategy=bundle)
+            options = worker.options(
+                num_cpus=0, scheduling_strategy=bundle
+            )  # the bundle reserves them, spares share it
             self._workers.append(options.remote(secret, self._spec.torch_threads))
         try:
             addresses: list[Address] = ray.get([each.get_address.remote() for each in self._workers], timeout=START_S)
@@ -62,6 +64,6 @@ class RayLauncher:
 def start_gang(spec: EndpointSpec) -> Gang:
     """Start the workers of this replica. Raises ClusterError."""
     assert spec.split is not None
-    gang = Gang(RayLauncher(spec), spec.num_workers, spec.split)
+    gang = Gang(RayLauncher(spec), spec.num_workers, spec.split, RayLauncher(spec))
     gang.start()
     return gang

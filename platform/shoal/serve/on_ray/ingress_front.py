@@ -107,7 +107,7 @@ def join_ingress(spec: EndpointSpec) -> None:
     is_installed = read_front_node(folder) == ray.get_runtime_context().get_node_id()
     if not is_installed or read_front_spec(folder) != reach.model_dump_json():
         _install_on_node(reach, {})
-    hold_while_asleep(os.environ, spec.name, spec.may_sleep)
+    hold_while_asleep(os.environ, spec.name, spec.may_sleep, spec.key_digests)
     limit_answers(os.environ, spec.name, spec.answer_s)
     if spec.tls is not None:
         threading.Thread(target=keep_certificate, args=(spec.tls.files, folder), daemon=True).start()

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.serve.http import fast_path
 from shoal.serve.on_ray.bind_address import announce_http_address, is_head, patch_bind_addresses
@@ -75,6 +75,8 @@ class ReplicaWorker:
         """
         self._replica.check_health()
         if self._is_up:
+            if self._replica.start_error:  # Serve replaces it once it has failed some checks; until then it answers
+                raise ShoalError(self._replica.start_error)
             self._metrics = self._metrics or RayMetrics()
             self._metrics.publish(self._replica.report())
         self._is_up = True

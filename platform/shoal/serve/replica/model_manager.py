@@ -116,7 +116,9 @@ class ModelManager:
         if (served := self._models.get(name)) is not None:
             return served
         if name in self._plans:
-            raise InferenceError(503, f"model {name!r} is loading; try again later", retry_after_s=1.0)
+            error = self._find_error(name)
+            state = f"cannot be loaded: {error}" if error else "is loading; try again later"
+            raise InferenceError(503, f"model {name!r} {state}", retry_after_s=1.0)
         raise self.on_demand.describe_unknown(name, self._models)
 
     def get_peer_model(self, name: str, token: bytes, generation: bytes) -> ServedModelProtocol:
@@ -198,6 +200,11 @@ class ModelManager:
             if rejected is not None and plan.staged[:1] in ((), (rejected.version,)):  # the first must answer
                 return f"model {name!r} cannot be served: {rejected.reason}"
         return ""
+
+    @property
+    def has_served(self) -> bool:
+        """Whether the endpoint has answered before this replica came."""
+        return any(plan.stable for plan in self._plans.values())
 
     @property
     def is_staged(self) -> bool:

@@ -64,7 +64,7 @@ class EndpointReplica:
     gang:       its workers, if models are split between several; started, and closed with the replica
     peers:      reaches other replicas; None: over HTTP
 
-    Set `address`, host:port, once its HTTP server listens.
+    Set `address`, host:port, once its HTTP server listens. `start_error` is why it cannot serve: see `start`.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class EndpointReplica:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         limit_device_memory(spec.num_gpus or 0.0)
         torch.set_num_threads(spec.torch_threads)  # of this thread, for the forwards that the batcher runs here
-        self._spec, self._gang, self._is_closed, self.address = spec, gang, threading.Event(), ""
+        self._spec, self._gang, self._is_closed = spec, gang, threading.Event()
+        self.address = self.start_error = ""
         self._access = AccessControl(
             spec.token.get_secret_value() if spec.token is not None else None,
             spec.keys,
@@ -117,14 +118,20 @@ class EndpointReplica:
     async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Stage the versions that must answer by the controller's plan. Raises ShoalError on failure or timeout.
 
-        A live model answers 503 from then on if its run has published nothing, or its store stays away.
+        A live model answers 503 from then on if its run has published nothing, or its store stays away. Where requests
+        wait for this replica alone, since the endpoint sleeps, it starts without a model that cannot be loaded, to tell
+        them why, and is to be replaced.
         """
         loop = asyncio.get_running_loop()
         ends_s, without_s = loop.time() + timeout_s, loop.time() + FIRST_WEIGHTS_TIMEOUT_S
         manager = self.manager
         while not (manager.is_staged and (manager.is_complete or manager.has_polled or loop.time() > without_s)):
             if trouble := self.manager.find_startup_error():
-                raise ShoalError(trouble)
+                if not (self._spec.may_sleep and manager.has_served) or self._follower.peers:
+                    raise ShoalError(trouble)
+                logger.error("this replica ends: %s", trouble)
+                self.start_error = trouble
+                return
             self.check_health()
             if loop.time() > ends_s:
                 raise ShoalError(f"the models were not staged after {timeout_s:g} s")

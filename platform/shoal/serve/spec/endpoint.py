@@ -20,7 +20,7 @@ from shoal.cluster.ingress.time_limits import DRAIN_S, HANG_S, HARD_STOP_S, get_
 from shoal.config import Spec, merge
 from shoal.errors import ConfigError
 from shoal.runs.formatting import Duration, Size
-from shoal.serve.spec.api_key import ApiKey, require_distinct_keys, require_usable_secret
+from shoal.serve.spec.api_key import ApiKey, digest, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.reach import EVERY_NODE, LOOPBACK, Reach, TlsOptions
 from shoal.serve.spec.scale import MAX_REPLICAS, ScaleSpec
@@ -269,6 +269,12 @@ class EndpointSpec(Reach):
     def may_sleep(self) -> bool:
         """Whether it has no replica while it is idle."""
         return self.scale is not None and self.scale.min == 0
+
+    @property
+    def key_digests(self) -> tuple[str, ...]:
+        """The SHA-256 in hex of the token and of each key; empty where every caller may do everything."""
+        secrets = [self.token, *(each.key for each in self.keys)]
+        return tuple(digest(each.get_secret_value()).hex() for each in secrets if each is not None)
 
     @property
     def least_replicas(self) -> int:
