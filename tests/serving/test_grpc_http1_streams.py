@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,6 +22,7 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_asking import raw, request, until
 from serving.grpc_replica import LIMITS, TIMEOUT_S, served
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
+from shoal.cluster.ingress.listening import is_listening
 from shoal.cluster.ports import find_free_port
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb
@@ -29,6 +31,7 @@ from shoal.serve.grpc.service import STREAM_WINDOW
 from shoal.serve.messages.inference import Arrays, InferCall, Prediction
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.request_limits import RequestLimits
+from waiting import wait_for
 
 PATH = f"/{SERVICE}/ModelStreamInfer"
 POST = f"POST {PATH} HTTP/1.1"
@@ -350,3 +353,54 @@ def test_a_bug_ends_its_request_alone(run: Callable[..., None]) -> None:
         assert (await call.read()).error_message == "not yet"
 
     run(FakeHost(model), test)
+
+
+def serve_until_killed(http_port: int) -> None:
+    """In a process of its own."""
+
+    async def main() -> None:
+        slow = FakeModel("slow")
+        slow.hold = asyncio.Event()
+        async with served(FakeHost(FakeModel(), slow), http_port):
+            await asyncio.Event().wait()
+
+    asyncio.run(main())
+
+
+def test_what_a_killed_replica_had_in_hand_is_unavailable_so_that_a_client_repeats_it(
+    proxy: HaproxyProcess, http_port: int
+) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=serve_until_killed, args=(http_port,), daemon=True)
+    process.start()
+    wait_for(lambda: is_listening("127.0.0.1", http_port))
+
+    async def main() -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel:
+            make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
+            infer = channel.unary_unary(
+                f"/{SERVICE}/ModelInfer",
+                METHODS["ModelInfer"].request.SerializeToString,
+                pb.ModelInferResponse.FromString,
+            )
+            ended = make(timeout=TIMEOUT_S)
+            await ended.write(request())
+            await ended.done_writing()
+            assert (await ended.read()).infer_response.model_name == "m"
+            assert await ended.read() == grpc.aio.EOF
+            streams = [make(timeout=TIMEOUT_S) for _ in range(20)]
+            for stream in streams:
+                for _ in range(2):
+                    await stream.write(request())
+                    assert (await stream.read()).infer_response.model_name == "m"
+            for stream in streams[:5]:
+                await stream.write(request(model="slow"))  # computed when the replica dies
+            silent = make(timeout=TIMEOUT_S)
+            await silent.write(request(model="slow"))
+            unary = infer(request(model="slow"), timeout=TIMEOUT_S)
+            await asyncio.sleep(SILENCE_S / 4)
+            process.kill()
+            for call in (*streams, silent, unary):
+                assert await call.code() == grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(asyncio.wait_for(main(), 2 * TIMEOUT_S))
+    process.join()

@@ -139,7 +139,7 @@ class _ResponseWriter:
 
     async def send_message(self, message: bytes) -> None:
         """Send one message, with more to follow."""
-        await self._send_headers()
+        await self._send_headers(is_stream=True)
         chunk = b"%b\r\n" % _chunk(message)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
@@ -156,10 +156,11 @@ class _ResponseWriter:
         end = b"".join((chunk, b"0\r\n", *(b"%b: %b\r\n" % trailer for trailer in trailers), b"\r\n"))
         await self._send({"type": "http.response.body", "body": end})
 
-    async def _send_headers(self) -> None:
+    async def _send_headers(self, *, is_stream: bool = False) -> None:
         if not self.has_started:
             self.has_started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": CHUNKED_HEADERS})
+            start = {"type": "http.response.start", "status": 200, "headers": CHUNKED_HEADERS}
+            await self._send(start | {"is_stream": True} if is_stream else start)
 
 
 def _chunk(message: bytes) -> bytes:

@@ -10,6 +10,7 @@ import asyncio
 import http
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -21,6 +22,7 @@ from shoal.serve.protocol.request_lifecycle import (
     Application,
     Message,
 )
+from shoal.serve.protocol.stream_guard import GuardedStream, StreamGuard
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,9 @@ USED_OF_UVICORN = frozenset(
     | {"timeout_keep_alive", "transport", "url"}
 )
 STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in http.HTTPStatus}
+
+
+get_stream_guard = cache(StreamGuard)  # it starts with the first stream of this process
 
 
 class DirectProtocol(HttpToolsProtocol):
@@ -137,12 +142,14 @@ class DirectProtocol(HttpToolsProtocol):
 class DirectCycle:
     """One request and its answer: ASGI's `receive` and `send`.
 
+    An answer whose start has `is_stream` is a stream of gRPC: `stream_guard` ends it if this process is killed.
     The application sets a content-length or writes chunks.
     """
 
     __slots__ = (
         "_closing",
         "_flow",
+        "_guarded",
         "_head",
         "_headers",
         "_is_body_delivered",
@@ -174,6 +181,7 @@ class DirectCycle:
         self._is_body_delivered = self._closing = self._is_incomplete = False
         self.message_event = asyncio.Event()
         self._head: list[bytes] = []
+        self._guarded: GuardedStream | None = None  # a stream of gRPC, once its answer has begun
 
     async def run_asgi(self, application: Application) -> None:
         """Run the application. An exception in it is a bug and ends the connection."""
@@ -182,6 +190,8 @@ class DirectCycle:
         except Exception:
             logger.exception("the application failed")
         finally:
+            if self._guarded is not None:
+                self._guarded.release()
             if not self.response_complete:  # or the answer is missing or incomplete
                 # A client that reads nothing would not see the end either, and `close` waits until all is read.
                 self._transport.abort() if self._flow.write_paused else self._transport.close()
@@ -225,6 +235,8 @@ class DirectCycle:
         content = message.get("body", b"")
         if self.scope["method"] == "HEAD":
             content = b""
+        if self._guarded is not None:
+            self._guarded.begin_write()
         if self._head:
             if len(content) < HIGH_WATER_BYTES:
                 self._head.append(content)
@@ -233,7 +245,10 @@ class DirectCycle:
             self._head = []
         if content:
             self._transport.write(content)
-        if not message.get("more_body", False):
+        if message.get("more_body", False):
+            if self._guarded is not None:
+                self._guarded.end_write()
+        else:
             self.response_complete = True
             self.message_event.set()
             if not self.keep_alive:
@@ -243,6 +258,8 @@ class DirectCycle:
             self._on_finished()
 
     def _start_response(self, message: Message) -> None:
+        if message.get("is_stream", False):
+            self._guarded = get_stream_guard().hold(self._transport)
         head = [STATUS_LINES[message["status"]]]
         for name, value in (*self._headers, *message["headers"]):
             head += (name, b": ", value, b"\r\n")
