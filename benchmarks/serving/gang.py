@@ -4,9 +4,10 @@
 
 Throughput: a decoder in full batches, two stages on two workers beside one process, each worker with one thread; both
 take turns, ten batches each. Memory: the peak resident memory of a worker that has loaded its part of a model of 500
-MB, beside a process that has loaded all of it. A killed worker: an endpoint on Ray Serve behind HAProxy, asked ten
-times a second over one connection that stays; counts what is answered with a code, and what without. After it Serve's
-own gang of two replicas, as it is shipped.
+MB, beside a process that has loaded all of it. A killed worker: an endpoint on Ray Serve behind HAProxy, asked fifty
+times a second over one connection that stays; twice as many workers as runs are killed, one after the other. What is
+answered with a code is timed, and what without is counted. Beside it the endpoint of an earlier commit (`--before`),
+and Serve's own gang of two replicas, as it is shipped. `--only kills` measures no more than that.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,8 +35,10 @@ import psutil
 import torch
 from safetensors.torch import save
 
-from benchmarks.children import OUR_PYTHON, Child, scratch
+from benchmarks.children import OUR_PYTHON, ROOT, Child, scratch
 from benchmarks.result import Row, compare, options, write
+from benchmarks.step_before import checkout
+from benchmarks.talk import say
 from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.serve.gang.gang import Gang
@@ -49,12 +53,11 @@ NUM_WORKERS, CONTEXT, NUM_TOKENS, BATCH = 2, 32, 256, 64
 COMPUTING = {"num_tokens": NUM_TOKENS, "context": CONTEXT, "width": 256, "depth": 8}
 LARGE = {"num_tokens": NUM_TOKENS, "context": CONTEXT, "width": 1024, "depth": 10}  # 505 MB
 SMALL = {"num_tokens": NUM_TOKENS, "context": CONTEXT, "width": 64, "depth": 2}
-RATE_HZ, CALM_S, WATCHED_S = 10.0, 3.0, 25.0
+RATE_HZ, CALM_S, WATCHED_S = 50.0, 3.0, 25.0
+BEFORE = "e3cf4d1b"  # the last one without spare workers
 TIMEOUT_S, START_S, INFER = 30.0, 120.0, "/v2/models/small/infer"
 SERVES_GANG = "Ray Serve's gang"
 Sizes = dict[str, int]
-Answer = tuple[float, str, float]  # when it was asked for, its status, and how long it took
-Killed = tuple[float, list[Answer]]  # when a worker was killed, and all answers
 
 
 class ProcessLauncher:
@@ -202,8 +205,10 @@ def ask(connection: http.client.HTTPConnection, path: str, body: bytes) -> str:
     return str(response.status)
 
 
-def serve_and_kill(pipe: Connection) -> None:
-    """The process of the endpoint's driver: sends when the worker was killed, and each answer with its time."""
+def serve_and_kill(kills: int) -> None:
+    """The process of the endpoint's driver: says when each worker was killed, and each answer with its time."""
+    # Read when ray is imported: 127.0.0.1 stays 127.0.0.1, and a cluster has a token.
+    os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="token")
     from shoal.cluster.embedded_cluster import start_cluster
     from shoal.serve.on_ray.deployment import deploy
     from shoal.serve.spec.endpoint import EndpointSpec
@@ -220,24 +225,48 @@ def serve_and_kill(pipe: Connection) -> None:
         ray.init(log_to_driver=False)
         closing_all.callback(ray.shutdown)
         endpoint = closing_all.enter_context(closing(deploy(spec, [model_from_ref("small@champion")])))
-        pipe.send(ask_and_kill(urlsplit(endpoint.url).netloc, INFER, body, find_worker(cluster.pids())))
+        netloc = urlsplit(endpoint.url).netloc
+        found = ask_and_kill(netloc, INFER, body, lambda: find_worker(cluster.pids()), kills)
+        spare = [psutil.Process(pid).memory_full_info().uss for pid in list_processes(cluster.pids())]
+        say(outages=found.outages_s, statuses=found.statuses, longest_s=found.longest_s, uss=sorted(spare))
 
 
-def ask_and_kill(netloc: str, path: str, body: bytes, victim: int) -> Killed:
-    answers, began_s, killed_s = list[Answer](), time.monotonic(), 0.0
+@dataclass
+class Killed:
+    """outages_s: from each kill to the last answer that was none of the model's"""
+
+    outages_s: list[float] = field(default_factory=list)
+    statuses: dict[str, int] = field(default_factory=dict)
+    longest_s: float = 0.0
+
+    @property
+    def num_broken(self) -> int:
+        return sum(number for status, number in self.statuses.items() if not status.isdigit())
+
+
+def ask_and_kill(netloc: str, path: str, body: bytes, find_victim: Callable[[], int], kills: int) -> Killed:
+    """Kill when all was well for `CALM_S`, and end so."""
+    result, statuses = Killed(), Counter[str]()
     with closing(http.client.HTTPConnection(netloc, timeout=TIMEOUT_S)) as connection:
-        for number in range(int(RATE_HZ * WATCHED_S)):
-            time.sleep(max(0.0, began_s + number / RATE_HZ - time.monotonic()))
-            if not killed_s and number / RATE_HZ > CALM_S:
-                os.kill(victim, signal.SIGKILL)
-                killed_s = time.monotonic()
-            asked_s = time.monotonic()
-            status = ask(connection, path, body)
-            answers.append((asked_s, status, time.monotonic() - asked_s))
-    return killed_s, answers
+        for number in range(kills + 1):
+            killed_s = bad_s = well_since_s = time.monotonic()
+            while time.monotonic() - well_since_s < CALM_S:
+                asked_s = time.monotonic()
+                status = ask(connection, path, body)
+                statuses[status] += 1
+                result.longest_s = max(result.longest_s, time.monotonic() - asked_s)
+                if status != "200":
+                    bad_s = well_since_s = time.monotonic()
+                time.sleep(max(0.0, asked_s + 1 / RATE_HZ - time.monotonic()))
+            if number:
+                result.outages_s.append(bad_s - killed_s)
+            if number < kills:
+                os.kill(find_victim(), signal.SIGKILL)
+    result.statuses = dict(statuses)
+    return result
 
 
-def kill_rank_of_serve(folder: Path) -> Killed:
+def kill_rank_of_serve(folder: Path, kills: int) -> Killed:
     """The same of Ray Serve's own gang."""
     words = [OUR_PYTHON, "-m", "benchmarks.peers.ray_serve_gang"]
     with ExitStack() as closing_all:
@@ -246,55 +275,72 @@ def kill_rank_of_serve(folder: Path) -> Killed:
         )  # for its sockets' paths
         child = closing_all.enter_context(Child([*words, short], folder, ray_folder=Path(short)))
         netloc = str(child.answer(START_S)["netloc"])
-        with closing(http.client.HTTPConnection(netloc, timeout=TIMEOUT_S)) as connection:
-            assert ask(connection, "/", b"") == "200"
-        return ask_and_kill(netloc, "/", b"", child.processes("ray::ServeReplica")[-1].pid)
+        return ask_and_kill(netloc, "/", b"", lambda: child.processes("ray::ServeReplica")[-1].pid, kills)
 
 
-def measure_kill(folder: Path) -> list[Row]:
-    """One worker of two is killed while the endpoint is asked."""
-    # Read when ray is imported: 127.0.0.1 stays 127.0.0.1, and a cluster has a token.
-    os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="token")
-    ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=serve_and_kill, args=(theirs,))
-    process.start()
-    theirs.close()
-    own = ours.recv()
-    process.join()
-    peer = kill_rank_of_serve(folder)
-    counts = [Counter(status for _, status, _ in answers) for _, answers in (own, peer)]
-    until_s = [
-        max([at_s - killed_s for at_s, status, _ in answers if status != "200"], default=0.0)
-        for killed_s, answers in (own, peer)
-    ]
-    longest_s = [max(taken_s for *_, taken_s in answers) for _, answers in (own, peer)]
-    broken = [sum(number for status, number in each.items() if not status.isdigit()) for each in counts]
-    note = f"requests at {RATE_HZ:g}/s for {WATCHED_S:g} s: ours {dict(counts[0])}, 503 with Retry-After until all are "
-    note += f"replaced; {SERVES_GANG} {dict(counts[1])}; load of the machine {os.getloadavg()[0]:.1f}"
-    print(note, flush=True)
-    name = "a killed worker"
-    return [
-        compare(f"{name}: codes until", "s", "lower", until_s[:1], until_s[1:], SERVES_GANG, 1.0, "value", note),
-        compare(f"{name}: longest answer", "s", "lower", longest_s[:1], longest_s[1:], SERVES_GANG),
-        compare(f"{name}: broken connections", "", "lower", broken[:1], broken[1:], SERVES_GANG, 0.0, "value"),
-    ]
+def kill_worker_of(package: Path, folder: Path, kills: int) -> tuple[Killed, list[int]]:
+    """Of the endpoint of this package; and the memory that each of its workers has alone, in bytes."""
+    words = [OUR_PYTHON, "-m", "benchmarks.serving.gang", "--only", "driver", "--runs", str(kills // 2)]
+    env = {"PYTHONPATH": os.pathsep.join([str(package), str(ROOT)]), "SHOAL_HOME": str(folder / package.parent.name)}
+    with Child(words, folder, env, goodbye_s=20.0) as child:
+        said = child.answer(START_S + kills * WATCHED_S)
+    return Killed(said["outages"], said["statuses"], said["longest_s"]), said["uss"]
+
+
+def measure_kills(folder: Path, kills: int, before: str) -> list[Row]:
+    """One worker of two is killed while the endpoint is asked, one after the other."""
+    own, own_bytes = kill_worker_of(ROOT / "platform", folder, kills)
+    with checkout(before, folder) as package:
+        earlier, _ = kill_worker_of(package, folder, kills)
+    peer = kill_rank_of_serve(folder, kills)
+    note = f"{kills} kills, requests at {RATE_HZ:g}/s: ours {own.statuses}, before {earlier.statuses}, {SERVES_GANG} "
+    note += f"{peer.statuses}; a spare worker has {min(own_bytes) / 1e6:.0f} MB of its own; load of the machine "
+    note += f"{os.getloadavg()[0]:.1f}"
+    print(own.outages_s, earlier.outages_s, peer.outages_s, note, flush=True)
+    name, rows = "a killed worker", list[Row]()
+    for other, word in ((earlier, f"before ({before})"), (peer, SERVES_GANG)):
+        longest, broken = [own.longest_s], [own.num_broken]
+        rows += [
+            compare(f"{name}: codes for", "s", "lower", own.outages_s, other.outages_s, word, 1.0, "value", note),
+            compare(f"{name}: longest answer", "s", "lower", longest, [other.longest_s], word),
+            compare(f"{name}: broken connections", "", "lower", broken, [other.num_broken], word, 0.0, "value"),
+        ]
+    return rows
+
+
+def list_processes(pids: set[int]) -> list[int]:
+    """The workers and the spare ones."""
+    return [pid for pid in pids if psutil.pid_exists(pid) and "GangWorker" in psutil.Process(pid).name()]
 
 
 def find_worker(pids: set[int]) -> int:
-    """The second worker's process."""
-    return max(pid for pid in pids if psutil.pid_exists(pid) and "GangWorker" in psutil.Process(pid).name())
+    """A worker's process, which another one is connected with; a spare one's is not."""
+    ends = {
+        pid: {(each.laddr, each.raddr) for each in psutil.Process(pid).net_connections() if each.raddr}
+        for pid in list_processes(pids)
+    }
+    return max(
+        pid
+        for pid, own in ends.items()
+        if any((there, here) in other for here, there in own for one, other in ends.items() if one != pid)
+    )
 
 
 def main() -> None:
-    chosen = options(__doc__, runs=5)
+    parts = ("throughput", "memory", "kills")
+    chosen = options(__doc__, runs=5, only=(*parts, "driver"), before=BEFORE)
+    if "driver" in chosen.only and len(chosen.only) == 1:
+        return serve_and_kill(2 * chosen.runs)
     with scratch() as folder:
         os.environ["SHOAL_HOME"] = str(folder)
-        rows = [
-            *measure_throughput(chosen.runs, 3 if chosen.quick else 10),
-            measure_memory(),
-            *measure_kill(folder),
-        ]
-    write("gang", rows, chosen.results)
+        rows = []
+        if "throughput" in chosen.only:
+            rows += measure_throughput(chosen.runs, 3 if chosen.quick else 10)
+        if "memory" in chosen.only:
+            rows.append(measure_memory())
+        if "kills" in chosen.only:
+            rows += measure_kills(folder, 2 * chosen.runs, chosen.before)
+    write("gang" if set(parts) <= {*chosen.only} else "gang_kills", rows, chosen.results)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from ray.util import placement_group_table
@@ -56,8 +58,15 @@ def register(seed: int) -> np.ndarray:
 
 
 def list_workers(cluster: EmbeddedCluster) -> list[int]:
-    """The processes of the replicas' workers."""
-    return sorted(pids_of(cluster, "GangWorker"))
+    """The processes of the replicas' workers, which are connected with each other; spare ones are not."""
+    ends: dict[int, set[tuple[Any, Any]]] = {}
+    for pid in sorted(pids_of(cluster, "GangWorker")):
+        with suppress(psutil.Error):  # it has just ended
+            ends[pid] = {(each.laddr, each.raddr) for each in psutil.Process(pid).net_connections() if each.raddr}
+    return [
+        pid for pid, own in ends.items()
+        if any((there, here) in other for here, there in own for one, other in ends.items() if one != pid)
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +79,7 @@ def expected(cluster: EmbeddedCluster, shared_home: object) -> Iterator[tuple[Cl
         spec = EndpointSpec(name="gang", num_workers=2, num_cpus=0.5, hang_s=HANG_S)
         with closing(deploy(spec, [model_from_ref("chat@champion")])) as endpoint, Client(endpoint.url) as client:
             yield client, answer
-    wait_for(lambda: not list_workers(cluster))
+    wait_for(lambda: not pids_of(cluster, "GangWorker"))
 
 
 def test_its_answers_are_those_of_one_process(expected: tuple[Client, np.ndarray]) -> None:
@@ -107,6 +116,7 @@ def test_a_killed_worker_breaks_no_connection_and_is_replaced(
     np.testing.assert_allclose(client.infer("chat", {"tokens": TOKENS})["logits"], answer, rtol=1e-4, atol=1e-5)
     assert client.status().replicas[0].pid == replica
     assert not {*before} & {*wait_for(lambda: len(now := list_workers(cluster)) == 2 and now)}
+    wait_for(lambda: len(pids_of(cluster, "GangWorker")) == 4, what="other spare workers")
 
 
 def ask(connection: http.client.HTTPConnection, answer: np.ndarray | None = None) -> int:
@@ -212,7 +222,7 @@ def test_a_gang_that_is_not_wanted_answers_what_it_has_and_leaves_nothing(
             wait_for(lambda: {*list_workers(cluster)} - workers, what="the start of others")
         scale("gang", 1)
         wait_for(lambda: list_ready(client) < replicas, what="one replica")
-        wait_for(lambda: len(list_workers(cluster)) == 2, what="the end of its workers")
+        wait_for(lambda: len(pids_of(cluster, "GangWorker")) == 4, what="the end of its workers")
         wait_for(lambda: count_reservations() == 1, what="the end of its reservation")
         with closing(http.client.HTTPConnection(urlsplit(client.url).netloc)) as connection:
             wait_for(lambda: ask(connection, answer) == 200, what="an answer")
