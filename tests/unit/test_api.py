@@ -149,5 +149,5 @@ def test_what_is_no_task_is_refused(task: object) -> None:
 def test_a_cluster_of_other_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "http://head.example:8265")
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
-    with pytest.raises(ConfigError, match="RAY_ADDRESS = .* is a cluster of other hosts"):
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS = .* is a cluster of other hosts"):
         shoal.serve("line")
