@@ -19,6 +19,7 @@ from shoal.wire.segment import Segment
 EPISODE_WINDOW = 100
 MAX_DISCONNECTED_ACTORS = 100  # that are remembered
 REJECTIONS_INTERVAL_S = 10.0  # between two events of rejected actors
+SHORTAGES_INTERVAL_S = 60.0  # likewise, of credit that has run out
 
 
 @dataclass
@@ -108,6 +109,7 @@ class RunProgress:
     events: deque[tuple[float, str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=1000))
     quarantined: dict[str, str] = field(default_factory=dict)  # actors of whom an event was recorded
     _rejected_at: dict[str, float] = field(default_factory=dict)  # of the last event of a code
+    _shortage_at: float = -math.inf  # of the last event
 
     def record_event(self, kind: str, **details: Any) -> None:
         """Add an event; beyond 1,000 unread events the oldest is dropped."""
@@ -118,6 +120,12 @@ class RunProgress:
         if time.monotonic() >= self._rejected_at.get(code, -math.inf) + REJECTIONS_INTERVAL_S:
             self._rejected_at[code] = time.monotonic()
             self.record_event("actor_refused", actor_id=actor_id, reason=code, count=self.protocol_errors[code])
+
+    def record_shortage(self, shortage: Mapping[str, Any] | None) -> None:
+        """Record that credit has run out, and who holds it."""
+        if shortage is not None and time.monotonic() >= self._shortage_at + SHORTAGES_INTERVAL_S:
+            self._shortage_at = time.monotonic()
+            self.record_event("credit_exhausted", **shortage)
 
     def record_quarantine(self, quarantined: Mapping[str, str]) -> None:
         """Record an event for each actor that has been put in quarantine, with the reason, or has been released."""

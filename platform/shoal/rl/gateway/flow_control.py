@@ -1,7 +1,7 @@
-"""The policy of flow control: how many segments each actor may send, as one pure function.
+"""The policy of flow control: how many places of the queue each actor has, as one pure function.
 
-Promise: queued segments plus those in flight never exceed the queue's capacity, so a segment sent within its credit
-always fits, and a slow learner stops its actors instead of filling memory. Called by the gateway.
+Promise: queued segments plus open credit never exceed the queue's capacity, so a segment sent within its credit always
+fits, and a slow learner stops its actors instead of filling memory. Called by `sessions`, which takes credit back.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def grant_credit(open_credit: Mapping[K, int], queued: int, capacity: int, max_c
 
     Sessions with the least credit come first, equal ones in the order of `open_credit`. A session is topped up only
     when half of its window is used, since not every freed slot is worth a message. The window is a quarter of an equal
-    share of the queue, at least 1 and at most `max_credits`: credit cannot be revoked, so later sessions must find some
-    left although others do not use theirs.
+    share of the queue, at least 1 and at most `max_credits`: later sessions must find some left before unused credit
+    lapses.
     """
     grants: dict[K, int] = {}
     if not open_credit:

@@ -28,7 +28,7 @@ from shoal.rl.gateway.gateway_inference import GatewayInference
 from shoal.rl.gateway.handshake import Handshake
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.send_queue import SendQueue
-from shoal.rl.gateway.sessions import LOCAL, REMOTE, Session, Sessions, to_printable
+from shoal.rl.gateway.sessions import LOCAL, NEW_LAPSE_S, REMOTE, Session, Sessions, to_printable
 from shoal.rl.gateway.user_episodes import EpisodeRejection
 from shoal.rl.gateway.zmq_listener import bind_router, format_tcp_address
 from shoal.rl.spec import GatewaySpec, require_segment_fits
@@ -39,6 +39,7 @@ from shoal.wire.messages import (
     ActionMessage,
     ActMessage,
     Bye,
+    ErrorMessage,
     Hello,
     OpponentMessage,
     Ping,
@@ -97,6 +98,7 @@ class Gateway:
         self._learns_from_users = learns_from_users
         self._is_ledger_unwritable = False
         self._latest_weights: WeightSnapshot | None = None
+        self._sent_version = 0  # to all sessions that wait for it
         self._shared_payloads = SharedPayloads()
         self._lock = threading.Lock()  # guards the state above; never held while waiting
         self._stopping = threading.Event()
@@ -240,8 +242,9 @@ class Gateway:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         sweep_at = time.monotonic() + self.spec.heartbeat_s
+        interval_ms = int(1000 * min(self.spec.heartbeat_s, NEW_LAPSE_S))
         while not self._stopping.is_set():
-            ready = dict(poller.poll(timeout=int(self.spec.heartbeat_s * 1000)))
+            ready = dict(poller.poll(interval_ms))
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             with self._lock:
@@ -253,6 +256,7 @@ class Gateway:
                     self.queue.ledger.load_quarantine()
                     self._progress.record_quarantine(self.queue.ledger.quarantined)
                     self._admission.record_unlearnable(self._actors)
+                    self._progress.record_shortage(self._sessions.describe_shortage(self.queue))
                     for route in self._sessions.find_silent(self.spec.timeout_s):
                         self._handshake.end_session(route, "timed out")
                     self._inference.expire_episodes(self.spec.episode_timeout_s)
@@ -306,7 +310,11 @@ class Gateway:
         if self._opponents is not None and snapshot is not None:
             self._opponents.offer(snapshot, self._progress.steps)
         payload: list[bytes] | None = None
-        for route, session in self._sessions.items():
+        version = snapshot.version if snapshot else 0
+        are_all = self._opponents is not None or version != self._sent_version
+        self._sent_version = version
+        for route in self._sessions if are_all else self._sessions.touched:
+            session = self._sessions[route]
             if not session.is_welcomed:
                 self._send_queue.add(route, self._handshake.make_welcome(session))
             if (credit := session.take_credit()) is not None:
@@ -322,6 +330,7 @@ class Gateway:
                 session.pull_newer_than = None
             if self._opponents is not None and session.pull_opponent_newer_than is not None:
                 self._send_opponent(route, session, self._opponents.find_next(session.pull_opponent_newer_than))
+        self._sessions.touched.clear()
         self._send_all()
 
     def _send_opponent(self, route: bytes, session: Session, member: WeightSnapshot | None) -> None:
@@ -367,6 +376,7 @@ class Gateway:
         session = self._sessions.get(route)
         if session is not None:
             session.last_seen = time.monotonic()
+            self._sessions.touched[route] = None
         try:
             message = decode(frames, self._limits)
         except ProtocolViolation as violation:
@@ -407,6 +417,10 @@ class Gateway:
             return session.add_ack(seq, "duplicate")
         if seq > expected:
             return self._handshake.reject(route, "sequence_gap", f"segment {seq} came, {expected} was expected", seq)
+        if not self._sessions.take_place(route, seq, self.queue):
+            problem = f"segment {seq} has no place: say hello, and wait for credit"
+            self._send_queue.add(route, ErrorMessage("hello_required", problem, seq=seq))
+            return self._handshake.end_session(route, "its credit has lapsed")
         reason, detail = self._admission.admit(session, message, frames)
         if reason is not None:
             ledger.record_received(key, seq, reason)

@@ -1,13 +1,19 @@
 """The gateway's sessions: one per welcomed actor, with its credit and pending acknowledgements.
 
+Credit lapses: a session that may send, and does not for a while, holds no place of the queue. What it sends later is
+taken while the queue has a place; otherwise its actor keeps the segment and says hello again (docs/protocol.md).
+
 Called by the gateway's thread, under its lock. Never touches the socket: the gateway sends the results of `take_acks`
 and `take_credit` after it has committed the ledger.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import ActorKey
@@ -17,15 +23,24 @@ from shoal.wire.messages import Ack, Credit, Hello
 
 USERS_ACTOR_ID = "endpoint-users"
 LOCAL, REMOTE = "local", "remote"  # where a session's policy runs
+LAPSE_S = 0.5  # after which credit that is not used lapses
+NEW_LAPSE_S = 0.1  # likewise, of a session that has sent no segment
+ROUND_LAPSE_S = 1.0  # likewise where actors pause between batches; longer where their segments take longer
+MAX_HOLDERS = 8  # that an event names
+CREDIT_WAIT_S = 5.0  # without credit, after which a session is reported
 
 
 @dataclass
 class Session:
-    """One connection of one actor. `send_limit` is the first sequence number that it may not send yet."""
+    """One connection of one actor. `send_limit` is the first sequence number that it may not send yet; the queue has a
+    place for those below `reserved_limit`."""
 
     key: ActorKey
     progress: ActorProgress
     send_limit: int
+    reserved_limit: int = 0
+    credit_at: float = field(default_factory=time.monotonic)  # when it last got credit or sent a segment
+    has_sent: bool = False  # a segment
     last_seen: float = field(default_factory=time.monotonic)
     reported_limit: int = 0
     is_welcomed: bool = False  # `welcome` was sent
@@ -33,7 +48,7 @@ class Session:
     pull_newer_than: int | None = None  # an open pull
     shares_memory: bool = False  # of that pull: it is on this machine
     pull_opponent_newer_than: int | None = None  # likewise
-    round_start: int = 0  # the send limit when the present batch began, if actors pause between batches
+    round_start: int = 0  # the reserved limit when the present batch began, if actors pause between batches
     _pending_acks: list[tuple[int, str, str, str]] = field(default_factory=list)  # seq, status, reason, detail
 
     def add_ack(self, seq: int, status: str, reason: str = "", detail: str = "") -> None:
@@ -57,16 +72,25 @@ class Sessions(dict[bytes, Session]):
     """Sessions by route (the socket's address of a connection); one for each actor.
 
     round_length: steps of the longest segment, if actors pause between batches; otherwise 0
+    touched:      routes with something to be sent, perhaps; the gateway clears them
     """
 
     def __init__(self, round_length: int = 0) -> None:
         super().__init__()
         self._round_length, self._round = round_length, 0
+        self._lapse_s = ROUND_LAPSE_S if round_length else LAPSE_S
+        self._waits_s: deque[float] = deque(maxlen=256)  # from credit, or the segment before, to a segment
         self._routes: dict[str, bytes] = {}  # by actor id: thousands may reconnect at once
+        self._playing: dict[bytes, Session] = {}  # sessions of segments, the longest waiting first
+        self._idle: set[bytes] = set()  # the others of them: each round looks only at those that play
+        self.touched: dict[bytes, None] = {}
 
     def __setitem__(self, route: bytes, session: Session) -> None:
         super().__setitem__(route, session)
         self._routes[session.key[0]] = route
+        self.touched[route] = None
+        if not session.is_remote:
+            self._playing[route] = session
 
     def find_route(self, actor_id: str) -> bytes | None:
         """The route of a connected actor, or None."""
@@ -76,29 +100,65 @@ class Sessions(dict[bytes, Session]):
         """Remove a connection; returns its session, if any."""
         if (session := self.pop(route, None)) is not None:
             del self._routes[session.key[0]]
+            self._playing.pop(route, None)
+            self._idle.discard(route)
+            self.touched.pop(route, None)
         return session
 
     def compute_open_credit(self, queue: ExperienceQueue) -> dict[bytes, int]:
-        """How many segments each session of segments may still send."""
+        """How many segments the queue has a place for, of each session of segments that is not idle."""
         get_account = queue.ledger.get_account
-        sending = [(route, each) for route, each in self.items() if not each.is_remote]
-        return {route: each.send_limit - get_account(each.key).next_seq for route, each in sending}
+        return {
+            route: max(0, each.reserved_limit - get_account(each.key).next_seq) for route, each in self._playing.items()
+        }
 
     def has_space(self, queue: ExperienceQueue) -> bool:
         """Whether the queue has a slot that no session may fill."""
         return len(queue) + sum(self.compute_open_credit(queue).values()) < queue.capacity
 
+    def take_place(self, route: bytes, seq: int, queue: ExperienceQueue) -> bool:
+        """Note that a session sends segment `seq`. False: its credit has lapsed, and others have its place."""
+        session, now = self[route], time.monotonic()
+        if session.reserved_limit <= seq < session.send_limit and not self.has_space(queue):
+            return False
+        self._waits_s.append(now - session.credit_at)
+        session.credit_at, session.has_sent = now, True
+        if route in self._idle:
+            self._idle.remove(route)
+            self._playing[route] = session
+        return True
+
     def grant_credit(self, queue: ExperienceQueue, max_credits: int) -> None:
-        """Share the queue's free slots among the sessions of segments; of those with equal credit, the longest waiting
-        comes first."""
+        """Share the queue's free slots among the sessions of segments that use their credit; of those with equal
+        credit, the longest waiting comes first."""
+        self._take_back(queue)
         open_credit = self.compute_open_credit(queue)
         if self._round_length:
             grants = self._share_round(queue, open_credit, max_credits)
         else:
-            grants = grant_credit(open_credit, len(queue), queue.capacity, max_credits)
+            capacity = queue.capacity - (queue.capacity // 8 if self._idle else 0)  # for what idle sessions send
+            grants = grant_credit(open_credit, len(queue), capacity, max_credits)
         for route, grant in grants.items():
-            session = self[route] = self.pop(route)
-            session.send_limit += grant
+            session = self._playing[route] = self._playing.pop(route)
+            session.reserved_limit = queue.ledger.get_account(session.key).next_seq + open_credit[route] + grant
+            session.send_limit = max(session.send_limit, session.reserved_limit)
+            session.credit_at = time.monotonic()
+            self.touched[route] = None
+
+    def _take_back(self, queue: ExperienceQueue) -> None:
+        """Sessions that may send and do not become idle: they lose their places, but not their leave to send."""
+        now, get_account = time.monotonic(), queue.ledger.get_account
+        new_s = self._lapse_s if self._round_length else min(self._lapse_s, NEW_LAPSE_S)
+        silent = [
+            (route, each)
+            for route, each in self._playing.items()
+            if now - each.credit_at > (self._lapse_s if each.has_sent else new_s)
+        ]
+        for route, each in silent:
+            if each.send_limit > get_account(each.key).next_seq:
+                each.reserved_limit = each.round_start = 0
+                self._idle.add(route)
+                del self._playing[route]
 
     def _share_round(self, queue: ExperienceQueue, open_credit: dict[bytes, int], max_credits: int) -> dict[bytes, int]:
         """Credit for the batch that the learner waits for, to actors that have its weights, as their pull says.
@@ -107,16 +167,38 @@ class Sessions(dict[bytes, Session]):
         """
         if self._round != queue.num_batches:
             self._round = queue.num_batches
-            for each in self.values():
-                each.round_start = each.send_limit
+            self._lapse_s = max(ROUND_LAPSE_S, 3 * statistics.median(self._waits_s or [0.0]))
+            self._waits_s.clear()
+            for each in self._playing.values():
+                each.round_start = each.reserved_limit
         credit = {
-            route: min(num, self[route].send_limit - self[route].round_start) for route, num in open_credit.items()
+            route: min(num, self[route].reserved_limit - self[route].round_start) if num else 0
+            for route, num in open_credit.items()
         }
         num_free = queue.capacity - len(queue) - sum(open_credit.values())
         num_missing = min(queue.count_missing(self._round_length) - sum(credit.values()), num_free)
         version = queue.awaited_version
         ready = {route: num for route, num in credit.items() if (self[route].pull_newer_than or 0) >= version}
         return grant_round_credit(ready, num_missing, max_credits)
+
+    def describe_shortage(self, queue: ExperienceQueue) -> dict[str, Any] | None:
+        """Who has been without credit for CREDIT_WAIT_S, and who holds the queue's places; None while there are any."""
+        open_credit = self.compute_open_credit(queue)
+        if queue.capacity - len(queue) - sum(open_credit.values()) > queue.capacity // 8:
+            return None
+        deadline, get_account = time.monotonic() - CREDIT_WAIT_S, queue.ledger.get_account
+        silent = [each for each in self._playing.values() if each.credit_at < deadline]
+        waiting = [each for each in silent if each.send_limit <= get_account(each.key).next_seq]
+        if not waiting:
+            return None
+        largest = sorted(open_credit, key=lambda route: -open_credit[route])[:MAX_HOLDERS]
+        return {
+            "waiting": len(waiting),
+            "actors": [each.key[0] for each in waiting[:MAX_HOLDERS]],
+            "queued": len(queue),
+            "capacity": queue.capacity,
+            "credit": {self[route].key[0]: open_credit[route] for route in largest if open_credit[route]},
+        }
 
     def find_silent(self, timeout_s: float) -> list[bytes]:
         """The routes of sessions that were silent for `timeout_s`."""
