@@ -4,8 +4,8 @@
 
 The idle sessions connect first. A learner takes all segments, of 256 steps of CartPole (10 KB), and learns nothing.
 Gateway, actors and learner are threads of this process; one thread sends the heartbeats of all idle sessions. `credit
-that never lapses` is the same gateway without `Sessions._take_back`. The first segment is of an actor that connects while
-the 20 send, from its hello to its acknowledgement.
+that never lapses` is the same gateway without `Sessions._take_back`. The first segment is of an actor that connects
+while the 20 send, from its hello to its acknowledgement.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measure(num_idle: int, lapses: bool, window_s: float) -> tuple[float, float]
 
     with ExitStack() as opened:
         if not lapses:
-            opened.enter_context(mock.patch.object(sessions.Sessions, "_take_back", lambda *_: set()))
+            opened.enter_context(mock.patch.object(sessions.Sessions, "_take_back"))
         gateway = opened.enter_context(serving(GatewaySpec(), Ledger(), None))
         opened.enter_context(idle_sessions(gateway.address, num_idle))
         time.sleep(2.0)

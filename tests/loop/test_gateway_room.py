@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 
 from loop.gateway_asking import Raw, client, connected
@@ -59,15 +61,71 @@ def test_what_is_sent_beyond_the_limit_is_dropped_and_counted() -> None:
         assert parts.ledger.get_account(("raw", 1)).dropped == {"over_credit": 1}
 
 
-def test_an_actor_that_waits_for_room_gets_credit_when_another_leaves() -> None:
+def test_an_actor_that_waits_for_room_gets_credit_when_another_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "LAPSE_S", 600.0)
     with serving(queue_capacity=2, heartbeat_s=0.1, timeout_s=0.6) as parts, Raw(parts) as first:
         first.enter("first")
-        first.send(0, segment())  # one place is taken, and the other promised to the first one
+        first.send(0, segment())  # one place is taken, and the other is the first one's
         with client(parts, "second") as second:
             with pytest.raises(ConnectionLost, match="credit"):
                 second.send(segment(), timeout_s=0.1)
             second.send(segment(), timeout_s=60)  # the first one, silent, is given up meanwhile
             assert second.drain(60)
+
+
+def test_actors_that_do_not_play_keep_none_from_playing() -> None:
+    """Five times as many as the queue has places, and they were there first."""
+    with serving(queue_capacity=8) as parts, ExitStack() as idle:
+        for number in range(40):
+            idle.enter_context(Raw(parts)).say(Hello(1, TOKEN, f"idle-{number}", 1))
+        wait_for(lambda: len(connected(parts)) == 40)
+        with client(parts, "busy") as actor:
+            for _ in range(30):
+                actor.send(segment(), timeout_s=60)
+                if len(parts.queue) > 3:
+                    assert parts.queue.take("learner", BatchRequest(1, 1000, 100, 0.0))
+            assert actor.drain(60)
+            assert (actor.acknowledged["accepted"], actor.drops) == (30, {})
+
+
+def test_a_segment_whose_place_others_have_is_kept_and_taken_later() -> None:
+    """The credit of the idle actor has lapsed, which it does not know: it says hello, and waits like a new one."""
+    with (
+        serving(queue_capacity=4, max_credits=1) as parts,
+        client(parts, "idle") as idle,
+        client(parts, "busy") as busy,
+    ):
+        wait_for(lambda: parts.gateway._sessions._idle)
+        assert idle.has_credit
+        while len(parts.queue) < 4:
+            parts.queue.put(("other", 1), 1 + len(parts.queue), segment())
+        idle.send(segment())
+        idle.drain(0.5)
+        assert (idle.num_unacknowledged, idle.reconnects, idle.has_credit) == (1, 1, False)
+        assert parts.queue.take("learner", BatchRequest(1, 1000, 100, 0.0))
+        assert idle.drain(60)
+        busy.send(segment())
+        assert busy.drain(60)
+        assert idle.acknowledged == {"accepted": 1, "dropped": 0, "duplicate": 0}
+        [reason] = [details["reason"] for _, kind, details in parts.gateway.take_events() if kind == "actor_left"]
+        assert reason == "its credit has lapsed"
+
+
+def test_an_event_names_who_waits_for_credit_and_who_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "CREDIT_WAIT_S", 0.1)
+    with serving(queue_capacity=2) as parts, client(parts, "one") as actor, client(parts, "two"):
+        while len(parts.queue) < 2:
+            actor.send(segment(), timeout_s=60)
+        events: list[dict[str, object]] = []
+
+        def take() -> bool:
+            events.extend(details for _, kind, details in parts.gateway.take_events() if kind == "credit_exhausted")
+            return bool(events)
+
+        wait_for(take)
+        [event] = events
+        assert (event["queued"], event["capacity"], event["credit"]) == (2, 2, {})
+        assert "one" in event["actors"]  # type: ignore[operator]
 
 
 def test_newer_weights_come_by_themselves_and_only_the_newest() -> None:

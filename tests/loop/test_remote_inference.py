@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from gateway_asking import Raw
 from msgspec.structs import replace
 
 from rl_setting import EXPERIENCE, TOKEN, segment, serving, weights
 from shoal.rl.experience.queue import BatchRequest
+from shoal.rl.gateway import sessions
 from shoal.wire import encode, pack_segment
 from shoal.wire.messages import ActionMessage, ActMessage, ErrorMessage, Hello
 from waiting import wait_for
@@ -144,7 +146,9 @@ def test_new_weights_serve_from_the_next_batch_on() -> None:
         assert (first.version, answer.version) == (1, 2)
 
 
-def test_a_completed_segment_waits_for_room_and_takes_no_credit_of_others() -> None:
+def test_a_completed_segment_waits_for_room_and_takes_no_credit_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "NEW_LAPSE_S", 600.0)
+    monkeypatch.setattr(sessions, "LAPSE_S", 600.0)
     with serving(queue_capacity=4, max_credits=1) as parts, Raw(parts) as local, Raw(parts) as raw:
         limit = local.enter("local").send_limit
         raw.enter(inference="remote")

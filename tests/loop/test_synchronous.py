@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -132,6 +133,20 @@ def test_credit_waits_for_the_pull_that_says_that_the_weights_have_come(tmp_path
         raw.say(Pull(weights.version))
         limits = {message.send_limit for message in raw.rest(quiet_s=0.3)}  # type: ignore[union-attr]
         assert limits == {4}  # 64 steps are four segments
+
+
+def test_actors_that_do_not_play_hold_up_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.rl.gateway.sessions.ROUND_LAPSE_S", 0.1)
+    loop = LocalLoop(SPEC, EXPERIENCE, tmp_path / "run", TOKEN)
+    batches = record_batches(loop)
+    with loop, ExitStack() as idle:
+        for number in range(20):  # five batches' segments
+            idle.enter_context(ActorClient(loop.address, TOKEN, f"idle-{number}")).wait_for_weights()
+        actor = start_actor(loop, 0)
+        wait_for(lambda: len(batches) > 5)
+        actor.terminate()
+        actor.wait()
+    assert_no_lag(batches)
 
 
 @given(st.dictionaries(st.integers(), st.integers(0, 6), max_size=9), st.integers(-2, 40), st.integers(1, 8))

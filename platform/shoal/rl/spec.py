@@ -50,7 +50,7 @@ class GatewaySpec(Spec):
         description="where a segment is counted before it is acknowledged; store: it is also kept there until learnt,"
         " and outlives the gateway's host",
     )
-    queue_capacity: int = Field(default=96, ge=2, description="segments; at least one for every actor")
+    queue_capacity: int = Field(default=96, ge=2, description="segments")
     max_credits: int = Field(default=8, ge=1, description="segments that one actor may have on their way")
     max_version_lag: int = Field(default=30, ge=0, description="weight versions; not for dqn")
     heartbeat_s: float = Field(default=1.0, gt=0)

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from abandoned_ledgers import ledgers_may_stay_open  # noqa: F401
@@ -207,6 +207,36 @@ def test_a_learner_that_is_slower_than_its_actors_leaves_none_of_them_waiting_fo
         assert queue.take("learner", BatchRequest(16, 16, 16, 0, number))
     received = [queue.ledger.get_account(session.key).received for session in sessions.values()]
     assert max(received) - min(received) <= 2
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from(["send", "send", "send", "wait", "take"]), st.integers(0, 7)), max_size=80))
+def test_lapsed_credit_never_promises_more_than_there_is_room(moves: list[tuple[str, int]]) -> None:
+    """Each segment that is sent within the limit is queued, or its actor keeps it and begins another session."""
+    queue, sessions = ExperienceQueue(6, Ledger()), Sessions()
+
+    def begin(number: int) -> None:
+        sessions.remove(bytes([number]))
+        next_seq = queue.ledger.get_account((f"a{number}", 1)).next_seq
+        sessions[bytes([number])] = Session((f"a{number}", 1), ActorProgress(f"a{number}", 1), next_seq)
+
+    for number in range(8):
+        begin(number)
+    for turn, (move, number) in enumerate(moves):
+        sessions.grant_credit(queue, max_credits=4)
+        assert len(queue) + sum(sessions.compute_open_credit(queue).values()) <= queue.capacity
+        session = sessions[bytes([number])]
+        seq = queue.ledger.get_account(session.key).next_seq
+        if move == "wait":
+            session.credit_at -= 10.0
+        elif move == "take":
+            queue.take("learner", BatchRequest(1, 3, 3, 0.0, turn))
+        elif seq < session.send_limit:
+            if sessions.take_place(bytes([number]), seq, queue):
+                assert queue.put(session.key, seq, segment(1))
+            else:
+                begin(number)
+    queue.ledger.close()
 
 
 def test_a_batch_that_the_ledger_cannot_note_stays_queued(monkeypatch: pytest.MonkeyPatch) -> None:
