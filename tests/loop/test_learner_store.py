@@ -80,6 +80,29 @@ def test_a_mirror_skips_what_came_meanwhile_and_tries_again(
     assert (loaded.step, loaded.state) == (4, {"step": 4})
 
 
+def test_what_was_recovered_from_a_lost_host_is_learnt(tmp_path: Path, store: Store) -> None:
+    """Its versions were published after the newest checkpoint, or just before, and the new ones begin far above them.
+    A third host learns what the second has published, too."""
+    first = Bench(tmp_path / "a", "gateway.max_version_lag=8", store=store)
+    for folder in ("b", "c"):
+        first.learner.save()
+        assert first.learner._checkpoints.finish_upload() == ""
+        saved = first.learner.version
+        for _ in range(5):
+            first.learner.try_publish()
+        second = Bench(tmp_path / folder, "gateway.max_version_lag=8", store=store)
+        assert second.learner.version > first.learner.version + 100_000
+        for version in (saved - 2, saved, saved + 1, saved + 5, second.learner.version):
+            if version > 0:
+                second.put(segment(16, version=version))
+        while len(second.queue):
+            assert second.learner.step()
+        assert second.learner.counts["dropped"] == 0
+        assert second.learner.counts["consumed"] >= 4
+        assert second.learner.stats()["metrics"]["learner/policy_lag"] <= 8
+        first = second
+
+
 def test_a_learner_on_another_host_publishes_no_version_twice(tmp_path: Path, store: Store) -> None:
     """Neither does the first host, if the run returns there."""
     first = Bench(tmp_path / "a", store=store)

@@ -68,12 +68,14 @@ class BadBatchPolicy:
         self._max_version_lag, self._update, self._is_usable = max_version_lag, update, is_usable
         self._num_bad, self._bad_since = 0, 0.0  # batches in a row
 
-    def learn(self, batch: ExperienceBatch, version: int, now: float) -> list[DropReason | None]:
+    def learn(self, batch: ExperienceBatch, lags: np.ndarray, now: float) -> list[DropReason | None]:
         """The outcome of each segment: learnt from (None), or the drop reason. [S]
+
+        lags: of the oldest version of each segment [S]
 
         When the batch's loss is not finite, segments whose own loss is not finite are dropped: one actor's bad data.
         """
-        stale = version - batch.oldest_versions() > self._max_version_lag
+        stale = lags > self._max_version_lag
         learnt = ~stale
         if learnt.any() and not self._update(batch.select(learnt) if stale.any() else batch):
             learnt &= [self._is_usable(batch.select(one)) for one in np.eye(len(learnt), dtype=bool)]

@@ -30,7 +30,7 @@ from shoal.rl.learner_group import LearnerHub
 from shoal.rl.published_versions import PublishedVersions, WeightSink
 from shoal.rl.spec import LearnerSpec, RLSpec
 from shoal.store import Store
-from shoal.weights import PublishedVersion, WeightSnapshot
+from shoal.weights import PublishedVersion, Skipped, WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec
 
 T = TypeVar("T")
@@ -80,11 +80,18 @@ class Learner:
         # Versions up to the number of registered opponents are theirs, in the pool.
         if must_restore:
             self._checkpoints.require_files()
-        self._log_position = self._restored_version = 0
+        self._log_position = self._restored_version = self._checkpoint_version = 0
+        self._skipped: Skipped = ()
         has_moved = self._restore(folder / VERSIONS_FILE) and not used_version
         after = max(self._restored_version, used_version, len(spec.self_play.opponents))
         self._versions = PublishedVersions(
-            sink, folder / VERSIONS_FILE, after, is_known=bool(used_version), updates=self.updates
+            sink,
+            folder / VERSIONS_FILE,
+            after,
+            is_known=bool(used_version),
+            updates=self.updates,
+            restored=self._checkpoint_version,
+            skipped=self._skipped,
         )
         # Actors that do not pause fill one half of the queue while the learner has the other.
         max_segments = max(1, spec.gateway.queue_capacity // (1 if spec.algorithm.pauses_actors else 2))
@@ -162,7 +169,8 @@ class Learner:
         prepared = self.algorithm.prepare(batch)
         # Before the weights depend on the batch.
         evidence = [] if self._evidence is None else self._evidence.score(prepared, time.monotonic())
-        outcomes = self._bad_batches.learn(prepared, self.version, time.monotonic())
+        lags = self._versions.measure_lag(prepared.oldest_versions())
+        outcomes = self._bad_batches.learn(prepared, lags, time.monotonic())
         learnt = np.array([outcome is None for outcome in outcomes])
         if self._hub is not None and self._divides_batches and learnt.any():
             for index in np.flatnonzero(learnt)[self._hub.lost]:
@@ -211,7 +219,7 @@ class Learner:
 
     def snapshot(self) -> WeightSnapshot:
         """The current weights under the current version, for observations as they are."""
-        return WeightSnapshot.of(self.version, self._fold_weights())
+        return WeightSnapshot.of(self.version, self._fold_weights(), self._versions.skipped)
 
     def _fold_weights(self) -> dict[str, np.ndarray]:
         return self.algorithm.normalizer.fold(model_arrays(self.model))
@@ -232,7 +240,7 @@ class Learner:
         except NonFiniteLoss:
             if not num_updates:  # otherwise the earlier steps stay
                 return False
-        lag = float(np.mean(self.version - batch.versions))
+        lag = float(np.mean(self._versions.measure_lag(batch.versions)))
         with self._lock:
             self.updates += num_updates
             self.steps += batch.num_steps
@@ -292,6 +300,7 @@ class Learner:
             "steps": self.steps,
             "version": self.version,
             "reserved": self.version + VERSIONS_AHEAD,
+            "skipped": self._versions.skipped,
             "position": self._lease.position,
             "counts": dict(self.counts),
         }
@@ -315,6 +324,8 @@ class Learner:
             torch.cuda.set_rng_state(state["cuda_rng"])
         self.updates, self.steps, self.counts = state["updates"], state["steps"], dict(state["counts"])
         self._log_position = int(state.get("position", 0))  # of an earlier Shoal: none
+        self._checkpoint_version = int(state["version"])
+        self._skipped = tuple((kept, last) for kept, last in state.get("skipped", ()))
         has_moved = not reserved.exists() or int(reserved.read_text()) < state["version"]
         self._restored_version = int(state.get("reserved", state["version"]) if has_moved else state["version"])
         return has_moved

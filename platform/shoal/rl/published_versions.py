@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from shoal import atomic_file
-from shoal.weights import PublishedVersion, WeightSnapshot
+from shoal.weights import PublishedVersion, Skipped, WeightSnapshot, measure_lag
 
 VERSIONS_RESERVED = 50  # at a time, on disk
 
@@ -27,18 +27,32 @@ class WeightSink(Protocol):
 
 
 class PublishedVersions:
-    """Reserves numbers on disk before it uses them, so a learner that restarts begins above all that were used.
+    """Reserves numbers on disk before it uses them, so a learner that restarts begins above all that were used. The
+    numbers between its checkpoint's version and the first new one do not count as lag.
 
     path:       of the file with the largest reserved number
     after:      the newest version is above this number, and above each reserved one where `is_known` is false
+    restored:   the version of the checkpoint that the learner goes on from; 0: it begins
+    skipped:    in earlier restarts: see `weights.measure_lag`
     version:    the newest number
     updates:    of the learner, in the newest version
     """
 
-    def __init__(self, sink: WeightSink, path: Path, after: int, is_known: bool, updates: int = 0) -> None:
+    def __init__(
+        self,
+        sink: WeightSink,
+        path: Path,
+        after: int,
+        is_known: bool,
+        updates: int = 0,
+        restored: int = 0,
+        skipped: Skipped = (),
+    ) -> None:
         self._sink, self._path = sink, path
         self._num_reserved = int(path.read_text()) if path.exists() else 0
         self.version = after if is_known else max(after, self._num_reserved)
+        has_skipped = 0 < restored < self.version
+        self.skipped = (*skipped, (restored, self.version)) if has_skipped else skipped
         self.updates, self._published_at = updates, -math.inf
         self._untaken: deque[PublishedVersion] = deque(maxlen=10_000)
 
@@ -50,9 +64,13 @@ class PublishedVersions:
             self._num_reserved = num_reserved
         self.version += 1
         self.updates, self._published_at = updates, time.monotonic()
-        snapshot = WeightSnapshot.of(self.version, weights)
+        snapshot = WeightSnapshot.of(self.version, weights, self.skipped)
         self._sink.publish(snapshot)
         self._untaken.append(PublishedVersion(self.version, steps, snapshot.sha256, snapshot.published_at))
+
+    def measure_lag(self, versions: np.ndarray) -> np.ndarray:
+        """How many publications the newest version is ahead of others."""
+        return measure_lag(self.version, versions, self.skipped)
 
     def is_due(self, interval_s: float) -> bool:
         """Whether the newest version is as old as this."""

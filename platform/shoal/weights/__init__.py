@@ -2,6 +2,7 @@
 
 from shoal.weights.store import (
     PublishedVersion,
+    Skipped,
     WeightFile,
     WeightPart,
     WeightSnapshot,
@@ -9,10 +10,12 @@ from shoal.weights.store import (
     WeightStore,
     decode_tensors,
     encode_tensors,
+    measure_lag,
 )
 
 __all__ = [
     "PublishedVersion",
+    "Skipped",
     "WeightFile",
     "WeightPart",
     "WeightSnapshot",
@@ -20,4 +23,5 @@ __all__ = [
     "WeightStore",
     "decode_tensors",
     "encode_tensors",
+    "measure_lag",
 ]

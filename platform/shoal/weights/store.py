@@ -67,30 +67,54 @@ def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
         raise WeightsError(f"the payload is not safetensors: {error}") from None
 
 
+Skipped = tuple[tuple[int, int], ...]
+
+
+def measure_lag(newest: int, versions: np.ndarray, skipped: Skipped) -> np.ndarray:
+    """How many publications lie between versions and the `newest` one.
+
+    A learner that restarts goes on from a checkpoint, and skips the numbers that may have been published after it. They
+    count as none: what has one of them was made by weights at most as old as the checkpoint's successor.
+
+    skipped: of each restart, the checkpoint's version and the last number that was skipped
+    """
+    lag = newest - versions
+    for kept, last in skipped:
+        if newest > last:
+            lag = lag - np.clip(last - versions, 0, last - kept)
+    return lag
+
+
 @dataclass(frozen=True)
 class WeightSnapshot:
     """One version of the weights, immutable.
 
-    version:      increases by one with each publication of a run, from 1
+    version:      increases with each publication of a run, from 1
     payload:      safetensors; of a registered model that is a file of its own (torch.export, ONNX), that file
     sha256:       hex digest of the payload
     published_at: seconds since the epoch at which the producer handed it over
+    skipped:      numbers of the run's versions that count as none: see `measure_lag`
     """
 
     version: int
     payload: bytes = field(repr=False)
     sha256: str
     published_at: float
+    skipped: Skipped = ()
 
     @classmethod
-    def of(cls, version: int, tensors: Mapping[str, np.ndarray]) -> WeightSnapshot:
+    def of(cls, version: int, tensors: Mapping[str, np.ndarray], skipped: Skipped = ()) -> WeightSnapshot:
         """Serialise `tensors` as version `version`, published now."""
-        return cls.from_payload(version, encode_tensors(tensors))
+        return cls.from_payload(version, encode_tensors(tensors), skipped)
 
     @classmethod
-    def from_payload(cls, version: int, payload: bytes) -> WeightSnapshot:
+    def from_payload(cls, version: int, payload: bytes, skipped: Skipped = ()) -> WeightSnapshot:
         """Wrap an already serialised payload, published now."""
-        return cls(version, payload, hashlib.sha256(payload).hexdigest(), time.time())
+        return cls(version, payload, hashlib.sha256(payload).hexdigest(), time.time(), skipped)
+
+    def measure_lag(self, versions: np.ndarray | int) -> np.ndarray:
+        """How many publications this one is ahead of versions."""
+        return measure_lag(self.version, np.asarray(versions), self.skipped)
 
     def tensors(self) -> dict[str, np.ndarray]:
         """The arrays by name. Raises WeightsError when checksum or format do not fit."""

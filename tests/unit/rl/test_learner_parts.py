@@ -64,23 +64,23 @@ def test_a_segment_is_dropped_for_its_own_reason(
     given: ExperienceBatch, outcomes: list[DropReason | None], sizes: list[int]
 ) -> None:
     updates = Updates()
-    assert updates.policy.learn(given, 9, 0.0) == outcomes
+    assert updates.policy.learn(given, 9 - given.oldest_versions(), 0.0) == outcomes
     assert updates.sizes == sizes
 
 
 def test_a_run_ends_after_three_bad_batches_and_thirty_seconds_without_a_good_one() -> None:
     policy = Updates().policy
     for now in (0.0, 10.0, 29.9):
-        policy.learn(batch(9, bad=[0]), 9, now)
+        policy.learn(batch(9, bad=[0]), np.array([0]), now)
         policy.require_progress(now)
     with pytest.raises(NonFiniteLoss, match="3 batches in a row"):
         policy.require_progress(30.0)
-    policy.learn(batch(1), 9, 31.0)  # of old segments alone, which says nothing
+    policy.learn(batch(1), np.array([8]), 31.0)  # of old segments alone, which says nothing
     with pytest.raises(NonFiniteLoss):
         policy.require_progress(31.0)
-    policy.learn(batch(9), 9, 32.0)
+    policy.learn(batch(9), np.array([0]), 32.0)
     policy.require_progress(1e9)
-    policy.learn(batch(9, bad=[0]), 9, 1e9)
+    policy.learn(batch(9, bad=[0]), np.array([0]), 1e9)
     policy.require_progress(2e9)  # the first one in a row
 
 
@@ -189,6 +189,23 @@ def test_numbers_of_versions_are_above_those_that_were_used_or_reserved(tmp_path
     assert versions_of(tmp_path, after=3, is_known=True)[0].version == 3
     assert versions_of(tmp_path, after=3)[0].version == 1 + VERSIONS_RESERVED
     assert versions_of(tmp_path, after=1000)[0].version == 1000
+
+
+def test_numbers_that_are_skipped_do_not_count_as_lag(tmp_path: Path) -> None:
+    """Twice the learner goes on from a checkpoint: from version 40, and from the second one after that."""
+    once = PublishedVersions(WeightStore(), tmp_path / "a", 1_000_040, True, restored=40)
+    for number in range(3):
+        once.publish(WEIGHTS, updates=number, steps=0)
+    seen = np.array([30, 40, 41, 90, 1_000_041, 1_000_043])
+    assert once.measure_lag(seen).tolist() == [13, 3, 3, 3, 2, 0]
+    store = WeightStore()
+    twice = PublishedVersions(store, tmp_path / "b", 2_000_042, True, restored=1_000_042, skipped=once.skipped)
+    twice.publish(WEIGHTS, updates=4, steps=0)
+    assert twice.measure_lag(np.array([40, 41, 1_000_041, 1_000_043, 2_000_043])).tolist() == [3, 3, 2, 1, 0]
+    latest = store.latest()
+    assert latest is not None
+    assert latest.measure_lag(40) == 3
+    assert WeightSnapshot.of(7, WEIGHTS).measure_lag(4) == 3
 
 
 def test_nothing_is_published_while_no_number_can_be_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

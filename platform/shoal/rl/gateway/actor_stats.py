@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.rl.experience.segment_ledger import ActorKey
+from shoal.weights import WeightSnapshot
 from shoal.wire.segment import Segment
 
 EPISODE_WINDOW = 100
@@ -37,9 +38,9 @@ class ActorProgress:
     invalid: dict[str, int] = field(default_factory=dict)
     weights_version: int = 0
 
-    def to_dict(self, published_version: int) -> dict[str, Any]:
+    def to_dict(self, newest: WeightSnapshot | None) -> dict[str, Any]:
         """Its fields and its lag in versions, which is 0 for a disconnected actor."""
-        lag = max(0, published_version - self.weights_version) if self.connected else 0
+        lag = int(newest.measure_lag(self.weights_version)) if newest is not None and self.connected else 0
         return {**self.__dict__, "invalid": dict(self.invalid), "lag": lag}
 
 

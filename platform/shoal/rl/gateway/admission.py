@@ -13,6 +13,7 @@ from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress, ActorTable, RunProgress
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.sessions import Session
+from shoal.weights import WeightSnapshot
 from shoal.wire import DropReason, ExperienceSpec, Segment, unpack_segment
 from shoal.wire.messages import SegmentMessage
 
@@ -20,7 +21,7 @@ from shoal.wire.messages import SegmentMessage
 class Admission:
     """Validates segments, counts them in the run's progress, and queues them.
 
-    max_version_lag: of the oldest step, behind `get_version`, the newest weights
+    max_version_lag: of the oldest step, behind `get_weights`, the newest
     opponents:       those that segments may name, in a run with self-play
     """
 
@@ -30,11 +31,11 @@ class Admission:
         queue: ExperienceQueue,
         progress: RunProgress,
         max_version_lag: int,
-        get_version: Callable[[], int],
+        get_weights: Callable[[], WeightSnapshot | None],
         opponents: OpponentPool | None,
     ) -> None:
         self._experience, self._queue, self._progress = experience, queue, progress
-        self._max_version_lag, self._get_version, self._opponents = max_version_lag, get_version, opponents
+        self._max_version_lag, self._get_weights, self._opponents = max_version_lag, get_weights, opponents
 
     def admit(
         self, session: Session, message: SegmentMessage, frames: Sequence[bytes]
@@ -42,7 +43,8 @@ class Admission:
         """Validate and queue. Returns why the segment must be dropped and a detail, or (None, "") when it is queued."""
         try:
             segment = unpack_segment(message, frames, self._experience)
-            if int(segment.versions.max()) > self._get_version():
+            newest = self._get_weights()
+            if newest is None or int(segment.versions.max()) > newest.version:
                 problem = f"{segment.versions.max()} was never published"
                 raise InvalidSegment(DropReason.INVALID_RANGE, "versions", problem)
             for opponent in (segment.opponent, *(each.opponent for each in segment.unrecorded)):
@@ -77,7 +79,8 @@ class Admission:
     ) -> tuple[DropReason | None, str]:
         """Count and queue a valid segment, unless it is too old."""
         self._progress.record_segment(progress, segment)
-        lag = self._get_version() - segment.oldest_version
+        newest = self._get_weights()
+        lag = 0 if newest is None else int(newest.measure_lag(segment.oldest_version))
         if lag > self._max_version_lag:
             return DropReason.STALE_ADMISSION, f"{lag} versions old, at most {self._max_version_lag}"
         if seq >= send_limit:

@@ -89,7 +89,7 @@ class Gateway:
         self._send_queue = SendQueue() if self._group_commit is None else SendQueue(self._group_commit.await_group)
         self._actors = ActorTable()
         self._admission = Admission(
-            experience, queue, self._progress, spec.max_version_lag, lambda: self._version, opponents
+            experience, queue, self._progress, spec.max_version_lag, lambda: self._latest_weights, opponents
         )
         self._inference = GatewayInference(
             experience, synchronous, queue, self._sessions, self._admission, lambda: self._latest_weights, self._wake
@@ -210,7 +210,7 @@ class Gateway:
                 **self._progress.to_dict(),
                 "queue_depth": len(self.queue),
                 "queue_capacity": self.queue.capacity,
-                "actors": [actor.to_dict(self._version) for actor in self._actors],
+                "actors": [actor.to_dict(self._latest_weights) for actor in self._actors],
                 "quarantined": dict(self.queue.ledger.quarantined),
                 "counted_at": time.time(),
                 "segments": self.queue.ledger.get_totals().to_dict(),
