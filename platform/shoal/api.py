@@ -221,7 +221,7 @@ def connect(
         actor.reward(1.0)
         actor.end_episode(observation, truncated=False)
 
-    address: tcp://HOST:PORT, as the run prints it
+    address: tcp://HOST:PORT, as the run prints it, or several with `|` between: see `shoal.ActorClient`
     token:   by default the access token of this machine ($SHOAL_TOKEN, or the file in $SHOAL_HOME)
     budget_s: how long a call of the game may wait while the learner is busy; then experience is discarded and counted
     inference: "local": the actor computes the policy; "remote": the gateway does, and `act` waits for its answer

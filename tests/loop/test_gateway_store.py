@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from loop.gateway_asking import client
-from rl_setting import segment, serving
+from rl_setting import TOKEN, segment, serving
+from shoal.actor import ActorClient
 from shoal.errors import StoreError
 from shoal.rl.experience.queue import BatchRequest
 from shoal.store.folder import FolderStore
@@ -48,6 +49,28 @@ def test_actors_go_on_at_a_gateway_of_another_host(tmp_path: Path) -> None:
             batch = second.queue.take("learner", BatchRequest(1, 1000, 10, 0.0))
             assert batch is not None
             assert len(batch.lengths) == 5
+            actor.close()
+
+
+@pytest.mark.parametrize("finds_by", ["address", "file"])
+def test_an_actor_follows_a_gateway_that_has_moved(tmp_path: Path, finds_by: str) -> None:
+    """By a second address, or by a file that has the new one."""
+    store, place = FolderStore(tmp_path / "store"), tmp_path / "gateway.address"
+    with serving(log=store) as first, serving() as other:
+        port = other.gateway.port
+    place.write_text(first.address)
+    further = f"tcp://127.0.0.1:{port}" if finds_by == "address" else str(place)
+    with serving(log=store) as first:
+        actor = ActorClient(f"{first.address}|{further}", TOKEN, "one", timeout_s=60.0)
+        actor.connect()
+        actor.send(segment())
+        assert actor.drain(60)
+        first.gateway.close()
+        with serving(None, store, port=port) as second:
+            place.write_text(second.address)
+            actor.send(segment(), timeout_s=60)
+            assert actor.drain(60)
+            assert (actor.acknowledged["accepted"], len(second.queue)) == (2, 1)
             actor.close()
 
 

@@ -57,7 +57,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--connect",
         required=True,
         metavar="ADDRESS",
-        help="the gateway: tcp://host:port; of a run of several policies, all of their gateways, with commas between",
+        help="the gateway: tcp://host:port; with | between, all that it may have, of which one may be a file or an object's"
+        " URL that has the address; of a run of several policies, all of their gateways, with commas between",
     )
     parser.add_argument(
         "--env",
@@ -116,7 +117,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--timeout-s",
         type=_make_minimum_parser(0.1, float),
         default=60.0,
-        help="give up when no gateway answers for so long",
+        help="give up when no gateway answers for so long; five times as long once it has answered",
     )
     parser.add_argument(
         "--lifeline", action="store_true", help="end when standard input closes: for a program that starts actors"

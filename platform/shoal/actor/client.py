@@ -23,12 +23,12 @@ import numpy as np
 import zmq
 
 from shoal.actor.connection import (
+    GatewayAddresses,
     ReconnectBackoff,
     SocketLock,
-    check_address,
     connect_socket,
     decode_first_reply,
-    describe_key_cause,
+    describe_silence,
     is_on_this_host,
     make_arrival_poller,
 )
@@ -58,18 +58,21 @@ _log = logging.getLogger(__name__)
 _RETRYABLE_CODES = frozenset({"hello_required", "sequence_gap"})  # errors that a new hello resolves
 _DISCARD_CODES = frozenset({"malformed", "too_large"})  # the segment that such an error names can never be counted
 _HELLO_TIMEOUT_S = 2.0
+_LOST_FACTOR = 5  # times `timeout_s`, for a gateway that has answered before: its cluster may move it to another host
 _MAX_HEADER_BYTES = 2**24  # a welcome may hold the graph of a policy
 
 
 class ActorClient:
     """One actor of one run.
 
-    address:     tcp://host:port, as the job prints it
+    address:     tcp://host:port, as the job prints it; with `|` between, all that the gateway may have. One may be a
+                 file, or an object's URL, that has the address: it is read for each attempt
     token:       the gateway's access token
     actor_id:    1 to 64 characters, unique in the run; by default host name and process id
     incarnation: must grow with every start of the same actor_id; by default the time in nanoseconds
     server_key:  the gateway's CURVE public key (Z85 text); required when it is not on this machine
-    timeout_s:   how long to try to reach a gateway that does not answer, before ConnectionLost
+    timeout_s:   how long to try to reach a gateway that does not answer, before ConnectionLost; five times as long
+                 where it has answered before
     max_weights_bytes: weights above this size end the connection
     first_pause_s: between the first two attempts to connect; each further pause doubles, up to a second
     """
@@ -87,10 +90,10 @@ class ActorClient:
         max_weights_bytes: int = 2**30,
         first_pause_s: float = 0.05,
     ) -> None:
-        check_address(address, server_key)
+        self._addresses = GatewayAddresses(address, server_key)
         self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         self.incarnation = time.time_ns() if incarnation is None else incarnation
-        self._address, self._token, self._server_key = address, token, server_key
+        self._address, self._token, self._server_key = "", token, server_key
         self._timeout_s, self._backoff = timeout_s, ReconnectBackoff(first_pause_s)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -99,9 +102,10 @@ class ActorClient:
         self._keepalive_thread: threading.Thread | None = None
         self._limits = MessageLimits(_MAX_HEADER_BYTES, max_weights_bytes)
         self._welcome: Welcome | None = None
+        self._welcomed_at = ""  # the address of the newest session
         self._outbox = Outbox()
         self._is_session_lost = False  # the session is over: send hello again
-        self._weights = ReceivedWeights(max_weights_bytes, is_on_this_host(address))
+        self._weights = ReceivedWeights(max_weights_bytes)
         self._last_received_at = self._last_used_at = time.monotonic()
         self._pinged_beats = self.published_version = 0  # the newest version that the gateway has reported
         self.finished = False  # the gateway has reported the end of the run
@@ -120,7 +124,7 @@ class ActorClient:
             self._context = self._context or self._lock.create_context()
             self.finished = False
             with suppress(RunChanged):  # the caller gets the new run's spec
-                self._reconnect(time.monotonic() + self._timeout_s)
+                self._reconnect(time.monotonic() + self._patience_s)
             if self._keepalive_thread is None:
                 self._keepalive_thread = threading.Thread(target=self._keep_alive, name="actor-keeper", daemon=True)
                 self._keepalive_thread.start()
@@ -131,6 +135,11 @@ class ActorClient:
         if self._welcome is None:
             raise Closed("connect() first")
         return self._welcome.spec
+
+    @property
+    def _patience_s(self) -> float:
+        """How long a gateway may not answer."""
+        return self._timeout_s * (1 if self._welcome is None else _LOST_FACTOR)
 
     @property
     def run_id(self) -> str:
@@ -181,7 +190,7 @@ class ActorClient:
         run has taken the address: the client has joined it, with its own spec and weights, and has dropped the old
         run's segments."""
         with self._lock:
-            self._pump(time.monotonic() + self._timeout_s)
+            self._pump(time.monotonic() + self._patience_s)
         return self.received_weights(than)
 
     def wait_for_weights(self, than: int = 0, timeout_s: float = 30.0) -> tuple[int, dict[str, np.ndarray]]:
@@ -366,19 +375,20 @@ class ActorClient:
     def _reconnect(self, deadline: float) -> None:
         """Open a fresh socket, send hello, and resend every unacknowledged segment.
 
-        Raises ConnectionLost at the deadline or after `timeout_s`, whichever is earlier, Refused, RunChanged when
+        Raises ConnectionLost at the deadline or after the client's time, whichever is earlier, Refused, RunChanged when
         another run has answered, or Closed when the client is closed meanwhile."""
         began = time.monotonic()
-        deadline = min(deadline, began + self._timeout_s)
+        deadline = min(deadline, began + self._patience_s)
         self._is_session_lost = True  # until a welcome, however this call ends
         while not self._closing.is_set():
             self._closing.wait(max(0.0, min(self._backoff.next_at, deadline) - time.monotonic()))
             if time.monotonic() >= deadline:
-                tried = f"no gateway answers at {self._address} (tried for {deadline - began:.1f} s)"
-                raise ConnectionLost(f"{tried}; {describe_key_cause(self._server_key)}")
+                tried = f"no gateway answers at {self._addresses} (tried for {deadline - began:.1f} s)"
+                raise ConnectionLost(f"{tried}; {describe_silence(self._server_key, self._welcome is not None)}")
             welcome = self._say_hello(min(deadline, time.monotonic() + _HELLO_TIMEOUT_S))
             self._backoff.record_attempt()
             if welcome is not None:
+                self._addresses.keep()
                 self._begin_session(welcome)
                 return
         raise Closed("the client is closed")
@@ -387,6 +397,13 @@ class ActorClient:
         assert self._context is not None
         if self._socket is not None:
             self._socket.close(linger=0)
+            self._socket = None
+        address = self._addresses.take_next()
+        if not address:
+            return None
+        if address != self._address:
+            self._address = address
+            self._weights.set_machine(is_on_this_host(address))
         self._socket = connect_socket(self._context, self._address, self._server_key, self._limits.max_message_bytes)
         who = (self.actor_id, self.incarnation, "shoal-python", self.inference, self.run_id)
         self._send_message(Hello(PROTOCOL_VERSION, self._token, *who, self._outbox.num_acknowledged))
@@ -411,6 +428,9 @@ class ActorClient:
         self._last_received_at = self._last_used_at = time.monotonic()
         self._pinged_beats, self._is_session_lost, self._welcome = 0, False, welcome
         changed = before is not None and before.run_id != welcome.run_id
+        if self._welcomed_at not in ("", self._address):
+            _log.warning("the gateway has moved from %s to %s", self._welcomed_at, self._address)
+        self._welcomed_at = self._address
         if changed:
             self._outbox.clear()
             self._weights.clear()

@@ -6,6 +6,7 @@ Called by the client for each attempt. An invalid address or key raises ConfigEr
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import threading
@@ -14,12 +15,15 @@ from collections.abc import Sequence
 
 import zmq
 
-from shoal.errors import Closed, ConfigError, ConnectionLost, ProtocolViolation
+from shoal.errors import Closed, ConfigError, ConnectionLost, ProtocolViolation, ShoalError
 from shoal.network_address import is_loopback
 from shoal.wire import MessageLimits, decode
 from shoal.wire.messages import Message
 
+_log = logging.getLogger(__name__)
 _ADDRESS_REMEDY = "give tcp://host:port, as the job prints it"
+_MOVED_REMEDY = "give all addresses that it may have, tcp://a:5555|tcp://b:5555, or where the run keeps its address"
+_LOCATIONS = ("/", "file:", "s3:", "gs:", "az:")
 _KEY_REMEDY = "give the gateway's public key: 40 characters of Z85 text, as the job prints it"
 _MAX_PAUSE_S = 1.0
 
@@ -33,8 +37,46 @@ def check_address(address: str, server_key: str) -> None:
         raise ConfigError("server-key", server_key, f"has {len(server_key)} characters, not 40", _KEY_REMEDY)
 
 
-def describe_key_cause(server_key: str) -> str:
-    """Why a gateway that is there may not answer: CURVE fails in silence."""
+class GatewayAddresses:
+    """Where a gateway may be. Each attempt takes the next one; after a session, first the one of that session.
+
+    text: addresses, with `|` between. One may be a file, or an object of a store by its URL, that has the address now
+    """
+
+    def __init__(self, text: str, server_key: str) -> None:
+        self._text, self._texts, self._turn, self._read = text, text.split("|"), 0, ""
+        for each in self._texts:
+            if not each.startswith(_LOCATIONS):
+                check_address(each, server_key)
+
+    def __str__(self) -> str:
+        return self._text
+
+    def take_next(self) -> str:
+        """The address for an attempt; "" where it cannot be read."""
+        text = self._texts[self._turn % len(self._texts)]
+        self._turn += 1
+        if not text.startswith(_LOCATIONS):
+            return text
+        from shoal.store import open_store  # an actor with an address needs no store
+
+        folder, _, name = text.rpartition("/")
+        try:
+            self._read = open_store(folder).read(name).decode().strip()
+            check_address(self._read, "")
+        except (OSError, ShoalError, UnicodeDecodeError) as error:
+            _log.warning("the gateway's address cannot be read from %s: %s", text, error)
+        return self._read
+
+    def keep(self) -> None:
+        """The newest attempt has led to a session."""
+        self._turn -= 1
+
+
+def describe_silence(server_key: str, has_connected: bool) -> str:
+    """Why a gateway may not answer: CURVE fails in silence."""
+    if has_connected:
+        return f"it did before, so it has ended, or moved to another host: {_MOVED_REMEDY}"
     if server_key:
         return f"if it is there, its server key is another than {server_key}, or it has none"
     return "if it prints a server key, it answers only actors that have it (--server-key)"

@@ -21,16 +21,19 @@ Tensors = dict[str, np.ndarray]
 class ReceivedWeights:
     """latest: version and arrays by name, read-only where they are mapped; opponents: arrays of the pool, by version.
 
-    max_bytes:      of one version; more is a violation of the protocol
-    shares_machine: whether the gateway is on this machine, so that its memory can perhaps be mapped
+    max_bytes: of one version; more is a violation of the protocol
     """
 
-    def __init__(self, max_bytes: int, shares_machine: bool) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.latest: tuple[int, Tensors] | None = None
         self.opponents: dict[int, Tensors] = {}
-        self.shares_memory = shares_machine and shared_memory.IS_AVAILABLE  # until a mapping fails, and none had worked
-        self._has_mapped, self._is_late = False, False
         self.max_bytes = max_bytes
+        self.set_machine(is_gateways=False)
+
+    def set_machine(self, is_gateways: bool) -> None:
+        """Whether this machine is the gateway's, so that its memory can perhaps be mapped."""
+        self.shares_memory = is_gateways and shared_memory.IS_AVAILABLE  # until a mapping fails, and none had worked
+        self._has_mapped, self._is_late = False, False
 
     def clear(self) -> None:
         """Another run begins."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,27 @@ import numpy as np
 
 import shoal.runs
 from shoal.atomic_file import make_folder
+from shoal.errors import StoreError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_metrics import ActorLearnerMetrics
 from shoal.flows.rl_policy import describe_policy_model
+from shoal.network_address import is_loopback
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
+from shoal.store import open_store, store_variable
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import find_choices
+
+ADDRESS_NAME = "gateway.address"  # in the folder of a run, in the store
 
 
 class LoopPolicy:
     """A policy with its gateway and its learners. `name` is "" where it is the only one of its run.
 
     address:  of its gateway
+    location: where the store has that address, for actors that follow the gateway; "" where there is none
     solved_s: when it reached its target, from the first segment; stays, though its gateway may restart
     tried_at: the learner's updates at its last trial
     """
@@ -39,13 +46,15 @@ class LoopPolicy:
         self._workers: ActorLearnerWorkers | None = None
         self.gateway: dict[str, Any] = {}
         self.learner: dict[str, Any] = {}
-        self.address = ""
+        self.address = self.location = self._stored_address = ""
+        self._restarted_at: float | None = None  # its gateway, since which no actor has sent anything
         self.solved_s: float | None = None
         self.tried_at = -spec.algorithm.updates_between_trials
         self._checkpoint_failure = ""
         self._pids: dict[str, int] = {}
         self._replica_pids: set[int] = set()  # of the other learners
         self._metrics = ActorLearnerMetrics()
+        self._folder_name = ""  # of its files, below that of all runs
 
     def start(self, run_id: str, folder: Path, token: str, keys: tuple[bytes, bytes] | None) -> EndpointModel:
         """Start the workers, with files in the run's folder or one of its own there; returns the model to serve."""
@@ -55,6 +64,7 @@ class LoopPolicy:
         OpponentPool.of_run(self.spec.self_play, folder)  # takes registered opponents out of this process's registry
         has_learnt = bool(self.spec.resume) and shoal.runs.load(self.spec.resume).num_versions() > 0
         setting = RunSetting(run_id, folder, token, self.spec.target_return, keys, has_learnt)
+        self._folder_name = setting.folder_name
         self._workers = workers = ActorLearnerWorkers(self.spec, self.experience, setting)
         model = LiveModel(
             *describe_policy_model(self.spec, self.experience),
@@ -120,9 +130,13 @@ class LoopPolicy:
             if stats and self._pids.get(part, stats["pid"]) != stats["pid"]
         ]
         for kind, details in happened:
+            if kind == "gateway_restarted" and self.num_steps:
+                self._restarted_at = time.monotonic()
             if kind == "learner_restarted":
                 restored = self.learner["restored_updates"]  # it may have saved after it was last asked
                 details |= {"updates": max(known, restored), "restored_updates": restored}
+        if self.has_experience:
+            self._restarted_at = None
         self._pids |= {part: stats["pid"] for part, stats in (("gateway", gateway), ("learner", learner)) if stats}
         pids = set(self.learner.get("replica_pids", []))
         happened += [("replica_lost", {"pid": pid}) for pid in sorted(self._replica_pids - pids)]
@@ -133,6 +147,22 @@ class LoopPolicy:
             happened.append(("checkpoint_failed", {"step": self.learner["steps"], "error": failure}))
         self._checkpoint_failure = failure
         return happened + [(kind, {"at": at, **details}) for at, kind, details in self.workers.take_events()]
+
+    def store_address(self) -> None:
+        """Write the gateway's address into `$SHOAL_STORE`, if that is set; later, where the store takes nothing now."""
+        if not store_variable() or is_loopback(self.spec.gateway.host) or self.address == self._stored_address:
+            return
+        assert self._folder_name
+        store, key = open_store(), f"runs/{self._folder_name}/{ADDRESS_NAME}"
+        self.location = f"{store.url}/{key}"
+        with suppress(StoreError):
+            store.write(key, self.address.encode())
+            self._stored_address = self.address
+
+    @property
+    def deserted_s(self) -> float:
+        """How long ago its gateway has restarted, if no actor has sent anything since; otherwise 0."""
+        return 0.0 if self._restarted_at is None else time.monotonic() - self._restarted_at
 
     def compute_metrics(self, num_requests: float) -> dict[str, float]:
         """num_requests: of the endpoint, so far"""

@@ -49,6 +49,16 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
         case "room_taken":
             places = f"{details['workers']} workers have no room beside what runs ({details['fit']} places are free)"
             return f"{places}: waiting up to {details['wait_s'] / 60:.0f} min for it to end"
+        case "gateway_moved":
+            return f"the gateway has moved to {details['address']}: actors that do not follow it connect there"
+        case "actors_missing":
+            missing = f"no actor has come back since the gateway restarted {details['seconds']:.0f} s ago"
+            return f"{missing}, and nothing is learnt: connect them to {details['address']}"
+        case "credit_exhausted":
+            waiting = f"{details['waiting']} actors wait for credit, {', '.join(details['actors'])} among them"
+            places = f"of the queue's {details['capacity']} places {details['queued']} hold segments"
+            held = ", ".join(f"{name} has {number}" for name, number in details["credit"].items())
+            return f"{waiting}: {places}{f', and {held}' * bool(held)}"
         case "actor_quarantined":
             release = f"shoal release RUN {shlex.quote(details['actor_id'])}"
             return f"{details['actor_id']} is in quarantine, it {details['reason']}: mend it, then {release}"

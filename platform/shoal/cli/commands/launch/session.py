@@ -262,7 +262,11 @@ class RunSession:
         self._actors = ActorProcesses(record.folder, variables)
         options += [f"--ignore={each}" for each in details.get("ignore", ())]
         self._actors.start(
-            self._num_actors, details.get("bound", details["address"]), details["env"], details["server_key"], options
+            self._num_actors,
+            details.get("bound") or details.get("connect") or details["address"],
+            details["env"],
+            details["server_key"],
+            options,
         )
 
     def _describe_dead_actors(self) -> list[str]:
