@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from bucket_hosts import DASHBOARD, RUN_S, STEPS, TASK, TRAINING, Cluster, Lost, begin, bucket_cluster, find, lose_host
@@ -68,6 +69,28 @@ def test_runs_go_on_from_their_checkpoints_when_a_host_is_lost_with_its_disk(clu
         assert segments["received"] == segments["consumed"] + segments["queued"] + sum(segments["dropped"].values())
         assert segments["balanced"]
         cluster.trained = ranks.id
+
+
+@pytest.mark.soak
+def test_a_run_goes_on_when_the_host_of_its_gateway_and_its_learner_is_lost(tmp_path: Path) -> None:
+    """The head has no CPU. What was acknowledged is learnt on another host, and the actor follows there."""
+    with bucket_cluster(tmp_path, num_cpus=6, num_head_cpus=0) as made, ExitStack() as stack:
+        words = [*LOOP, "gateway.durable=store", "learner.num_cpus=1", "learner.max_batch_steps=512"]
+        looping = begin(stack, made, "actor_learner", *words)
+        acting = [sys.executable, *shlex.split(looping.wait_for_line(".*--connect.*")[0])[1:]]
+        actor = stack.enter_context(made.client.start(acting, {"SHOAL_TOKEN": made.token}, RUN_S))
+        run = find(looping, made)
+        lose_host(made, {"learner": run})
+        run.program.wait_until(lambda: run.list_events("learner_restarted"), "another learner")
+        [(_, lost)] = run.list_events("learner_restarted")
+        run.program.wait_until(lambda: run.count_updates() > lost["updates"] + 100, "what was lost, learnt again")
+        assert run.list_events("gateway_moved")
+        assert "the gateway has moved" in actor.said
+        made.head.run("bash", "-c", f". ~/shoal-host.env; ray job stop --address {DASHBOARD} {run.job}")
+        [(_, segments)] = run.list_events("accounting")
+        sys.stdout.write(f"accounting: {segments}\n")
+        assert segments["balanced"]
+        assert segments["dropped"].get("stale_consumption", 0) < 0.05 * segments["consumed"]
 
 
 def test_a_host_that_had_nothing_of_a_run_shows_it_and_resumes_it(cluster: Cluster) -> None:

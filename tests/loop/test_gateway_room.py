@@ -88,7 +88,7 @@ def test_actors_that_do_not_play_keep_none_from_playing() -> None:
             assert (actor.acknowledged["accepted"], actor.drops) == (30, {})
 
 
-def test_a_segment_whose_place_others_have_is_kept_and_taken_later() -> None:
+def test_a_segment_whose_slot_others_have_is_kept_and_taken_later() -> None:
     """The credit of the idle actor has lapsed, which it does not know: it says hello, and waits like a new one."""
     with (
         serving(queue_capacity=4, max_credits=1) as parts,

@@ -57,8 +57,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--connect",
         required=True,
         metavar="ADDRESS",
-        help="the gateway: tcp://host:port; with | between, all that it may have, of which one may be a file or an object's"
-        " URL that has the address; of a run of several policies, all of their gateways, with commas between",
+        help="the gateway: tcp://host:port; with | between, all that it may have, of which one may be a file, or an"
+        " object's URL, that has the address; of a run of several policies, all of their gateways, with commas between",
     )
     parser.add_argument(
         "--env",

@@ -93,7 +93,7 @@ class ActorClient:
         self._addresses = GatewayAddresses(address, server_key)
         self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         self.incarnation = time.time_ns() if incarnation is None else incarnation
-        self._address, self._token, self._server_key = "", token, server_key
+        self._token, self._server_key = token, server_key
         self._timeout_s, self._backoff = timeout_s, ReconnectBackoff(first_pause_s)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -102,7 +102,6 @@ class ActorClient:
         self._keepalive_thread: threading.Thread | None = None
         self._limits = MessageLimits(_MAX_HEADER_BYTES, max_weights_bytes)
         self._welcome: Welcome | None = None
-        self._welcomed_at = ""  # the address of the newest session
         self._outbox = Outbox()
         self._is_session_lost = False  # the session is over: send hello again
         self._weights = ReceivedWeights(max_weights_bytes)
@@ -124,7 +123,7 @@ class ActorClient:
             self._context = self._context or self._lock.create_context()
             self.finished = False
             with suppress(RunChanged):  # the caller gets the new run's spec
-                self._reconnect(time.monotonic() + self._patience_s)
+                self._reconnect(math.inf)
             if self._keepalive_thread is None:
                 self._keepalive_thread = threading.Thread(target=self._keep_alive, name="actor-keeper", daemon=True)
                 self._keepalive_thread.start()
@@ -135,11 +134,6 @@ class ActorClient:
         if self._welcome is None:
             raise Closed("connect() first")
         return self._welcome.spec
-
-    @property
-    def _patience_s(self) -> float:
-        """How long a gateway may not answer."""
-        return self._timeout_s * (1 if self._welcome is None else _LOST_FACTOR)
 
     @property
     def run_id(self) -> str:
@@ -190,7 +184,7 @@ class ActorClient:
         run has taken the address: the client has joined it, with its own spec and weights, and has dropped the old
         run's segments."""
         with self._lock:
-            self._pump(time.monotonic() + self._patience_s)
+            self._pump(math.inf)
         return self.received_weights(than)
 
     def wait_for_weights(self, than: int = 0, timeout_s: float = 30.0) -> tuple[int, dict[str, np.ndarray]]:
@@ -276,7 +270,7 @@ class ActorClient:
                     return
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
-                    raise ConnectionLost(f"no {what} from {self._address} within {timeout_s} s")
+                    raise ConnectionLost(f"no {what} from {self._addresses.current} within {timeout_s} s")
                 assert self._socket is not None
                 arrival = make_arrival_poller(self._socket)
             if arrival is not None:
@@ -298,14 +292,10 @@ class ActorClient:
         if self._is_session_lost or silent_s > self._welcome.timeout_s:
             self._reconnect(deadline)
         elif silent_s > self._welcome.heartbeat_s:
-            self._ping_if_due(silent_s)
-
-    def _ping_if_due(self, silent_s: float) -> None:
-        assert self._welcome is not None
-        beats = int(silent_s / self._welcome.heartbeat_s)
-        if beats != self._pinged_beats:
-            self._pinged_beats = beats
-            self._send_message(Ping())
+            beats = int(silent_s / self._welcome.heartbeat_s)
+            if beats != self._pinged_beats:
+                self._pinged_beats = beats
+                self._send_message(Ping())
 
     def _handle_message(self, frames: list[bytes]) -> None:
         try:
@@ -322,7 +312,8 @@ class ActorClient:
         elif isinstance(message, WeightsMessage):
             self._on_weights(message, frames)
         elif isinstance(message, OpponentMessage):
-            self._on_opponent(message, frames)
+            self._weights.take_opponent(message, frames)
+            self._send_message(PullOpponent(message.version))
         elif isinstance(message, Ping):
             self._send_message(Pong(message.nonce))
         elif isinstance(message, Bye):
@@ -357,10 +348,6 @@ class ActorClient:
         self.published_version = max(self.published_version, version or 0)
         self._send_message(self._weights.make_pull())
 
-    def _on_opponent(self, message: OpponentMessage, frames: list[bytes]) -> None:
-        self._weights.take_opponent(message, frames)
-        self._send_message(PullOpponent(message.version))
-
     def _on_error(self, error: ErrorMessage) -> None:
         if error.fatal:
             raise Refused(error.code, error.message)
@@ -378,7 +365,7 @@ class ActorClient:
         Raises ConnectionLost at the deadline or after the client's time, whichever is earlier, Refused, RunChanged when
         another run has answered, or Closed when the client is closed meanwhile."""
         began = time.monotonic()
-        deadline = min(deadline, began + self._patience_s)
+        deadline = min(deadline, began + self._timeout_s * (_LOST_FACTOR if self._welcome else 1))
         self._is_session_lost = True  # until a welcome, however this call ends
         while not self._closing.is_set():
             self._closing.wait(max(0.0, min(self._backoff.next_at, deadline) - time.monotonic()))
@@ -398,13 +385,10 @@ class ActorClient:
         if self._socket is not None:
             self._socket.close(linger=0)
             self._socket = None
-        address = self._addresses.take_next()
-        if not address:
+        if not (address := self._addresses.get_next()):
             return None
-        if address != self._address:
-            self._address = address
-            self._weights.set_machine(is_on_this_host(address))
-        self._socket = connect_socket(self._context, self._address, self._server_key, self._limits.max_message_bytes)
+        self._weights.set_machine(is_on_this_host(address))
+        self._socket = connect_socket(self._context, address, self._server_key, self._limits.max_message_bytes)
         who = (self.actor_id, self.incarnation, "shoal-python", self.inference, self.run_id)
         self._send_message(Hello(PROTOCOL_VERSION, self._token, *who, self._outbox.num_acknowledged))
         return self._await_welcome(deadline)
@@ -414,7 +398,7 @@ class ActorClient:
         while (remaining_s := deadline - time.monotonic()) > 0 and not self._closing.is_set():
             if not self._socket.poll(int(min(remaining_s, 0.1) * 1000) + 1):
                 continue
-            message = decode_first_reply(self._socket.recv_multipart(), self._limits, self._address)
+            message = decode_first_reply(self._socket.recv_multipart(), self._limits, self._addresses.current)
             if isinstance(message, Welcome):
                 return message
             if isinstance(message, ErrorMessage) and message.code not in _RETRYABLE_CODES:
@@ -428,9 +412,6 @@ class ActorClient:
         self._last_received_at = self._last_used_at = time.monotonic()
         self._pinged_beats, self._is_session_lost, self._welcome = 0, False, welcome
         changed = before is not None and before.run_id != welcome.run_id
-        if self._welcomed_at not in ("", self._address):
-            _log.warning("the gateway has moved from %s to %s", self._welcomed_at, self._address)
-        self._welcomed_at = self._address
         if changed:
             self._outbox.clear()
             self._weights.clear()
@@ -439,7 +420,7 @@ class ActorClient:
         self.published_version = max(self.published_version, welcome.weights_version)
         self._begin_exchange(welcome, changed)
         if changed:
-            raise RunChanged(f"{self._address} now serves run {welcome.run_id!r}")
+            raise RunChanged(f"{self._addresses.current} now serves run {welcome.run_id!r}")
 
     def _begin_exchange(self, welcome: Welcome, changed: bool) -> None:
         """Send what a new session begins with. `changed`: it is of another run than the one before."""

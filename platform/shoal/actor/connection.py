@@ -40,37 +40,44 @@ def check_address(address: str, server_key: str) -> None:
 class GatewayAddresses:
     """Where a gateway may be. Each attempt takes the next one; after a session, first the one of that session.
 
-    text: addresses, with `|` between. One may be a file, or an object of a store by its URL, that has the address now
+    text:    addresses, with `|` between. One may be a file, or an object of a store by its URL, that has the address
+    current: that of the newest attempt
     """
 
     def __init__(self, text: str, server_key: str) -> None:
-        self._text, self._texts, self._turn, self._read = text, text.split("|"), 0, ""
+        self._texts, self._next_index, self._read = text.split("|"), 0, ""
+        self.current = self._kept = ""
         for each in self._texts:
             if not each.startswith(_LOCATIONS):
                 check_address(each, server_key)
 
     def __str__(self) -> str:
-        return self._text
+        return "|".join(self._texts)
 
-    def take_next(self) -> str:
+    def get_next(self) -> str:
         """The address for an attempt; "" where it cannot be read."""
-        text = self._texts[self._turn % len(self._texts)]
-        self._turn += 1
-        if not text.startswith(_LOCATIONS):
-            return text
+        text = self._texts[self._next_index % len(self._texts)]
+        self._next_index += 1
+        self.current = text if not text.startswith(_LOCATIONS) else self._read_address(text)
+        return self.current
+
+    def _read_address(self, location: str) -> str:
         from shoal.store import open_store  # an actor with an address needs no store
 
-        folder, _, name = text.rpartition("/")
+        folder, _, name = location.rpartition("/")
         try:
             self._read = open_store(folder).read(name).decode().strip()
             check_address(self._read, "")
         except (OSError, ShoalError, UnicodeDecodeError) as error:
-            _log.warning("the gateway's address cannot be read from %s: %s", text, error)
+            _log.warning("the gateway's address cannot be read from %s: %s", location, error)
         return self._read
 
     def keep(self) -> None:
         """The newest attempt has led to a session."""
-        self._turn -= 1
+        self._next_index -= 1
+        if self._kept not in ("", self.current):
+            _log.warning("the gateway has moved from %s to %s", self._kept, self.current)
+        self._kept = self.current
 
 
 def describe_silence(server_key: str, has_connected: bool) -> str:

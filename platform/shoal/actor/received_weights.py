@@ -28,12 +28,15 @@ class ReceivedWeights:
         self.latest: tuple[int, Tensors] | None = None
         self.opponents: dict[int, Tensors] = {}
         self.max_bytes = max_bytes
-        self.set_machine(is_gateways=False)
+        self.shares_memory = self._is_gateways = self._has_mapped = self._is_late = False
 
     def set_machine(self, is_gateways: bool) -> None:
         """Whether this machine is the gateway's, so that its memory can perhaps be mapped."""
-        self.shares_memory = is_gateways and shared_memory.IS_AVAILABLE  # until a mapping fails, and none had worked
-        self._has_mapped, self._is_late = False, False
+        if is_gateways != self._is_gateways:
+            self.shares_memory = (
+                is_gateways and shared_memory.IS_AVAILABLE
+            )  # until a mapping fails, where none has worked
+            self._is_gateways, self._has_mapped, self._is_late = is_gateways, False, False
 
     def clear(self) -> None:
         """Another run begins."""

@@ -66,12 +66,12 @@ class RemoteClient(ActorClient):
             if self.finished and key not in answers:
                 raise Closed("the run is over")
             if time.monotonic() >= deadline and key not in answers:
-                raise ConnectionLost(f"no action from {self._address} within {timeout_s} s")
+                raise ConnectionLost(f"no action from {self._addresses.current} within {timeout_s} s")
         return answers.pop(key)
 
     def _begin_exchange(self, welcome: Welcome, changed: bool) -> None:
         if welcome.inference != self.inference:
-            raise Refused("no_remote_inference", f"the gateway at {self._address} infers in the actor alone")
+            raise Refused("no_remote_inference", f"the gateway at {self._addresses.current} infers in the actor alone")
         if changed:
             self._unanswered.clear()
             self._answers.clear()

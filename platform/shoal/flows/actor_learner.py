@@ -72,7 +72,6 @@ POLL_S = 0.5
 FINISH_S = 5.0  # for the learners to save when the run is stopped
 SHUTDOWN_TIMEOUT_S = 10.0  # for that and for the gateways' bye: Ray kills a job that takes 15 s to stop
 PRINT_S = 2.0
-ACTORS_BACK_S = 60.0  # after a gateway has restarted, until it is recorded that no actor has come back
 NUM_CONNECTIONS = 2  # the endpoint computes for one while this process steps the environments of the other
 
 
@@ -95,7 +94,8 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
             run.start(closing)
             run.learn()
             run.finish()
-            run.require_actors()
+            for each in run.policies:
+                each.require_actors(recorder.id)
         finally:
             run.shut_down()
     shoal.runs.write_report_at_end(recorder.id)
@@ -117,7 +117,6 @@ class LoopRun:
         self._history_sampler, self._printed_at = HistorySampler(time.monotonic()), 0.0
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
         self._is_solved, self._failed_trial, self._num_requests = False, "", 0.0
-        self._deserted: set[str] = set()  # policies whose actors have not come back to a gateway that restarted
         self._candidates: list[WeightSnapshot] = []  # of each policy, the version to register
 
     @property
@@ -181,13 +180,9 @@ class LoopRun:
     def _announce_gateways(self) -> None:
         address, bound = ",".join(each.address for each in self.policies), describe_bound_addresses(self.policies)
         env, key, ignored = self.spec.env, self._server_key, self.spec.ignore
-        for each in self.policies:
-            each.store_address()
-        connect = ",".join("|".join(filter(None, (each.address, each.location))) for each in self.policies)
-        details = {"address": address, "connect": connect, "env": env, "server_key": key, "ignore": list(ignored)}
-        self._note("gateway_ready", **details, **bound)
-        if before := self._addresses.get("gateway"):
-            self._note("gateway_moved", before=before[1], address=address)
+        connect = ",".join(each.store_address() for each in self.policies)
+        bound |= {"connect": connect} if connect != address else {}
+        self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored), **bound)
         self._record_endpoint("gateway", "gateway", address)
         command = format_actor_command(connect, env, key, ignored)
         print(f"run {self.recorder.id}: start each actor with\n    {command}", flush=True)
@@ -254,7 +249,9 @@ class LoopRun:
         while True:
             polled_at = time.monotonic()
             self._poll()
-            self._require_running_learners()
+            for each in self.policies:
+                if failure := each.learner.get("failure"):
+                    raise RunError(f"the learner{f' of {each.name}' * bool(each.name)} failed: {failure}")
             if self._is_done():
                 return
             self._require_reachable_targets()
@@ -283,11 +280,6 @@ class LoopRun:
     def _time_is_up(self) -> bool:
         return self._learning_since is not None and time.monotonic() - self._learning_since > self.spec.max_wall_s
 
-    def _require_running_learners(self) -> None:
-        for each in self.policies:
-            if failure := each.learner.get("failure"):
-                raise RunError(f"the learner{f' of {each.name}' * bool(each.name)} failed: {failure}")
-
     def _require_reachable_targets(self) -> None:
         if not self._time_is_up():
             return
@@ -297,7 +289,8 @@ class LoopRun:
         has_ended = any(math.isfinite(each.mean_return) for each in missed)
         found = self._format_returns() if has_ended else "no episode has ended"
         tried, more = (f" ({self._failed_trial})", ", raise eval_episodes") if self._failed_trial else ("", "")
-        self.require_actors()
+        for each in missed:
+            each.require_actors(self.recorder.id)
         field = "target_return" if self._only else "policies.NAME.target_return"
         raise RunError(
             f"{found} after {self.spec.max_wall_s:.0f} s, the target is {targets}{tried}: lower {field}{more}, or go on"
@@ -319,7 +312,6 @@ class LoopRun:
                 self._note(kind, **named, **details)
         if self._addresses["gateway"][1] != ",".join(each.address for each in self.policies):
             self._announce_gateways()  # on another host, or another process had taken a port
-        self._watch_actors()
         self._record_published()
         assert self._endpoint is not None
         record_changes(self._endpoint, self.recorder)
@@ -329,30 +321,13 @@ class LoopRun:
             self._log()
             self._print_progress()
 
-    def _watch_actors(self) -> None:
-        """Keep the stored addresses right, and record once that no actor has come back to a gateway."""
-        for each in self.policies:
-            each.store_address()
-            if each.deserted_s < ACTORS_BACK_S:
-                self._deserted.discard(each.name)
-            elif each.name not in self._deserted:
-                self._deserted.add(each.name)
-                self._note("actors_missing", policy=each.name, address=each.address, seconds=each.deserted_s)
-
-    def require_actors(self) -> None:
-        """Raise RunError when the gateway has restarted, and no actor has come back until the end."""
-        for each in self.policies:
-            if each.name in self._deserted:
-                name = f" of {each.name}" if each.name else ""
-                problem = (
-                    f"no actor has come back since the gateway{name} restarted {each.deserted_s:.0f} s before the end"
-                )
-                remedy = f"let actors connect to {each.address}, and go on with resume={self.recorder.id}"
-                raise RunError(f"{problem}, so nothing was learnt since: {remedy}")
-
     def _log(self) -> None:
-        num_requests = self._count_endpoint_requests()
-        metrics = combine_policies({each.name: each.compute_metrics(num_requests) for each in self.policies})
+        assert self._endpoint is not None
+        try:  # the last known count stays while a replica restarts, which must not stop learning
+            self._num_requests = float(sum(replica["requests"] for replica in self._endpoint.stats()))
+        except ClusterError as error:
+            self._note("endpoint_silent", error=str(error))
+        metrics = combine_policies({each.name: each.compute_metrics(self._num_requests) for each in self.policies})
         in_history = self._history_sampler.should_keep(time.monotonic())
         step = int(metrics["steps/total"])
         gateways = {each.name: each.gateway for each in self.policies}
@@ -369,15 +344,6 @@ class LoopRun:
         for published in self._only.workers.take_published():
             with suppress(RecordUnwritable):
                 self.recorder.record_weights(*published)
-
-    def _count_endpoint_requests(self) -> float:
-        """Requests so far; the last known count while a replica restarts, which must not stop learning."""
-        assert self._endpoint is not None
-        try:
-            self._num_requests = float(sum(replica["requests"] for replica in self._endpoint.stats()))
-        except ClusterError as error:
-            self._note("endpoint_silent", error=str(error))
-        return self._num_requests
 
     def _format_returns(self) -> str:
         if self._only is not None:

@@ -16,7 +16,7 @@ import numpy as np
 
 import shoal.runs
 from shoal.atomic_file import make_folder
-from shoal.errors import StoreError
+from shoal.errors import RunError, StoreError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_metrics import ActorLearnerMetrics
 from shoal.flows.rl_policy import describe_policy_model
@@ -30,13 +30,13 @@ from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import find_choices
 
 ADDRESS_NAME = "gateway.address"  # in the folder of a run, in the store
+ACTORS_BACK_S = 60.0  # after a gateway has restarted, until it is recorded that no actor has come back
 
 
 class LoopPolicy:
     """A policy with its gateway and its learners. `name` is "" where it is the only one of its run.
 
     address:  of its gateway
-    location: where the store has that address, for actors that follow the gateway; "" where there is none
     solved_s: when it reached its target, from the first segment; stays, though its gateway may restart
     tried_at: the learner's updates at its last trial
     """
@@ -46,8 +46,9 @@ class LoopPolicy:
         self._workers: ActorLearnerWorkers | None = None
         self.gateway: dict[str, Any] = {}
         self.learner: dict[str, Any] = {}
-        self.address = self.location = self._stored_address = ""
+        self.address = self._stored_address = ""
         self._restarted_at: float | None = None  # its gateway, since which no actor has sent anything
+        self._is_deserted = False  # for ACTORS_BACK_S
         self.solved_s: float | None = None
         self.tried_at = -spec.algorithm.updates_between_trials
         self._checkpoint_failure = ""
@@ -120,7 +121,7 @@ class LoopPolicy:
     def poll(self) -> list[tuple[str, dict[str, Any]]]:
         """Take the newest counts; returns what has happened, as events."""
         gateway, learner = self.workers.stats()
-        known = self.updates  # of the learner's earlier incarnation, if this is another
+        known, known_address = self.updates, self.address  # of earlier incarnations, if these are others
         self.gateway, self.learner = gateway or self.gateway, learner or self.learner
         self.address = gateway["address"] if gateway else self.address
         self.solved_s = self.solved_s if self.solved_s is not None else self.gateway.get("solved_s")
@@ -135,8 +136,6 @@ class LoopPolicy:
             if kind == "learner_restarted":
                 restored = self.learner["restored_updates"]  # it may have saved after it was last asked
                 details |= {"updates": max(known, restored), "restored_updates": restored}
-        if self.has_experience:
-            self._restarted_at = None
         self._pids |= {part: stats["pid"] for part, stats in (("gateway", gateway), ("learner", learner)) if stats}
         pids = set(self.learner.get("replica_pids", []))
         happened += [("replica_lost", {"pid": pid}) for pid in sorted(self._replica_pids - pids)]
@@ -146,23 +145,43 @@ class LoopPolicy:
         if failure and failure != self._checkpoint_failure:
             happened.append(("checkpoint_failed", {"step": self.learner["steps"], "error": failure}))
         self._checkpoint_failure = failure
+        happened += self._watch_gateway(known_address)
         return happened + [(kind, {"at": at, **details}) for at, kind, details in self.workers.take_events()]
 
-    def store_address(self) -> None:
-        """Write the gateway's address into `$SHOAL_STORE`, if that is set; later, where the store takes nothing now."""
-        if not store_variable() or is_loopback(self.spec.gateway.host) or self.address == self._stored_address:
-            return
-        assert self._folder_name
+    def store_address(self) -> str:
+        """Write the gateway's address into `$SHOAL_STORE`, if that is set; later, where the store takes nothing now.
+        Returns what actors are given: the address, and where it is stored."""
+        if not store_variable() or is_loopback(self.spec.gateway.host):
+            return self.address
         store, key = open_store(), f"runs/{self._folder_name}/{ADDRESS_NAME}"
-        self.location = f"{store.url}/{key}"
-        with suppress(StoreError):
-            store.write(key, self.address.encode())
-            self._stored_address = self.address
+        if self.address != self._stored_address:
+            with suppress(StoreError):
+                store.write(key, self.address.encode())
+                self._stored_address = self.address
+        return f"{self.address}|{store.url}/{key}"
 
-    @property
-    def deserted_s(self) -> float:
-        """How long ago its gateway has restarted, if no actor has sent anything since; otherwise 0."""
-        return 0.0 if self._restarted_at is None else time.monotonic() - self._restarted_at
+    def require_actors(self, run_id: str) -> None:
+        """Raise RunError when the gateway has restarted, and no actor has come back since."""
+        if self._is_deserted and self._restarted_at is not None:
+            name, seconds = f" of {self.name}" if self.name else "", time.monotonic() - self._restarted_at
+            problem = f"nothing was learnt for {seconds:.0f} s: the gateway{name} restarted, and no actor has come back"
+            raise RunError(f"{problem}: connect the actors to {self.address}, and go on with resume={run_id}")
+
+    def _watch_gateway(self, known_address: str) -> list[tuple[str, dict[str, Any]]]:
+        """Events: it has moved, or no actor has come back to it."""
+        happened: list[tuple[str, dict[str, Any]]] = []
+        if known_address not in ("", self.address):
+            happened.append(("gateway_moved", {"before": known_address, "address": self.address}))
+        if self.has_experience:
+            self._restarted_at, self._is_deserted = None, False
+        if self._restarted_at is not None and not self._is_deserted:
+            seconds = time.monotonic() - self._restarted_at
+            if seconds >= ACTORS_BACK_S:
+                self._is_deserted = True
+                happened.append(("actors_missing", {"address": self.address, "seconds": seconds}))
+        if self._stored_address != self.address:
+            self.store_address()
+        return happened
 
     def compute_metrics(self, num_requests: float) -> dict[str, float]:
         """num_requests: of the endpoint, so far"""

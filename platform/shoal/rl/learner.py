@@ -80,18 +80,12 @@ class Learner:
         # Versions up to the number of registered opponents are theirs, in the pool.
         if must_restore:
             self._checkpoints.require_files()
-        self._log_position = self._restored_version = self._checkpoint_version = 0
-        self._skipped: Skipped = ()
+        self._log_position = self._restored_version = 0
+        self._published: tuple[int, Skipped] = 0, ()  # at the checkpoint: the newest version, the skipped ones
         has_moved = self._restore(folder / VERSIONS_FILE) and not used_version
         after = max(self._restored_version, used_version, len(spec.self_play.opponents))
         self._versions = PublishedVersions(
-            sink,
-            folder / VERSIONS_FILE,
-            after,
-            is_known=bool(used_version),
-            updates=self.updates,
-            restored=self._checkpoint_version,
-            skipped=self._skipped,
+            sink, folder / VERSIONS_FILE, after, bool(used_version), self.updates, *self._published
         )
         # Actors that do not pause fill one half of the queue while the learner has the other.
         max_segments = max(1, spec.gateway.queue_capacity // (1 if spec.algorithm.pauses_actors else 2))
@@ -100,8 +94,7 @@ class Learner:
         self._evidence: EvidenceCheck | None = None
         if not spec.algorithm.is_off_policy:
             self._evidence = EvidenceCheck(self.algorithm.compute_log_ratios, spec.learner.seed)
-        lag = spec.applied_gateway.max_version_lag
-        self._bad_batches = BadBatchPolicy(lag, self._update, self.algorithm.is_usable)
+        self._bad_batches = BadBatchPolicy(spec.applied_gateway.max_version_lag, self._update, self.algorithm.is_usable)
         self._loop = PausableLoop(self.step)
         if has_moved:  # before it publishes: the host before must not continue below these numbers
             self.save()
@@ -324,8 +317,8 @@ class Learner:
             torch.cuda.set_rng_state(state["cuda_rng"])
         self.updates, self.steps, self.counts = state["updates"], state["steps"], dict(state["counts"])
         self._log_position = int(state.get("position", 0))  # of an earlier Shoal: none
-        self._checkpoint_version = int(state["version"])
-        self._skipped = tuple((kept, last) for kept, last in state.get("skipped", ()))
+        skipped = tuple((kept, last) for kept, last in state.get("skipped", ()))
+        self._published = int(state["version"]), skipped
         has_moved = not reserved.exists() or int(reserved.read_text()) < state["version"]
         self._restored_version = int(state.get("reserved", state["version"]) if has_moved else state["version"])
         return has_moved

@@ -232,7 +232,7 @@ def test_lapsed_credit_never_promises_more_than_there_is_room(moves: list[tuple[
         elif move == "take":
             queue.take("learner", BatchRequest(1, 3, 3, 0.0, turn))
         elif seq < session.send_limit:
-            if sessions.take_place(bytes([number]), seq, queue):
+            if sessions.claim_slot(bytes([number]), seq, queue):
                 assert queue.put(session.key, seq, segment(1))
             else:
                 begin(number)

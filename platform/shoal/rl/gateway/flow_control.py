@@ -1,4 +1,4 @@
-"""The policy of flow control: how many places of the queue each actor has, as one pure function.
+"""The policy of flow control: how many slots of the queue each actor has, as one pure function.
 
 Promise: queued segments plus open credit never exceed the queue's capacity, so a segment sent within its credit always
 fits, and a slow learner stops its actors instead of filling memory. Called by `sessions`, which takes credit back.

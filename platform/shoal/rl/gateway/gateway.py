@@ -21,7 +21,6 @@ from shoal.errors import ConfigError, InvalidSegment, LedgerUnwritable, Protocol
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import ExperienceQueue
-from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorTable, RunProgress
 from shoal.rl.gateway.admission import Admission
 from shoal.rl.gateway.gateway_inference import GatewayInference
@@ -39,7 +38,6 @@ from shoal.wire.messages import (
     ActionMessage,
     ActMessage,
     Bye,
-    ErrorMessage,
     Hello,
     OpponentMessage,
     Ping,
@@ -116,7 +114,7 @@ class Gateway:
             token,
             synchronous,
             self.queue.ledger,
-            self._get_acknowledged,
+            self._group_commit,
             self._progress,
             self._sessions,
             self._actors,
@@ -124,12 +122,6 @@ class Gateway:
             self._inference,
             lambda: self._version,
         )
-
-    def _get_acknowledged(self, key: ActorKey) -> int:
-        """The number of the next segment that an actor need not keep."""
-        if self._group_commit is not None:
-            return self._group_commit.get_acknowledged(key)
-        return self.queue.ledger.get_account(key).next_seq
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -328,17 +320,13 @@ class Gateway:
                     payload = payload or [encode(WeightsMessage(snapshot.version, snapshot.sha256)), snapshot.payload]
                     self._send_queue.add_frames(route, payload)
                 session.pull_newer_than = None
-            if self._opponents is not None and session.pull_opponent_newer_than is not None:
-                self._send_opponent(route, session, self._opponents.find_next(session.pull_opponent_newer_than))
+            newest, pool = session.pull_opponent_newer_than, self._opponents
+            if pool is not None and newest is not None and (member := pool.find_next(newest)) is not None:
+                message = OpponentMessage(member.version, member.sha256, tuple(pool.versions))
+                self._send_queue.add_frames(route, [encode(message), member.payload])
+                session.pull_opponent_newer_than = None
         self._sessions.touched.clear()
         self._send_all()
-
-    def _send_opponent(self, route: bytes, session: Session, member: WeightSnapshot | None) -> None:
-        if member is not None:
-            members = tuple(self._opponents.versions) if self._opponents is not None else ()
-            message = OpponentMessage(member.version, member.sha256, members)
-            self._send_queue.add_frames(route, [encode(message), member.payload])
-            session.pull_opponent_newer_than = None
 
     def _try_commit(self) -> bool:
         """Write the ledger; False when that fails now. Records events when it, or the log in the store, begins and ends
@@ -417,10 +405,8 @@ class Gateway:
             return session.add_ack(seq, "duplicate")
         if seq > expected:
             return self._handshake.reject(route, "sequence_gap", f"segment {seq} came, {expected} was expected", seq)
-        if not self._sessions.take_place(route, seq, self.queue):
-            problem = f"segment {seq} has no place: say hello, and wait for credit"
-            self._send_queue.add(route, ErrorMessage("hello_required", problem, seq=seq))
-            return self._handshake.end_session(route, "its credit has lapsed")
+        if not self._sessions.claim_slot(route, seq, self.queue):
+            return self._handshake.end_lapsed(route, seq)
         reason, detail = self._admission.admit(session, message, frames)
         if reason is not None:
             ledger.record_received(key, seq, reason)

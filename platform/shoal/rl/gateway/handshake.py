@@ -9,6 +9,7 @@ import hmac
 from collections.abc import Callable
 
 from shoal.errors import ConfigError
+from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.segment_ledger import ActorKey, Ledger
 from shoal.rl.gateway.actor_stats import ActorTable, RunProgress
 from shoal.rl.gateway.gateway_inference import GatewayInference
@@ -26,7 +27,7 @@ class Handshake:
     """Opens and ends the sessions of one gateway.
 
     run_id, token:  of the run, as the actors must know them
-    get_acknowledged: the number of the next segment of an actor that the gateway needs
+    group_commit:   with `durable: store`
     get_version:    of the newest weights
     is_synchronous: actors pause between two batches
     """
@@ -39,7 +40,7 @@ class Handshake:
         token: str,
         is_synchronous: bool,
         ledger: Ledger,
-        get_acknowledged: Callable[[ActorKey], int],
+        group_commit: GroupCommit | None,
         progress: RunProgress,
         sessions: Sessions,
         actors: ActorTable,
@@ -48,7 +49,7 @@ class Handshake:
         get_version: Callable[[], int],
     ) -> None:
         self._spec, self._experience, self.run_id, self._token = spec, experience, run_id, token
-        self._is_synchronous, self._get_version, self._get_acknowledged = is_synchronous, get_version, get_acknowledged
+        self._is_synchronous, self._get_version, self._group_commit = is_synchronous, get_version, group_commit
         self._ledger, self._progress, self._sessions, self._actors = ledger, progress, sessions, actors
         self._send_queue, self._inference = send_queue, inference
 
@@ -107,11 +108,15 @@ class Handshake:
     def make_welcome(self, session: Session) -> Welcome:
         """The answer to a hello."""
         session.is_welcomed, session.reported_limit = True, session.send_limit
+        if self._group_commit is not None:
+            next_seq = self._group_commit.get_acknowledged(session.key)
+        else:
+            next_seq = self._ledger.get_account(session.key).next_seq
         return Welcome(
             PROTOCOL_VERSION,
             self.run_id,
             self._experience,
-            self._get_acknowledged(session.key),
+            next_seq,
             session.send_limit,
             self._get_version(),
             self._spec.heartbeat_s,
@@ -120,6 +125,12 @@ class Handshake:
             self._is_synchronous,
             REMOTE if session.is_remote else LOCAL,
         )
+
+    def end_lapsed(self, route: bytes, seq: int) -> None:
+        """End a session whose segment found no slot: its actor says hello, waits for credit, and sends it again."""
+        problem = f"the queue has no slot for segment {seq}: say hello, and wait for credit"
+        self._send_queue.add(route, ErrorMessage("hello_required", problem, seq=seq))
+        self.end_session(route, "its credit has lapsed")
 
     def queue_acks(self, route: bytes, session: Session) -> None:
         """Acks are sent after the next commit."""

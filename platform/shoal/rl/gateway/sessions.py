@@ -1,7 +1,7 @@
 """The gateway's sessions: one per welcomed actor, with its credit and pending acknowledgements.
 
-Credit lapses: a session that may send, and does not for a while, holds no place of the queue. What it sends later is
-taken while the queue has a place; otherwise its actor keeps the segment and says hello again (docs/protocol.md).
+Credit lapses: a session that may send, and does not for a while, holds no slot of the queue. What it sends later is
+taken while the queue has a free slot; otherwise its actor keeps the segment and says hello again (docs/protocol.md).
 
 Called by the gateway's thread, under its lock. Never touches the socket: the gateway sends the results of `take_acks`
 and `take_credit` after it has committed the ledger.
@@ -33,7 +33,7 @@ CREDIT_WAIT_S = 5.0  # without credit, after which a session is reported
 @dataclass
 class Session:
     """One connection of one actor. `send_limit` is the first sequence number that it may not send yet; the queue has a
-    place for those below `reserved_limit`."""
+    slot for those below `reserved_limit`."""
 
     key: ActorKey
     progress: ActorProgress
@@ -106,7 +106,7 @@ class Sessions(dict[bytes, Session]):
         return session
 
     def compute_open_credit(self, queue: ExperienceQueue) -> dict[bytes, int]:
-        """How many segments the queue has a place for, of each session of segments that is not idle."""
+        """How many slots of the queue each session has, of those of segments that are not idle."""
         get_account = queue.ledger.get_account
         return {
             route: max(0, each.reserved_limit - get_account(each.key).next_seq) for route, each in self._playing.items()
@@ -116,8 +116,8 @@ class Sessions(dict[bytes, Session]):
         """Whether the queue has a slot that no session may fill."""
         return len(queue) + sum(self.compute_open_credit(queue).values()) < queue.capacity
 
-    def take_place(self, route: bytes, seq: int, queue: ExperienceQueue) -> bool:
-        """Note that a session sends segment `seq`. False: its credit has lapsed, and others have its place."""
+    def claim_slot(self, route: bytes, seq: int, queue: ExperienceQueue) -> bool:
+        """Note that a session sends segment `seq`. False: its credit has lapsed, and others have its slot."""
         session, now = self[route], time.monotonic()
         if session.reserved_limit <= seq < session.send_limit and not self.has_space(queue):
             return False
@@ -146,7 +146,7 @@ class Sessions(dict[bytes, Session]):
             self.touched[route] = None
 
     def _take_back(self, queue: ExperienceQueue) -> None:
-        """Sessions that may send and do not become idle: they lose their places, but not their leave to send."""
+        """Sessions that may send and do not become idle: they lose their slots, but not their send limit."""
         now, get_account = time.monotonic(), queue.ledger.get_account
         new_s = self._lapse_s if self._round_length else min(self._lapse_s, NEW_LAPSE_S)
         silent = [
@@ -182,7 +182,7 @@ class Sessions(dict[bytes, Session]):
         return grant_round_credit(ready, num_missing, max_credits)
 
     def describe_shortage(self, queue: ExperienceQueue) -> dict[str, Any] | None:
-        """Who has been without credit for CREDIT_WAIT_S, and who holds the queue's places; None while there are any."""
+        """Who has been without credit for CREDIT_WAIT_S, and who holds the queue's slots; None while some are free."""
         open_credit = self.compute_open_credit(queue)
         if queue.capacity - len(queue) - sum(open_credit.values()) > queue.capacity // 8:
             return None

@@ -49,23 +49,6 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
         case "room_taken":
             places = f"{details['workers']} workers have no room beside what runs ({details['fit']} places are free)"
             return f"{places}: waiting up to {details['wait_s'] / 60:.0f} min for it to end"
-        case "gateway_moved":
-            return f"the gateway has moved to {details['address']}: actors that do not follow it connect there"
-        case "actors_missing":
-            missing = f"no actor has come back since the gateway restarted {details['seconds']:.0f} s ago"
-            return f"{missing}, and nothing is learnt: connect them to {details['address']}"
-        case "credit_exhausted":
-            waiting = f"{details['waiting']} actors wait for credit, {', '.join(details['actors'])} among them"
-            places = f"of the queue's {details['capacity']} places {details['queued']} hold segments"
-            held = ", ".join(f"{name} has {number}" for name, number in details["credit"].items())
-            return f"{waiting}: {places}{f', and {held}' * bool(held)}"
-        case "actor_quarantined":
-            release = f"shoal release RUN {shlex.quote(details['actor_id'])}"
-            return f"{details['actor_id']} is in quarantine, it {details['reason']}: mend it, then {release}"
-        case "tried" if details.get("reason"):
-            return f"{details['reason']}: learning goes on"
-        case "invalid_segment":
-            return f"{details['actor_id']} sends what is dropped: {details['reason']}: {details['detail']}"
         case "malformed":
             shown = f"{details['origin']}: {details['problem']}: {details['text']!r}"
             return f"a message is no reading, and is passed over ({shown}); more are counted"
@@ -83,6 +66,29 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
         case "tracked" if details.get("problem"):
             remedy = f"shoal runs track RUN --to {details['tracker']}"
             return f"{details['tracker']} lacks values of this run ({details['problem']}): {remedy}"
+    return _format_loop_warning(kind, details)
+
+
+def _format_loop_warning(kind: str, details: Mapping[str, Any]) -> str:
+    """The same, of a run with actors."""
+    match kind:
+        case "gateway_moved":
+            return f"the gateway has moved to {details['address']}: connect the actors that do not follow it"
+        case "actors_missing":
+            missing = f"no actor has come back since the gateway restarted {details['seconds']:.0f} s ago"
+            return f"{missing}, and nothing is learnt: connect them to {details['address']}"
+        case "credit_exhausted":
+            waiting = f"{details['waiting']} actors wait for credit ({', '.join(details['actors'])})"
+            slots = f"of the queue's {details['capacity']} slots {details['queued']} hold segments"
+            held = "".join(f", {name} has {number}" for name, number in details["credit"].items())
+            return f"{waiting}: {slots}{held}"
+        case "actor_quarantined":
+            release = f"shoal release RUN {shlex.quote(details['actor_id'])}"
+            return f"{details['actor_id']} is in quarantine, it {details['reason']}: mend it, then {release}"
+        case "tried" if details.get("reason"):
+            return f"{details['reason']}: learning goes on"
+        case "invalid_segment":
+            return f"{details['actor_id']} sends what is dropped: {details['reason']}: {details['detail']}"
     return _PLAIN.get(kind, "")
 
 
