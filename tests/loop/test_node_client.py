@@ -75,7 +75,7 @@ def test_it_learns_in_one_run_together_with_a_python_actor(tmp_path: Path, monke
 
     with (
         LocalLoop(SPEC, experience, tmp_path / "run", TOKEN, target_return=4.0) as loop,
-        node_actor(loop.address, "--actor-id", "node") as process,
+        node_actor(f"tcp://127.0.0.1:1|{loop.address}", "--actor-id", "node") as process,
     ):
         python = threading.Thread(target=play_in_python, args=[loop.address])
         python.start()

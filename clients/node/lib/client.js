@@ -29,7 +29,8 @@ const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 class ActorClient {
   /**
-   * address: tcp://host:port, as the job prints it     token: the gateway's access token
+   * address: tcp://host:port, as the job prints it, or all that the gateway may have, with | between: each attempt takes the next
+   * token: the gateway's access token
    * actorId: unique in the run                         serverKey: the gateway's CURVE key, where it prints one
    * incarnation: grows with every start of the same actorId (number or BigInt); by default the time in milliseconds
    * giveUpAfterMs: how long no gateway may answer      log: called with a line of text
@@ -37,7 +38,9 @@ class ActorClient {
    */
   constructor({ address, token, actorId, incarnation, serverKey, giveUpAfterMs = 60000, log = console.error, inference = 'local' }) {
     if (serverKey && serverKey.length !== 40) throw new ActorError('server_key', `${serverKey} has ${serverKey.length} characters, not 40`);
-    Object.assign(this, { address, token, serverKey, giveUpAfterMs, log, inference });
+    this.addresses = address.split('|').filter((each) => each.startsWith('tcp://')); // another may be a place in a store
+    if (!this.addresses.length) throw new ActorError('address', `${address} has no tcp://host:port`);
+    Object.assign(this, { address: this.addresses[0], token, serverKey, giveUpAfterMs, log, inference });
     this.unanswered = new Map(); // by episode: the `act` whose answer has not come, {header, frame, answer}
     this.actorId = actorId || `${hostname().slice(0, 40)}-${process.pid}-${randomBytes(3).toString('hex')}`;
     this.incarnation = incarnation ?? Date.now();
@@ -161,11 +164,12 @@ class ActorClient {
       if (this.attempts) await sleep(Math.min(MAX_PAUSE_MS, 50 * 2 ** (this.attempts - 1)));
       this.attempts++;
       if (this.isClosing) return;
-      if (Date.now() - lostAt > this.giveUpAfterMs) {
-        const lost = `${this.address} does not answer; ${this.retained.length} segments are lost`;
-        return this.stop(new ActorError('no_gateway', `${lost}; ${this.describeKeyCause()}`));
+      if (Date.now() - lostAt > this.giveUpAfterMs * (this.welcome ? 5 : 1)) { // a cluster takes a minute to move a gateway
+        const lost = `${this.addresses.join(' or ')} does not answer; ${this.retained.length} segments are lost`;
+        return this.stop(new ActorError('no_gateway', `${lost}; ${this.welcome ? 'it did before' : this.describeKeyCause()}`));
       }
       if (await this.serveSession()) lostAt = Date.now();
+      else this.address = this.addresses[(this.addresses.indexOf(this.address) + 1) % this.addresses.length];
     }
   }
 

@@ -46,7 +46,7 @@ class GatewayAddresses:
 
     def __init__(self, text: str, server_key: str) -> None:
         self._texts, self._next_index, self._read = text.split("|"), 0, ""
-        self.current = self._kept = ""
+        self.current = self._welcomed = ""
         for each in self._texts:
             if not each.startswith(_LOCATIONS):
                 check_address(each, server_key)
@@ -75,9 +75,9 @@ class GatewayAddresses:
     def keep(self) -> None:
         """The newest attempt has led to a session."""
         self._next_index -= 1
-        if self._kept not in ("", self.current):
-            _log.warning("the gateway has moved from %s to %s", self._kept, self.current)
-        self._kept = self.current
+        if self._welcomed not in ("", self.current):
+            _log.warning("the gateway has moved from %s to %s", self._welcomed, self.current)
+        self._welcomed = self.current
 
 
 def describe_silence(server_key: str, has_connected: bool) -> str:

@@ -33,9 +33,8 @@ class ReceivedWeights:
     def set_machine(self, is_gateways: bool) -> None:
         """Whether this machine is the gateway's, so that its memory can perhaps be mapped."""
         if is_gateways != self._is_gateways:
-            self.shares_memory = (
-                is_gateways and shared_memory.IS_AVAILABLE
-            )  # until a mapping fails, where none has worked
+            # Until a mapping fails, and none has worked.
+            self.shares_memory = is_gateways and shared_memory.IS_AVAILABLE
             self._is_gateways, self._has_mapped, self._is_late = is_gateways, False, False
 
     def clear(self) -> None:
