@@ -11,14 +11,14 @@ const USAGE = `usage: node actor.js --connect ADDRESS [options]
 
 Plays a game with the policy of a run, and sends the experience to its gateway, until the run is over.
 
-  --connect ADDRESS        the gateway: tcp://host:port, as the job prints it
+  --connect ADDRESS        the gateway: tcp://host:port, as the job prints it; with | between, all that it may have
   --game FILE              a module that exports the game's class (default: games/catch.js): \`numActions\`, reset(), step(action)
   --actor-id NAME          unique in the run (default: host name, process id and a random number)
   --incarnation N          larger than in the actor's earlier starts (default: the time in milliseconds); where the clock has
                            gone back, one above that in the error stale_incarnation
   --server-key=KEY         the gateway's CURVE public key, when the job prints one; it may begin with a dash
   --inference local|remote where the policy runs: here (default), or at the gateway, which gets each observation
-  --give-up-after SECONDS  without an answer of a gateway (default: 60)
+  --give-up-after SECONDS  without an answer of a gateway (default: 60); five times as long once it has answered
   --help                   this text
 
 The token is $SHOAL_TOKEN, or the file \`token\` in $SHOAL_HOME (default ~/.shoal).`;
