@@ -65,7 +65,7 @@ def lose_hosts(folder: Path, kind: str, num_losses: int) -> tuple[list[float], l
                 print(f"{kind}, loss {number}: {begun['recovered']} recovered, {found['learnt']} learnt", flush=True)
             for index in range(NUM_ACTORS if not number else 0):
                 words_of_actor = (str(place), f"a{index}", ended, counts)
-                actors.append(threading.Thread(target=act, args=words_of_actor))
+                actors.append(threading.Thread(target=act, args=words_of_actor, daemon=True))
                 actors[-1].start()
             time.sleep(LIFE_S)
             if number == num_losses:

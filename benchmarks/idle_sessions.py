@@ -51,7 +51,7 @@ def idle_sessions(address: str, number: int) -> Iterator[None]:
                 while each.poll(0):
                     each.recv_multipart()
 
-    thread = threading.Thread(target=beat)
+    thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     try:
         yield
@@ -79,7 +79,8 @@ def measure(num_idle: int, lapses: bool, window_s: float) -> tuple[float, float]
         opened.enter_context(idle_sessions(gateway.address, num_idle))
         time.sleep(2.0)
         clients = [opened.enter_context(ActorClient(gateway.address, TOKEN, f"a{n}")) for n in range(NUM_ACTIVE)]
-        actors = [threading.Thread(target=act, args=(client,)) for client in clients]
+        opened.callback(ended.set)
+        actors = [threading.Thread(target=act, args=(client,), daemon=True) for client in clients]
         for each in actors:
             each.start()
         time.sleep(2.0)
