@@ -239,6 +239,27 @@ def test_lapsed_credit_never_promises_more_than_there_is_room(moves: list[tuple[
     queue.ledger.close()
 
 
+def test_an_actor_whose_segment_found_no_slot_keeps_the_next_one_until_it_sends() -> None:
+    """Though its way is long: otherwise the segment could be turned away again and again."""
+    queue, sessions = filled(2, 1, 1), Sessions()
+    key, progress = ("slow", 1), ActorProgress("slow", 1)
+    sessions[b"first"] = Session(key, progress, send_limit=1)
+    assert not sessions.claim_slot(b"first", 0, queue)
+    sessions.remove(b"first")
+    sessions[b"second"] = Session(key, progress, send_limit=0)
+    queue.take("learner", BatchRequest(1, 1, 1, 0.0))
+    sessions.grant_credit(queue, max_credits=1)
+    sessions[b"second"].credit_at -= 60.0
+    sessions.grant_credit(queue, max_credits=1)
+    assert sessions.compute_open_credit(queue) == {b"second": 1}
+    assert sessions.claim_slot(b"second", 0, queue)
+    sessions[b"second"].send_limit += 1
+    sessions[b"second"].credit_at -= 60.0
+    sessions.grant_credit(queue, max_credits=1)
+    assert sessions.compute_open_credit(queue) == {}
+    queue.ledger.close()
+
+
 def test_a_batch_that_the_ledger_cannot_note_stays_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = filled(4, 2, 3)
     monkeypatch.setattr("shoal.rl.experience.queue.UNWRITABLE_PAUSE_S", 0.0)

@@ -37,6 +37,7 @@ class ActorProgress:
     segments: int = 0
     invalid: dict[str, int] = field(default_factory=dict)
     weights_version: int = 0
+    is_awaited: bool = False  # with a segment that found no slot in the queue
 
     def to_dict(self, newest: WeightSnapshot | None) -> dict[str, Any]:
         """Its fields and its lag in versions, which is 0 for a disconnected actor."""

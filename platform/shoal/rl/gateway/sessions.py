@@ -23,7 +23,7 @@ from shoal.wire.messages import Ack, Credit, Hello
 
 USERS_ACTOR_ID = "endpoint-users"
 LOCAL, REMOTE = "local", "remote"  # where a session's policy runs
-LAPSE_S = 0.5  # after which credit that is not used lapses
+LAPSE_S, MAX_LAPSE_S = 0.5, 5.0  # after which unused credit lapses: twice the time to the actor's newest segment
 NEW_LAPSE_S = 0.1  # likewise, of a session that has sent no segment
 ROUND_LAPSE_S = 1.0  # likewise where actors pause between batches; longer where their segments take longer
 MAX_HOLDERS = 8  # that an event names
@@ -40,7 +40,7 @@ class Session:
     send_limit: int
     reserved_limit: int = 0
     credit_at: float = field(default_factory=time.monotonic)  # when it last got credit or sent a segment
-    has_sent: bool = False  # a segment
+    lapse_s: float = 0.0  # twice the time that its newest segment has taken, at most MAX_LAPSE_S; 0: it has sent none
     last_seen: float = field(default_factory=time.monotonic)
     reported_limit: int = 0
     is_welcomed: bool = False  # `welcome` was sent
@@ -120,9 +120,11 @@ class Sessions(dict[bytes, Session]):
         """Note that a session sends segment `seq`. False: its credit has lapsed, and others have its slot."""
         session, now = self[route], time.monotonic()
         if session.reserved_limit <= seq < session.send_limit and not self.has_space(queue):
+            session.progress.is_awaited = True
             return False
         self._waits_s.append(now - session.credit_at)
-        session.credit_at, session.has_sent = now, True
+        session.lapse_s = min(MAX_LAPSE_S, 2 * (now - session.credit_at))
+        session.credit_at, session.progress.is_awaited = now, False
         if route in self._idle:
             self._idle.remove(route)
             self._playing[route] = session
@@ -146,16 +148,17 @@ class Sessions(dict[bytes, Session]):
             self.touched[route] = None
 
     def _take_back(self, queue: ExperienceQueue) -> None:
-        """Sessions that may send and do not become idle: they lose their slots, but not their send limit."""
+        """Sessions that may send and do not become idle: they lose their slots, but not their send limit. An actor
+        whose segment has found no slot is awaited with it."""
         now, get_account = time.monotonic(), queue.ledger.get_account
         new_s = self._lapse_s if self._round_length else min(self._lapse_s, NEW_LAPSE_S)
         silent = [
             (route, each)
             for route, each in self._playing.items()
-            if now - each.credit_at > (self._lapse_s if each.has_sent else new_s)
+            if now - each.credit_at > (max(self._lapse_s, each.lapse_s) if each.lapse_s else new_s)
         ]
         for route, each in silent:
-            if each.send_limit > get_account(each.key).next_seq:
+            if each.send_limit > get_account(each.key).next_seq and not each.progress.is_awaited:
                 each.reserved_limit = each.round_start = 0
                 self._idle.add(route)
                 del self._playing[route]
