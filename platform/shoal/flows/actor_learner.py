@@ -36,11 +36,13 @@ from shoal.cluster.run_queue import format_needs
 from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError, needs_extra
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_policy import LoopPolicy, describe_bound_addresses
-from shoal.flows.policy_connection import PolicyConnection, connect_policy, wait_for_version
+from shoal.flows.policy_connection import PolicyAddress, PolicyConnection, connect_policy, wait_for_version
 from shoal.flows.policy_evaluation import (
+    ACTIONS,
     MAX_MISS_PROBABILITY,
     Connections,
     Evaluation,
+    choose_action,
     estimate_miss,
     evaluate,
     hold_trial,
@@ -54,7 +56,7 @@ from shoal.flows.rl_metrics import (
     select_rejections,
     select_win_rates,
 )
-from shoal.flows.rl_policy import check, register_policy
+from shoal.flows.rl_policy import check, describe_policy_model, register_policy
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
 from shoal.registry import ModelVersion
@@ -118,6 +120,7 @@ class LoopRun:
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
         self._is_solved, self._failed_trial, self._num_requests = False, "", 0.0
         self._candidates: list[WeightSnapshot] = []  # of each policy, the version to register
+        self._action = "best"  # how the candidates act
 
     @property
     def _only(self) -> LoopPolicy | None:
@@ -205,6 +208,7 @@ class LoopRun:
         while True:
             self._follow_until_done()
             self._candidates = [each.workers.pause_learner() for each in self.policies]
+            self._action = self._list_actions()[0]
             if self._only is None or self._passes(self._candidates[0]):
                 return
             self._only.tried_at = self._only.updates
@@ -212,26 +216,43 @@ class LoopRun:
 
     def _passes(self, snapshot: WeightSnapshot) -> bool:
         """Whether this version of the only policy, played through the endpoint, will reach the target with near
-        certainty. A failed attempt to play counts as no, and is retried later; after the time limit its error is raised
-        (ConnectionLost, InferenceError)."""
-        try:
-            with self._connect() as connections:
-                trial = hold_trial(connections, self.spec)
-        except (ConnectionLost, InferenceError) as error:
-            if self._time_is_up():
-                raise
-            return self._was_not_tried(snapshot, str(error))
-        if trial.versions != {snapshot.version}:  # a restarted learner has published, or the endpoint rejected this one
-            return self._was_not_tried(snapshot, f"versions {sorted(trial.versions)} answered")
+        certainty: with its best actions, or else with sampled ones. A failed attempt to play counts as no, and is
+        retried later; after the time limit its error is raised (ConnectionLost, InferenceError)."""
+        trials = dict[str, Evaluation]()
+        for action in self._list_actions():
+            try:
+                with self._connect(action) as connections:
+                    trials[action] = trial = hold_trial(connections, self.spec)
+            except (ConnectionLost, InferenceError) as error:
+                if self._time_is_up():
+                    raise
+                return self._was_not_tried(snapshot, str(error))
+            if trial.versions != {snapshot.version}:  # a restarted learner has published, or the endpoint refused it
+                return self._was_not_tried(snapshot, f"versions {sorted(trial.versions)} answered")
+            if self._is_good_enough(snapshot, trial, action) and self.spec.target_return is not None:
+                self._action = action
+                return True
+        self._action = choose_action(trials)
+        return self.spec.target_return is None
+
+    def _list_actions(self) -> tuple[str, ...]:
+        """How the candidates may act, in the order of trials: as the run says, or by best actions, and then sampled."""
+        models = (describe_policy_model(each.spec, each.experience) for each in self.policies)
+        if self.spec.action == "best" or not all(signature.has_distribution for _, signature in models):
+            return ("best",)
+        return ACTIONS if self.spec.action is None else ("sampled",)
+
+    def _is_good_enough(self, snapshot: WeightSnapshot, trial: Evaluation, action: str) -> bool:
+        """Judge a trial, and record it."""
         miss = estimate_miss(trial, self.spec)
         passes = miss < MAX_MISS_PROBABILITY
         if not passes:
             self._failed_trial = (
                 f"version {snapshot.version} returned {format_number(trial.mean_return)} over {len(trial.returns)}"
-                f" episodes of a trial, and would miss {self.spec.target_return:g} in others with a probability of"
-                f" {miss:.2g}, where {MAX_MISS_PROBABILITY:g} is allowed"
+                f" episodes of a trial with action={action}, and would miss {self.spec.target_return:g} in others with"
+                f" a probability of {miss:.2g}, where {MAX_MISS_PROBABILITY:g} is allowed"
             )
-        found = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "passes": passes}
+        found = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "passes": passes, "action": action}
         bound = {"miss_probability": miss, "allowed": MAX_MISS_PROBABILITY, "target": self.spec.target_return}
         reason = "" if passes else self._failed_trial
         self._note("tried", version=snapshot.version, seconds=trial.duration_s, **found, **bound, reason=reason)
@@ -374,19 +395,21 @@ class LoopRun:
         """Register the weights of all policies, and evaluate them through the endpoint."""
         models = {}
         for each, snapshot in zip(self.policies, self._candidates, strict=True):
-            model = register_policy(each.spec, each.experience, snapshot, self.recorder.id, each.gateway)
+            found = each.spec, each.experience, snapshot, self.recorder.id, each.gateway
+            pool = each.workers.load_pool() if each.spec.action == "average" else ()
+            model = register_policy(*found, self._action, pool)
             self.recorder.record_model(model.name, model.version, model.aliases)
             models[each.name] = model
-        with self._connect() as connections:
+        with self._connect(self._action) as connections:
             played = evaluate(connections, self.spec)
         step = sum(each.num_steps for each in self.policies) + 1
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():
-            print(_describe_registered(model, played[name]), flush=True)
+            print(_describe_registered(model, played[name], self._action), flush=True)
 
     @contextmanager
-    def _connect(self) -> Iterator[Sequence[Connections]]:
-        """Connections to all policies at the endpoint, which must serve the candidates by then."""
+    def _connect(self, action: str) -> Iterator[Sequence[Connections]]:
+        """Connections to all policies at the endpoint, which must serve the candidates by then, for such actions."""
         assert self._endpoint is not None
         from shoal.serve.on_ray.ingress_front import call_on_head, is_on_head  # loads Serve, as `deploy` has
 
@@ -394,8 +417,8 @@ class LoopRun:
         with ExitStack() as opened:
 
             def connect(policy: LoopPolicy) -> PolicyConnection:
-                setting = url, policy.spec.model_name, self.token, policy.spec.state_size
-                connection = connect_policy(setting, None if is_on_head() else call_on_head)
+                address = PolicyAddress(url, policy.spec.model_name, self.token, policy.spec.state_size, action)
+                connection = connect_policy(address, None if is_on_head() else call_on_head)
                 opened.callback(connection.close)
                 return connection
 
@@ -424,11 +447,11 @@ class LoopRun:
             self.recorder.record_endpoint(name, kind, address, "closed")
 
 
-def _describe_registered(model: ModelVersion, evaluation: Evaluation) -> str:
+def _describe_registered(model: ModelVersion, evaluation: Evaluation, action: str) -> str:
     name = f"{model.ref} ({', '.join(model.aliases)})"
     if not evaluation.returns:
         return f"{name}: no episode of the evaluation had one of its agents"
     return (
         f"{name}: mean return {evaluation.mean_return:.1f} over {len(evaluation.returns)} episodes played through the"
-        f" endpoint ({evaluation.num_requests} requests)"
+        f" endpoint with action={action} ({evaluation.num_requests} requests)"
     )

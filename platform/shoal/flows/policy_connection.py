@@ -57,9 +57,18 @@ class InferenceConnection:
     """One kept-alive connection to one model of an endpoint. Not for use by several threads.
 
     state_size: numbers in the state of a recurrent policy; 0 of others
+    action:     best or sampled; None: as the endpoint acts by default
     """
 
-    def __init__(self, url: str, model: str, token: str, timeout_s: float = 10.0, state_size: int = 0) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        token: str,
+        timeout_s: float = 10.0,
+        state_size: int = 0,
+        action: str | None = None,
+    ) -> None:
         parts = urlsplit(url)
         host = parts.hostname or ""
         self._connection = (
@@ -69,6 +78,7 @@ class InferenceConnection:
         )
         self._path = f"{parts.path}/v2/models/{model}/infer"
         self._token, self._state_size = token, state_size
+        self._parameters = {} if action is None else {"parameters": {"action": action}}
 
     def infer(
         self, observations: np.ndarray, states: np.ndarray | None = None, masks: np.ndarray | None = None
@@ -95,7 +105,7 @@ class InferenceConnection:
         ]
         names = ["action", "next_state"] if self._state_size else ["action"]
         outputs = [{"name": name, "parameters": {"binary_data": True}} for name in names]
-        head = json.dumps({"inputs": described, "outputs": outputs}).encode()
+        head = json.dumps({"inputs": described, "outputs": outputs, **self._parameters}).encode()
         payload = head + b"".join(rows.tobytes() for rows in inputs.values())
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/octet-stream"}
         headers[HEADER_LENGTH] = str(len(head))
@@ -138,15 +148,25 @@ class InferenceConnection:
         self._connection.close()
 
 
+class PolicyAddress(NamedTuple):
+    """Where an InferenceConnection goes, and how the policy acts: see there."""
+
+    url: str
+    model: str
+    token: str
+    state_size: int = 0
+    action: str | None = None
+
+
 class RelayedConnection:
     """A PolicyConnection whose requests begin in other processes, on the head say, where an endpoint on loopback is.
 
     call:    `call(function, *arguments)` returns or raises there what the function does
-    setting: of each process's InferenceConnection: url, model, token and state_size
+    address: of each process's InferenceConnection
     """
 
-    def __init__(self, call: Callable[..., Any], setting: tuple[str, str, str, int]) -> None:
-        self._call, self._setting = call, setting
+    def __init__(self, call: Callable[..., Any], address: PolicyAddress) -> None:
+        self._call, self._address = call, address
 
     def insist(
         self,
@@ -155,30 +175,28 @@ class RelayedConnection:
         states: np.ndarray | None = None,
         masks: np.ndarray | None = None,
     ) -> ActionAnswer:
-        answer: ActionAnswer = self._call(_insist, self._setting, observations, patience_s, states, masks)
+        answer: ActionAnswer = self._call(_insist, self._address, observations, patience_s, states, masks)
         return answer
 
     def close(self) -> None:
         """The connections end with their processes."""
 
 
-def _insist(setting: tuple[str, str, str, int], *arguments: Any) -> ActionAnswer:
-    return _connect(setting).insist(*arguments)
+def _insist(address: PolicyAddress, *arguments: Any) -> ActionAnswer:
+    return _connect_once(address).insist(*arguments)
 
 
-@cache
-def _connect(setting: tuple[str, str, str, int]) -> InferenceConnection:
-    return _make_connection(setting)
+def _connect(address: PolicyAddress) -> InferenceConnection:
+    url, model, token, state_size, action = address
+    return InferenceConnection(url, model, token, state_size=state_size, action=action)
 
 
-def _make_connection(setting: tuple[str, str, str, int]) -> InferenceConnection:
-    url, model, token, state_size = setting
-    return InferenceConnection(url, model, token, state_size=state_size)
+_connect_once = cache(_connect)
 
 
-def connect_policy(setting: tuple[str, str, str, int], call: Callable[..., Any] | None = None) -> PolicyConnection:
+def connect_policy(address: PolicyAddress, call: Callable[..., Any] | None = None) -> PolicyConnection:
     """A connection from this process, or, given `call`, from where that calls."""
-    return _make_connection(setting) if call is None else RelayedConnection(call, setting)
+    return _connect(address) if call is None else RelayedConnection(call, address)
 
 
 def wait_for_version(

@@ -7,6 +7,7 @@ Called by flows, benchmarks and tests. Uses no Ray and holds no weights.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from shoal.runs import RunRecorder
 TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial selects, so the evaluation must have other episodes
 MAX_MISS_PROBABILITY = 1e-3  # that an evaluation misses the target after a passed trial
 MIN_EPISODES = 20  # for a mean: with fewer, luck decides in many environments
+ACTIONS = ("best", "sampled")  # how a policy acts: see `shoal.serve.model.action_sampler`
 NUM_RESAMPLES = 50_000  # estimates a probability of MAX_MISS_PROBABILITY within 15%
 
 Connections = Mapping[str, PolicyConnection]  # by policy
@@ -72,6 +74,15 @@ def hold_trial(connections: Sequence[Connections], spec: ActorLearnerSpec) -> Ev
         if not is_sure(trial._replace(returns=at_best), spec):
             break
     return trial
+
+
+def choose_action(trials: Mapping[str, Evaluation]) -> str:
+    """The best actions, unless sampled ones return more, by twice the standard error of the difference."""
+    if len(trials) < len(ACTIONS):
+        return next(iter(trials))
+    best, sampled = (np.asarray(trials[action].returns) for action in ACTIONS)
+    error = math.sqrt(best.var() / len(best) + sampled.var() / len(sampled))
+    return "sampled" if sampled.mean() - best.mean() > 2 * error else "best"
 
 
 def is_sure(trial: Evaluation, spec: ActorLearnerSpec) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from shoal.rl.gateway.gateway_inference import require_remote_inference
 from shoal.rl.gateway.sessions import LOCAL, REMOTE
 from shoal.rl.spec import RLSpec, experience_spec, network_kwargs
 from shoal.runs import Run, Status
-from shoal.weights import WeightSnapshot
+from shoal.weights import WeightSnapshot, decode_tensors
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
 
@@ -86,6 +86,9 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
     for name, own in spec.split_by_policy().items():
         agents = tuple(agent for agent, policy in assigned.items() if policy == name)
         experience, observation = inspect_environment(own, os.environ.get(ACTORS_INFERENCE, LOCAL), agents)
+        if own.action == "sampled" and not describe_policy_model(own, experience)[1].has_distribution:
+            problem = f"{own.algorithm.name} learns no distribution of actions"
+            raise ConfigError("action", own.action, problem, "use action=best, or algorithm=ppo")
         if own.learn_from_endpoint:
             _require_answerable(own, experience)
         require_playable_opponents(own, experience)
@@ -137,14 +140,13 @@ def _require_answerable(spec: ActorLearnerSpec, experience: ExperienceSpec) -> N
 
 def require_playable_opponents(spec: RLSpec, experience: ExperienceSpec) -> None:
     """Raise ConfigError unless the registered opponents have the network of this run, whose actors play them."""
-    wanted = (
-        describe_policy_model(spec, experience)[0].model_dump(mode="json", exclude={"code"})
-        if spec.self_play.opponents
-        else {}
-    )
+    if not spec.self_play.opponents:
+        return
+    ignored = {"code", "action"}  # actors compute the weights themselves
+    wanted = describe_policy_model(spec, experience)[0].model_dump(mode="json", exclude=ignored)
     for reference in spec.self_play.opponents:
         found = Registry().get(reference)
-        model = found.manifest.model.model_dump(mode="json", exclude={"code"})
+        model = found.manifest.model.model_dump(mode="json", exclude=ignored)
         if model != wanted:
             before, now = ({"factory": each["factory"], **each["kwargs"]} for each in (model, wanted))
             differing = [name for name in {**now, **before} if before.get(name) != now.get(name)]
@@ -221,11 +223,15 @@ def describe_policy_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[Mod
     """The policy's factory, for the endpoint and the registry, and its signature."""
     kwargs = network_kwargs(spec, experience)
     num_actions = kwargs["num_actions"]
-    factory = ModelFactory(factory=spec.model_factory, kwargs=kwargs)
+    factory = ModelFactory(
+        factory=spec.model_factory, kwargs=kwargs, action="sampled" if spec.action == "sampled" else "best"
+    )
     action = TensorSignature(name="action", datatype="INT64", shape=[-1, *experience.action.shape])
     scores = spec.algorithm.score_output
+    parameters = [scores]
     if experience.policy.action_low:
-        action, scores = TensorSignature(name="action", datatype="FP32", shape=[-1, *experience.action.shape]), "mean"
+        action = TensorSignature(name="action", datatype="FP32", shape=[-1, *experience.action.shape])
+        parameters = ["mean", "log_std"]
     state = [spec.state_size] if spec.state_size else []
     signature = Signature(
         inputs=[
@@ -236,12 +242,37 @@ def describe_policy_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[Mod
         ],
         outputs=[
             action,
-            TensorSignature(name=scores, datatype="FP32", shape=[-1, num_actions]),
+            *[TensorSignature(name=name, datatype="FP32", shape=[-1, num_actions]) for name in parameters],
             *([TensorSignature(name="value", datatype="FP32", shape=[-1])] if spec.algorithm.has_value else []),
             *[TensorSignature(name="next_state", datatype="FP32", shape=[-1, size]) for size in state],
         ],
     )
     return factory, signature
+
+
+def mix_policies(
+    factory: ModelFactory, signature: Signature, members: Sequence[WeightSnapshot]
+) -> tuple[ModelFactory, Signature, WeightSnapshot]:
+    """A PolicyMixture of these versions of a policy, which has a state: the member of the episode, and its state."""
+    states = {"state", "next_state"}
+    size = 1 + sum(each.shape[1] for each in signature.inputs if each.name in states)
+    inputs, outputs = (
+        [each for each in side if each.name not in states] for side in (signature.inputs, signature.outputs)
+    )
+    inputs.insert(1, TensorSignature(name="state", datatype="FP32", shape=[-1, size]))
+    outputs.append(TensorSignature(name="next_state", datatype="FP32", shape=[-1, size]))
+    network = factory.model_dump(include={"factory", "kwargs"})
+    mixed = ModelFactory(
+        factory="shoal.models.policy_mixture:PolicyMixture",
+        kwargs={"network": network, "num_members": len(members)},
+        action=factory.action,
+    )
+    weights = {
+        f"members.{index}.{name}": each
+        for index, member in enumerate(members)
+        for name, each in decode_tensors(member.payload).items()
+    }
+    return mixed, Signature(inputs=inputs, outputs=outputs), WeightSnapshot.of(members[-1].version, weights)
 
 
 def register_policy(
@@ -250,9 +281,18 @@ def register_policy(
     snapshot: WeightSnapshot,
     run_id: str,
     gateway_stats: Mapping[str, Any],
+    action: str,
+    pool: Sequence[WeightSnapshot] = (),
 ) -> ModelVersion:
-    """Register these weights as a version of the run's model, under its aliases."""
+    """Register these weights as a version of the run's model, under its aliases.
+
+    action: best or sampled
+    pool:   register an equal mixture of these versions instead
+    """
     factory, signature = describe_policy_model(spec, experience)
+    factory = factory.update({"action": action})
+    if pool:
+        factory, signature, snapshot = mix_policies(factory, signature, pool)
     metrics = {"mean_return_100": float(gateway_stats["mean_return"]), "steps": float(gateway_stats["steps"])}
     return Registry().register(
         spec.model_name,

@@ -138,13 +138,13 @@ class ActorCritic(nn.Module):
 
     def predict(self, observation: Tensor, action_mask: Tensor | None = None) -> dict[str, Tensor]:
         """What an endpoint answers: the most probable action int64 [B], logits [B, num_actions], value [B]; of a Box,
-        the action float32 [B, *shape] at the mean, mean [B, num_actions], value [B]. action_mask: bool
+        the action float32 [B, *shape] at the mean, mean and log_std of u [B, num_actions], value [B]. action_mask: bool
         [B, num_actions], the allowed choices."""
         logits, value = self(observation)
         logits = mask_logits(logits, action_mask)
         if isinstance(self.distribution, SquashedGaussian):
-            mean, _ = self.distribution.split(logits)
-            return {"action": self.distribution.squash(mean), "mean": mean, "value": value}
+            mean, log_std = self.distribution.split(logits)
+            return {"action": self.distribution.squash(mean), "mean": mean, "log_std": log_std, "value": value}
         if isinstance(self.distribution, MultiCategorical):
             action = self.distribution.choose(logits).reshape(-1, *self._action_shape)
             return {"action": action, "logits": logits, "value": value}

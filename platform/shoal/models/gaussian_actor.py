@@ -59,9 +59,10 @@ class GaussianActor(nn.Module):
         return outputs
 
     def predict(self, observation: Tensor) -> dict[str, Tensor]:
-        """What an endpoint answers: the action float32 [B, *shape] at the mean, and mean [B, num_actions] of u."""
-        mean, _ = self.distribution.split(self(observation))
-        return {"action": self.distribution.squash(mean), "mean": mean}
+        """What an endpoint answers: the action float32 [B, *shape] at the mean, and mean and log_std of u
+        [B, num_actions]."""
+        mean, log_std = self.distribution.split(self(observation))
+        return {"action": self.distribution.squash(mean), "mean": mean, "log_std": log_std}
 
 
 class TwinCritic(nn.Module):

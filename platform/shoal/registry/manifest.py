@@ -68,6 +68,12 @@ class Signature(Spec):
     inputs: list[TensorSignature]
     outputs: list[TensorSignature]
 
+    @property
+    def has_distribution(self) -> bool:
+        """Whether the outputs are those of a policy: the best action, and the distribution of actions."""
+        names = {spec.name for spec in self.outputs}
+        return "action" in names and ("logits" in names or {"mean", "log_std"} <= names)
+
 
 class ModelFactory(Spec):
     """How to build a model from its registered payload.
@@ -79,6 +85,7 @@ class ModelFactory(Spec):
              `module:function` that returns the step (a function from a dict of arrays to another) for the model's
              `kwargs`
     code:    the user's own modules among these, as they are stored with a version; None: those that can be imported
+    action:  of a policy: whether an endpoint takes its best action or samples, unless a request says otherwise
     """
 
     factory: str = ""
@@ -87,6 +94,7 @@ class ModelFactory(Spec):
     preprocess: str = ""
     postprocess: str = ""
     code: ModelCode | None = None
+    action: Literal["best", "sampled"] = "best"
 
     @model_validator(mode="after")
     def _modules_alone_have_a_factory(self) -> ModelFactory:

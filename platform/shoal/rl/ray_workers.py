@@ -91,6 +91,7 @@ class GatewayWorker:
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
         make_folder(setting.folder)  # absent on a host that shares no files with the driver's
+        self._pool = OpponentPool.of_run(spec.self_play, setting.folder)
         self._ledger = Ledger(setting.folder / LEDGER_NAME)
         self._queue = ExperienceQueue(spec.gateway.queue_capacity, self._ledger)
         commit = None
@@ -107,7 +108,7 @@ class GatewayWorker:
             setting.curve_keys,
             spec.algorithm.pauses_actors,
             learns_from_users=spec.learn_from_endpoint,
-            opponents=OpponentPool.of_run(spec.self_play, setting.folder),
+            opponents=self._pool,
             group_commit=commit,
         )
         self._gateway.start(START_TIMEOUT_S)
@@ -144,6 +145,10 @@ class GatewayWorker:
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         return self._gateway.take_events()
+
+    def load_pool(self) -> list[WeightSnapshot]:
+        """Past versions of the run, in the pool of opponents."""
+        return [] if self._pool is None else self._pool.load_own()
 
     def close(self, finished: bool) -> dict[str, Any]:
         """The last stats, after the queue was dropped as SHUTDOWN."""
@@ -361,6 +366,11 @@ class ActorLearnerWorkers:
 
     def take_published(self) -> list[PublishedVersion]:
         return self._call_or_none(self._learner, "take_published") or []
+
+    def load_pool(self) -> list[WeightSnapshot]:
+        """Past versions of the run, in the pool of opponents. Raises ClusterError."""
+        pool: list[WeightSnapshot] = self._call_until_answered(self._gateway.load_pool)
+        return pool
 
     def pause_learner(self) -> WeightSnapshot:
         """Pause learning; the weights stay unchanged until `resume_learner`. Raises ClusterError."""

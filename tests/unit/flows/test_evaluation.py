@@ -13,7 +13,13 @@ import pytest
 
 from shoal.errors import ConfigError, InferenceError, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policy_connection import ActionAnswer, PolicyConnection, connect_policy, wait_for_version
+from shoal.flows.policy_connection import (
+    ActionAnswer,
+    PolicyAddress,
+    PolicyConnection,
+    connect_policy,
+    wait_for_version,
+)
 from shoal.flows.policy_evaluation import (
     NUM_RESAMPLES,
     TRIAL_SEED,
@@ -301,8 +307,8 @@ def test_requests_of_a_driver_elsewhere_begin_where_they_are_called(monkeypatch:
     made: list[tuple[object, ...]] = []
 
     class Connection:
-        def __init__(self, *setting: object, state_size: int) -> None:
-            made.append((*setting, state_size))
+        def __init__(self, *setting: object, state_size: int, action: str | None) -> None:
+            made.append((*setting, state_size, action))
 
         def insist(self, observations: np.ndarray, patience_s: float, states: object, masks: object) -> ActionAnswer:
             return ActionAnswer({"action": observations}, int(patience_s))
@@ -314,7 +320,7 @@ def test_requests_of_a_driver_elsewhere_begin_where_they_are_called(monkeypatch:
         return function(*arguments)
 
     monkeypatch.setattr("shoal.flows.policy_connection.InferenceConnection", Connection)
-    setting = "http://127.0.0.1:8000", "cartpole", "token", 0
+    setting = PolicyAddress("http://127.0.0.1:8000", "cartpole", "token", 0, "sampled")
     connection = connect_policy(setting, call)
     assert made == []
     for version in (5.0, 7.0):

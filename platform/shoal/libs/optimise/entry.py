@@ -42,7 +42,7 @@ def make_factory(network: ModelFactory, precision: Precision, teacher: ModelFact
     own = network.model_dump(include={"factory", "kwargs", "code"})
     return ModelFactory(
         factory=f"{__name__}:build", kwargs={"network": own, "precision": precision, **hook_kwargs(teacher)},
-        **hook_references(teacher),
+        action=teacher.action, **hook_references(teacher),
     )  # fmt: skip
 
 

@@ -64,7 +64,8 @@ def apply_step(model: Model, step: Step, teacher: ModelFactory, signature: Signa
     if step in ("int8", "bf16"):
         factory, payload = _convert_precision(model, step, teacher)
     else:
-        factory = ModelFactory(format="onnx", kwargs=entry.hook_kwargs(teacher), **entry.hook_references(teacher))
+        hooks = entry.hook_references(teacher)
+        factory = ModelFactory(format="onnx", kwargs=entry.hook_kwargs(teacher), action=teacher.action, **hooks)
         payload = _export_onnx(entry.build_network(model.factory, model.payload), teacher, signature, inputs)
         if step == "onnx-int8":
             payload = quantise_onnx(payload)

@@ -99,6 +99,14 @@ class OpponentPool:
         index = bisect_right(self.versions, version)
         return version in self._gone or (index > 0 and self.versions[index - 1] == version)
 
+    def load_own(self) -> list[WeightSnapshot]:
+        """The members that were versions of the run, oldest first."""
+        found, version = list[WeightSnapshot](), len(self.names)
+        while (member := self.find_next(version)) is not None:
+            found.append(member)
+            version = member.version
+        return found
+
     def find_next(self, newer_than: int) -> WeightSnapshot | None:
         """The oldest member above this version, if there is one."""
         index = bisect_right(self.versions, newer_than)

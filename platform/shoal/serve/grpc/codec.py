@@ -53,7 +53,7 @@ InputTensorMessage = pb.ModelInferRequest.InferInputTensor
 class InferRequestHeader(msgspec.Struct, frozen=True, gc=False):
     """A request without its tensors.
 
-    timeout_us: the parameter `timeout`, unchecked; None without it
+    timeout_us, action, seed: the parameters `timeout`, `action`, `seed`, unchecked; None without them
     raw:        whether the tensors are raw
     """
 
@@ -62,17 +62,18 @@ class InferRequestHeader(msgspec.Struct, frozen=True, gc=False):
     id: str
     timeout_us: object
     raw: bool
+    action: object = None
+    seed: object = None
 
     @classmethod
     def from_message(cls, request: pb.ModelInferRequest) -> InferRequestHeader:
         """Read a message's header."""
-        return cls(
-            request.model_name,
-            request.model_version,
-            request.id,
-            parameter_value(request.parameters["timeout"]) if "timeout" in request.parameters else None,
-            bool(request.raw_input_contents),
+        given = request.parameters
+        timeout_us, action, seed = (
+            parameter_value(given[name]) if name in given else None for name in ("timeout", "action", "seed")
         )
+        raw = bool(request.raw_input_contents)
+        return cls(request.model_name, request.model_version, request.id, timeout_us, raw, action, seed)
 
 
 class DecodedInputs(msgspec.Struct, frozen=True, gc=False):

@@ -192,6 +192,7 @@ class InferenceServicer:
             codec = self._codecs.get(model)
             inputs = await self._decode_inputs(request, codec)
             call.inputs, call.num_rows, call.outputs = inputs.arrays, inputs.num_rows, inputs.wanted
+            call.action, call.seed = asked.action, asked.seed
             default_s, called_s = model.options.deadline_s, invocation.deadline_s
             call.deadline_s = compute_deadline(request.arrived_s, asked.timeout_us, metadata, default_s, called_s)
             prediction = await model.infer(call)

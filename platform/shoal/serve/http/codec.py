@@ -84,6 +84,7 @@ class HttpCodec:
         call.id, call.inputs, call.num_rows = request.id, arrays, self._schema.check_complete(arrays)
         parameters = request.parameters or NO_PARAMETERS
         call.timeout_us = parameters.get("timeout")
+        call.action, call.seed = parameters.get("action"), parameters.get("seed")
         call.binary = _get_flag(parameters, "binary_data_output", False)
         if not request.outputs:
             return

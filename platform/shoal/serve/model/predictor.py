@@ -23,6 +23,7 @@ from shoal.registry.code_import import activate_code
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.runs.formatting import format_size
 from shoal.serve.messages.decoded_request import Arrays
+from shoal.serve.model.action_sampler import ActionSampler, make_sampler
 from shoal.serve.model.device import devices, is_device_lost, select_fastest, time_forwards
 from shoal.serve.model.formats import Forward, Template, TemplateConfig, has_cuda, open_template
 from shoal.serve.model.formats.size_limits import NO_LIMITS, LimitedForward
@@ -69,6 +70,7 @@ class Predictor:
         self._padding_cost = PaddingCostModel(layout.signature) if self._collator.can_pad else None
         outputs = [TensorMetadata(each.name, each.datatype, each.shape) for each in signature.outputs]
         self._check = OutputCheck(outputs, layout.dimensions, finite=options.finite)
+        self.sampler = make_sampler(factory, signature, options.action)
         self._preprocess = find_hook("preprocess", factory, options)
         self._postprocess = find_hook("postprocess", factory, options)
         has_hooks = self._preprocess is not None, self._postprocess is not None
@@ -134,6 +136,7 @@ class Predictor:
             raise WeightsError(explain_out_of_memory(error, what)) from None
         steps = self.layout, self._collator, self._padding_cost, self._check, self._preprocess, self._postprocess
         model = LoadedModel(snapshot.version, forward, *steps)
+        model.sampler = self.sampler
         if isinstance(forward, LimitedForward) and self._preprocess is None:  # a hook's arrays are no request's
             model.size_limits = forward.limits
         return model
@@ -192,9 +195,11 @@ class LoadedModel:
     """One version of a model, ready to answer. Immutable and thread-safe.
 
     size_limits: the sizes of a request's inputs that it takes, which the caller checks
+    sampler:     of a policy with a distribution: draws actions, for the caller to apply
     """
 
     size_limits = NO_LIMITS
+    sampler: ActionSampler | None = None
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ from shoal.serve.messages.decoded_request import Arrays
 from shoal.serve.messages.inference import InferCall, Outputs, ServedModelProtocol, size_bytes
 from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
+from shoal.serve.model.action_sampler import ActionSampler, check_parameters
 from shoal.serve.model.formats.size_limits import NO_LIMITS
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.protocol.tracing import CLIENT_GONE
@@ -144,6 +145,8 @@ class ServedModel:
             deadline_s = arrived_s + self._deadline_s
         track: Track | None = None
         try:
+            if call.action is not None or call.seed is not None:
+                check_parameters(call.action, call.seed, self.predictor.sampler)
             track = self.router.choose_track(call.version, call.track, call.sticky)
             assert track.loaded is not None
             if (limits := track.loaded.size_limits) is not NO_LIMITS:
@@ -267,9 +270,9 @@ class ServedModel:
                 limits.check(request)
         if isinstance(loaded, FallbackPredictor):
             outputs, batch.version, batch.is_alone = loaded.predict(requests)
-            return outputs
+            return _act(self.predictor.sampler, batch, outputs)
         try:
-            return loaded.predict_batch(requests)
+            return _act(loaded.sampler, batch, loaded.predict_batch(requests))
         except Exception as error:
             other = self.router.counterparts.get(loaded.version)
             if other is not None and len(requests) == 1 and is_model_error(error) and _fails_on(other, requests):
@@ -285,6 +288,12 @@ class ServedModel:
     def _record_time(self, batch: CallBatch) -> None:
         if not batch.failed and batch.is_alone:
             self._forward_times.add(batch.version, batch.rows, batch.computed_s)
+
+
+def _act(sampler: ActionSampler | None, batch: CallBatch, outputs: Sequence[Outputs]) -> Sequence[Outputs]:
+    if sampler is None:
+        return outputs
+    return [sampler.act(each, entry.request) for each, entry in zip(outputs, batch.requests, strict=True)]
 
 
 def _fails_on(loaded: LoadedModel, requests: Sequence[Arrays]) -> bool:

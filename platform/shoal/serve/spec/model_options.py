@@ -62,6 +62,7 @@ class ModelOptions(Spec):
     device:         auto: the CPU, or the faster one where the replica has reserved a GPU
     preprocess, postprocess: `module:function` of a dict of arrays, run before and after the forward, per batch; None:
                     the registered hook; "": none
+    action:         of a policy: best or sampled, where a request does not say; None: as its version says
     finite:         a NaN or infinite output is an error (500), and such weights are rejected; off: JSON has null for
                     them
     warm_up:        run the forward at every power of two of the batch before the version is ready
@@ -84,6 +85,7 @@ class ModelOptions(Spec):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     preprocess: Hook | None = None
     postprocess: Hook | None = None
+    action: Literal["best", "sampled"] | None = None
     finite: bool = True
     warm_up: bool = True
     pin: bool = False

@@ -28,7 +28,7 @@ from shoal.batching.batcher import Prediction
 from shoal.errors import ConnectionLost, InferenceError, RequestLost
 from shoal.network_address import watch_host
 from shoal.open_inference.binary_tensors import from_binary, to_binary
-from shoal.open_inference.messages import Error, InferRequest, InferResponse, InputTensor, RequestedOutput
+from shoal.open_inference.messages import Error, InferRequest, InferResponse, InputTensor, Parameters, RequestedOutput
 from shoal.serve.http.routes import PEER_PATH
 from shoal.serve.messages.inference import InferCall, Outputs
 from shoal.serve.protocol.infer_call import BATCH_HEADER, GENERATION_HEADER, PEER_HEADER, TENANT_HEADER
@@ -137,7 +137,9 @@ def encode_call(
         for each, array in call.inputs.items()
     ]
     outputs = None if call.outputs is None else [RequestedOutput(each) for each in call.outputs]
-    head = _encode(InferRequest(tensors, call.id, {"binary_data_output": True}, outputs))
+    parameters: Parameters = {"binary_data_output": True}
+    parameters |= {name: each for name in ("action", "seed") if (each := getattr(call, name)) is not None}
+    head = _encode(InferRequest(tensors, call.id, parameters, outputs))
     headers = {
         "inference-header-content-length": str(len(head)),
         PEER_HEADER.decode(): token,
