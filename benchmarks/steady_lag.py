@@ -1,25 +1,27 @@
-"""Returns of IMPALA and PPO at the end of long training on experience of a steady age, in weight versions.
+"""Returns of IMPALA and PPO after long training on experience of a steady age, in weight versions.
 
-    python -m benchmarks.steady_lag [--runs N] [--quick] [--only ALGORITHM ...]
+    python -m benchmarks.steady_lag [--seeds N] [--quick] [--only ALGORITHM ...]
 
-CartPole-v1 without Ray or sockets: one thread acts, queues each batch behind LAG others and learns from the oldest, so
+CartPole-v1 without Ray and sockets: one loop acts, queues each batch behind LAG others, and learns from the oldest, so
 each update sees experience that is exactly LAG versions old. 1,500 batches of 2,048 steps are what four actors play in
-about 120 s. The endpoint's return is the mean of 100 held-out episodes with the final weights.
+120 s through the whole loop (benchmarks.experience). A return is the mean of 100 held-out episodes with the final
+weights, best actions or sampled: the lower one counts. `before` is the commit of the other side, in a copy of its own.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from collections import deque
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
 
+from benchmarks.children import OUR_PYTHON, Child, scratch
+from benchmarks.result import compare, options, write
 from shoal.actor.policy import Policy, make_policy
 from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.experience.queue import ExperienceBatch
@@ -27,132 +29,116 @@ from shoal.rl.learner import model_arrays
 from shoal.rl.spec import RLSpec, experience_spec
 from shoal.wire.segment import Segment
 
-NUM_ENVS, NUM_STEPS = 8, 256
+LAGS = (0, 10, 20, 30)
+NUM_ENVS, NUM_STEPS, NUM_BATCHES, QUICK_BATCHES = 8, 256, 1500, 30
+BAR, TIMEOUT_S = 450.0, 1800.0
+ALGORITHMS = {"impala": [], "ppo": ["algorithm=ppo"]}
 
 
 class Players:
-    """Environments that step together, each with a stream of segments."""
+    """Environments that step together; `play` cuts what they did into segments."""
 
-    def __init__(self, env: str, seed: int) -> None:
-        self.env = gymnasium.make_vec(env, num_envs=NUM_ENVS)
-        if isinstance(self.env.single_observation_space, gymnasium.spaces.Discrete):
-            self.env = gymnasium.wrappers.vector.FlattenObservation(self.env)
-        self._observations, _ = self.env.reset(seed=seed)
-        self._is_over = np.zeros(NUM_ENVS, bool)
-        self._returns = np.zeros(NUM_ENVS)
-        self.returns: deque[float] = deque(maxlen=100)
+    def __init__(self, env: str, num_envs: int, seed: int) -> None:
+        envs: Any = gymnasium.make_vec(env, num_envs=num_envs)
+        is_discrete = isinstance(envs.single_observation_space, gymnasium.spaces.Discrete)
+        self.envs = gymnasium.wrappers.vector.FlattenObservation(envs) if is_discrete else envs
+        self._num_envs, (self._observations, _) = num_envs, self.envs.reset(seed=seed)
+        self._is_over = np.zeros(num_envs, bool)  # the next step of those resets them
 
     def play(self, policy: Policy, version: int) -> ExperienceBatch:
-        rows = [self._observations]
-        steps: list[tuple[np.ndarray, ...]] = []
+        rows, steps = [self._observations], []
         for _ in range(NUM_STEPS):
-            actions, log_probabilities = policy.act_batch(self._observations.astype(np.float32), range(NUM_ENVS))
+            actions, log_probabilities = policy.act_batch(self._observations.astype(np.float32), range(self._num_envs))
             was_over = self._is_over
-            actions = np.asarray(actions)
-            self._observations, rewards, terminated, truncated, _ = self.env.step(actions)
+            self._observations, rewards, terminated, truncated, _ = self.envs.step(np.asarray(actions))
             self._is_over = terminated | truncated
-            self._returns += rewards
-            for index in np.flatnonzero(self._is_over):
-                self.returns.append(float(self._returns[index]))
-                self._returns[index] = 0.0
             rows.append(self._observations)
-            steps.append((actions, rewards, np.asarray(log_probabilities), terminated, truncated, was_over))
-        grid = [np.stack(each) for each in zip(*steps, strict=True)]
-        observations = np.stack(rows)
-        return ExperienceBatch.from_segments(0, list(self._cut(observations, *grid, version)))
+            steps.append((np.asarray(actions), rewards, np.asarray(log_probabilities), terminated, truncated, was_over))
+        grids = [np.stack(each) for each in zip(*steps, strict=True)]
+        return ExperienceBatch.from_segments(0, list(self._cut(np.stack(rows), *grids, version=version)))
 
-    def _cut(self, observations, actions, rewards, log_probabilities, terminated, truncated, was_over, version):
-        for index in range(NUM_ENVS):
-            ends = [*(np.flatnonzero((terminated | truncated)[:, index]) + 1), NUM_STEPS]
+    def _cut(
+        self,
+        observations: np.ndarray,
+        actions: np.ndarray,
+        rewards: np.ndarray,
+        log_probabilities: np.ndarray,
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        was_over: np.ndarray,
+        version: int,
+    ) -> Iterator[Segment]:
+        for index in range(self._num_envs):
             begin = 0
-            for end in ends:
-                begin += bool(begin < NUM_STEPS and was_over[begin, index])  # the step that resets
+            for end in (*(np.flatnonzero((terminated | truncated)[:, index]) + 1), NUM_STEPS):
+                begin += bool(begin < end and was_over[begin, index])
                 if begin < end:
-                    part = slice(begin, end)
+                    at = slice(begin, end), index
+                    versions, last = np.full(end - begin, version), (end - 1, index)
                     yield Segment(
-                        observations[begin : end + 1, index],
-                        actions[part, index],
-                        rewards[part, index].astype(np.float32),
-                        log_probabilities[part, index].astype(np.float32),
-                        np.full(end - begin, version),
-                        bool(terminated[end - 1, index]),
-                        bool(truncated[end - 1, index]),
-                        None,
-                        None,
-                        {},
-                    )
+                        observations[begin : end + 1, index], actions[at], rewards[at].astype(np.float32),
+                        log_probabilities[at].astype(np.float32), versions, bool(terminated[last]),
+                        bool(truncated[last]), None, None, {},
+                    )  # fmt: skip
                 begin = end
 
 
-def evaluate(env: str, policy: Policy, seed: int, episodes: int, greedy: bool) -> float:
-    players = gymnasium.make_vec(env, num_envs=episodes)
-    if isinstance(players.single_observation_space, gymnasium.spaces.Discrete):
-        players = gymnasium.wrappers.vector.FlattenObservation(players)
-    observations, _ = players.reset(seed=seed)
-    playing, returns = np.ones(episodes, bool), np.zeros(episodes)
-    while playing.any():
+def evaluate(env: str, policy: Policy, is_sampled: bool, num_episodes: int = 100) -> float:
+    """The mean return of held-out episodes."""
+    players = Players(env, num_episodes, seed=20_000)
+    observations, _ = players.envs.reset(seed=20_000)
+    is_playing, returns = np.ones(num_episodes, bool), np.zeros(num_episodes)
+    while is_playing.any():
         rows = observations.astype(np.float32)
-        actions = (
-            policy.compute_outputs(rows).argmax(1) if greedy else np.asarray(policy.act_batch(rows, range(episodes))[0])
-        )
-        observations, rewards, terminated, truncated, _ = players.step(actions)
-        returns += rewards * playing
-        playing &= ~(terminated | truncated)
+        sampled = policy.act_batch(rows, range(num_episodes))[0] if is_sampled else ()
+        actions = np.asarray(sampled) if is_sampled else policy.compute_outputs(rows).argmax(1)
+        observations, rewards, terminated, truncated, _ = players.envs.step(actions)
+        returns += rewards * is_playing
+        is_playing &= ~(terminated | truncated)
     return float(returns.mean())
 
 
-def learn(env: str, words: list[str], lag: int, seed: int, num_batches: int, log_every: int = 50) -> dict[str, Any]:
+def learn(env: str, words: list[str], lag: int, seed: int, num_batches: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     torch.set_flush_denormal(True)
-    spec = RLSpec(env=env).override([*words, f"learner.seed={seed}"])
-    players = Players(env, 1000 * seed)
-    experience = experience_spec(players.env.single_observation_space, players.env.single_action_space, spec)
+    spec, players = RLSpec(env=env).override(words), Players(env, NUM_ENVS, 1000 * seed)
+    experience = experience_spec(players.envs.single_observation_space, players.envs.single_action_space, spec)
     algorithm = make_algorithm(spec, experience)
-    policy = make_policy(experience.policy, seed, action_shape=experience.action.shape)
-    judge = make_policy(experience.policy, seed, action_shape=experience.action.shape)
-    queue: deque[ExperienceBatch] = deque()
-    curve, started = [], time.monotonic()
-    sums: dict[str, float] = {}
-    version = 1
-    policy.load(version, model_arrays(algorithm.model))
+    policy, queue, metrics = make_policy(experience.policy, seed), deque[ExperienceBatch](), dict[str, float]()
+    policy.load(1, model_arrays(algorithm.model))
     for number in range(1, num_batches + 1):
-        queue.append(players.play(policy, version))
-        if len(queue) <= lag:
-            continue
-        batch = algorithm.prepare(queue.popleft())
-        for metrics in algorithm.update(batch):
-            pass
-        version += 1
-        policy.load(version, algorithm.normalizer.fold(model_arrays(algorithm.model)))
-        if number % log_every == 0 or number == num_batches:
-            judge.load(version, algorithm.normalizer.fold(model_arrays(algorithm.model)))
-            point = {
-                "batch": number,
-                "training": float(np.mean(players.returns)),
-                "greedy": evaluate(env, judge, 10_000, 20, True),
-                **{name.removeprefix("learner/"): round(value, 5) for name, value in metrics.items()},
-            }
-            curve.append(point)
-            print(json.dumps(point), file=sys.stderr, flush=True)
-    seconds = time.monotonic() - started
-    return {
-        "env": env,
-        "words": words,
-        "lag": lag,
-        "seed": seed,
-        "seconds": seconds,
-        "greedy": evaluate(env, judge, 20_000, 100, True),
-        "sampled": evaluate(env, judge, 20_000, 100, False),
-        "training": curve[-1]["training"],
-        "worst_after_solved": None,
-        "curve": curve,
-    }
+        queue.append(players.play(policy, number))
+        if len(queue) > lag:
+            for step in algorithm.update(algorithm.prepare(queue.popleft())):
+                metrics = {**step}
+            policy.load(number + 1, model_arrays(algorithm.model))
+    found = {"best": evaluate(env, policy, is_sampled=False), "sampled": evaluate(env, policy, is_sampled=True)}
+    return {**found, "entropy": metrics["learner/entropy"]}
+
+
+def main() -> None:
+    chosen = options(__doc__, runs=5, only=tuple(ALGORITHMS))
+    rows, num_batches = [], QUICK_BATCHES if chosen.quick else NUM_BATCHES
+    with scratch() as folder:
+        for algorithm in chosen.only:
+            for lag in LAGS:
+                found = []
+                for seed in range(chosen.runs):
+                    setting = ["CartPole-v1", ALGORITHMS[algorithm], lag, seed, num_batches]
+                    words = [OUR_PYTHON, "-m", "benchmarks.steady_lag", json.dumps(setting)]
+                    with Child(words, folder) as child:
+                        found.append(child.answer(TIMEOUT_S))
+                    print(f"{algorithm}, lag {lag}, seed {seed}: {found[-1]}", flush=True)
+                returns = [min(each["best"], each["sampled"]) for each in found]
+                name = f"{algorithm.upper()}, experience {lag} versions old"
+                note = f"the least of {len(found)} seeds {min(returns):.0f}"
+                rows.append(compare(name, "return", "higher", returns, bar=BAR, bar_kind="value", note=note))
+    write("steady_lag", rows, chosen.results)
 
 
 if __name__ == "__main__":
-    setting = json.loads(sys.argv[1])
-    found = learn(**setting)
-    with Path(sys.argv[2]).open("a") as file:
-        file.write(json.dumps(found) + "\n")
-    print({key: found[key] for key in ("words", "lag", "seed", "seconds", "greedy", "sampled", "training")})
+    if len(sys.argv) == 2 and sys.argv[1].startswith("["):
+        print(json.dumps(learn(*json.loads(sys.argv[1]))), flush=True)
+    else:
+        main()

@@ -31,9 +31,10 @@ def test_updates_learn_a_bandit() -> None:
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     random = np.random.default_rng(0)
     for _ in range(60):
-        actions = random.integers(0, 2, 64)
+        policy = torch.softmax(model(torch.ones(1, 4))[0], -1)[0].detach().numpy()
+        actions = (random.random(64) < policy[1]).astype(np.int64)
         batch = build_batch(
-            np.ones((128, 4)), actions, actions.astype(np.float32), np.full(64, np.log(0.5), np.float32),
+            np.ones((128, 4)), actions, actions.astype(np.float32), np.log(policy)[actions],
             np.ones(64, np.int64), np.ones(64, bool),
         )  # fmt: skip
         update(model, optimizer, batch, ImpalaConfig())

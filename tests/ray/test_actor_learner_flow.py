@@ -39,26 +39,33 @@ SNAPSHOT = WeightSnapshot.of(7, {"w": np.zeros(1, np.float32)})
 
 
 class FakeFlow(LoopRun):
-    """The flow of one policy without a cluster; `outcome` is what playing brings."""
+    """The flow of one policy without a cluster; `outcome` is what playing brings, or what sampled actions bring."""
 
-    def __init__(self, outcome: Evaluation | ShoalError, time_is_up: bool = False) -> None:
+    def __init__(
+        self,
+        outcome: Evaluation | ShoalError,
+        time_is_up: bool = False,
+        sampled: Evaluation | None = None,
+        **fields: object,
+    ) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         recorder: Any = SimpleNamespace(record_event=lambda kind, **details: self.events.append((kind, details)))
-        spec = ActorLearnerSpec(env="CartPole-v1", target_return=475.0)
+        spec = ActorLearnerSpec.parse({"env": "CartPole-v1", "target_return": 475.0, **fields})
         super().__init__(spec, recorder, {"": (EXPERIENCE, np.zeros(4, np.float32))})
-        self._outcome, self._is_up = outcome, time_is_up
+        self._outcome, self._is_up, self._sampled, self.tried = outcome, time_is_up, sampled, list[str]()
 
     @contextmanager
-    def _connect(self) -> Iterator[Any]:
+    def _connect(self, action: str) -> Iterator[Any]:
+        self.tried.append(action)
         if isinstance(self._outcome, ShoalError):
             raise self._outcome
-        yield None
+        yield self._sampled if action == "sampled" and self._sampled else self._outcome
 
     def _time_is_up(self) -> bool:
         return self._is_up
 
     def passes(self, monkeypatch: pytest.MonkeyPatch) -> bool:
-        monkeypatch.setattr(actor_learner, "hold_trial", lambda *_: self._outcome)
+        monkeypatch.setattr(actor_learner, "hold_trial", lambda outcome, spec: outcome)
         return self._passes(SNAPSHOT)
 
 
@@ -69,6 +76,33 @@ def played(mean: float, *versions: int) -> Evaluation:
 def test_a_version_that_returns_the_target_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FakeFlow(played(480.0, 7)).passes(monkeypatch)
     assert not FakeFlow(played(470.0, 7)).passes(monkeypatch)
+
+
+def test_a_version_that_reaches_the_target_by_sampled_actions_alone_passes_with_those(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flow = FakeFlow(played(300.0, 7), sampled=played(480.0, 7))
+    assert flow.passes(monkeypatch)
+    assert (flow.tried, flow._action) == (["best", "sampled"], "sampled")
+    assert [(details["action"], details["passes"]) for _, details in flow.events] == [
+        ("best", False),
+        ("sampled", True),
+    ]
+
+
+def test_a_run_tries_no_other_actions_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled = FakeFlow(played(300.0, 7), sampled=played(480.0, 7), action="sampled")
+    assert sampled.passes(monkeypatch)
+    best = FakeFlow(played(300.0, 7), sampled=played(480.0, 7), action="best")
+    assert not best.passes(monkeypatch)
+    assert (sampled.tried, best.tried) == (["sampled"], ["best"])
+
+
+def test_without_a_target_the_better_actions_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sampled, action in ((0.9, "sampled"), (0.3, "best")):
+        flow = FakeFlow(played(0.66, 7), sampled=played(sampled, 7), target_return=None)
+        assert flow.passes(monkeypatch)
+        assert flow._action == action
 
 
 def test_what_other_versions_answered_speaks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +126,8 @@ def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkey
     num_rows: list[int] = []
 
     class Connection:
-        def __init__(self, url: str, model: str, token: str, *, state_size: int) -> None:
-            assert (model, state_size) == ("cartpole", 0)
+        def __init__(self, url: str, model: str, token: str, *, state_size: int, action: str) -> None:
+            assert (model, state_size, action) == ("cartpole", 0, "best")
 
         def insist(
             self, observations: np.ndarray, patience_s: float = 60.0, masks: np.ndarray | None = None
@@ -109,7 +143,7 @@ def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkey
     spec = ActorLearnerSpec(env="CartPole-v1", eval_episodes=5).override(["endpoint.model.max_batch_size=2"])
     flow = LoopRun(spec, SimpleNamespace(), {"": (EXPERIENCE, np.zeros(4, np.float32))})  # type: ignore[arg-type]
     flow._endpoint, flow._candidates = SimpleNamespace(url="http://h"), [SNAPSHOT]  # type: ignore[assignment]
-    with flow._connect() as connections:
+    with flow._connect("best") as connections:
         assert len(evaluate(connections, spec)[""].returns) == 5
         assert len(hold_trial(connections, spec).returns) == 4  # two for each connection: hopeless
     assert max(num_rows) == 2
@@ -196,8 +230,8 @@ def test_a_run_whose_trials_did_not_pass_ends_with_what_the_last_one_returned(mo
     flow._connect = nullcontext
     assert not flow._passes(SNAPSHOT)
     tried = (
-        r"\(version 7 returned 480 over 20 episodes of a trial, and would miss 475 in others with a probability"
-        r" of 0.41, where 0.001 is allowed\)"
+        r"\(version 7 returned 480 over 20 episodes of a trial with action=sampled, and would miss 475 in others with"
+        r" a probability of 0.41, where 0.001 is allowed\)"
     )
     assert 0.4 < noted["tried"]["miss_probability"] < 0.42
     assert (noted["tried"]["allowed"], noted["tried"]["target"], noted["tried"]["passes"]) == (0.001, 475.0, False)

@@ -75,7 +75,9 @@ def oracle_loss(logits, values, arrays, config):
     advantages, targets = np.concatenate(advantages), np.concatenate(targets)
     log_policy = logits[step_rows] - np.log(np.exp(logits[step_rows]).sum(-1, keepdims=True))
     log_pi = log_policy[np.arange(len(targets)), arrays["actions"]]
-    policy = -(advantages * log_pi).mean()
+    ratios = np.exp(log_pi - arrays["log_probabilities"])
+    is_clipped = np.where(advantages > 0, ratios > 1 + config.clip, ratios < 1 - config.clip)
+    policy = -(advantages * ~is_clipped * log_pi).mean()
     value = 0.5 * ((targets - values[step_rows]) ** 2).mean()
     entropy = -(np.exp(log_policy) * log_policy).sum(-1).mean()
     return policy + config.value_cost * value - config.entropy_cost * entropy, policy, value, entropy
@@ -110,7 +112,7 @@ def test_vtrace_equals_the_papers_double_sum(seed: int, rho_bar: float, c_bar: f
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 9], [7, 7], [20, 3, 14, 1, 8]])
 def test_loss_equals_the_oracle_on_segments_of_unequal_length(lengths: list[int]) -> None:
-    config = ImpalaConfig(rho_bar=1.5, c_bar=0.9, lambda_=0.95, entropy_cost=0.03)
+    config = ImpalaConfig(rho_bar=1.5, c_bar=0.9, lambda_=0.95, entropy_cost=0.03, clip=0.4)
     batch, arrays = random_batch(len(lengths), lengths)
     random = np.random.default_rng(7)
     rows = sum(lengths) + len(lengths)
@@ -123,7 +125,7 @@ def test_loss_equals_the_oracle_on_segments_of_unequal_length(lengths: list[int]
         Categorical(),
     )
     expected = oracle_loss(logits, values, arrays, config)
-    np.testing.assert_allclose([float(loss) for loss in losses], expected, **TOLERANCE)
+    np.testing.assert_allclose([float(loss) for loss in losses[:4]], expected, **TOLERANCE)
 
 
 def test_the_entropys_gradient_equals_finite_differences_of_the_oracle() -> None:
@@ -149,7 +151,7 @@ def test_the_entropys_gradient_equals_finite_differences_of_the_oracle() -> None
 
 def test_policy_gradient_pushes_by_the_advantage_and_values_to_their_targets() -> None:
     """d(policy loss)/d(logits) = -A (1[a] - π) / N and d(value loss)/dV = (V - v) / N, from the oracle's A and v."""
-    config = ImpalaConfig()
+    config = ImpalaConfig(clip=1e9)
     batch, arrays = random_batch(5, [6])
     random = np.random.default_rng(13)
     logits = torch.tensor(random.normal(size=(7, 3)), dtype=torch.float64, requires_grad=True)
@@ -178,7 +180,7 @@ def test_the_gradient_of_the_whole_loss_is_the_papers(seed: int, normalize: bool
     config = ImpalaConfig(
         discount=random.choice([0.0, 0.9, 1.0]), rho_bar=random.choice([0.5, 1.0, 3.0]),
         c_bar=random.choice([0.3, 1.0]), lambda_=random.choice([0.0, 0.9, 1.0]),
-        value_cost=0.7, entropy_cost=0.05, normalize_advantages=normalize,
+        value_cost=0.7, entropy_cost=0.05, normalize_advantages=normalize, clip=1e9,
     )  # fmt: skip
     batch, arrays = random_batch(seed, random.integers(1, 30, 4).tolist())
     num_steps, num_rows = len(arrays["rewards"]), len(arrays["observations"])

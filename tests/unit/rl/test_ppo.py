@@ -44,14 +44,12 @@ def make_ppo(**fields: object):
     return make_algorithm(SPEC.update({"algorithm": fields}), experience)
 
 
-def oracle_targets(logits, values, batch, config):
-    """Segment by segment in float64: log π_prox, advantages by the sum of equation (16), returns, weights."""
+def oracle_targets(values, batch, config):
+    """Segment by segment in float64: log μ, advantages by the sum of equation (16), returns."""
     row = step = 0
-    log_prox, advantages, returns = [], [], []
+    advantages, returns = [], []
     for length, terminated in zip(batch.lengths, batch.terminated, strict=True):
         rows, steps = slice(row, row + length), slice(step, step + length)
-        log_policy = logits[rows] - np.log(np.exp(logits[rows]).sum(-1, keepdims=True))
-        log_prox += list(log_policy[np.arange(length), batch.actions[steps]])
         discounts = np.full(length, config.discount)
         if terminated:
             discounts[-1] = 0.0
@@ -64,18 +62,17 @@ def oracle_targets(logits, values, batch, config):
     advantages = np.array(advantages)
     if config.normalize_advantages:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    weights = np.minimum(config.rho_bar, np.exp(np.array(log_prox) - batch.log_probabilities))
-    return np.array(log_prox), advantages, np.array(returns), weights
+    return batch.log_probabilities, advantages, np.array(returns)
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], [3, 9, 1, 5]])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_advantages_and_weights_are_those_of_the_equations(lengths: list[int], normalize: bool) -> None:
+def test_advantages_and_targets_are_those_of_the_equations(lengths: list[int], normalize: bool) -> None:
     ppo, batch = make_ppo(normalize_advantages=normalize), make_batch(3, lengths)
     with torch.no_grad():
-        logits, values = (each.double().numpy() for each in ppo.model(to_tensors(batch).observations))
+        values = ppo.model(to_tensors(batch).observations)[1].double().numpy()
     rows, targets = ppo._prepare(to_tensors(batch))
-    for mine, theirs in zip(targets, oracle_targets(logits, values, batch, ppo._config), strict=True):
+    for mine, theirs in zip(targets, oracle_targets(values, batch, ppo._config), strict=True):
         np.testing.assert_allclose(mine.numpy(), theirs, **TOLERANCE)
     assert len(rows) == sum(lengths)
 
@@ -85,11 +82,12 @@ def test_the_loss_is_that_of_the_equation(clip: float) -> None:
     random, config = np.random.default_rng(1), PPOConfig(clip=clip)
     logits, values = random.normal(size=(12, 3)), random.normal(size=12)
     actions = random.integers(0, 3, 12)
-    targets = [np.log(random.uniform(0.2, 0.6, 12)), random.normal(size=12), random.normal(size=12), random.random(12)]
+    targets = [np.log(random.uniform(0.2, 0.6, 12)), random.normal(size=12), random.normal(size=12)]
     log_policy = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     ratios = np.exp(log_policy[np.arange(12), actions] - targets[0])
     gains = np.minimum(ratios * targets[1], np.clip(ratios, 1 - clip, 1 + clip) * targets[1])
-    policy, value = -(targets[3] * gains).mean(), 0.5 * ((values - targets[2]) ** 2).mean()
+    weights = np.minimum(1, config.rho_bar / ratios)
+    policy, value = -(weights * gains).mean(), 0.5 * ((values - targets[2]) ** 2).mean()
     entropy = -(np.exp(log_policy) * log_policy).sum(-1).mean()
     tensors = PPOTargets(*map(torch.tensor, targets))
     found = ppo_loss(torch.tensor(logits), torch.tensor(values), torch.tensor(actions), tensors, config, Categorical())
@@ -99,13 +97,10 @@ def test_the_loss_is_that_of_the_equation(clip: float) -> None:
 
 
 def test_a_batch_of_the_newest_weights_counts_each_step_alike() -> None:
-    """Then π_prox is the behaviour policy: the first step's ratios and weights are 1, and nothing is clipped."""
-    ppo, batch = make_ppo(epochs=1, minibatches=1, rho_bar=10.0), make_batch(0, [6, 4])
-    tensors = to_tensors(batch)
-    _, targets = ppo._prepare(tensors)
-    fresh = ExperienceBatch(**{**vars(batch), "log_probabilities": targets.log_probabilities.numpy()})
-    _, targets = ppo._prepare(to_tensors(fresh))
-    torch.testing.assert_close(targets.weights, torch.ones(10))
+    """Then π is the behaviour policy: the first step's ratios are 1, and nothing is clipped."""
+    ppo, batch = make_ppo(epochs=1, minibatches=1), make_batch(0, [6, 4])
+    log_probabilities = batch.log_probabilities + ppo.compute_log_ratios(batch)
+    fresh = ExperienceBatch(**{**vars(batch), "log_probabilities": log_probabilities})
     [metrics] = ppo.update(fresh)
     assert metrics["learner/clip_fraction"] == 0.0
     assert metrics["learner/kl"] == pytest.approx(0.0, abs=1e-6)
@@ -133,13 +128,14 @@ def test_updates_learn_a_bandit() -> None:
     random = np.random.default_rng(0)
     assert isinstance(ppo.model, ActorCritic)
     for _ in range(20):
-        actions = random.integers(0, NUM_ACTIONS, 64)
+        policy = torch.softmax(ppo.model(torch.ones(1, SIZE))[0], -1)[0].detach().double().numpy()
+        actions = random.choice(NUM_ACTIONS, 64, p=policy / policy.sum())
         batch = make_batch(0, [1] * 64)
         arrays = {
             "observations": np.ones_like(batch.observations),
             "actions": actions,
             "rewards": (actions == 1).astype(np.float32),
-            "log_probabilities": np.full(64, -np.log(NUM_ACTIONS), np.float32),
+            "log_probabilities": np.log(policy)[actions].astype(np.float32),
             "terminated": np.ones(64, bool),
         }
         list(ppo.update(ExperienceBatch(**{**vars(batch), **arrays})))

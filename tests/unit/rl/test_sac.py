@@ -183,7 +183,7 @@ def test_a_resumed_learner_goes_on_from_the_same_state() -> None:
 def test_an_endpoint_answers_an_action_and_no_value() -> None:
     factory, signature = describe_policy_model(SPEC, EXPERIENCE)
     answer = make_sac().model.predict(torch.zeros(2, 3))
-    assert {each.name for each in signature.outputs} == answer.keys() == {"action", "mean"}
+    assert {each.name for each in signature.outputs} == answer.keys() == {"action", "mean", "log_std"}
     assert factory.factory.endswith("GaussianActor")
 
 

@@ -130,6 +130,14 @@ def compute_log_ratios(model: AnyActorCritic, batch: SegmentBatch) -> np.ndarray
     return found
 
 
+@torch.no_grad()
+def explain_variance(values: Tensor, targets: Tensor) -> Tensor:
+    """1 - Var(targets - values) / Var(targets) over steps [N], from -1; 0 where the targets are all alike."""
+    variance = targets.var(correction=0)
+    explained = 1 - (targets - values).var(correction=0) / variance.clamp(min=1e-12)
+    return explained.clamp(min=-1.0) * (variance > 1e-12)
+
+
 def make_grid(lengths_B: Tensor) -> SegmentGrid:
     """The grid of segments of these lengths.
 

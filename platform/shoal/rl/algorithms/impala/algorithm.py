@@ -33,6 +33,7 @@ from shoal.rl.algorithms.segments import (
     SegmentBatch,
     compute_log_ratios,
     evaluate_rows,
+    explain_variance,
     get_discounts,
     make_grid,
     to_tensors,
@@ -51,6 +52,9 @@ class Losses(NamedTuple):
     policy: Tensor
     value: Tensor
     entropy: Tensor
+    clip_fraction: Tensor
+    kl: Tensor
+    explained_variance: Tensor
 
 
 def impala_loss(
@@ -64,6 +68,9 @@ def impala_loss(
 ) -> Losses:
     """The loss of §4.2: policy gradient with V-trace advantages, squared error to V-trace targets, entropy bonus.
 
+    Of experience of older weights, a step beyond 1 ± ε in the direction of its advantage has no policy gradient (the
+    trust region of PPO, 1707.06347): ρ = 1 would push it on with each batch until the effect of the first is seen.
+
     outputs [N+S, ...] of the distribution and values [N+S] are the learner's, for every observation; differentiable in
     both. num_steps: of the `group` of learners, if the batch is a share of one
     """
@@ -73,9 +80,8 @@ def impala_loss(
     entropy = entropies.sum() / num_steps
 
     discounts = get_discounts(batch, config.discount)
-    per_step = torch.stack(
-        [log_pi.detach() - batch.log_probabilities, discounts, batch.rewards, torch.ones_like(batch.rewards)]
-    )
+    log_ratios = log_pi.detach() - batch.log_probabilities
+    per_step = torch.stack([log_ratios, discounts, batch.rewards, torch.ones_like(batch.rewards)])
     values_T1B = grid.spread_rows(values.detach())
     log_rhos_TB, discounts_TB, rewards_TB, mask_TB = grid.spread(per_step)
     trace = vtrace(
@@ -84,11 +90,15 @@ def impala_loss(
     advantages = grid.collect(trace.advantages_TB)
     if config.normalize_advantages:
         advantages = standardize(advantages, group)
-    policy_loss = -(advantages * log_pi).sum() / num_steps
-    errors = grid.collect(trace.targets_TB) - values.index_select(0, grid.step_rows)
-    value_loss = 0.5 * errors.square().sum() / num_steps
+    ratios = log_ratios.exp()
+    is_clipped = torch.where(advantages > 0, ratios > 1 + config.clip, ratios < 1 - config.clip)
+    policy_loss = -(advantages * ~is_clipped * log_pi).sum() / num_steps
+    targets, values = grid.collect(trace.targets_TB), values.index_select(0, grid.step_rows)
+    value_loss = 0.5 * (targets - values).square().sum() / num_steps
     total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
-    return Losses(total, policy_loss, value_loss, entropy)
+    explained = explain_variance(values, targets) * len(values) / num_steps
+    kl = (ratios - 1 - log_ratios).sum() / num_steps
+    return Losses(total, policy_loss, value_loss, entropy, is_clipped.sum() / num_steps, kl, explained)
 
 
 def update(
@@ -130,6 +140,9 @@ def _compute_gradients(
         "learner/policy_loss": losses.policy,
         "learner/value_loss": losses.value,
         "learner/entropy": losses.entropy,
+        "learner/clip_fraction": losses.clip_fraction,
+        "learner/kl": losses.kl,
+        "learner/explained_variance": losses.explained_variance,
     }
     found = group.sum_gradients(model.parameters(), metrics, num_mine, num_steps or num_mine)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)

@@ -13,7 +13,11 @@ from shoal.rl.algorithm_config import AlgorithmConfig
 
 
 class ImpalaConfig(AlgorithmConfig):
-    """Names and defaults as in table D.1 of the paper, but for the optimiser: Adam, with rates for small networks."""
+    """Names and defaults as in table D.1 of the paper, but for the optimiser: Adam, with rates for small networks.
+
+    clip: ε; a step of older weights does not change the policy once π / μ has moved beyond 1 ± ε in the direction of
+          its advantage
+    """
 
     name: Literal["impala"] = "impala"
     discount: float = Field(default=0.99, ge=0, le=1)
@@ -23,6 +27,7 @@ class ImpalaConfig(AlgorithmConfig):
     rho_bar: float = Field(default=1.0, gt=0)
     c_bar: float = Field(default=1.0, gt=0)
     lambda_: float = Field(default=1.0, ge=0, le=1)
+    clip: float = Field(default=0.1, gt=0)
     max_grad_norm: float = Field(default=40.0, gt=0)
     normalize_advantages: bool = False
 
@@ -30,5 +35,5 @@ class ImpalaConfig(AlgorithmConfig):
     cores: ClassVar[tuple[str, ...]] = ("none", "gru", "lstm")
     changeable: ClassVar[tuple[str, ...]] = (
         *("discount", "learning_rate", "value_cost", "entropy_cost"),
-        *("rho_bar", "c_bar", "lambda_", "max_grad_norm"),
+        *("rho_bar", "c_bar", "lambda_", "clip", "max_grad_norm"),
     )

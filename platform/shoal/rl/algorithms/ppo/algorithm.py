@@ -1,7 +1,6 @@
 """PPO: several steps of the optimiser on each batch, by the clipped objective (Schulman et al., 1707.06347).
 
-Actors may lag behind: by the decoupled objective (Hilton et al., 2110.00641) ratios are clipped around the weights
-before the batch, whatever weights have acted. Knows no clock, device, run or Ray.
+Actors may lag behind: ratios are clipped around the policy that has acted. Knows no clock, device, run or Ray.
 """
 
 from __future__ import annotations
@@ -88,10 +87,9 @@ class PPO(Algorithm):
 
     @torch.no_grad()
     def _prepare(self, batch: SegmentBatch, group: LearnerGroup = SINGLE) -> tuple[Tensor, PPOTargets]:
-        """The observation's row of each step, and what the weights before the batch say of it."""
+        """The observation's row of each step, and its targets."""
         grid = make_grid(batch.lengths_B)
-        outputs, values = evaluate_rows(self.model, batch)
-        log_prox, _ = self.model.distribution.evaluate(outputs[grid.step_rows], batch.actions)
+        _, values = evaluate_rows(self.model, batch)
         discounts = get_discounts(batch, self._config.discount)
         per_step = torch.stack([discounts, batch.rewards, torch.ones_like(batch.rewards)])
         discounts_TB, rewards_TB, mask_TB = grid.spread(per_step)
@@ -102,8 +100,7 @@ class PPO(Algorithm):
         targets = advantages + values[grid.step_rows]
         if self._config.normalize_advantages:
             advantages = standardize(advantages, group)
-        weights = (log_prox - batch.log_probabilities).exp().clamp(max=self._config.rho_bar)
-        return grid.step_rows, PPOTargets(log_prox, advantages, targets, weights)
+        return grid.step_rows, PPOTargets(batch.log_probabilities, advantages, targets)
 
     def _step_on_segments(
         self, batch: ExperienceBatch, is_mine: np.ndarray, targets: PPOTargets, num_steps: int
@@ -148,6 +145,7 @@ class PPO(Algorithm):
             "learner/entropy": losses.entropy,
             "learner/clip_fraction": losses.clip_fraction,
             "learner/kl": losses.kl,
+            "learner/explained_variance": losses.explained_variance,
         }
         found = group.sum_gradients(self.model.parameters(), metrics, len(actions), num_steps)
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)

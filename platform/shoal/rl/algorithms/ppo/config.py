@@ -13,8 +13,8 @@ class PPOConfig(AlgorithmConfig):
     """Names and defaults as in Schulman et al. (1707.06347) and Huang et al. ("37 details", 2022).
 
     epochs, minibatches: steps of the optimiser for a batch: epochs * minibatches
-    clip:    ε of the clipped objective, around the weights before the batch
-    rho_bar: of experience by older weights, the most that a step counts (π_prox / π_behaviour, truncated)
+    clip:    ε of the clipped objective, around the policy that has acted
+    rho_bar: the most that a step counts, by π / π_behaviour, which experience of older weights may have far from 1
     synchronous: actors pause while the learner updates, as in the paper: every step is of the newest weights
     """
 

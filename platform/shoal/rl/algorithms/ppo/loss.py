@@ -12,17 +12,17 @@ from torch import Tensor
 
 from shoal.models.action_distribution import Categorical, MultiCategorical, SquashedGaussian
 from shoal.rl.algorithms.ppo.config import PPOConfig
+from shoal.rl.algorithms.segments import explain_variance
 from shoal.rl.algorithms.vtrace import vtrace
 
 
 class PPOTargets(NamedTuple):
-    """Of each step, by the weights before the batch: log π_prox(a|x), advantages, value targets, and the weight
-    min(ρ̄, π_prox / π_behaviour); all [N]."""
+    """Of each step: log μ(a|x) of the policy μ that has acted; by the weights before the batch, advantages and value
+    targets; all [N]."""
 
     log_probabilities: Tensor
     advantages: Tensor
     values: Tensor
-    weights: Tensor
 
     def select(self, chosen: Tensor) -> PPOTargets:
         """Those of some steps."""
@@ -38,6 +38,7 @@ class PPOLosses(NamedTuple):
     entropy: Tensor
     clip_fraction: Tensor
     kl: Tensor
+    explained_variance: Tensor
 
 
 @torch.no_grad()
@@ -67,9 +68,10 @@ def ppo_loss(
     distribution: Categorical | MultiCategorical | SquashedGaussian,
     num_steps: int | None = None,
 ) -> PPOLosses:
-    """The clipped objective around π_prox, each step weighted by π_prox / π_behaviour: equation (3) of 2110.00641.
+    """The clipped objective, equation (7) of 1707.06347, around the policy μ that has acted, however old its weights are.
 
-    With experience of the newest weights, π_prox is π_behaviour and this is PPO, equation (7) of 1707.06347.
+    So a step teaches nothing more once π / μ has left the range, and π stays near the policies whose experience is on
+    its way. The gradient of a step counts at most ρ̄ times: π / μ is unbounded where the advantage is negative.
     num_steps: of all learners, where others have the other steps of the minibatch
     """
     num_steps = num_steps or len(values)
@@ -79,10 +81,11 @@ def ppo_loss(
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - config.clip, 1 + config.clip)
     gains = torch.minimum(ratios * targets.advantages, clipped * targets.advantages)
-    policy_loss = -(targets.weights * gains).sum() / num_steps
+    policy_loss = -((config.rho_bar / ratios.detach()).clamp(max=1.0) * gains).sum() / num_steps
     value_loss = 0.5 * (values - targets.values).square().sum() / num_steps
     total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
     with torch.no_grad():
         clip_fraction = ((ratios - 1).abs() > config.clip).float().sum() / num_steps
         kl = (ratios - 1 - log_ratios).sum() / num_steps
-    return PPOLosses(total, policy_loss, value_loss, entropy, clip_fraction, kl)
+        explained = explain_variance(values, targets.values) * len(values) / num_steps
+    return PPOLosses(total, policy_loss, value_loss, entropy, clip_fraction, kl, explained)
