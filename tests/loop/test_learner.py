@@ -82,6 +82,19 @@ def test_a_learner_publishes_at_once_and_after_every_update(tmp_path: Path) -> N
     assert bench.queue.ledger.get_account(A).consumed == 2
 
 
+def test_earlier_weights_are_published_again_as_the_newest_version(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    first = bench.learner.snapshot()
+    bench.put(segment(8))
+    bench.put(segment(8))
+    assert bench.learner.step()
+    again = bench.learner.republish(first)
+    latest = bench.store.latest()
+    assert latest is not None
+    assert (again.version, latest.version) == (3, 3)
+    assert again.sha256 == latest.sha256 == first.sha256
+
+
 def test_it_reports_how_long_each_batch_took_with_its_publication(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     reported: list[tuple[float, int]] = []

@@ -105,6 +105,30 @@ def test_without_a_target_the_better_actions_are_registered(monkeypatch: pytest.
         assert flow._action == action
 
 
+@pytest.mark.parametrize(("kept_return", "is_registered"), [(500.0, True), (9.0, False)])
+def test_a_run_that_has_collapsed_registers_the_version_of_its_best_returns(
+    monkeypatch: pytest.MonkeyPatch, kept_return: float, is_registered: bool
+) -> None:
+    flow = FakeFlow(played(9.0, 7), target_return=None, action="best")
+    kept = WeightSnapshot.of(3, {"w": np.ones(1, np.float32)})
+    published: list[int] = []
+
+    def republish(snapshot: WeightSnapshot) -> WeightSnapshot:
+        published.append(snapshot.version)
+        return snapshot
+
+    weights = SimpleNamespace(latest=lambda: kept)
+    flow.policies[0]._workers = SimpleNamespace(republish=republish, make_weight_source=lambda: weights)  # type: ignore[assignment]
+    flow.policies[0].gateway = make_stats(mean_return=480.0, episodes=100)
+    flow.policies[0].keep_best()
+    monkeypatch.setattr(actor_learner, "hold_trial", lambda *_: played(kept_return if published else 9.0, 7))
+    flow._candidates = [SNAPSHOT]
+    assert flow._passes(SNAPSHOT)
+    assert published == [3] if is_registered else [3, 7]
+    assert flow._candidates[0].version == (3 if is_registered else 7)
+    assert ("kept_version" in [kind for kind, _ in flow.events]) == is_registered
+
+
 def test_what_other_versions_answered_speaks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     flow = FakeFlow(played(500.0, 7, 8))
     assert not flow.passes(monkeypatch)

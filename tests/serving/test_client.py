@@ -176,6 +176,8 @@ def test_what_a_call_says_of_itself_arrives(client: Client, host: FakeHost) -> N
     assert answer.version == 6
     assert (call.version, call.sticky, call.track, call.outputs) == (6, "ü:1", "stable", frozenset({"x"}))
     assert call.deadline_s is not None
+    client.infer("m", ROWS, parameters={"action": "sampled", "seed": 7})
+    assert (model.calls[-1].action, model.calls[-1].seed) == ("sampled", 7)
     client.infer("m", ROWS)
     assert (model.calls[-1].version, model.calls[-1].deadline_s, model.calls[-1].track) == (None, None, "")
 

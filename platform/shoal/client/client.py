@@ -26,7 +26,7 @@ from shoal.client.requests import Episode
 from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with_retries, timeout_error
 from shoal.client.transport import AsyncTransport, Transport
 from shoal.errors import ConfigError, InferenceError
-from shoal.open_inference.messages import IndexedModel, ModelMetadata, VersionStatistics
+from shoal.open_inference.messages import IndexedModel, ModelMetadata, Parameters, VersionStatistics
 
 TIMEOUT_S = 75.0  # longer than the ingress waits for an answer: the client hears what became of its request
 NUM_CONNECTIONS = 100
@@ -77,7 +77,8 @@ class _ClientBase:
     def _build_infer_request(
         self, signature: ModelMetadata, model: str, inputs: Inputs, options: Mapping[str, Any], version: int | None
     ) -> EndpointRequest:
-        headers, body = encode_inputs(signature, inputs, options["outputs"], options["request_id"], binary=self._binary)
+        told = options["outputs"], options["request_id"], options["parameters"]
+        headers, body = encode_inputs(signature, inputs, *told, binary=self._binary)
         return requests.build_infer_request(
             model, version, headers, body, sticky=options["sticky"], track=options["track"]
         )
@@ -139,6 +140,7 @@ class Client(_ClientBase):
         sticky: str = "",
         track: str = "",
         request_id: str = "",
+        parameters: Parameters | None = None,
     ) -> Answer:
         """Compute the model's outputs for `inputs`: arrays by name, or one array for a model with one input; [rows,
         ...] each.
@@ -149,10 +151,12 @@ class Client(_ClientBase):
                     it cannot answer in time
         sticky:     calls with the same text get the same side of a canary
         track:      "stable" or "candidate": this side of a canary
+        parameters: of the protocol, as {"action": "sampled", "seed": 7} for a policy that samples
 
         Raises ConfigError for inputs that cannot fit the model, InferenceError, ConnectionLost.
         """
-        options = {"outputs": outputs, "request_id": request_id, "sticky": sticky, "track": track}
+        asked = {"outputs": outputs, "request_id": request_id, "parameters": parameters}
+        options = {**asked, "sticky": sticky, "track": track}
         patience = self._build_infer_policy(deadline_s)
         known = self._signatures.get(model)
         try:
@@ -314,9 +318,11 @@ class AsyncClient(_ClientBase):
         sticky: str = "",
         track: str = "",
         request_id: str = "",
+        parameters: Parameters | None = None,
     ) -> Answer:
         """See `Client.infer`."""
-        options = {"outputs": outputs, "request_id": request_id, "sticky": sticky, "track": track}
+        asked = {"outputs": outputs, "request_id": request_id, "parameters": parameters}
+        options = {**asked, "sticky": sticky, "track": track}
         patience = self._build_retry_policy() if deadline_s is None else self._build_infer_policy(deadline_s)
         known = self._signatures.get(model)
         try:

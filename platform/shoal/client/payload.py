@@ -79,7 +79,13 @@ def as_arrays(signature: ModelMetadata, inputs: Inputs) -> dict[str, np.ndarray]
 
 
 def encode_inputs(
-    signature: ModelMetadata, inputs: Inputs, outputs: Collection[str] | None, request_id: str, *, binary: bool
+    signature: ModelMetadata,
+    inputs: Inputs,
+    outputs: Collection[str] | None,
+    request_id: str,
+    parameters: Parameters | None = None,
+    *,
+    binary: bool,
 ) -> tuple[dict[str, str], bytes]:
     """Encode the headers and body of an inference request. Raises ConfigError."""
     if isinstance(outputs, str):
@@ -94,14 +100,14 @@ def encode_inputs(
             InputTensor(name, list(array.shape), datatypes[name], data=_encode_json(name, array, datatypes[name]))
             for name, array in arrays.items()
         ]
-        request = InferRequest(tensors, request_id or None, None, asked)
+        request = InferRequest(tensors, request_id or None, parameters, asked)
         return {"content-type": "application/json"}, msgspec.json.encode(request)
     buffers = {name: to_binary(datatypes[name], array) for name, array in arrays.items()}
     tensors = [
         InputTensor(name, list(array.shape), datatypes[name], {"binary_data_size": len(buffers[name])}, NO_DATA)
         for name, array in arrays.items()
     ]
-    everything: Parameters = {"binary_data_output": True}
+    everything: Parameters = {**(parameters or {}), "binary_data_output": True}
     head = msgspec.json.encode(InferRequest(tensors, request_id or None, everything, asked))
     headers = {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
     return headers, b"".join([head, *buffers.values()])

@@ -46,6 +46,7 @@ from shoal.flows.policy_evaluation import (
     estimate_miss,
     evaluate,
     hold_trial,
+    is_better,
     record_evaluation,
 )
 from shoal.flows.rl_metrics import (
@@ -233,7 +234,30 @@ class LoopRun:
                 self._action = action
                 return True
         self._action = choose_action(trials)
+        if self.spec.target_return is None:
+            self._prefer_kept(snapshot, trials[self._action])
         return self.spec.target_return is None
+
+    def _prefer_kept(self, newest: WeightSnapshot, trial: Evaluation) -> None:
+        """Take the version at the actors' best mean return as the candidate, if its trial returns more than the
+        newest's by more than chance: a run may have collapsed since."""
+        policy = self._only
+        assert policy is not None
+        if policy.kept is None or policy.kept.version == newest.version or self.spec.self_play.is_on:
+            return
+        self._candidates = [policy.workers.republish(policy.kept)]
+        with self._connect(self._action) as connections:
+            kept = hold_trial(connections, self.spec)
+        if not is_better(kept, trial):
+            self._candidates = [policy.workers.republish(newest)]
+            return
+        returns = {"mean_return": kept.mean_return, "newest_mean_return": trial.mean_return}
+        self._note("kept_version", version=policy.kept.version, newest=newest.version, **returns)
+        print(
+            f"version {policy.kept.version} is registered in place of the newest one, {newest.version}: it returns"
+            f" {format_number(kept.mean_return)} in its trial, and the newest {format_number(trial.mean_return)}",
+            flush=True,
+        )
 
     def _list_actions(self) -> tuple[str, ...]:
         """How the candidates may act, in the order of trials: as the run says, or by best actions, and then sampled."""
@@ -331,6 +355,7 @@ class LoopRun:
             named = {"policy": each.name} if each.name else {}
             for kind, details in each.poll():
                 self._note(kind, **named, **details)
+            each.keep_best()
         if self._addresses["gateway"][1] != ",".join(each.address for each in self.policies):
             self._announce_gateways()  # on another host, or another process had taken a port
         self._record_published()

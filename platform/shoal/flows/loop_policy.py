@@ -26,11 +26,14 @@ from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
 from shoal.store import open_store, store_variable
+from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import find_choices
 
 ADDRESS_NAME = "gateway.address"  # in the folder of a run, in the store
 ACTORS_BACK_S = 60.0  # after a gateway has restarted, until it is recorded that no actor has come back
+KEEP_S = 5.0  # between two versions that are kept
+MIN_EPISODES = 100  # of the actors' mean return
 
 
 class LoopPolicy:
@@ -39,6 +42,7 @@ class LoopPolicy:
     address:  of its gateway
     solved_s: when it reached its target, from the first segment; stays, though its gateway may restart
     tried_at: the learner's updates at its last trial
+    kept:     the weights at the actors' best mean return so far, in a run without a target
     """
 
     def __init__(self, name: str, spec: ActorLearnerSpec, experience: ExperienceSpec, observation: np.ndarray) -> None:
@@ -51,6 +55,8 @@ class LoopPolicy:
         self._is_deserted = False  # for ACTORS_BACK_S
         self.solved_s: float | None = None
         self.tried_at = -spec.algorithm.updates_between_trials
+        self.kept: WeightSnapshot | None = None
+        self._kept_return, self._kept_at = -math.inf, -math.inf
         self._checkpoint_failure = ""
         self._pids: dict[str, int] = {}
         self._replica_pids: set[int] = set()  # of the other learners
@@ -182,6 +188,14 @@ class LoopPolicy:
         if self._stored_address != self.address:
             self.store_address()
         return happened
+
+    def keep_best(self) -> None:
+        """Keep the newest weights, if the actors' mean return is the best so far and is of enough episodes."""
+        is_due = time.monotonic() - self._kept_at >= KEEP_S and self.gateway.get("episodes", 0) >= MIN_EPISODES
+        if not is_due or self.spec.target_return is not None or not self.mean_return > self._kept_return:
+            return
+        if (snapshot := self.workers.make_weight_source().latest()) is not None:
+            self.kept, self._kept_return, self._kept_at = snapshot, self.mean_return, time.monotonic()
 
     def compute_metrics(self, num_requests: float) -> dict[str, float]:
         """num_requests: of the endpoint, so far"""

@@ -77,12 +77,17 @@ def hold_trial(connections: Sequence[Connections], spec: ActorLearnerSpec) -> Ev
 
 
 def choose_action(trials: Mapping[str, Evaluation]) -> str:
-    """The best actions, unless sampled ones return more, by twice the standard error of the difference."""
+    """The best actions, unless sampled ones return more by more than chance."""
     if len(trials) < len(ACTIONS):
         return next(iter(trials))
-    best, sampled = (np.asarray(trials[action].returns) for action in ACTIONS)
-    error = math.sqrt(best.var() / len(best) + sampled.var() / len(sampled))
-    return "sampled" if sampled.mean() - best.mean() > 2 * error else "best"
+    return "sampled" if is_better(trials["sampled"], trials["best"]) else "best"
+
+
+def is_better(one: Evaluation, other: Evaluation) -> bool:
+    """Whether one has the higher mean return by more than twice the standard error of the difference."""
+    first, second = np.asarray(one.returns), np.asarray(other.returns)
+    error = math.sqrt(first.var() / len(first) + second.var() / len(second))
+    return float(first.mean() - second.mean()) > 2 * error
 
 
 def is_sure(trial: Evaluation, spec: ActorLearnerSpec) -> bool:

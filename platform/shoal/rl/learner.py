@@ -30,7 +30,7 @@ from shoal.rl.learner_group import LearnerHub
 from shoal.rl.published_versions import PublishedVersions, WeightSink
 from shoal.rl.spec import LearnerSpec, RLSpec
 from shoal.store import Store
-from shoal.weights import PublishedVersion, Skipped, WeightSnapshot
+from shoal.weights import PublishedVersion, Skipped, WeightSnapshot, decode_tensors
 from shoal.wire import DropReason, ExperienceSpec
 
 T = TypeVar("T")
@@ -133,6 +133,12 @@ class Learner:
         and then the actors do. Raises Closed when the learner is stopped before.
         """
         return self._loop.pause(lambda: self.snapshot() if self._publish_updates() else None, UNWRITABLE_PAUSE_S)
+
+    def republish(self, snapshot: WeightSnapshot) -> WeightSnapshot:
+        """Publish earlier weights as the newest version, while it pauses. Raises OSError, as when the disk is full."""
+        weights = decode_tensors(snapshot.payload)
+        self._versions.publish(weights, self.updates, self.steps)
+        return WeightSnapshot.of(self.version, weights)
 
     def resume(self) -> None:
         """Continue learning after `pause`."""

@@ -246,6 +246,9 @@ class LearnerWorker:
     def pause(self) -> WeightSnapshot:
         return self._learner.pause()
 
+    def republish(self, snapshot: WeightSnapshot) -> WeightSnapshot:
+        return self._learner.republish(snapshot)
+
     def resume(self) -> None:
         self._learner.resume()
 
@@ -376,6 +379,10 @@ class ActorLearnerWorkers:
         """Pause learning; the weights stay unchanged until `resume_learner`. Raises ClusterError."""
         return self._call_until_answered(self._learner.pause)
 
+    def republish(self, snapshot: WeightSnapshot) -> WeightSnapshot:
+        """Publish earlier weights as the newest version, while the learner pauses. Raises ClusterError."""
+        return self._call_until_answered(self._learner.republish, snapshot)
+
     def resume_learner(self) -> None:
         self._call_until_answered(self._learner.resume)
 
@@ -397,10 +404,12 @@ class ActorLearnerWorkers:
         for worker in (*self._replicas, self._learner, self._gateway, self._store):
             ray.kill(worker, no_restart=True)
 
-    def _call_until_answered(self, method: Any) -> Any:
+    def _call_until_answered(self, method: Any, *arguments: object) -> Any:
         """Ask until there is an answer: a worker may be on its way back. Raises ClusterError."""
         try:
-            return call_until_answered(method, patience_s=ACKNOWLEDGE_TIMEOUT_S + CALL_TIMEOUT_S, timeout_s=None)
+            return call_until_answered(
+                method, *arguments, patience_s=ACKNOWLEDGE_TIMEOUT_S + CALL_TIMEOUT_S, timeout_s=None
+            )
         except AWAY as error:
             raise ClusterError(f"a worker did not answer: {error}") from error
 

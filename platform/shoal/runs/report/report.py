@@ -42,6 +42,8 @@ _NAMES = {
     "learner/loss": "Learner loss",
     "learner/entropy": "Policy entropy",
     "learner/policy_lag": "Policy lag (versions)",
+    "learner/clip_fraction": "Share of clipped steps",
+    "learner/explained_variance": "Variance of returns that the value explains",
     "queue/depth": "Queue depth (segments)",
     "endpoint/requests_per_s": "Endpoint requests a second",
     "train/loss": "Training loss",

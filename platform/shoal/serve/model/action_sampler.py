@@ -66,10 +66,13 @@ def make_sampler(factory: ModelFactory, signature: Signature, action: str | None
 
 
 def check_parameters(action: object, seed: object, sampler: ActionSampler | None) -> None:
-    """Raise InferenceError (400) for values of the parameters `action` and `seed` that this model does not take."""
+    """Raise InferenceError (400) for values of the parameters `action` and `seed` that this model does not take. One
+    that is no policy ignores other values, as it does other parameters."""
+    if sampler is None:
+        if action == "sampled":
+            raise InferenceError(400, "parameter action = 'sampled': the outputs are no distribution of actions")
+        return
     if action not in (None, *ACTIONS):
         raise InferenceError(400, f"parameter action = {str(action)[:40]!r}: expected best or sampled")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < MAX_SEED):
         raise InferenceError(400, f"parameter seed = {str(seed)[:40]!r}: expected an integer from 0 to 2^63 - 1")
-    if action == "sampled" and sampler is None:
-        raise InferenceError(400, "parameter action = 'sampled': the outputs are no distribution of actions")

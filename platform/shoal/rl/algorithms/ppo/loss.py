@@ -68,7 +68,7 @@ def ppo_loss(
     distribution: Categorical | MultiCategorical | SquashedGaussian,
     num_steps: int | None = None,
 ) -> PPOLosses:
-    """The clipped objective, equation (7) of 1707.06347, around the policy μ that has acted, however old its weights are.
+    """The clipped objective, equation (7) of 1707.06347, around the policy μ that has acted, of any age.
 
     So a step teaches nothing more once π / μ has left the range, and π stays near the policies whose experience is on
     its way. The gradient of a step counts at most ρ̄ times: π / μ is unbounded where the advantage is negative.
