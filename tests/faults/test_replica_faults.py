@@ -322,12 +322,17 @@ def test_dead_it_refuses_at_once_whatever_was_asked(held: Held) -> None:
         held.blocked(held.hold),
     ):
         assert call(channel, FINE).code() is grpc.StatusCode.OK
+        stream = Stream(channel)
+        assert stream.answers()
         slow, slow_call = held.ask_all(pool, HANG), call(channel, HANG)
         wait_for(lambda: held.num_in_hand() == [len(slow) + 1], STATE_TIMEOUT_S)
         [victim] = held.pids()
         os.kill(victim, signal.SIGKILL)
         assert [each.result(STATE_TIMEOUT_S) for each in slow] == [COME_AGAIN] * len(slow)
         assert slow_call.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(grpc.RpcError) as ended:
+            stream.answers()
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
         before = held.ingresses()
         assert call(channel, FINE).code() is grpc.StatusCode.UNAVAILABLE
         assert {each.result(STATE_TIMEOUT_S) for each in held.ask_all(pool, FINE)} == {COME_AGAIN}

@@ -74,6 +74,7 @@ def test_an_idle_endpoint_sleeps_and_answers_all_that_wake_it(endpoint: Endpoint
     client = Client(endpoint.url, TIMEOUT_S)
     status, _, answer = client.request("POST", "/shoal/v1/rollout", "{}")
     assert (status, answer["error"]) == (503, "the endpoint is asleep: send it a prediction, then the change")
+    assert client.request("GET", "/favicon.ico", "")[0] == 404
     client.close()
     assert is_asleep()
     assert "replica_lost " not in endpoint.command("events"), endpoint.read_logs()

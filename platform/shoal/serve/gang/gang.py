@@ -2,7 +2,8 @@
 
 Made by the replica, called by `template` from the threads that load and that compute. Knows no Ray: a launcher starts
 the workers. All of them are replaced together, with every loaded version; meanwhile requests get 503. Spare workers,
-which have started and hold no version, take their place, so that this lasts as long as a version's loading.
+which have started and hold no version, take their place, so that this lasts as long as a version's loading: they have
+built its model once, since the imports of that (torch's meta device needs 200 modules) take longer than its weights.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 from shoal.errors import ClusterError, InferenceError, ShoalError
 from shoal.serve.gang.messages import (
     Address,
+    BuildModel,
     DropVersion,
     JoinGang,
     LoadVersion,
@@ -247,14 +249,24 @@ class Gang:
         def prepare(launcher: Launcher) -> None:
             try:
                 launcher.stop()
-                self._waiting = self._launch(launcher)
-            except ShoalError as error:
+                _, connections = workers = self._launch(launcher)
+                for load in list(self._loaded.values()):
+                    for connection in connections:
+                        connection.send(BuildModel(load.config.factory))
+                    for connection in connections:
+                        if not connection.poll(REPLACE_S):
+                            raise GangLost("it does not build the model")
+                        connection.recv()
+                self._waiting = workers
+            except (ShoalError, OSError, EOFError) as error:
                 logger.warning("no spare workers, so that the replacement of lost ones takes longer: %s", error)
 
         self._preparing = threading.Thread(target=prepare, args=(self._spares,), name="shoal-gang-spares", daemon=True)
         self._preparing.start()
 
     def _start_team(self) -> None:
+        if self._preparing is not None:  # it has begun before others could
+            self._preparing.join()
         if self._waiting is None:
             addresses, connections = self._launch(self._launcher)
         else:

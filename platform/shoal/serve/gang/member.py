@@ -34,6 +34,7 @@ from shoal.errors import InferenceError, ModelError, WeightsError
 from shoal.parallel.comm.world import TIMEOUT_S, set_network_interface
 from shoal.serve.gang.messages import (
     Address,
+    BuildModel,
     DropVersion,
     JoinGang,
     LoadVersion,
@@ -45,7 +46,7 @@ from shoal.serve.gang.messages import (
     receive_tensor,
     send_tensor,
 )
-from shoal.serve.gang.plan import to_inputs
+from shoal.serve.gang.plan import build_model, to_inputs
 from shoal.serve.gang.shard import Shard, load_shard
 from shoal.serve.model.formats.template import TemplateConfig
 from shoal.serve.model.formats.torch_forward import name_all_outputs, select_outputs, to_array
@@ -75,7 +76,13 @@ class GangMember:
         torch.set_num_threads(torch_threads)
         replica = self._accept()
         try:
-            self._join(replica, replica.recv())
+            while isinstance(message := replica.recv(), BuildModel):
+                try:
+                    build_model(message.factory)
+                except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's module: its load reports it
+                    logger.warning("a spare worker cannot build the model: %s", error)
+                replica.send(WorkerAnswer())
+            self._join(replica, message)
             threading.Thread(target=self._read_messages, args=(replica,), name="shoal-gang", daemon=True).start()
             while (message := self._messages.get()) is not None:
                 if (answer := self._take(message)) is not None:

@@ -2,6 +2,7 @@
 
 | from     | to                | message                                          | answer                        |
 |----------|-------------------|--------------------------------------------------|-------------------------------|
+| replica  | a spare worker    | BuildModel, before JoinGang                      | WorkerAnswer                  |
 | replica  | every worker      | JoinGang: its rank and peers                     | WorkerAnswer: a store's port  |
 | replica  | every worker      | LoadVersion, DropVersion                         | WorkerAnswer to LoadVersion   |
 | replica  | every worker      | RunBatch: the inputs of a micro-batch            | WorkerAnswer of the last one  |
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from shoal.network_address import watch_host
+from shoal.registry.manifest import ModelFactory
 from shoal.serve.gang.plan import GangPlan
 from shoal.serve.model.formats.template import TemplateConfig
 from shoal.weights import WeightFile
@@ -36,8 +38,15 @@ PROOF_S, START_S = 5, 60  # after which a peer that does not prove the secret is
 
 
 @dataclass(frozen=True)
+class BuildModel:
+    """Build a model without weights and drop it: what this imports is there when a version is to be loaded."""
+
+    factory: ModelFactory
+
+
+@dataclass(frozen=True)
 class JoinGang:
-    """The first message to a worker.
+    """The first message to a worker that is no spare one.
 
     next: the worker of the next stage, to which activations go; None without one
     store: where workers that split layers find each other; None without, and for the one that opens it

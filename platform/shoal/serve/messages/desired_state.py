@@ -92,6 +92,14 @@ class ModelPlan:
         """Whether this replica has the model."""
         return self.replicas is None or replica in self.replicas
 
+    def is_same_model(self, later: ModelPlan | None) -> bool:
+        """Whether a later plan is of the same model; a registered one may have other options."""
+        return (
+            later is not None
+            and later.registry == self.registry
+            and (bool(later.registry) or later.options == self.options)
+        )
+
 
 @dataclass(frozen=True)
 class EndpointPlan:

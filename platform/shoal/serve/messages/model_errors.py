@@ -21,6 +21,12 @@ def undescribed_model(name: str) -> InferenceError:
     return InferenceError(503, problem, retry_after_s=1.0)
 
 
+def unloaded_model(name: str, error: str) -> InferenceError:
+    """The 503 for a model that a replica is to have, and has not yet, or cannot load."""
+    state = f"cannot be loaded: {error}" if error else "is loading; try again later"
+    return InferenceError(503, f"model {name!r} {state}", retry_after_s=1.0)
+
+
 def unknown_version(model: str, version: str, versions: Sequence[int]) -> InferenceError:
     """The 404 for a version that is not among the model's loaded `versions`. `version`: as the client names it."""
     there = ", ".join(map(str, versions)) or "none yet"

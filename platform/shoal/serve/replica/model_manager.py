@@ -22,6 +22,7 @@ from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, ServedModelProtocol
+from shoal.serve.messages.model_errors import unloaded_model
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.model.predictor import OpenTemplate, Predictor
 from shoal.serve.replica.live.follower import LiveFollower
@@ -32,7 +33,7 @@ from shoal.serve.replica.on_demand.peers import HttpTransport, PeerTransport
 from shoal.serve.replica.on_demand.requests import ColdModel, OnDemandRequests
 from shoal.serve.replica.repository_index import build_repository_index
 from shoal.serve.replica.served_model import ServedModel
-from shoal.serve.replica.version_router import Answering, BatchGroup
+from shoal.serve.replica.version_router import BatchGroup
 from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import ModelOptions
@@ -116,9 +117,7 @@ class ModelManager:
         if (served := self._models.get(name)) is not None:
             return served
         if name in self._plans:
-            error = self._find_error(name)
-            state = f"cannot be loaded: {error}" if error else "is loading; try again later"
-            raise InferenceError(503, f"model {name!r} {state}", retry_after_s=1.0)
+            raise unloaded_model(name, self._find_error(name))
         raise self.on_demand.describe_unknown(name, self._models)
 
     def get_peer_model(self, name: str, token: bytes, generation: bytes) -> ServedModelProtocol:
@@ -170,7 +169,7 @@ class ModelManager:
         before, self._plan = self._plans, plan
         self._plans = {model.name: model for model in plan.models if model.is_for(self._replica)}
         self._rejected = {name: rejected for name, rejected in self._rejected.items() if name in self._plans}
-        for name in [name for name in self._models if not _is_same_model(self._plans.get(name), before[name])]:
+        for name in [name for name in self._models if not before[name].is_same_model(self._plans.get(name))]:
             self._drop_next(name)
             hosted = self._retiring[name] = self._models.pop(name)
             hosted.cold = self.on_demand.models.get(name)
@@ -304,7 +303,7 @@ class ModelManager:
         self._switch_options(plan)
         hosted = self._models.get(name)
         if hosted is not None and hosted.plan_options == plan.options:
-            _apply_rollout(hosted, plan)
+            hosted.apply(plan)
             self._memory.account(hosted, len(hosted.versions) * plan.size_bytes)
         self.on_demand.notify()
         failed = self._rejected[name].version if name in self._rejected else 0
@@ -430,18 +429,3 @@ class ModelManager:
 
     def _start_task(self, key: tuple[str, int], work: Coroutine[Any, Any, None]) -> None:
         self._tasks[key] = asyncio.get_running_loop().create_task(work)
-
-
-def _is_same_model(plan: ModelPlan | None, before: ModelPlan) -> bool:
-    """Whether it is the former plan's model; a registered one may have other options."""
-    return (
-        plan is not None
-        and plan.registry == before.registry
-        and (bool(plan.registry) or plan.options == before.options)
-    )
-
-
-def _apply_rollout(served: ServedModel, plan: ModelPlan) -> None:
-    """Let the planned versions answer, as far as they are loaded, and drop all others."""
-    loaded = {version: each for version, each in served.router.loaded.items() if version in plan.staged}
-    served.point(Answering(loaded.get(plan.stable), loaded.get(plan.candidate), plan.shares, tuple(loaded.values())))

@@ -21,6 +21,7 @@ from shoal.errors import Closed, InferenceError, ModelError
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.decoded_request import Arrays
+from shoal.serve.messages.desired_state import ModelPlan
 from shoal.serve.messages.inference import InferCall, Outputs, ServedModelProtocol, size_bytes
 from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
@@ -236,6 +237,11 @@ class ServedModel:
         """Fail queued requests with 503. Idempotent."""
         self.shadow.close()
         self._queue.close()
+
+    def apply(self, plan: ModelPlan) -> None:
+        """Let the planned versions answer, as far as they are loaded, and drop all others."""
+        loaded = {version: each for version, each in self.router.loaded.items() if version in plan.staged}
+        self.point(Answering(loaded.get(plan.stable), loaded.get(plan.candidate), plan.shares, tuple(loaded.values())))
 
     def point(self, answering: Answering) -> None:
         """Let these versions answer from the next batch on. Callable from any thread."""
