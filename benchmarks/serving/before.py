@@ -44,7 +44,7 @@ def main() -> None:
         for run in range(chosen.runs):
             for num in CONNECTIONS:
                 for side in sides if run % 2 else reversed(sides):
-                    for metric, value in measure(sides[side], folder, num, 1.0 if chosen.quick else 2.5).items():
+                    for metric, value in measure(sides[side], folder, num, 0.5 if chosen.quick else 1.2).items():
                         found.setdefault((num, metric, side), []).append(value)
     rows = []
     for metric, word, unit, better in METRICS:

@@ -290,8 +290,10 @@ def kill_worker_of(package: Path, folder: Path, kills: int) -> tuple[Killed, lis
 def measure_kills(folder: Path, kills: int, before: str) -> list[Row]:
     """One worker of two is killed while the endpoint is asked, one after the other."""
     own, own_bytes = kill_worker_of(ROOT / "platform", folder, kills)
+    print("ours", own, flush=True)
     with checkout(before, folder) as package:
         earlier, _ = kill_worker_of(package, folder, kills)
+    print("before", earlier, flush=True)
     peer = kill_rank_of_serve(folder, kills)
     note = f"{kills} kills, requests at {RATE_HZ:g}/s: ours {own.statuses}, before {earlier.statuses}, {SERVES_GANG} "
     note += f"{peer.statuses}; a spare worker has {min(own_bytes) / 1e6:.0f} MB of its own; load of the machine "

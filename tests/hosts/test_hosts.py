@@ -251,12 +251,13 @@ def gang(cluster: Cluster, endpoint: Endpoint) -> Gang:
 
 
 def _count_workers(host: Host) -> int:
-    """The workers of a gang."""
+    """The workers of a gang, and its spare ones."""
     return host.run("ps", "-eo", "args").count("ray::GangWorker")
 
 
 def test_a_gang_of_two_hosts_answers_as_one_process(cluster: Cluster, gang: Gang) -> None:
-    assert [_count_workers(host) for host in (cluster.head, cluster.worker)] == [1, 1]
+    hosts = cluster.head, cluster.worker
+    wait_for(lambda: [_count_workers(host) for host in hosts] == [2, 2], STATE_S, "a worker and a spare one on each host")
     np.testing.assert_allclose(gang.ask(cluster), gang.expected, rtol=1e-4, atol=1e-5)
 
 
@@ -295,7 +296,7 @@ def test_each_of_two_hosts_that_lose_each_other_answers_on(cluster: Cluster, end
 
 def test_a_gang_that_has_lost_a_host_is_whole_again_once_another_has_room(cluster: Cluster, gang: Gang) -> None:
     """Here, once the other endpoint is gone."""
-    wait_for(lambda: _count_workers(cluster.head) == 2, STATE_S, "both workers on the host that is left")
+    wait_for(lambda: _count_workers(cluster.head) == 4, STATE_S, "both workers on the host that is left")
     wait_for(lambda: _hosts(cluster) == {"head"}, STATE_S, "its replica")
     np.testing.assert_allclose(gang.ask(cluster), gang.expected, rtol=1e-4, atol=1e-5)
 
