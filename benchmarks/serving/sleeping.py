@@ -59,7 +59,7 @@ def drive() -> None:
 
         def count(until_s: float) -> int:
             while time.monotonic() < until_s:
-                seen.update(each["replica"] for each in endpoint.status()["replicas"])
+                seen.update(each["id"] for each in endpoint.status()["replicas"])
                 time.sleep(0.05)
             return len(seen)
 

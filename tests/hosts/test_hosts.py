@@ -257,7 +257,9 @@ def _count_workers(host: Host) -> int:
 
 def test_a_gang_of_two_hosts_answers_as_one_process(cluster: Cluster, gang: Gang) -> None:
     hosts = cluster.head, cluster.worker
-    wait_for(lambda: [_count_workers(host) for host in hosts] == [2, 2], STATE_S, "a worker and a spare one on each host")
+    wait_for(
+        lambda: [_count_workers(host) for host in hosts] == [2, 2], STATE_S, "a worker and a spare one on each host"
+    )
     np.testing.assert_allclose(gang.ask(cluster), gang.expected, rtol=1e-4, atol=1e-5)
 
 
