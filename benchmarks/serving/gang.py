@@ -294,10 +294,10 @@ def measure_kills(folder: Path, kills: int, before: str) -> list[Row]:
     with checkout(before, folder) as package:
         earlier, _ = kill_worker_of(package, folder, kills)
     print("before", earlier, flush=True)
-    peer = kill_rank_of_serve(folder, kills)
-    note = f"{kills} kills, requests at {RATE_HZ:g}/s: ours {own.statuses}, before {earlier.statuses}, {SERVES_GANG} "
-    note += f"{peer.statuses}; a spare worker has {min(own_bytes) / 1e6:.0f} MB of its own; load of the machine "
-    note += f"{os.getloadavg()[0]:.1f}"
+    peer = kill_rank_of_serve(folder, kills // 2)
+    note = f"{kills} kills, {kills // 2} of the peer; requests at {RATE_HZ:g}/s: ours {own.statuses}, "
+    note += f"before {earlier.statuses}, {SERVES_GANG} {peer.statuses}; a spare worker has "
+    note += f"{min(own_bytes) / 1e6:.0f} MB of its own; load of the machine {os.getloadavg()[0]:.1f}"
     print(own.outages_s, earlier.outages_s, peer.outages_s, note, flush=True)
     name, rows = "a killed worker", list[Row]()
     for other, word in ((earlier, f"before ({before})"), (peer, SERVES_GANG)):
