@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -327,3 +329,23 @@ def test_a_bucket_has_the_log_too(bucket_environment: dict[str, str], monkeypatc
     second.queue.close()
     names = [each.key for each in open_store().list_entries("runs/run-1/experience")]
     assert len(names) == 1
+
+
+def test_groups_are_read_by_several_threads_in_a_process_that_has_read_none() -> None:
+    """msgspec crashes when a thread uses a type that another one is just using for the first time."""
+    program = """
+import importlib, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import msgspec
+from shoal.rl.experience import segment_ledger, segment_log
+sys.setswitchinterval(1e-6)
+with ThreadPoolExecutor(8) as readers:
+    for _ in range(100):
+        importlib.reload(segment_ledger)
+        importlib.reload(segment_log)
+        fields = {"format": 1, "writer": "a", "ledger": {"accounts": [], "leases": {}, "facts": {}}}
+        begin = threading.Barrier(8)
+        list(readers.map(lambda _: (begin.wait(), msgspec.convert(fields, segment_log.Group)), range(8)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr

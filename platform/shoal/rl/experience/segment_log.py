@@ -96,6 +96,10 @@ def open_log(run_folder: str, experience: ExperienceSpec) -> SegmentLog:
     return SegmentLog(open_store().open_folder(f"runs/{run_folder}/{FOLDER}"), experience)
 
 
+# msgspec learns a type at its first use, and crashes when another thread uses it meanwhile: groups are read by several.
+_GROUP_DECODER = msgspec.msgpack.Decoder(Group)
+
+
 class SegmentLog:
     """The groups below `store`, of which one process at a time writes. Every method raises StoreError when the store
     cannot be reached; not for several threads."""
