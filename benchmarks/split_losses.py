@@ -1,25 +1,20 @@
-"""Losses that do not divide by the number of samples, under every word of `parallel` and `sync`, beside one process.
+"""Losses with a denominator of their own, under every word of `parallel` and `sync`, beside one process.
 
     python -m benchmarks.split_losses [--quick]
 
 Class-weighted cross entropy, rows of which most have no label, and a GPT-2 of transformers on padded texts. Each is
 trained for five steps of SGD in one process, and in each other way; a row has the largest relative difference of a
 weight, norm of the difference over norm of the weight. Local SGD averages after each step, which for SGD is the same.
-
-The first row counts the runs that are silent and wrong, of six losses without `Mean`, each under 200 random orders of
-labels, batch sizes and numbers of micro-batches.
 """
 
 from __future__ import annotations
 
 import subprocess
-from collections import Counter
 from pathlib import Path
 
 import safetensors.torch
 
 from benchmarks.children import OUR_PYTHON, ROOT, scratch
-from benchmarks.ours.random_splits import LOSSES, judge_micro_batches
 from benchmarks.result import Row, compare, options, write
 
 TASKS = Path(__file__).parent / "ours" / "split_loss_tasks.py"
@@ -60,13 +55,6 @@ def train(task: str, is_double: bool, num_processes: int, overrides: str) -> dic
 def main() -> None:
     chosen = options(__doc__, runs=1)
     rows: list[Row] = []
-    num_draws = 20 if chosen.quick else 200
-    verdicts = {name: Counter(judge_micro_batches(name, seed) for seed in range(num_draws)) for name in LOSSES}
-    title = f"silent and wrong, {num_draws} random orders, batches and splits of {len(LOSSES)} losses without Mean"
-    note = "; ".join(f"{name}: {dict(each)}" for name, each in verdicts.items())
-    num_wrong = sum(each["wrong"] + each["not finite"] for each in verdicts.values())
-    rows.append(compare(title, "", "lower", [num_wrong], bar=0, bar_kind="value", note=note))
-    print(f"{title}: {num_wrong} ({note})", flush=True)
     for task in ("ClassWeighted",) if chosen.quick else ("ClassWeighted", "FewLabels", "PaddedGPT2"):
         for is_double, bar in BARS.items():
             whole = train(task, is_double, 1, "")

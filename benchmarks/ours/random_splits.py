@@ -1,6 +1,6 @@
 """Losses without `shoal.Mean` under random orders of labels, batches and splits: equal to the whole batch, or refused.
 
-Called by `benchmarks.split_losses` and `tests/equivalence`.
+Called by `benchmarks.unmarked_losses` and `tests/equivalence`.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ T = TypeVar("T")
 REMEDY = "return shoal.Mean(total, count) from it; check_loss=false accepts the mean of the parts"
 _WITH_LABELS = (functional.cross_entropy, functional.nll_loss)
 _WITH_WEIGHTS = (functional.mse_loss, functional.l1_loss)
-_SCALINGS = {"mul", "multiply", "div", "divide", "true_divide", "neg"}  # by a number; of a scalar, linear
+_PRODUCTS, _DIVISIONS = {"mul", "multiply", "neg"}, {"div", "divide", "true_divide"}
 _COPIES = {"reshape", "view", "squeeze", "contiguous", "clone", "float", "double", "to", "mean", "sum"}
 _SUMS = {"sum", "nansum", "count_nonzero"}
 _SELECTIONS = {"__getitem__", "masked_select"}
-_MEAN, _DIVISIONS, _IS_SUM, _IS_SELECTED = "_shoal_mean", "_shoal_divisions", "_shoal_is_sum", "_shoal_is_selected"
+_TAG = "_shoal_tag"  # an attribute of tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +47,26 @@ class Division:
 
     def is_uneven(self) -> bool:
         return self.size is None or int(self.count) != self.size
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What is known of a tensor.
+
+    divisions:   those that it depends on
+    is_sum:      a scalar that depends on a sum
+    is_selected: it depends on elements that were selected by a mask
+    mean:        what it is, as long as it has this `version`
+    """
+
+    divisions: tuple[Division, ...] = ()
+    is_sum: bool = False
+    is_selected: bool = False
+    mean: Mean | None = None
+    version: int = 0
+
+
+_NOTHING = Tag()
 
 
 class FoundMean(Mean):
@@ -97,7 +117,7 @@ class LossReader:
         if not self.is_accepted:
             loss: object = result.get(LOSS) if isinstance(result, Mapping) else result
             loss = loss[1] if isinstance(loss, tuple) else loss
-            for division in filter(Division.is_uneven, getattr(loss, _DIVISIONS, ())):
+            for division in filter(Division.is_uneven, get_tag(loss).divisions):
                 problem = f"divides by {division.function}, as a part of the loss, and the run splits its batches"
                 raise ConfigError("Task.loss", division.function, problem, REMEDY)
         return result
@@ -110,7 +130,7 @@ class LossReader:
             return MeasuredLoss(loss.value().detach(), loss.count, 0.0)
         if not isinstance(loss, Tensor):
             return None
-        return MeasuredLoss(loss.detach(), None, sum(float(each.count) for each in getattr(loss, _DIVISIONS, ())))
+        return MeasuredLoss(loss.detach(), None, sum(float(each.count) for each in get_tag(loss).divisions))
 
 
 def find_means(compute: Callable[[], T]) -> T:
@@ -124,11 +144,16 @@ def find_means(compute: Callable[[], T]) -> T:
     return _find_mean(result)  # type: ignore[no-any-return]
 
 
+def get_tag(tensor: object) -> Tag:
+    tag: Tag = getattr(tensor, _TAG, _NOTHING)
+    return tag
+
+
 def _find_mean(loss: Any) -> Any:
-    mean, version = getattr(loss, _MEAN, (None, 0))
-    if mean is None or loss._version != version or mean.total.requires_grad != loss.requires_grad:
-        return loss  # changed in place, or within an autograd function, whose operations have no gradient
-    return mean
+    tag = get_tag(loss)
+    if tag.mean is None or loss._version != tag.version or tag.mean.total.requires_grad != loss.requires_grad:
+        return loss  # also if changed in place, or within an autograd function, whose operations have no gradient
+    return tag.mean
 
 
 class LossTrace(TorchFunctionMode):
@@ -170,34 +195,31 @@ def _split_mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     total = func(*args, **{**kwargs, "size_average": None, "reduce": None, "reduction": "sum"})
     result: Tensor = total / count
     count = count.detach()
-    setattr(result, _MEAN, (FoundMean(total, count), result._version))
-    setattr(result, _DIVISIONS, (Division(func.__name__, count, size),))
+    divisions = (Division(func.__name__, count, size),)
+    setattr(result, _TAG, Tag(divisions, mean=FoundMean(total, count), version=result._version))
     return result
 
 
 def _follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
     """Tag a result by the tags of the arguments."""
     name, given = func.__name__, list(_iter_tensors((*args, *kwargs.values())))
-    divisions = {each: None for tensor in given for each in getattr(tensor, _DIVISIONS, ())}
-    is_selected = any(hasattr(tensor, _IS_SELECTED) for tensor in given)
-    if name in _SELECTIONS and any(each.dtype == torch.bool for each in given[1:]):
-        is_selected = True
-    if is_selected and result.ndim:
-        setattr(result, _IS_SELECTED, True)
-    elif is_selected and kwargs.get("reduction", "mean" if name == "mean" else "") == "mean":
+    tags = [get_tag(tensor) for tensor in given]
+    is_mask = name in _SELECTIONS and any(each.dtype == torch.bool for each in given[1:])
+    if not (is_mask or name in _SUMS or any(each is not _NOTHING for each in tags)):
+        return
+    divisions = {each: None for tag in tags for each in tag.divisions}
+    is_selected = is_mask or any(tag.is_selected for tag in tags)
+    if is_selected and not result.ndim and kwargs.get("reduction", name) == "mean":
         divisions[Division(f"{name} of selected elements", torch.tensor(given[0].numel()), None)] = None
-    if not result.ndim and (name in _SUMS or any(hasattr(tensor, _IS_SUM) for tensor in given)):
-        setattr(result, _IS_SUM, True)
-    if name in _SCALINGS and len(given) == 2 and hasattr(given[1], _IS_SUM) and "mul" not in name:
+    if name in _DIVISIONS and len(given) == 2 and tags[1].is_sum:
         divisions[Division("a sum", given[1].detach(), None)] = None
-    if divisions:
-        setattr(result, _DIVISIONS, tuple(divisions))
-    mean, version = next((getattr(tensor, _MEAN) for tensor in given[:1] if hasattr(tensor, _MEAN)), (None, 0))
-    if mean is not None and version == given[0]._version and name in _SCALINGS | _COPIES and len(given) == 1:
-        if name != "neg" and "mul" not in name and args[:1] != (given[0],):
-            return  # divides by the mean
-        total = func(*(mean.total if each is given[0] else each for each in args), **kwargs)
-        setattr(result, _MEAN, (FoundMean(total, mean.count), result._version))
+    is_sum = not result.ndim and (name in _SUMS or any(tag.is_sum for tag in tags))
+    mean = None
+    is_linear = name in _COPIES or (name in _DIVISIONS and args[0] is given[0]) or name in _PRODUCTS
+    if len(given) == 1 and is_linear and tags[0].mean is not None and tags[0].version == given[0]._version:
+        total = func(*(tags[0].mean.total if each is given[0] else each for each in args), **kwargs)
+        mean = FoundMean(total, tags[0].mean.count)
+    setattr(result, _TAG, Tag(tuple(divisions), is_sum, is_selected and bool(result.ndim), mean, result._version))
 
 
 def _iter_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
