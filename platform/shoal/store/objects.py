@@ -40,7 +40,8 @@ BULK_TIMEOUT = "600s"  # of a request that carries a part of a file
 RETRIES: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 TIMEOUT_S = 60.0  # for a store that is away
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_AWAY = re.compile(r"after [1-9]\d* retries|kind: (Connect|Interrupted|Request|Timeout)")  # in the client's errors
+# In the client's errors; those of its readers are one line.
+_AWAY = re.compile(r"after [1-9]\d* retries|kind: (Connect|Interrupted|Request|Timeout)|error sending request")
 
 _log = logging.getLogger(__name__)
 _first_pid = 0  # of the process in which the first store was opened
@@ -142,8 +143,13 @@ class ObjectStore(Store):
     @_retry
     def _read(self, key: str, reader: obstore.ReadableFile, size_bytes: int) -> bytes:
         """The next bytes of a reader, which stays where it is when the store is away."""
+        from obstore.exceptions import BaseError
+
         with self._calls(key):
-            return bytes(reader.read(size_bytes))
+            try:
+                return bytes(reader.read(size_bytes))
+            except OSError as error:  # in place of the client's own
+                raise BaseError(str(error)) from None
 
     @_retry
     def write(self, key: str, content: bytes | Path) -> None:

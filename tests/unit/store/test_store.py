@@ -409,6 +409,25 @@ def test_every_call_waits_for_a_store_that_is_away(
     assert len(clock.pauses) == 1
 
 
+def test_a_reader_goes_on_where_it_was_when_the_store_is_back(
+    bucket_environment: dict[str, str],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.store.objects.RETRIES", {"max_retries": 0})
+    store = open_bucket(bucket_environment | {"SHOAL_STORE_TIMEOUT_S": "30"}, monkeypatch)
+    payload = os.urandom(3 << 20)
+    store.write("x", payload)
+    with store.open_reader("x") as file:
+        begin = file.read(1 << 20)
+        outage = Outage(bucket_environment)
+        monkeypatch.setattr("shoal.store.objects.time", clock := Clock(outage.end))
+        try:
+            assert begin + file.read() == payload
+        finally:
+            outage.end()
+    assert len(clock.pauses) == 1
+
+
 def test_a_store_that_stays_away_is_an_error_after_the_deadline(
     bucket_environment: dict[str, str],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
