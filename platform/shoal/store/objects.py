@@ -141,15 +141,23 @@ class ObjectStore(Store):
             return io.BufferedReader(_Reader(self, key, client.open_reader(self._client, key)))
 
     @_retry
-    def _read(self, key: str, reader: obstore.ReadableFile, size_bytes: int) -> bytes:
-        """The next bytes of a reader, which stays where it is when the store is away."""
+    def _read(self, file: _Reader, size_bytes: int) -> bytes:
+        """The next bytes of a file. The client's reader is of no use after an error: another goes on where it was."""
         from obstore.exceptions import BaseError
 
-        with self._calls(key):
+        with self._calls(file.key) as client:
+            if (reader := file.reader) is None:
+                reader, file.reader_position = client.open_reader(self._client, file.key), 0
+            file.reader = None
             try:
-                return bytes(reader.read(size_bytes))
+                if file.reader_position != file.position:  # it empties the client's buffer
+                    reader.seek(file.position)
+                found = bytes(reader.read(size_bytes))
             except OSError as error:  # in place of the client's own
                 raise BaseError(str(error)) from None
+            file.reader = reader
+            file.position = file.reader_position = file.position + len(found)
+            return found
 
     @_retry
     def write(self, key: str, content: bytes | Path) -> None:
@@ -246,7 +254,9 @@ class _Reader(io.RawIOBase):
     """Of one object; the client's own reader is no file to other libraries."""
 
     def __init__(self, store: ObjectStore, key: str, reader: obstore.ReadableFile) -> None:
-        self._store, self._key, self._reader = store, key, reader
+        self._store, self._size_bytes = store, reader.size
+        self.key, self.position, self.reader_position = key, 0, 0
+        self.reader: obstore.ReadableFile | None = reader
 
     def readable(self) -> bool:
         return True
@@ -255,11 +265,11 @@ class _Reader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._reader.seek(offset, whence)
-        return self._reader.tell()
+        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self._size_bytes}[whence]
+        return self.position
 
     def readinto(self, buffer: Any) -> int:
-        found = self._store._read(self._key, self._reader, len(buffer))
+        found = self._store._read(self, len(buffer))
         buffer[: len(found)] = found
         return len(found)
 
