@@ -1,6 +1,6 @@
 """What workers that fail at their start leave on a cluster, and how often they are tried again.
 
-    python -m benchmarks.failing_starts [--runs N] [--quick]
+    python -m benchmarks.failing_starts [--runs N] [--minutes N] [--quick]
 
 A cluster with two GPUs in which only Ray believes. Each run has two workers, which fail before their first step: they
 import a module that is not there, form a group by NCCL without a GPU, allocate more than there is, bind a port that is
@@ -106,7 +106,7 @@ def start_peer() -> int:
 
 
 def main() -> None:
-    chosen = options(__doc__, runs=10)
+    chosen = options(__doc__, runs=10, minutes=15.0)
     with scratch() as folder, socket.create_server(("127.0.0.1", 0)) as taken:
         os.environ["SHOAL_HOME"] = str(folder / "home")
         os.chdir(folder)
@@ -114,13 +114,13 @@ def main() -> None:
         with start_cluster(num_cpus=4, num_gpus=2, environment=environment) as cluster, join_cluster(cluster):
             port = taken.getsockname()[1]
             start(make_spec("import error", port), KINDS["import error"])  # what the first run starts stays for others
-            settle(cluster, (0, 0))
+            time.sleep(SETTLE_S / 3)
             before, (made_before, _) = count_left(cluster), count_groups()
-            began_s = time.monotonic()
-            for kind in KINDS:
-                for _ in range(chosen.runs):
-                    start(make_spec(kind, port), KINDS[kind])
-            num_starts = chosen.runs * len(KINDS)
+            began_s, num_starts = time.monotonic(), 0
+            while num_starts < chosen.runs * len(KINDS) and time.monotonic() - began_s < 60 * chosen.minutes:
+                for kind, expected in KINDS.items():
+                    start(make_spec(kind, port), expected)
+                num_starts += len(KINDS)
             seconds = (time.monotonic() - began_s) / num_starts
             made, left = count_groups()
             for fields in OTHERS:
