@@ -48,7 +48,7 @@ def test_the_pool_grows_with_the_steps_and_survives_a_restart(tmp_path: Path) ->
     while (member := again.find_next(found[-1] if found else 0)) is not None:
         found.append(member.version)
         assert member.sha256 == weights(member.version).sha256
-    assert found == [1, 4, 6, 8]
+    assert found == [each.version for each in again.load_own()] == [1, 4, 6, 8]
     (tmp_path / "4.safetensors").unlink()
     assert again.find_next(1).version == 6  # type: ignore[union-attr]
     assert again.versions == [1, 6, 8]
@@ -322,3 +322,23 @@ def test_win_rates_of_several_policies_have_their_names() -> None:
     found = select_win_rates({"hunters": {"opponents": results}, "prey": {"opponents": {1: results[1]}}, "late": {}})
     assert len(found) <= MAX_WIN_RATES
     assert (found["hunters 100"], found["prey tag-prey@1"]) == (1.0, 0.01)
+
+
+def test_how_a_champion_acts_is_no_other_network() -> None:
+    champion = register_champion()
+    assert check(champion.override(["action=sampled", "self_play.opponents=[poker@1]"]))
+
+
+def test_the_average_of_a_pool_is_registered_as_one_version(tmp_path: Path) -> None:
+    spec = register_champion()
+    experience, _ = inspect_environment(spec)
+    member = Registry().get("poker@1").snapshot()
+    pool = OpponentPool(tmp_path, 10)
+    for version in (2, 3, 4):
+        pool.offer(WeightSnapshot.of(version, member.tensors()), 10 * version)
+    stats = {"mean_return": 0.0, "steps": 1}
+    mixed = register_policy(spec, experience, member, "a-run", stats, "sampled", pool.load_own())
+    manifest = Registry().get(mixed.ref).manifest
+    assert (manifest.model.kwargs["num_members"], manifest.model.action, manifest.weights_version) == (3, "sampled", 4)
+    assert [each.name for each in manifest.signature.inputs] == ["observation", "state"]
+    assert len(mixed.snapshot().tensors()) == 3 * len(member.tensors())

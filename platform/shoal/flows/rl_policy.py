@@ -281,7 +281,7 @@ def register_policy(
     snapshot: WeightSnapshot,
     run_id: str,
     gateway_stats: Mapping[str, Any],
-    action: str,
+    action: str = "best",
     pool: Sequence[WeightSnapshot] = (),
 ) -> ModelVersion:
     """Register these weights as a version of the run's model, under its aliases.

@@ -211,3 +211,9 @@ def test_a_record_from_before_there_were_algorithms_is_read() -> None:
     assert RLSpec.parse({"impala": {"discount": 0.9}}) == RLSpec.parse(
         {"algorithm": {"name": "impala", "discount": 0.9}}
     )
+
+
+def test_an_average_needs_past_versions() -> None:
+    with pytest.raises(ConfigError, match=r"self_play\.snapshot_every"):
+        RLSpec().override(["action=average"])
+    assert RLSpec().override(["action=average", "self_play.snapshot_every=10"]).action == "average"
