@@ -223,6 +223,12 @@ def test_a_model_with_hooks_is_rejected_by_name(tmp_path: Path) -> None:
     assert write(tmp_path / "out", preprocess="").model == "pair@1"
 
 
+def test_a_policy_that_samples_is_rejected_unless_its_best_actions_are_wanted(tmp_path: Path) -> None:
+    register(Pair(), action="sampled")
+    assert "samples its actions" in str(reject(tmp_path, "model"))
+    assert write(tmp_path / "out", action="best").model == "pair@1"
+
+
 def test_an_example_of_the_user_is_compared_and_stored(tmp_path: Path) -> None:
     register(SmallIds(), signature=IDS)
     assert "--example FILE" in str(reject(tmp_path, "model"))

@@ -87,6 +87,9 @@ def _require_exportable(found: ModelVersion, spec: ExportSpec) -> None:
             problem = f"has the {hook} {getattr(model, hook)}, whose code a folder does not have"
             remedy = f'{hook}="" exports the network without it; let clients do that step'
             raise ConfigError("model", found.ref, problem, remedy)
+    if model.action == "sampled" and spec.action is None:
+        remedy = "action=best exports it all the same; its clients may sample by the outputs of the distribution"
+        raise ConfigError("model", found.ref, "samples its actions, and a folder takes the best ones", remedy)
     lacking = {"BF16"} if model.format == "onnx" else {"BF16", "BYTES"}
     for tensor in (*signature.inputs, *signature.outputs):
         if tensor.datatype in lacking:

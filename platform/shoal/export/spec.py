@@ -20,6 +20,7 @@ class ExportSpec(Spec):
     examples:    JSON files, each the body of an inference: compared and stored in addition to generated ones
     tolerance:   how far an output may be from the registered model's, relative to its largest value, or to 1
     max_batch_size, batch_dim, finite: as in an endpoint's options
+    action:      `best` exports a policy that samples, whose folder takes the best actions; None rejects it
     preprocess, postprocess: `""` leaves a registered hook out, whose code no folder has; None rejects such a model
     """
 
@@ -32,6 +33,7 @@ class ExportSpec(Spec):
     max_batch_size: int = Field(default=64, ge=0)
     batch_dim: dict[str, Annotated[int, Field(ge=0)] | None] = Field(default_factory=dict)
     finite: bool = True
+    action: Literal["best"] | None = None
     preprocess: Literal[""] | None = None
     postprocess: Literal[""] | None = None
 

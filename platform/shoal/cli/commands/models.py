@@ -138,6 +138,7 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
         ("from run", f"{manifest.run_id or '-'}, weights version {manifest.weights_version}"),
         ("built by", built_by),
         *((f"{hook} by", reference) for hook, reference in _list_hooks(manifest.model) if reference),
+        *([("actions", "sampled")] if manifest.model.action == "sampled" else []),
         *(("input", _format_tensor(each)) for each in manifest.signature.inputs),
         *(("output", _format_tensor(each)) for each in manifest.signature.outputs),
         *((key, format_number(value)) for key, value in manifest.metrics.items()),
