@@ -3,7 +3,7 @@
     python -m benchmarks.mixed_policies [--seeds N] [--quick]
 
 Stochastic: PPO; the mean return of 200 episodes through an endpoint that samples, beside that of an actor's policy with
-the same weights. Kuhn poker: DQN against its pool (benchmarks.self_play, 60,000 steps); the exploitability, half the
+the same weights. Kuhn poker: DQN against its pool (benchmarks.self_play, 20,000 steps); the exploitability, half the
 NashConv, of the mixture that `action=average` registers, by the members that the endpoint draws and their answers,
 beside that of the pool's average. One endpoint serves all.
 """
@@ -35,7 +35,7 @@ from shoal.weights import WeightSnapshot
 
 STOCHASTIC, KUHN_STEPS, QUICK_STEPS, NUM_EPISODES, NUM_DRAWS = (
     "benchmarks.ours.stochastic:make",
-    60_000,
+    20_000,
     5_000,
     200,
     20_000,
@@ -106,7 +106,7 @@ def main() -> None:
     chosen = options(__doc__, runs=3)
     seeds = range(chosen.runs)
     with scratch() as folder, ExitStack() as closing:
-        returns = [learn_stochastic(seed, 3 if chosen.quick else 60) for seed in seeds]
+        returns = [learn_stochastic(seed, 3 if chosen.quick else 30) for seed in seeds]
         print(f"Stochastic, trained: {returns}", flush=True)
         steps = QUICK_STEPS if chosen.quick else KUHN_STEPS
         exploitabilities = [learn_kuhn(seed, steps, folder / f"kuhn-{seed}") for seed in seeds]

@@ -13,6 +13,7 @@ import json
 import sys
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,8 @@ def train(
     for number in range(1, num_batches + 1):
         queue.append(players.play(policy, number))
         if len(queue) > lag:
-            for step in algorithm.update(algorithm.prepare(queue.popleft())):
+            batch = replace(queue.popleft(), learner_version=number)
+            for step in algorithm.update(algorithm.prepare(batch)):
                 metrics = {**step}
             policy.load(number + 1, model_arrays(algorithm.model))
     return spec, experience, algorithm, metrics

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -165,7 +166,7 @@ class Learner:
             self._save_if_due()
             return False
         started = time.perf_counter()
-        prepared = self.algorithm.prepare(batch)
+        prepared = self.algorithm.prepare(replace(batch, learner_version=self.version))
         # Before the weights depend on the batch.
         evidence = [] if self._evidence is None else self._evidence.score(prepared, time.monotonic())
         lags = self._versions.measure_lag(prepared.oldest_versions())

@@ -243,3 +243,18 @@ def test_a_segments_padding_and_its_neighbours_do_not_change_its_targets() -> No
         parts = [impala_loss(*model(one.observations), one, config, Categorical()) for one in (alone, rest)]
     expected = (3 * float(parts[0].total) + 10 * float(parts[1].total)) / 13
     assert float(whole.total) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("age", "is_pushed"), [(0, True), (1, True), (10, False)])
+def test_old_experience_pushes_no_further_than_its_age_allows(age: int, is_pushed: bool) -> None:
+    """π = 1/3 of an action that μ took with 1/4: π/μ is 1.33, beyond 1 + 2/10 and within 1 + 2/1."""
+    one = build_batch(
+        np.zeros((2, 1)), np.array([0]), np.array([1.0], np.float32), np.log(np.array([0.25], np.float32)),
+        np.array([1]), np.array([True]),
+    )  # fmt: skip
+    logits = torch.zeros(2, 3, requires_grad=True)
+    config = ImpalaConfig(entropy_cost=0.0)
+    losses = impala_loss(logits, torch.zeros(2), one._replace(ages=torch.tensor([age])), config, Categorical())
+    losses.policy.backward()
+    assert bool(logits.grad.abs().sum() > 0) == is_pushed
+    assert float(losses.clip_fraction) == (not is_pushed)

@@ -68,8 +68,8 @@ def impala_loss(
 ) -> Losses:
     """The loss of §4.2: policy gradient with V-trace advantages, squared error to V-trace targets, entropy bonus.
 
-    Of experience of older weights, a step beyond 1 ± ε in the direction of its advantage has no policy gradient (the
-    trust region of PPO, 1707.06347): ρ = 1 would push it on with each batch until the effect of the first is seen.
+    Of experience that is k versions old, a step beyond 1 ± ε/k in the direction of its advantage has no policy gradient
+    (the trust region of PPO, 1707.06347): ρ = 1 would push it on with each batch until the effect of the first is seen.
 
     outputs [N+S, ...] of the distribution and values [N+S] are the learner's, for every observation; differentiable in
     both. num_steps: of the `group` of learners, if the batch is a share of one
@@ -91,7 +91,8 @@ def impala_loss(
     if config.normalize_advantages:
         advantages = standardize(advantages, group)
     ratios = log_ratios.exp()
-    is_clipped = torch.where(advantages > 0, ratios > 1 + config.clip, ratios < 1 - config.clip)
+    reach = config.clip / (1 if batch.ages is None else batch.ages.clamp(min=1))
+    is_clipped = torch.where(advantages > 0, ratios > 1 + reach, ratios < 1 - reach)
     policy_loss = -(advantages * ~is_clipped * log_pi).sum() / num_steps
     targets, values = grid.collect(trace.targets_TB), values.index_select(0, grid.step_rows)
     value_loss = 0.5 * (targets - values).square().sum() / num_steps

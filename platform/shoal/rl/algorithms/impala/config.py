@@ -15,8 +15,8 @@ from shoal.rl.algorithm_config import AlgorithmConfig
 class ImpalaConfig(AlgorithmConfig):
     """Names and defaults as in table D.1 of the paper, but for the optimiser: Adam, with rates for small networks.
 
-    clip: ε; a step of older weights does not change the policy once π / μ has moved beyond 1 ± ε in the direction of
-          its advantage
+    clip: ε; a step that is k versions old does not change the policy once π / μ has moved beyond 1 ± ε/k in the
+          direction of its advantage
     """
 
     name: Literal["impala"] = "impala"
@@ -27,7 +27,7 @@ class ImpalaConfig(AlgorithmConfig):
     rho_bar: float = Field(default=1.0, gt=0)
     c_bar: float = Field(default=1.0, gt=0)
     lambda_: float = Field(default=1.0, ge=0, le=1)
-    clip: float = Field(default=0.1, gt=0)
+    clip: float = Field(default=2.0, gt=0)
     max_grad_norm: float = Field(default=40.0, gt=0)
     normalize_advantages: bool = False
 
