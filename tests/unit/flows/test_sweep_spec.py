@@ -87,7 +87,8 @@ PBT = {"search": "pbt"}
 def test_what_cannot_work_is_refused(
     words: tuple[str, ...], fields: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # Optuna is installed
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find("torch" if name == "optuna" else name))
     with pytest.raises(ConfigError) as caught:
         check_sweep(spec_of(*words, **fields))
     assert problem in str(caught.value)
