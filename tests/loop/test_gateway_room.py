@@ -114,8 +114,9 @@ def test_a_segment_whose_slot_others_have_is_kept_and_taken_later() -> None:
 def test_an_event_names_who_waits_for_credit_and_who_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "CREDIT_WAIT_S", 0.1)
     with serving(queue_capacity=2) as parts, client(parts, "one") as actor, client(parts, "two"):
-        while len(parts.queue) < 2:
+        for _ in range(2):
             actor.send(segment(), timeout_s=60)
+        assert actor.drain(60)
         events: list[dict[str, object]] = []
 
         def take() -> bool:
