@@ -93,12 +93,13 @@ class Toy(Task):
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         loss = nn.functional.cross_entropy(outputs, batch[2])
-        return self._noted(loss, batch[1]) if torch.is_grad_enabled() else loss
+        return self._noted(loss, outputs, batch) if torch.is_grad_enabled() else loss
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
         return {"accuracy": (outputs.argmax(-1) == batch[2]).float().mean()}
 
-    def _noted(self, loss: Tensor, indices: Tensor) -> Tensor:
+    def _noted(self, loss: Tensor, outputs: Tensor, batch: Any) -> Tensor:
+        indices = batch[1]
         if self.step_s:
             time.sleep(self.step_s)
         if self.notes is None or is_example(indices):
@@ -108,9 +109,9 @@ class Toy(Task):
         with path.open("a") as file:
             file.write(json.dumps(indices.tolist()) + "\n")
         step = len(path.read_text().splitlines()) - 1
-        return self._failed(loss) if rank == self.fault_rank and step >= self.fault_step else loss
+        return self._failed(loss, outputs, batch[2]) if rank == self.fault_rank and step >= self.fault_step else loss
 
-    def _failed(self, loss: Tensor) -> Tensor:
+    def _failed(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> Tensor:
         assert self.notes is not None
         mark = self.notes / "failed"
         if mark.exists() or not self.fault:
@@ -124,9 +125,9 @@ class Toy(Task):
             while not (self.notes / "go").exists():
                 time.sleep(0.02)
         if self.fault == "skip":
-            return torch.zeros((), requires_grad=True)
+            return nn.functional.cross_entropy(torch.zeros_like(outputs, requires_grad=True), labels)
         if self.fault == "gradient":
-            return loss + (0.0 * loss).sqrt()
+            return nn.functional.cross_entropy(outputs + (0.0 * outputs).sqrt(), labels)
         return loss * float("nan") if self.fault == "nan" else loss
 
 

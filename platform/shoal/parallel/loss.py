@@ -110,7 +110,9 @@ class StepCounts:
         """
         is_mean = isinstance(loss, Mean)
         if self._kinds.setdefault(name, is_mean) != is_mean:
-            problem = "is a shoal.Mean for some batches, and a scalar for others"
+            problem = (
+                "is a shoal.Mean, or a mean of torch's with a count, for some batches, and another scalar for others"
+            )
             raise ConfigError("Task", name, problem, "return a Mean for each batch: one of count 0 adds nothing")
         if not isinstance(loss, Mean):
             return loss if weight == 1.0 else loss * weight

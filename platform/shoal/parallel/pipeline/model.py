@@ -160,8 +160,7 @@ class PipelineModel(ParallelModel):
         self._batches: list[Any] = []  # in flight
         self._step, self._first_index, self._reduced_s = 0, 0, 0.0
         self._metric_names: list[str] = []  # of an evaluation
-        self.loss_reader = LossReader(model, True)
-        self._counts = StepCounts({LOSS: self.partition.has_mean_loss})  # on the rank of the last stage
+        self.loss_reader, self._counts = LossReader(model, True), StepCounts({LOSS: layout.has_mean_loss})
 
     # -- a step
 
