@@ -50,7 +50,7 @@ class Division:
 
 
 @dataclass(frozen=True)
-class Tag:
+class TraceTag:
     """What is known of a tensor.
 
     divisions:   those that it depends on
@@ -66,7 +66,7 @@ class Tag:
     version: int = 0
 
 
-_NOTHING = Tag()
+_NOTHING = TraceTag()
 
 
 class FoundMean(Mean):
@@ -117,7 +117,7 @@ class LossReader:
         if not self.is_accepted:
             loss: object = result.get(LOSS) if isinstance(result, Mapping) else result
             loss = loss[1] if isinstance(loss, tuple) else loss
-            for division in filter(Division.is_uneven, get_tag(loss).divisions):
+            for division in filter(Division.is_uneven, get_trace_tag(loss).divisions):
                 problem = f"divides by {division.function}, as a part of the loss, and the run splits its batches"
                 raise ConfigError("Task.loss", division.function, problem, REMEDY)
         return result
@@ -130,7 +130,7 @@ class LossReader:
             return MeasuredLoss(loss.value().detach(), loss.count, 0.0)
         if not isinstance(loss, Tensor):
             return None
-        return MeasuredLoss(loss.detach(), None, sum(float(each.count) for each in get_tag(loss).divisions))
+        return MeasuredLoss(loss.detach(), None, sum(float(each.count) for each in get_trace_tag(loss).divisions))
 
 
 def find_means(compute: Callable[[], T]) -> T:
@@ -144,13 +144,13 @@ def find_means(compute: Callable[[], T]) -> T:
     return _find_mean(result)  # type: ignore[no-any-return]
 
 
-def get_tag(tensor: object) -> Tag:
-    tag: Tag = getattr(tensor, _TAG, _NOTHING)
+def get_trace_tag(tensor: object) -> TraceTag:
+    tag: TraceTag = getattr(tensor, _TAG, _NOTHING)
     return tag
 
 
 def _find_mean(loss: Any) -> Any:
-    tag = get_tag(loss)
+    tag = get_trace_tag(loss)
     if tag.mean is None or loss._version != tag.version or tag.mean.total.requires_grad != loss.requires_grad:
         return loss  # also if changed in place, or within an autograd function, whose operations have no gradient
     return tag.mean
@@ -196,14 +196,14 @@ def _split_mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     result: Tensor = total / count
     count = count.detach()
     divisions = (Division(func.__name__, count, size),)
-    setattr(result, _TAG, Tag(divisions, mean=FoundMean(total, count), version=result._version))
+    setattr(result, _TAG, TraceTag(divisions, mean=FoundMean(total, count), version=result._version))
     return result
 
 
 def _follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
-    """Tag a result by the tags of the arguments."""
+    """TraceTag a result by the tags of the arguments."""
     name, given = func.__name__, list(_iter_tensors((*args, *kwargs.values())))
-    tags = [get_tag(tensor) for tensor in given]
+    tags = [get_trace_tag(tensor) for tensor in given]
     is_mask = name in _SELECTIONS and any(each.dtype == torch.bool for each in given[1:])
     if not (is_mask or name in _SUMS or any(each is not _NOTHING for each in tags)):
         return
@@ -219,7 +219,7 @@ def _follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Te
     if len(given) == 1 and is_linear and tags[0].mean is not None and tags[0].version == given[0]._version:
         total = func(*(tags[0].mean.total if each is given[0] else each for each in args), **kwargs)
         mean = FoundMean(total, tags[0].mean.count)
-    setattr(result, _TAG, Tag(tuple(divisions), is_sum, is_selected and bool(result.ndim), mean, result._version))
+    setattr(result, _TAG, TraceTag(tuple(divisions), is_sum, is_selected and bool(result.ndim), mean, result._version))
 
 
 def _iter_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
