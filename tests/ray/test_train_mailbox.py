@@ -274,6 +274,27 @@ def test_what_workers_raise_while_they_start_would_recur(
     assert type(raised.value) is kind
 
 
+def test_a_group_that_fails_while_it_starts_is_shut_down_and_a_death_there_is_a_loss() -> None:
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
+    from ray.train.v2._internal.execution.controller import state
+
+    from shoal.train.launch.ray_train import _StartGuard
+
+    guard, starting, ended = _StartGuard(), state.SchedulingState(None), []
+    group = SimpleNamespace(has_started=lambda: True, shutdown=lambda: ended.append(True))
+    guard.after_worker_group_start(group)
+    guard.after_controller_state_update(starting, state.RunningState())
+    assert ended == []
+    late = ControllerError(WorkerGroupStartupTimeoutError(2))
+    guard.after_controller_state_update(starting, state.ReschedulingState(late))  # for its places
+    assert ended == [True]
+    guard.after_worker_group_start(group)
+    dead = ControllerError(WorkerGroupStartupFailedError("a worker has died"))
+    with pytest.raises(RankLost, match="a worker has died"):
+        guard.after_controller_state_update(starting, state.ReschedulingState(dead))
+    assert ended == [True, True]
+
+
 @pytest.mark.parametrize("error", [None, NotFinite("the loss", 7, None, None)], ids=["the outcome", "the error"])
 def test_what_is_known_already_counts_more_than_the_death_of_the_mailbox(
     fit: Any, handle: Handle, trainer: FakeTrainer, error: NotFinite | None

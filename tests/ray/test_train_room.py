@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,11 +79,13 @@ class DyingConfig(TorchConfig):
 def test_a_group_that_fails_while_it_starts_leaves_no_placement_group(
     cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_death: bool
 ) -> None:
+    import ray
     from ray.util.placement_group import placement_group_table
 
     from shoal.train.launch import ray_train
 
     if is_death:
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the controller imports no test
         monkeypatch.setattr(ray_train, "GroupConfig", DyingConfig)
     before = set(placement_group_table())
     spec = TrainSpec.parse({"task": "tests/train_task.py:Toy", "workers": 2, "parallel": {"backend": "nccl"}})
