@@ -7,7 +7,8 @@ take turns, ten batches each. Memory: the peak resident memory of a worker that 
 MB, beside a process that has loaded all of it. A killed worker: an endpoint on Ray Serve behind HAProxy, asked fifty
 times a second over one connection that stays; twice as many workers as runs are killed, one after the other. What is
 answered with a code is timed, and what without is counted. Beside it the endpoint of an earlier commit (`--before`),
-and Serve's own gang of two replicas, as it is shipped. `--only kills` measures no more than that.
+and Serve's own gang of two replicas, as it is shipped. `--only` measures a part. The replacement of
+workers alone is timed without Ray, too, beside a gang without spare workers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -41,7 +42,7 @@ from benchmarks.step_before import checkout
 from benchmarks.talk import say
 from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
-from shoal.serve.gang.gang import Gang
+from shoal.serve.gang.gang import Gang, GangLost
 from shoal.serve.gang.member import GangMember
 from shoal.serve.gang.messages import Address
 from shoal.serve.gang.template import GangTemplate
@@ -79,6 +80,7 @@ class ProcessLauncher:
         for process in self.processes:
             process.kill()
             process.join()
+        self.processes.clear()
 
 
 def work(pipe: Connection, secret: bytes) -> None:
@@ -162,6 +164,36 @@ def measure_throughput(runs: int, num_batches: int) -> list[Row]:
             note="beside it, the ratio of throughputs needs two processors",
         ),
     ]
+
+
+def measure_replacement(kills: int) -> list[Row]:
+    """Workers as processes of this host, without Ray: from a kill to the first batch that is computed again."""
+    version, found = register("small", SMALL), {True: list[float](), False: list[float]()}
+    batch = [{"tokens": np.zeros((1, CONTEXT), np.int64)}]
+    for has_spares in found:
+        launcher, spares = ProcessLauncher(), ProcessLauncher()
+        with closing(Gang(launcher, NUM_WORKERS, "pipeline", spares if has_spares else None)) as gang:
+            gang.start()
+            model = make_predictor(version, gang).load(version.weight_file())
+            for _ in range(kills):
+                while has_spares and gang._waiting is None:
+                    time.sleep(0.05)
+                model.predict_batch(batch)
+                os.kill(gang._launcher.processes[-1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+                killed_s = time.perf_counter()
+                with suppress(GangLost):
+                    while True:
+                        model.predict_batch(batch)
+                while True:
+                    with suppress(GangLost):
+                        model.predict_batch(batch)
+                        break
+                    time.sleep(0.005)
+                found[has_spares].append(time.perf_counter() - killed_s)
+    note = f"{kills} kills each, workers as processes without Ray; load of the machine {os.getloadavg()[0]:.1f}"
+    print(found, note, flush=True)
+    name = "a killed worker: no answer for"
+    return [compare(name, "s", "lower", found[True], found[False], "without spare workers", 1.0, "value", note)]
 
 
 def load_full(pipe: Connection, version: ModelVersion) -> None:
@@ -329,7 +361,7 @@ def find_worker(pids: set[int]) -> int:
 
 
 def main() -> None:
-    parts = ("throughput", "memory", "kills")
+    parts = ("throughput", "memory", "replacement", "kills")
     chosen = options(__doc__, runs=5, only=(*parts, "driver"), before=BEFORE)
     if "driver" in chosen.only and len(chosen.only) == 1:
         return serve_and_kill(2 * chosen.runs)
@@ -340,9 +372,11 @@ def main() -> None:
             rows += measure_throughput(chosen.runs, 3 if chosen.quick else 10)
         if "memory" in chosen.only:
             rows.append(measure_memory())
+        if "replacement" in chosen.only:
+            rows += measure_replacement(2 * chosen.runs)
         if "kills" in chosen.only:
             rows += measure_kills(folder, 2 * chosen.runs, chosen.before)
-    write("gang" if set(parts) <= {*chosen.only} else "gang_kills", rows, chosen.results)
+    write("gang" if set(parts) <= {*chosen.only} else f"gang_{chosen.only[0]}", rows, chosen.results)
 
 
 if __name__ == "__main__":
