@@ -220,8 +220,7 @@ class ModelManager:
         return [plan for plan in self._plans.values() if plan.replicas is None]
 
     def _is_answering(self, plan: ModelPlan) -> bool:
-        served = self._models.get(plan.name)
-        return served is not None and served.version > 0
+        return (served := self._models.get(plan.name)) is not None and served.version > 0
 
     def _find_answering(self, name: str) -> ServedModel | None:
         """The model, once it answers: a replica that takes over a canary needs both versions for that."""
@@ -245,7 +244,7 @@ class ModelManager:
         if hosted is not None and hosted.plan_options != plan.options:
             return False
         is_answering = not plan.staged or self._is_answering(plan)
-        return is_answering and all(version in loaded or version == failed for version in plan.staged)
+        return is_answering and {*plan.staged} <= {*loaded, failed}
 
     def report(self) -> ReplicaReport:
         """The models' part of the report to the controller."""
