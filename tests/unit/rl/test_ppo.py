@@ -13,7 +13,7 @@ from shoal.models.actor_critic import ActorCritic
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.algorithms.ppo.config import PPOConfig
 from shoal.rl.algorithms.ppo.loss import PPOTargets, ppo_loss
-from shoal.rl.algorithms.segments import to_tensors
+from shoal.rl.algorithms.segments import compute_moments, explain_variance, to_tensors
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.spec import RLSpec, policy_spec
 
@@ -140,3 +140,14 @@ def test_updates_learn_a_bandit() -> None:
         }
         list(ppo.update(ExperienceBatch(**{**vars(batch), **arrays})))
     assert torch.softmax(ppo.model(torch.ones(1, SIZE))[0], -1)[0, 1] > 0.9
+
+
+def test_the_explained_variance_is_that_of_the_whole_batch_whoever_has_its_parts() -> None:
+    random = np.random.default_rng(0)
+    values, targets = random.normal(50, 2, 40), random.normal(50, 3, 40)
+    parts = [
+        compute_moments(torch.tensor(values[at]), torch.tensor(targets[at]), 40) for at in (slice(9), slice(9, 40))
+    ]
+    found = explain_variance(*(parts[0] + parts[1]).tolist())
+    assert found == pytest.approx(1 - (targets - values).var() / targets.var(), rel=1e-6)
+    assert explain_variance(0.0, 0.0, 50.0, 2500.0) == 0.0

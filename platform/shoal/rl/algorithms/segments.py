@@ -18,6 +18,7 @@ from shoal.wire.action_masks import MASKS
 from shoal.wire.experience_spec import STATE
 
 CPU = torch.device("cpu")
+MOMENTS = ("error", "squared_error", "target", "squared_target")  # of values: see `compute_moments`
 
 
 class SegmentBatch(NamedTuple):
@@ -133,11 +134,19 @@ def compute_log_ratios(model: AnyActorCritic, batch: SegmentBatch) -> np.ndarray
 
 
 @torch.no_grad()
-def explain_variance(values: Tensor, targets: Tensor) -> Tensor:
-    """1 - Var(targets - values) / Var(targets) over steps [N], from -1; 0 where the targets are all alike."""
-    variance = targets.var(correction=0)
-    explained = 1 - (targets - values).var(correction=0) / variance.clamp(min=1e-12)
-    return explained.clamp(min=-1.0) * (variance > 1e-12)
+def compute_moments(values: Tensor, targets: Tensor, num_steps: int) -> Tensor:
+    """[4]: sums of errors, their squares, targets, their squares, over steps [N], divided by the `num_steps` of all
+    learners, which add theirs up for `explain_variance`."""
+    errors = targets - values
+    return torch.stack([errors, errors.square(), targets, targets.square()]).sum(1) / num_steps
+
+
+def explain_variance(error: float, squared_error: float, target: float, squared_target: float) -> float:
+    """1 - Var(targets - values) / Var(targets), at least -1; 0 where the targets are all alike."""
+    variance = squared_target - target**2
+    if variance <= 1e-5 * squared_target:  # what rounding leaves
+        return 0.0
+    return max(-1.0, 1.0 - (squared_error - error**2) / variance)
 
 
 def make_grid(lengths_B: Tensor) -> SegmentGrid:

@@ -30,8 +30,10 @@ from shoal.rl.algorithms.algorithm import (
 from shoal.rl.algorithms.impala.config import ImpalaConfig
 from shoal.rl.algorithms.normalization import Normalizer
 from shoal.rl.algorithms.segments import (
+    MOMENTS,
     SegmentBatch,
     compute_log_ratios,
+    compute_moments,
     evaluate_rows,
     explain_variance,
     get_discounts,
@@ -46,7 +48,10 @@ from shoal.wire import ExperienceSpec
 
 
 class Losses(NamedTuple):
-    """Scalars; `total` is minimised. Sums over the N steps divided by those of all learners: means, where it is one."""
+    """Scalars; `total` is minimised. Sums over the N steps divided by those of all learners: means, where it is one.
+
+    moments: [4], of the values' errors and targets, for `explain_variance`
+    """
 
     total: Tensor
     policy: Tensor
@@ -54,7 +59,7 @@ class Losses(NamedTuple):
     entropy: Tensor
     clip_fraction: Tensor
     kl: Tensor
-    explained_variance: Tensor
+    moments: Tensor
 
 
 def impala_loss(
@@ -97,9 +102,9 @@ def impala_loss(
     targets, values = grid.collect(trace.targets_TB), values.index_select(0, grid.step_rows)
     value_loss = 0.5 * (targets - values).square().sum() / num_steps
     total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
-    explained = explain_variance(values, targets) * len(values) / num_steps
+    moments = compute_moments(values, targets, num_steps)
     kl = (ratios - 1 - log_ratios).sum() / num_steps
-    return Losses(total, policy_loss, value_loss, entropy, is_clipped.sum() / num_steps, kl, explained)
+    return Losses(total, policy_loss, value_loss, entropy, is_clipped.sum() / num_steps, kl, moments)
 
 
 def update(
@@ -143,11 +148,12 @@ def _compute_gradients(
         "learner/entropy": losses.entropy,
         "learner/clip_fraction": losses.clip_fraction,
         "learner/kl": losses.kl,
-        "learner/explained_variance": losses.explained_variance,
+        **dict(zip(MOMENTS, losses.moments, strict=True)),
     }
     found = group.sum_gradients(model.parameters(), metrics, num_mine, num_steps or num_mine)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-    return {**found, "learner/grad_norm": grad_norm.item()}
+    explained = explain_variance(*(found.pop(each) for each in MOMENTS))
+    return {**found, "learner/explained_variance": explained, "learner/grad_norm": grad_norm.item()}
 
 
 class Impala(Algorithm):

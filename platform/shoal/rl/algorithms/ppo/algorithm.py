@@ -30,9 +30,11 @@ from shoal.rl.algorithms.normalization import Normalizer
 from shoal.rl.algorithms.ppo.config import PPOConfig
 from shoal.rl.algorithms.ppo.loss import PPOTargets, estimate_advantages, ppo_loss
 from shoal.rl.algorithms.segments import (
+    MOMENTS,
     SegmentBatch,
     compute_log_ratios,
     evaluate_rows,
+    explain_variance,
     get_discounts,
     make_grid,
     to_tensors,
@@ -145,11 +147,12 @@ class PPO(Algorithm):
             "learner/entropy": losses.entropy,
             "learner/clip_fraction": losses.clip_fraction,
             "learner/kl": losses.kl,
-            "learner/explained_variance": losses.explained_variance,
+            **dict(zip(MOMENTS, losses.moments, strict=True)),
         }
         found = group.sum_gradients(self.model.parameters(), metrics, len(actions), num_steps)
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
-        return {**found, "learner/grad_norm": grad_norm.item()}
+        explained = explain_variance(*(found.pop(each) for each in MOMENTS))
+        return {**found, "learner/explained_variance": explained, "learner/grad_norm": grad_norm.item()}
 
     def compute_log_ratios(self, batch: ExperienceBatch) -> np.ndarray:
         return compute_log_ratios(self.model, to_tensors(batch, self.device))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.models.action_distribution import Categorical, MultiCategorical, SquashedGaussian
 from shoal.rl.algorithms.ppo.config import PPOConfig
-from shoal.rl.algorithms.segments import explain_variance
+from shoal.rl.algorithms.segments import compute_moments
 from shoal.rl.algorithms.vtrace import vtrace
 
 
@@ -30,7 +30,10 @@ class PPOTargets(NamedTuple):
 
 
 class PPOLosses(NamedTuple):
-    """Scalars; `total` is minimised. Sums over the N steps divided by those of all learners: means, where it is one."""
+    """Scalars; `total` is minimised. Sums over the N steps divided by those of all learners: means, where it is one.
+
+    moments: [4], of the values' errors and targets, for `explain_variance`
+    """
 
     total: Tensor
     policy: Tensor
@@ -38,7 +41,7 @@ class PPOLosses(NamedTuple):
     entropy: Tensor
     clip_fraction: Tensor
     kl: Tensor
-    explained_variance: Tensor
+    moments: Tensor
 
 
 @torch.no_grad()
@@ -87,5 +90,5 @@ def ppo_loss(
     with torch.no_grad():
         clip_fraction = ((ratios - 1).abs() > config.clip).float().sum() / num_steps
         kl = (ratios - 1 - log_ratios).sum() / num_steps
-        explained = explain_variance(values, targets.values) * len(values) / num_steps
-    return PPOLosses(total, policy_loss, value_loss, entropy, clip_fraction, kl, explained)
+    moments = compute_moments(values, targets.values, num_steps)
+    return PPOLosses(total, policy_loss, value_loss, entropy, clip_fraction, kl, moments)
