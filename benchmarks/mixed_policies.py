@@ -1,43 +1,42 @@
-"""Policies that must be mixed, as an endpoint serves them, beside what training has: returns, and exploitability.
+"""Policies that must be mixed, as they are served, beside what training has: returns, and exploitability.
 
     python -m benchmarks.mixed_policies [--seeds N] [--quick]
 
-Stochastic: PPO; the mean return of 200 episodes through an endpoint that samples, beside that of an actor's policy with
-the same weights. Kuhn poker: DQN against its pool (benchmarks.self_play, 20,000 steps); the exploitability, half the
-NashConv, of the mixture that `action=average` registers, by the members that the endpoint draws and their answers,
-beside that of the pool's average. One endpoint serves all.
+Stochastic: PPO; the mean return of 1,000 episodes by sampled actions of the registered version, beside that of an
+actor's policy with the same weights. Kuhn poker: DQN against its pool (benchmarks.self_play, 10,000 steps); the
+exploitability, half the NashConv, of the mixture that `action=average` registers, by the members that it draws and
+their actions, beside that of the pool's average. Both are computed as a replica computes them, in this process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import os
 from pathlib import Path
 
 import gymnasium
 import numpy as np
 
-import shoal
 from benchmarks import self_play, steady_lag
 from benchmarks.children import scratch
 from benchmarks.ours.kuhn_poker import TURNS, Strategy, average, nash_conv, observe
 from benchmarks.result import Row, compare, options, write
 from shoal.actor.policy import make_policy
-from shoal.client import Client
-from shoal.flows.policy_connection import InferenceConnection
+from shoal.flows.policy_connection import ActionAnswer
 from shoal.flows.policy_evaluation import play_through
 from shoal.flows.rl_policy import describe_policy_model, inspect_environment, mix_policies
-from shoal.home import load_access_token
 from shoal.registry import Registry
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.learner import model_arrays
+from shoal.serve.messages.inference import InferCall, Outputs
+from shoal.serve.model.predictor import Predictor
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 STOCHASTIC, KUHN_STEPS, QUICK_STEPS, NUM_EPISODES, NUM_DRAWS = (
     "benchmarks.ours.stochastic:make",
-    20_000,
-    5_000,
-    200,
+    10_000,
+    2_000,
+    1_000,
     20_000,
 )
 TOLERANCE = 0.02
@@ -45,7 +44,6 @@ TOLERANCE = 0.02
 
 def learn_stochastic(seed: int, num_batches: int) -> float:
     """Train and register; the mean return of an actor's policy."""
-    gymnasium.register("Stochastic-v0", entry_point=STOCHASTIC)
     spec, experience, algorithm, _ = steady_lag.train("Stochastic-v0", ["algorithm=ppo"], 0, seed, num_batches)
     factory, signature = describe_policy_model(spec, experience)
     arrays = model_arrays(algorithm.model)
@@ -56,11 +54,29 @@ def learn_stochastic(seed: int, num_batches: int) -> float:
     return steady_lag.evaluate("Stochastic-v0", policy, is_sampled=True, num_episodes=NUM_EPISODES)
 
 
-def play_stochastic(url: str, seed: int, action: str | None) -> float:
-    connection = InferenceConnection(url, f"stochastic-{seed}", load_access_token(), action=action)
-    played = play_through([{"": connection}], STOCHASTIC, NUM_EPISODES, 10_000, {"": 64})
-    connection.close()
-    return played[""].mean_return
+class ServedPolicy:
+    """A registered version as a replica computes it: the predictor, and the sampler of its actions."""
+
+    def __init__(self, ref: str, action: str | None = None) -> None:
+        version = Registry().get(ref)
+        predictor = Predictor(version.manifest.model, version.manifest.signature, ModelOptions())
+        self._loaded, self._action = predictor.load(version.snapshot()), action
+
+    def answer(self, **inputs: np.ndarray) -> Outputs:
+        (outputs,) = self._loaded.predict_batch([inputs])
+        call = InferCall(inputs, len(inputs["observation"]), action=self._action)
+        return outputs if self._loaded.sampler is None else self._loaded.sampler.act(outputs, call)
+
+    def insist(self, observations: np.ndarray, *_: object, **__: object) -> ActionAnswer:
+        return ActionAnswer(self.answer(observation=observations), 1)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def play_stochastic(seed: int, action: str | None) -> float:
+    policy = ServedPolicy(f"stochastic-{seed}", action)
+    return play_through([{"": policy}], STOCHASTIC, NUM_EPISODES, 10_000, {"": 64})[""].mean_return
 
 
 def learn_kuhn(seed: int, num_steps: int, folder: Path) -> float:
@@ -74,23 +90,18 @@ def learn_kuhn(seed: int, num_steps: int, folder: Path) -> float:
     return nash_conv(average(strategies)) / 2
 
 
-def measure_kuhn(client: Client, name: str) -> float:
+def measure_kuhn(policy: ServedPolicy) -> float:
     """The exploitability of the mixture as it is served: of its members as often as they are drawn."""
     points = [(card, history) for card in range(3) for history in TURNS]
     observations = np.stack([observe(*each) for each in points])
-    drawn = [
-        client.infer(name, {"observation": np.tile(observations[:1], (50, 1)), "state": np.zeros((50, 1), "f4")})
-        for _ in range(NUM_DRAWS // 50)
-    ]
-    numbers, counts = np.unique(np.concatenate([each["next_state"][:, 0] for each in drawn]), return_counts=True)
+    first, zero = np.tile(observations[:1], (50, 1)), np.zeros((50, 1), np.float32)
+    drawn = [policy.answer(observation=first, state=zero)["next_state"][:, 0] for _ in range(NUM_DRAWS // 50)]
     served = list[Strategy]()
-    for number, count in zip(numbers, counts, strict=True):
-        answer = client.infer(name, {"observation": observations, "state": np.full((len(points), 1), number, "f4")})
-        choices: Mapping[tuple[int, str], tuple[float, float]] = {
-            point: (float(action == 0), float(action == 1))
-            for point, action in zip(points, answer["action"].tolist(), strict=True)
-        }
-        served += [choices] * int(count)
+    for number, count in zip(*np.unique(np.concatenate(drawn), return_counts=True), strict=True):
+        state = np.full((len(points), 1), number, np.float32)
+        actions = policy.answer(observation=observations, state=state)["action"].tolist()
+        chosen = {each: (float(action == 0), float(action == 1)) for each, action in zip(points, actions, strict=True)}
+        served += [chosen] * int(count)
     return nash_conv(average(served)) / 2
 
 
@@ -105,25 +116,21 @@ def make_row(name: str, unit: str, served: list[float], trained: list[float], no
 def main() -> None:
     chosen = options(__doc__, runs=3)
     seeds = range(chosen.runs)
-    with scratch() as folder, ExitStack() as closing:
+    with scratch() as folder:
+        os.environ["SHOAL_HOME"] = str(folder)
+        gymnasium.register("Stochastic-v0", entry_point=STOCHASTIC)
         returns = [learn_stochastic(seed, 3 if chosen.quick else 30) for seed in seeds]
-        print(f"Stochastic, trained: {returns}", flush=True)
+        sampled, best = ([play_stochastic(seed, action) for seed in seeds] for action in (None, "best"))
         steps = QUICK_STEPS if chosen.quick else KUHN_STEPS
         exploitabilities = [learn_kuhn(seed, steps, folder / f"kuhn-{seed}") for seed in seeds]
-        print(f"Kuhn poker, trained: {exploitabilities}", flush=True)
-        names = [f"{name}-{seed}" for name in ("stochastic", "kuhn") for seed in seeds]
-        endpoint = closing.enter_context(shoal.serve(*names))
-        sampled = [play_stochastic(endpoint.url, seed, None) for seed in seeds]
-        best = [play_stochastic(endpoint.url, seed, "best") for seed in seeds]
-        client = closing.enter_context(endpoint.client())
-        served = [measure_kuhn(client, f"kuhn-{seed}") for seed in seeds]
+        served = [measure_kuhn(ServedPolicy(f"kuhn-{seed}")) for seed in seeds]
     note = f"; with action=best {', '.join(f'{each:.4f}' for each in best)}"
     rows = [
         make_row(
-            "Stochastic through an endpoint that samples: difference from training", "return", sampled, returns, note
+            "Stochastic, served by sampled actions: difference from training", "return", sampled, returns, note
         ),
         make_row(
-            "Kuhn poker through action=average: difference from the pool's average",
+            "Kuhn poker, served by action=average: difference from the pool's average",
             "exploitability", served, exploitabilities, "",
         ),
     ]  # fmt: skip

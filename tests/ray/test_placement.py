@@ -11,7 +11,7 @@ import ray
 from shoal.cluster.capacity import choose_host, make_host_options
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.rl.ray_workers import require_reachable_gateway
+from shoal.rl.gateway.zmq_listener import require_reachable_gateway
 
 
 def list_nodes(alive: bool = True, **cpus: float) -> list[dict[str, Any]]:

@@ -38,15 +38,14 @@ from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_policy import LoopPolicy, describe_bound_addresses
 from shoal.flows.policy_connection import PolicyAddress, PolicyConnection, connect_policy, wait_for_version
 from shoal.flows.policy_evaluation import (
-    ACTIONS,
-    MAX_MISS_PROBABILITY,
     Connections,
     Evaluation,
     choose_action,
-    estimate_miss,
+    describe_registered,
     evaluate,
     hold_trial,
     is_better,
+    judge_trial,
     record_evaluation,
 )
 from shoal.flows.rl_metrics import (
@@ -57,10 +56,9 @@ from shoal.flows.rl_metrics import (
     select_rejections,
     select_win_rates,
 )
-from shoal.flows.rl_policy import check, describe_policy_model, register_policy
+from shoal.flows.rl_policy import check, list_actions, register_policy
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
-from shoal.registry import ModelVersion
 from shoal.rl.gateway.zmq_listener import load_curve_keys
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_number
@@ -209,7 +207,7 @@ class LoopRun:
         while True:
             self._follow_until_done()
             self._candidates = [each.workers.pause_learner() for each in self.policies]
-            self._action = self._list_actions()[0]
+            self._action = list_actions(self.spec, self.policies[0].experience)[0]
             if self._only is None or self._passes(self._candidates[0]):
                 return
             self._only.tried_at = self._only.updates
@@ -220,7 +218,7 @@ class LoopRun:
         certainty: with its best actions, or else with sampled ones. A failed attempt to play counts as no, and is
         retried later; after the time limit its error is raised (ConnectionLost, InferenceError)."""
         trials = dict[str, Evaluation]()
-        for action in self._list_actions():
+        for action in list_actions(self.spec, self.policies[0].experience):
             try:
                 with self._connect(action) as connections:
                     trials[action] = trial = hold_trial(connections, self.spec)
@@ -230,59 +228,36 @@ class LoopRun:
                 return self._was_not_tried(snapshot, str(error))
             if trial.versions != {snapshot.version}:  # a restarted learner has published, or the endpoint refused it
                 return self._was_not_tried(snapshot, f"versions {sorted(trial.versions)} answered")
-            if self._is_good_enough(snapshot, trial, action) and self.spec.target_return is not None:
+            details = judge_trial(trial, self.spec, snapshot.version, action)
+            self._note("tried", **details)
+            if details["passes"] and self.spec.target_return is not None:
                 self._action = action
                 return True
+            if not details["passes"]:
+                self._failed_trial = details["reason"]
+                print(f"{self._failed_trial}: learning on", flush=True)
         self._action = choose_action(trials)
         if self.spec.target_return is None:
-            self._prefer_kept(snapshot, trials[self._action])
+            self._prefer_retained(snapshot, trials[self._action])
         return self.spec.target_return is None
 
-    def _prefer_kept(self, newest: WeightSnapshot, trial: Evaluation) -> None:
+    def _prefer_retained(self, newest: WeightSnapshot, trial: Evaluation) -> None:
         """Take the version at the actors' best mean return as the candidate, if its trial returns more than the
         newest's by more than chance: a run may have collapsed since."""
         policy = self._only
         assert policy is not None
-        if policy.kept is None or policy.kept.version == newest.version or self.spec.self_play.is_on:
+        if policy.retained is None or policy.retained.version == newest.version or self.spec.self_play.is_on:
             return
-        self._candidates = [policy.workers.republish(policy.kept)]
+        self._candidates = [policy.workers.republish(policy.retained)]
         with self._connect(self._action) as connections:
             kept = hold_trial(connections, self.spec)
         if not is_better(kept, trial):
             self._candidates = [policy.workers.republish(newest)]
             return
         returns = {"mean_return": kept.mean_return, "newest_mean_return": trial.mean_return}
-        self._note("kept_version", version=policy.kept.version, newest=newest.version, **returns)
-        print(
-            f"version {policy.kept.version} is registered in place of the newest one, {newest.version}: it returns"
-            f" {format_number(kept.mean_return)} in its trial, and the newest {format_number(trial.mean_return)}",
-            flush=True,
-        )
-
-    def _list_actions(self) -> tuple[str, ...]:
-        """How the candidates may act, in the order of trials: as the run says, or by best actions, and then sampled."""
-        models = (describe_policy_model(each.spec, each.experience) for each in self.policies)
-        if self.spec.action == "best" or not all(signature.has_distribution for _, signature in models):
-            return ("best",)
-        return ACTIONS if self.spec.action is None else ("sampled",)
-
-    def _is_good_enough(self, snapshot: WeightSnapshot, trial: Evaluation, action: str) -> bool:
-        """Judge a trial, and record it."""
-        miss = estimate_miss(trial, self.spec)
-        passes = miss < MAX_MISS_PROBABILITY
-        if not passes:
-            self._failed_trial = (
-                f"version {snapshot.version} returned {format_number(trial.mean_return)} over {len(trial.returns)}"
-                f" episodes of a trial with action={action}, and would miss {self.spec.target_return:g} in others with"
-                f" a probability of {miss:.2g}, where {MAX_MISS_PROBABILITY:g} is allowed"
-            )
-        found = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "passes": passes, "action": action}
-        bound = {"miss_probability": miss, "allowed": MAX_MISS_PROBABILITY, "target": self.spec.target_return}
-        reason = "" if passes else self._failed_trial
-        self._note("tried", version=snapshot.version, seconds=trial.duration_s, **found, **bound, reason=reason)
-        if not passes:
-            print(f"{reason}: learning on", flush=True)
-        return passes
+        self._note("kept_version", version=policy.retained.version, newest=newest.version, **returns)
+        shown = ", and the newest ".join(format_number(each) for each in returns.values())
+        print(f"version {policy.retained.version} is registered: it returns {shown}", flush=True)
 
     def _was_not_tried(self, snapshot: WeightSnapshot, why: str) -> bool:
         self._note("trial_failed", version=snapshot.version, error=why)
@@ -405,14 +380,7 @@ class LoopRun:
             returns = ", ".join(f"{each.name} {format_number(each.mean_return)}" for each in self.policies)
             print(f"returns {returns} | {steps:9,} steps", flush=True)
             return
-        stats = self._only.gateway
-        mean = format_number(stats["mean_return"]) if math.isfinite(stats["mean_return"]) else "-"
-        print(
-            f"return {mean:>6} | {steps:9,} steps | {stats['episodes']:6,} episodes"
-            f" | weights {stats['weights_version']:5} | queue {stats['queue_depth']:3}"
-            f" | dropped {sum(stats['segments']['dropped'].values()):,}",
-            flush=True,
-        )
+        print(self._only.describe_progress(), flush=True)
 
     # -- down -----------------------------------------------------------------------------------------------------
 
@@ -430,7 +398,7 @@ class LoopRun:
         step = sum(each.num_steps for each in self.policies) + 1
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():
-            print(_describe_registered(model, played[name], self._action), flush=True)
+            print(describe_registered(model, played[name], self._action), flush=True)
 
     @contextmanager
     def _connect(self, action: str) -> Iterator[Sequence[Connections]]:
@@ -470,13 +438,3 @@ class LoopRun:
             each.close_gateway(self.recorder, max(0.0, deadline - time.monotonic()))
         for name, (kind, address) in self._addresses.items():
             self.recorder.record_endpoint(name, kind, address, "closed")
-
-
-def _describe_registered(model: ModelVersion, evaluation: Evaluation, action: str) -> str:
-    name = f"{model.ref} ({', '.join(model.aliases)})"
-    if not evaluation.returns:
-        return f"{name}: no episode of the evaluation had one of its agents"
-    return (
-        f"{name}: mean return {evaluation.mean_return:.1f} over {len(evaluation.returns)} episodes played through the"
-        f" endpoint with action={action} ({evaluation.num_requests} requests)"
-    )

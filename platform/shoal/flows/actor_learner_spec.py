@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shoal.registry import AliasNames
 from shoal.rl.algorithm_config import find_config_type
@@ -41,8 +41,19 @@ class ActorLearnerSpec(RLSpec):
     endpoint: Annotated[EndpointSpec, with_default_values(name=NAMED_BY_ENV, num_cpus=0.5), TOKEN_FROM_ENVIRONMENT] = (
         EndpointSpec(name=NAMED_BY_ENV, num_cpus=0.5)
     )
+    action: Literal["best", "sampled", "average"] | None = Field(
+        default=None,
+        description="how trial, endpoint and registered version act; average: with self-play, a past version for each"
+        " episode; default: best, or sampled where that alone passes the trial",
+    )
     aliases: AliasNames = ("champion",)
     resume: str = ""
+
+    @model_validator(mode="after")
+    def _average_has_a_pool(self) -> ActorLearnerSpec:
+        if self.action == "average" and not self.self_play.snapshot_every:
+            raise ValueError("action=average plays a run's past versions: set self_play.snapshot_every")
+        return self
 
     @property
     def num_trial_episodes(self) -> int:

@@ -24,6 +24,7 @@ from shoal.network_address import is_loopback
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
+from shoal.runs.formatting import format_number
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
 from shoal.store import open_store, store_variable
 from shoal.weights import WeightSnapshot
@@ -42,7 +43,7 @@ class LoopPolicy:
     address:  of its gateway
     solved_s: when it reached its target, from the first segment; stays, though its gateway may restart
     tried_at: the learner's updates at its last trial
-    kept:     the weights at the actors' best mean return so far, in a run without a target
+    retained: the weights at the actors' best mean return so far, in a run without a target
     """
 
     def __init__(self, name: str, spec: ActorLearnerSpec, experience: ExperienceSpec, observation: np.ndarray) -> None:
@@ -55,8 +56,8 @@ class LoopPolicy:
         self._is_deserted = False  # for ACTORS_BACK_S
         self.solved_s: float | None = None
         self.tried_at = -spec.algorithm.updates_between_trials
-        self.kept: WeightSnapshot | None = None
-        self._kept_return, self._kept_at = -math.inf, -math.inf
+        self.retained: WeightSnapshot | None = None
+        self._retained_return, self._retained_at = -math.inf, -math.inf
         self._checkpoint_failure = ""
         self._pids: dict[str, int] = {}
         self._replica_pids: set[int] = set()  # of the other learners
@@ -73,8 +74,10 @@ class LoopPolicy:
         setting = RunSetting(run_id, folder, token, self.spec.target_return, keys, has_learnt)
         self._folder_name = setting.folder_name
         self._workers = workers = ActorLearnerWorkers(self.spec, self.experience, setting)
+        factory, signature = describe_policy_model(self.spec, self.experience)
         model = LiveModel(
-            *describe_policy_model(self.spec, self.experience),
+            factory.update({"action": "sampled" if self.spec.action == "sampled" else "best"}),
+            signature,
             workers.make_weight_source(),
             workers.make_episode_service() if self.spec.learn_from_endpoint else None,
         )
@@ -191,15 +194,25 @@ class LoopPolicy:
 
     def keep_best(self) -> None:
         """Keep the newest weights, if the actors' mean return is the best so far and is of enough episodes."""
-        is_due = time.monotonic() - self._kept_at >= KEEP_S and self.gateway.get("episodes", 0) >= MIN_EPISODES
-        if not is_due or self.spec.target_return is not None or not self.mean_return > self._kept_return:
+        is_due = time.monotonic() - self._retained_at >= KEEP_S and self.gateway.get("episodes", 0) >= MIN_EPISODES
+        if not is_due or self.spec.target_return is not None or not self.mean_return > self._retained_return:
             return
         if (snapshot := self.workers.make_weight_source().latest()) is not None:
-            self.kept, self._kept_return, self._kept_at = snapshot, self.mean_return, time.monotonic()
+            self.retained, self._retained_return, self._retained_at = snapshot, self.mean_return, time.monotonic()
 
     def compute_metrics(self, num_requests: float) -> dict[str, float]:
         """num_requests: of the endpoint, so far"""
         return self._metrics.compute(self.gateway, self.learner, num_requests, time.time())
+
+    def describe_progress(self) -> str:
+        """One line of its gateway's counts."""
+        stats = self.gateway
+        mean = format_number(stats["mean_return"]) if math.isfinite(stats["mean_return"]) else "-"
+        return (
+            f"return {mean:>6} | {self.num_steps:9,} steps | {stats['episodes']:6,} episodes"
+            f" | weights {stats['weights_version']:5} | queue {stats['queue_depth']:3}"
+            f" | dropped {sum(stats['segments']['dropped'].values()):,}"
+        )
 
     def close_gateway(self, recorder: RunRecorder, timeout_s: float) -> None:
         """End the actors' sessions, and record what became of all segments, if the gateway says so in time."""

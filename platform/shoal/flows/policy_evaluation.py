@@ -23,7 +23,9 @@ from shoal.actor.environment import open_environment, translate_environment_erro
 from shoal.errors import RunError
 from shoal.flows.actor_learner_spec import ONLY_POLICY, ActorLearnerSpec
 from shoal.flows.policy_connection import ActionAnswer, PolicyConnection
+from shoal.registry import ModelVersion
 from shoal.runs import RunRecorder
+from shoal.runs.formatting import format_number
 
 TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial selects, so the evaluation must have other episodes
 MAX_MISS_PROBABILITY = 1e-3  # that an evaluation misses the target after a passed trial
@@ -100,6 +102,30 @@ def estimate_miss(trial: Evaluation, spec: ActorLearnerSpec) -> float:
     if spec.target_return is None:
         return 0.0
     return trial.miss_probability(spec.target_return, max(spec.eval_episodes, MIN_EPISODES))
+
+
+def judge_trial(trial: Evaluation, spec: ActorLearnerSpec, version: int, action: str) -> dict[str, Any]:
+    """What a record says of a trial: whether it `passes`, and the `reason` if not."""
+    miss = estimate_miss(trial, spec)
+    passes = miss < MAX_MISS_PROBABILITY
+    reason = "" if passes else (
+        f"version {version} returned {format_number(trial.mean_return)} over {len(trial.returns)} episodes of a trial"
+        f" with action={action}, and would miss {spec.target_return:g} in others with a probability of {miss:.2g},"
+        f" where {MAX_MISS_PROBABILITY:g} is allowed"
+    )  # fmt: skip
+    found = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "passes": passes, "action": action}
+    bound = {"miss_probability": miss, "allowed": MAX_MISS_PROBABILITY, "target": spec.target_return}
+    return {"version": version, "seconds": trial.duration_s, **found, **bound, "reason": reason}
+
+
+def describe_registered(model: ModelVersion, evaluation: Evaluation, action: str) -> str:
+    name = f"{model.ref} ({', '.join(model.aliases)})"
+    if not evaluation.returns:
+        return f"{name}: no episode of the evaluation had one of its agents"
+    return (
+        f"{name}: mean return {evaluation.mean_return:.1f} over {len(evaluation.returns)} episodes played through the"
+        f" endpoint with action={action} ({evaluation.num_requests} requests)"
+    )
 
 
 def evaluate(connections: Sequence[Connections], spec: ActorLearnerSpec) -> dict[str, Evaluation]:

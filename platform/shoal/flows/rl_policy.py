@@ -223,9 +223,7 @@ def describe_policy_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[Mod
     """The policy's factory, for the endpoint and the registry, and its signature."""
     kwargs = network_kwargs(spec, experience)
     num_actions = kwargs["num_actions"]
-    factory = ModelFactory(
-        factory=spec.model_factory, kwargs=kwargs, action="sampled" if spec.action == "sampled" else "best"
-    )
+    factory = ModelFactory(factory=spec.model_factory, kwargs=kwargs)
     action = TensorSignature(name="action", datatype="INT64", shape=[-1, *experience.action.shape])
     scores = spec.algorithm.score_output
     parameters = [scores]
@@ -248,6 +246,14 @@ def describe_policy_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[Mod
         ],
     )
     return factory, signature
+
+
+def list_actions(spec: ActorLearnerSpec, experience: ExperienceSpec) -> tuple[str, ...]:
+    """How the candidates may act, in the order of trials: as the run says, or by best actions, and then sampled."""
+    _, signature = describe_policy_model(spec, experience)
+    if spec.action == "best" or not signature.has_distribution:
+        return ("best",)
+    return ("best", "sampled") if spec.action is None else ("sampled",)
 
 
 def mix_policies(

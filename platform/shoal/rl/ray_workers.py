@@ -37,7 +37,6 @@ from shoal.errors import (
     summarize_error,
 )
 from shoal.gc_freeze import freeze_loaded_objects
-from shoal.network_address import is_loopback
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
 from shoal.rl.experience.group_commit import GroupCommit
@@ -47,7 +46,7 @@ from shoal.rl.experience.segment_log import open_log
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.user_episodes import EpisodeRejection
-from shoal.rl.gateway.zmq_listener import format_tcp_address, resolve_reachable_host
+from shoal.rl.gateway.zmq_listener import format_tcp_address, require_reachable_gateway, resolve_reachable_host
 from shoal.rl.spec import RLSpec
 from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.weights.ray_weight_store import (
@@ -418,19 +417,6 @@ class ActorLearnerWorkers:
             return call_or_none(getattr(worker, method))
         except ray.exceptions.RayActorError as error:
             raise ClusterError(f"a worker is gone for good: {error}") from error
-
-
-def require_reachable_gateway(spec: RLSpec, host: str, head: str) -> None:
-    """Raise ConfigError for a gateway on the loopback of a host that is not the head: no actor is there.
-
-    host, head: the addresses of the gateway's host and of the head
-    """
-    gateway = spec.gateway
-    if host == head or not is_loopback(gateway.host) or gateway.advertise or spec.learn_from_endpoint:
-        return
-    problem = f"is the loopback of {host}, which is not the head, and actors elsewhere cannot reach it"
-    remedy = "give gateway.host=0.0.0.0 and gateway.curve=true, or gateway.advertise for a tunnel to it"
-    raise ConfigError("gateway.host", gateway.host, problem, remedy)
 
 
 def uses_gpu(spec: RLSpec) -> bool:

@@ -156,11 +156,6 @@ class RLSpec(Spec):
         default=None, description="a recurrent layer in the network; default: the algorithm's"
     )
     core_size: int = Field(default=64, ge=1, description="outputs of the core")
-    action: Literal["best", "sampled", "average"] | None = Field(
-        default=None,
-        description="how trial, endpoint and registered version act; average: with self-play, a past version for each"
-        " episode; default: best, or sampled where that alone passes the trial",
-    )
     normalize_observations: bool = Field(default=False, description="by running means and deviations; not frames")
     normalize_rewards: bool = Field(default=False, description="by the deviation of their discounted sums")
     wait: Duration | None = Field(
@@ -181,12 +176,6 @@ class RLSpec(Spec):
     algorithm: AnyAlgorithmConfig = Field(  # the numbers were chosen on CartPole: docs/what-did-not-work.md
         default={"name": "impala", "discount": 0.98, "learning_rate": 1.5e-3}, validate_default=True
     )
-
-    @model_validator(mode="after")
-    def _average_has_a_pool(self) -> RLSpec:
-        if self.action == "average" and not self.self_play.snapshot_every:
-            raise ValueError("action=average plays a run's past versions: set self_play.snapshot_every")
-        return self
 
     @property
     def batch_limits(self) -> tuple[int, int]:

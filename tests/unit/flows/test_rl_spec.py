@@ -215,5 +215,5 @@ def test_a_record_from_before_there_were_algorithms_is_read() -> None:
 
 def test_an_average_needs_past_versions() -> None:
     with pytest.raises(ConfigError, match=r"self_play\.snapshot_every"):
-        RLSpec().override(["action=average"])
-    assert RLSpec().override(["action=average", "self_play.snapshot_every=10"]).action == "average"
+        ActorLearnerSpec().override(["action=average"])
+    assert ActorLearnerSpec().override(["action=average", "self_play.snapshot_every=10"]).action == "average"

@@ -17,7 +17,7 @@ import zmq
 
 from shoal.errors import ConfigError
 from shoal.network_address import EXTERNAL_PROBE_HOST, WILDCARDS, find_local_address, is_loopback
-from shoal.rl.spec import GatewaySpec
+from shoal.rl.spec import GatewaySpec, RLSpec
 
 MAX_UNREAD_MESSAGES = 16  # of one connection here; further ones wait at the sender
 # A peer that vanishes silently (no network, no power) frees its descriptor after 60 + 4 * 15 s.
@@ -127,3 +127,16 @@ def load_curve_keys(folder: Path) -> tuple[bytes, bytes]:
             json.dump({"public": public.decode(), "secret": secret.decode()}, file)
     pair: Mapping[str, str] = json.loads(path.read_text())
     return pair["public"].encode(), pair["secret"].encode()
+
+
+def require_reachable_gateway(spec: RLSpec, host: str, head: str) -> None:
+    """Raise ConfigError for a gateway on the loopback of a host that is not the head: no actor is there.
+
+    host, head: the addresses of the gateway's host and of the head
+    """
+    gateway = spec.gateway
+    if host == head or not is_loopback(gateway.host) or gateway.advertise or spec.learn_from_endpoint:
+        return
+    problem = f"is the loopback of {host}, which is not the head, and actors elsewhere cannot reach it"
+    remedy = "give gateway.host=0.0.0.0 and gateway.curve=true, or gateway.advertise for a tunnel to it"
+    raise ConfigError("gateway.host", gateway.host, problem, remedy)

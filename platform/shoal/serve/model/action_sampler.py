@@ -28,7 +28,7 @@ class ActionSampler:
 
     def __init__(self, kwargs: Mapping[str, Any], is_default: bool) -> None:
         self._is_default = is_default
-        self._cuts = np.cumsum(kwargs.get("action_sizes") or [0])[:-1]
+        self._splits = np.cumsum(kwargs.get("action_sizes") or [0])[:-1]
         self._low, self._high = (np.array(kwargs.get(name), np.float64) for name in ("action_low", "action_high"))
 
     def act(self, outputs: dict[str, np.ndarray], call: DecodedRequest) -> dict[str, np.ndarray]:
@@ -42,7 +42,7 @@ class ActionSampler:
         if "logits" in outputs:
             logits = outputs["logits"]
             noisy = logits + generator.gumbel(size=logits.shape)  # its argmax has the distribution of the logits
-            drawn = np.stack([part.argmax(-1) for part in np.split(noisy, self._cuts, -1)], -1)
+            drawn = np.stack([part.argmax(-1) for part in np.split(noisy, self._splits, -1)], -1)
         else:
             mean = outputs["mean"]
             u = mean + np.exp(outputs["log_std"]) * generator.standard_normal(mean.shape)
@@ -65,12 +65,13 @@ def make_sampler(factory: ModelFactory, signature: Signature, action: str | None
     return None
 
 
-def check_parameters(action: object, seed: object, sampler: ActionSampler | None) -> None:
+def check_parameters(call: DecodedRequest, sampler: ActionSampler | None) -> None:
     """Raise InferenceError (400) for values of the parameters `action` and `seed` that this model does not take. One
     that is no policy ignores other values, as it does other parameters."""
-    if sampler is None:
-        if action == "sampled":
-            raise InferenceError(400, "parameter action = 'sampled': the outputs are no distribution of actions")
+    action, seed = call.action, call.seed
+    if action == "sampled" and sampler is None:
+        raise InferenceError(400, "parameter action = 'sampled': the outputs are no distribution of actions")
+    if sampler is None or (action is None and seed is None):
         return
     if action not in (None, *ACTIONS):
         raise InferenceError(400, f"parameter action = {str(action)[:40]!r}: expected best or sampled")

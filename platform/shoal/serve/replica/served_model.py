@@ -146,8 +146,7 @@ class ServedModel:
             deadline_s = arrived_s + self._deadline_s
         track: Track | None = None
         try:
-            if call.action is not None or call.seed is not None:
-                check_parameters(call.action, call.seed, self.predictor.sampler)
+            check_parameters(call, self.predictor.sampler)
             track = self.router.choose_track(call.version, call.track, call.sticky)
             assert track.loaded is not None
             if (limits := track.loaded.size_limits) is not NO_LIMITS:
