@@ -186,8 +186,8 @@ class LoopRun:
         bound |= {"connect": connect} if connect != address else {}
         self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored), **bound)
         self._record_endpoint("gateway", "gateway", address)
-        command = format_actor_command(connect, env, key, ignored)
-        print(f"run {self.recorder.id}: start each actor with\n    {command}", flush=True)
+        start = format_actor_command(connect, env, key, ignored)
+        print(f"run {self.recorder.id}: start each actor with\n    {start}", flush=True)
 
     def _record_endpoint(self, name: str, kind: str, address: str) -> None:
         self._addresses[name] = (kind, address)
@@ -244,8 +244,7 @@ class LoopRun:
     def _prefer_retained(self, newest: WeightSnapshot, trial: Evaluation) -> None:
         """Take the version at the actors' best mean return as the candidate, if its trial returns more than the
         newest's by more than chance: a run may have collapsed since."""
-        policy = self._only
-        assert policy is not None
+        policy = self.policies[0]
         if policy.retained is None or policy.retained.version == newest.version or self.spec.self_play.is_on:
             return
         self._candidates = [policy.workers.republish(policy.retained)]
@@ -256,8 +255,7 @@ class LoopRun:
             return
         returns = {"mean_return": kept.mean_return, "newest_mean_return": trial.mean_return}
         self._note("kept_version", version=policy.retained.version, newest=newest.version, **returns)
-        shown = ", and the newest ".join(format_number(each) for each in returns.values())
-        print(f"version {policy.retained.version} is registered: it returns {shown}", flush=True)
+        print(f"version {policy.retained.version}, which returns more than the newest, is registered", flush=True)
 
     def _was_not_tried(self, snapshot: WeightSnapshot, why: str) -> bool:
         self._note("trial_failed", version=snapshot.version, error=why)
@@ -305,12 +303,12 @@ class LoopRun:
             return
         self._require_experience()
         missed = [each for each in self.policies if not each.is_solved or self._only]
+        for each in missed:
+            each.require_actors(self.recorder.id)
         targets = ", ".join(filter(None, (f"{each.name} {each.spec.target_return}".strip() for each in missed)))
         has_ended = any(math.isfinite(each.mean_return) for each in missed)
         found = self._format_returns() if has_ended else "no episode has ended"
         tried, more = (f" ({self._failed_trial})", ", raise eval_episodes") if self._failed_trial else ("", "")
-        for each in missed:
-            each.require_actors(self.recorder.id)
         field = "target_return" if self._only else "policies.NAME.target_return"
         raise RunError(
             f"{found} after {self.spec.max_wall_s:.0f} s, the target is {targets}{tried}: lower {field}{more}, or go on"

@@ -103,11 +103,9 @@ class Trainer:
             num_parts = spec.parallel.accumulate * spec.parallel.num_micro_batches(parts.degrees)
             self._loss_check = SplitLossCheck(parts.model, world, type(task).__name__, num_parts)
         self._progress = TrainProgress()
-        self._num_evaluations_due = 0
-        self._is_first_step = True
+        self._num_evaluations_due, self._is_first_step = 0, True
         self._began_s = time.monotonic()
-        self._elapsed_s = 0.0  # of this attempt, synchronised between the ranks
-        self._logged_s = 0.0  # the same, at the last report
+        self._elapsed_s = self._logged_s = 0.0  # of this attempt, agreed between the ranks: now, at the last report
         self._pending_steps: list[PendingStep] = []
         self._loss_names: tuple[str, ...] = ()  # of the Task's further losses
         self._loss_sum, self._num_losses = 0.0, 0.0  # over all ranks, since the last report
