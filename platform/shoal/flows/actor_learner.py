@@ -56,7 +56,7 @@ from shoal.flows.rl_metrics import (
     select_rejections,
     select_win_rates,
 )
-from shoal.flows.rl_policy import check, list_actions, register_policy
+from shoal.flows.rl_policy import check, list_actions
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
 from shoal.rl.gateway.zmq_listener import load_curve_keys
@@ -118,8 +118,7 @@ class LoopRun:
         self._history_sampler, self._printed_at = HistorySampler(time.monotonic()), 0.0
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
         self._is_solved, self._failed_trial, self._num_requests = False, "", 0.0
-        self._candidates: list[WeightSnapshot] = []  # of each policy, the version to register
-        self._action = "best"  # how the candidates act
+        self._candidates, self._action = list[WeightSnapshot](), "best"  # of each policy, to register; how they act
 
     @property
     def _only(self) -> LoopPolicy | None:
@@ -386,9 +385,7 @@ class LoopRun:
         """Register the weights of all policies, and evaluate them through the endpoint."""
         models = {}
         for each, snapshot in zip(self.policies, self._candidates, strict=True):
-            found = each.spec, each.experience, snapshot, self.recorder.id, each.gateway
-            pool = each.workers.load_pool() if each.spec.action == "average" else ()
-            model = register_policy(*found, self._action, pool)
+            model = each.register(snapshot, self.recorder.id, self._action)
             self.recorder.record_model(model.name, model.version, model.aliases)
             models[each.name] = model
         with self._connect(self._action) as connections:

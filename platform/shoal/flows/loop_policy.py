@@ -19,8 +19,9 @@ from shoal.atomic_file import make_folder
 from shoal.errors import RunError, StoreError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_metrics import ActorLearnerMetrics
-from shoal.flows.rl_policy import describe_policy_model
+from shoal.flows.rl_policy import describe_policy_model, register_policy
 from shoal.network_address import is_loopback
+from shoal.registry import ModelVersion
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
@@ -203,6 +204,11 @@ class LoopPolicy:
     def compute_metrics(self, num_requests: float) -> dict[str, float]:
         """num_requests: of the endpoint, so far"""
         return self._metrics.compute(self.gateway, self.learner, num_requests, time.time())
+
+    def register(self, snapshot: WeightSnapshot, run_id: str, action: str) -> ModelVersion:
+        """Register these weights, or with `action=average` the mixture of the pool."""
+        pool = self.workers.load_pool() if self.spec.action == "average" else ()
+        return register_policy(self.spec, self.experience, snapshot, run_id, self.gateway, action, pool)
 
     def describe_progress(self) -> str:
         """One line of its gateway's counts."""
