@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 from rich.progress_bar import ProgressBar
+from rich.text import Text
 
 from shoal import runs
 from shoal.cli.commands import cluster
@@ -118,6 +119,18 @@ def test_of_several_policies_each_has_its_return() -> None:
     view = replace(VIEW, metrics=others | {"return/hunters": 0.5, "return/prey": -0.125})
     assert "│ returns   hunters 0.5   prey -0.125 " in drawn(view)
     assert "return of hunters 0.5, return of prey -0.125, steps/s 5,678" in view.format_plain_line()
+
+
+def test_the_signs_of_the_learner_are_shown_and_bad_ones_stand_out() -> None:
+    signs = {"learner/policy_lag": 31.0, "learner/entropy": 0.42, "learner/explained_variance": -0.25}
+    view = replace(VIEW, metrics=METRICS | signs)
+    assert "learner   policy lag 31.0  entropy 0.42  explained variance -0.25" in drawn(view)
+    (line,) = [each for each in view.list_panels() if isinstance(each, Text) and each.plain.startswith("learner")]
+    assert {line.plain[each.start : each.end] for each in line.spans if each.style == "bold yellow"} == {
+        "31.0",
+        "-0.25",
+    }
+    assert "learner" not in drawn(VIEW)
 
 
 def test_on_a_narrow_terminal_no_number_is_cut() -> None:

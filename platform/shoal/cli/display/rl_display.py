@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -35,6 +35,14 @@ NUMBERS = (
     ("weights", "weights/version", ".0f"),
     ("queue", "queue/depth", ".0f"),
     ("endpoint req/s", "endpoint/requests_per_s", ".0f"),
+)
+# Of the learner, with what is a bad sign (docs/algorithms.md says what helps).
+SIGNS: tuple[tuple[str, str, str, Callable[[float], bool]], ...] = (
+    ("policy lag", "learner/policy_lag", ".1f", lambda value: value > 20),
+    ("entropy", "learner/entropy", ".3g", lambda value: 0 <= value < 0.01),  # of a Box it may be negative
+    ("clipped", "learner/clip_fraction", ".0%", lambda value: value > 0.5),
+    ("KL", "learner/kl", ".2g", lambda value: value > 0.1),
+    ("explained variance", "learner/explained_variance", ".2f", lambda value: value < 0),
 )
 PLAIN_NUMBERS = (*NUMBERS[:1], NUMBERS[3], ("max lag", "lag/max", ".0f"), NUMBERS[4])
 
@@ -72,6 +80,8 @@ class LoopView(RunView):
     def list_panels(self) -> Iterator[RenderableType]:
         yield _render_return(self)
         yield render_cells((name, format_or_dash(self.value(metric), form)) for name, metric, form in NUMBERS)
+        if signs := _list_signs(self):
+            yield render_fact("learner", *signs)
         if lags := self.get_group("actor_lag"):
             yield _render_actors(self, lags)
         if won := self.get_group("win_rate"):
@@ -157,6 +167,16 @@ def _render_return(view: LoopView) -> RenderableType:
         cells = [ProgressBar(total=1.0, completed=full, width=24), Text(f"{target:g}", "dim")]
     curve = Sparkline(view.history, low, target)
     return render_headline("return", format_or_dash(mean, ".1f"), "bold green", *cells, curve)
+
+
+def _list_signs(view: LoopView) -> list[str | tuple[str, str]]:
+    """The signs of the algorithm that learns, in yellow where they are bad."""
+    parts: list[str | tuple[str, str]] = []
+    for name, metric, form, is_bad in SIGNS:
+        if math.isfinite(value := view.value(metric)):
+            style = "bold yellow" if is_bad(value) else "bold"
+            parts += [("  " * bool(parts) + f"{name} ", "dim"), (format(value, form), style)]
+    return parts
 
 
 def _lowest_return(view: LoopView) -> float:
