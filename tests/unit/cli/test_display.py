@@ -121,9 +121,9 @@ def test_of_several_policies_each_has_its_return() -> None:
     assert "return of hunters 0.5, return of prey -0.125, steps/s 5,678" in view.format_plain_line()
 
 
-def test_the_signs_of_the_learner_are_shown_and_bad_ones_stand_out() -> None:
-    signs = {"learner/policy_lag": 31.0, "learner/entropy": 0.42, "learner/explained_variance": -0.25}
-    view = replace(VIEW, metrics=METRICS | signs)
+def test_the_indicators_of_the_learner_are_shown_and_bad_ones_stand_out() -> None:
+    indicators = {"learner/policy_lag": 31.0, "learner/entropy": 0.42, "learner/explained_variance": -0.25}
+    view = replace(VIEW, metrics=METRICS | indicators)
     assert "learner   policy lag 31.0  entropy 0.42  explained variance -0.25" in drawn(view)
     (line,) = [each for each in view.list_panels() if isinstance(each, Text) and each.plain.startswith("learner")]
     assert {line.plain[each.start : each.end] for each in line.spans if each.style == "bold yellow"} == {

@@ -36,8 +36,8 @@ NUMBERS = (
     ("queue", "queue/depth", ".0f"),
     ("endpoint req/s", "endpoint/requests_per_s", ".0f"),
 )
-# Of the learner, with what is a bad sign (docs/algorithms.md says what helps).
-SIGNS: tuple[tuple[str, str, str, Callable[[float], bool]], ...] = (
+# Of the learner, with where they are bad (docs/algorithms.md says what helps).
+INDICATORS: tuple[tuple[str, str, str, Callable[[float], bool]], ...] = (
     ("policy lag", "learner/policy_lag", ".1f", lambda value: value > 20),
     ("entropy", "learner/entropy", ".3g", lambda value: 0 <= value < 0.01),  # of a Box it may be negative
     ("clipped", "learner/clip_fraction", ".0%", lambda value: value > 0.5),
@@ -80,8 +80,8 @@ class LoopView(RunView):
     def list_panels(self) -> Iterator[RenderableType]:
         yield _render_return(self)
         yield render_cells((name, format_or_dash(self.value(metric), form)) for name, metric, form in NUMBERS)
-        if signs := _list_signs(self):
-            yield render_fact("learner", *signs)
+        if indicators := _list_indicators(self):
+            yield render_fact("learner", *indicators)
         if lags := self.get_group("actor_lag"):
             yield _render_actors(self, lags)
         if won := self.get_group("win_rate"):
@@ -169,10 +169,10 @@ def _render_return(view: LoopView) -> RenderableType:
     return render_headline("return", format_or_dash(mean, ".1f"), "bold green", *cells, curve)
 
 
-def _list_signs(view: LoopView) -> list[str | tuple[str, str]]:
-    """The signs of the algorithm that learns, in yellow where they are bad."""
+def _list_indicators(view: LoopView) -> list[str | tuple[str, str]]:
+    """The indicators of the algorithm that learns, in yellow where they are bad."""
     parts: list[str | tuple[str, str]] = []
-    for name, metric, form, is_bad in SIGNS:
+    for name, metric, form, is_bad in INDICATORS:
         if math.isfinite(value := view.value(metric)):
             style = "bold yellow" if is_bad(value) else "bold"
             parts += [("  " * bool(parts) + f"{name} ", "dim"), (format(value, form), style)]
