@@ -110,7 +110,8 @@ class _StoredCode:
     def __init__(self, code: ModelCode) -> None:
         self.code, self.package = code, f"shoal_code_{code.sha256[:16]}"
         self.folder = home() / "code" / code.sha256[:16]
-        for path, content in code.list_contents():
+        self.contents = dict(code.list_contents())
+        for path, content in self.contents.items():
             file = self.folder / path
             if not file.is_file() or file.read_bytes() != content:
                 make_folder(file.parent)
@@ -147,8 +148,8 @@ class _Loader(SourceFileLoader):
         self._stored = stored
 
     def get_code(self, fullname: str) -> CodeType:
-        text = self._stored.code.files[Path(self.path).relative_to(self._stored.folder).as_posix()]
-        return compile(text, self.path, "exec", dont_inherit=True)
+        source = self._stored.contents[Path(self.path).relative_to(self._stored.folder).as_posix()]
+        return compile(source, self.path, "exec", dont_inherit=True)  # of bytes, which say how they are encoded
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["__builtins__"] = self._stored.builtins

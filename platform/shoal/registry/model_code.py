@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -155,6 +156,7 @@ class _Collector:
         self.installed: set[str] = set()
         self._folders = [str(each) for each in folders]
         self._seen: set[str] = set()
+        self._sources: set[Path] = set()  # files of the texts among the arguments, in place of which these are stored
 
     def add_reference(self, reference: str) -> None:
         module, _, name = translate_reference(reference).partition(":")
@@ -176,6 +178,7 @@ class _Collector:
             if source and title:
                 file = Path(title.partition(":")[0]).resolve()
                 self.contents[f"{file.stem}.py"] = source.encode()
+                self._sources.add(file)
                 self._folders.append(str(file.parent))
                 self._follow(source, "", file.parent, file.parent)
             for each in value.values():
@@ -208,7 +211,13 @@ class _Collector:
             self._follow(_read_source(path), _get_package(found), path.parent, top)
 
     def _follow(
-        self, source: str, package: str, folder: Path | None = None, top: Path | None = None, *, is_own: bool = True
+        self,
+        source: str | bytes,
+        package: str,
+        folder: Path | None = None,
+        top: Path | None = None,
+        *,
+        is_own: bool = True,
     ) -> None:
         """Add what a text imports and the files beside it that it names; of an installed one, the packages alone."""
         try:
@@ -236,7 +245,7 @@ class _Collector:
             return
         path = folder / name
         is_data = path.is_file() and path.suffix != ".py" and path.stat().st_size <= MAX_DATA_BYTES
-        if is_data and path.resolve().is_relative_to(top.resolve()):
+        if is_data and not os.path.relpath(path, top).startswith(".."):
             self._add_file(path, top)
 
     def find_module(self, name: str) -> ModuleSpec | None:
@@ -253,8 +262,8 @@ class _Collector:
         return found
 
     def _add_file(self, path: Path, top: Path) -> None:
-        place, content = path.resolve().relative_to(top.resolve()).as_posix(), path.read_bytes()
-        if self.contents.setdefault(place, content) != content:
+        place, content = Path(os.path.relpath(path, top)).as_posix(), path.read_bytes()  # a link is what it stands for
+        if self.contents.setdefault(place, content) != content and path.resolve() not in self._sources:
             remedy = "rename one of them"
             raise ConfigError("model.code", str(path), f"another file of the model's code is {place}, too", remedy)
 
@@ -276,8 +285,8 @@ def _get_package(found: ModuleSpec) -> str:
     return found.name if found.submodule_search_locations is not None else found.name.rpartition(".")[0]
 
 
-def _read_source(path: Path) -> str:
-    return importlib.util.decode_source(path.read_bytes()) if path.suffix == ".py" else ""
+def _read_source(path: Path) -> bytes:
+    return path.read_bytes() if path.suffix == ".py" else b""
 
 
 def _is_installed(path: Path) -> bool:

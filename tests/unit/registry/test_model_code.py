@@ -92,6 +92,43 @@ def test_a_package_keeps_its_name_in_relative_imports_and_files_beside_it(write:
     assert {"parts/__init__.py", "parts/net.py", "parts/scale.py", "parts/words.txt"} == set(model.code.files)
 
 
+@pytest.mark.parametrize(
+    "net",
+    [
+        b"\xef\xbb\xbfdef make(): return '\xc3\xa9'\n",
+        "# -*- coding: latin-1 -*-\ndef make(): return 'é'\n".encode("latin-1"),
+        "def make():\r\n    return 'é'\r\n".encode(),
+        "try:\n    import bad\nexcept SyntaxError:\n    def make(): return 'é'\n".encode(),
+    ],
+    ids=["byte order mark", "latin-1", "Windows", "another that Python refuses"],
+)
+def test_sources_are_read_as_python_reads_them(write: Write, net: bytes) -> None:
+    write({})
+    Path("net.py").write_bytes(net)
+    Path("bad.py").write_bytes(b"'\xe9'\n")
+    assert ModelFactory.parse(register().model_dump(mode="json")).build() == "é"
+
+
+def test_modules_that_are_links_are_stored_where_the_links_are(write: Write) -> None:
+    write({"shared/v2/scale.py": "FACTOR = 2\n", "parts/__init__.py": ""})
+    write(
+        {"net.py": "from parts.scale import FACTOR\nfrom more.scale import FACTOR as F\ndef make(): return FACTOR, F\n"}
+    )
+    Path("parts/scale.py").symlink_to(Path("shared/v2/scale.py").resolve())
+    Path("more").symlink_to("shared/v2")
+    model = register()
+    assert model.build() == (2, 2)
+    assert model.code is not None
+    assert set(model.code.files) == {"net.py", "parts/__init__.py", "parts/scale.py", "more/scale.py"}
+
+
+def test_a_module_that_imports_the_file_of_the_task_takes_its_text_as_it_was_loaded(write: Write) -> None:
+    write({"mine.py": "import helper\r\n# edited\r\n", "helper.py": "import mine\n"})
+    model = register("shoal.train.export.model_entry:build", task="mine.py:Mine", source="import helper\n")
+    assert model.code is not None
+    assert model.code.files == {"mine.py": "import helper\n", "helper.py": "import mine\n"}
+
+
 def test_a_binary_file_beside_a_module_is_stored(write: Write) -> None:
     write({"net.py": "from pathlib import Path\ndef make(): return Path(__file__).with_name('t.bin').read_bytes()\n"})
     Path("t.bin").write_bytes(b"\xff\x00\xfe")
