@@ -22,7 +22,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
@@ -45,6 +45,14 @@ class ModelCode(Spec):
     files: dict[str, str] = Field(default_factory=dict)
     binary: dict[str, str] = Field(default_factory=dict)
     packages: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("files", "binary")
+    @classmethod
+    def _below_one_folder(cls, found: dict[str, str]) -> dict[str, str]:
+        for path in found:
+            if path.startswith("/") or "\0" in path or not {"", ".", ".."}.isdisjoint(path.split("/")):
+                raise ValueError(f"{path!r} is no path below the folder of a version's code")
+        return found
 
     @cached_property
     def sha256(self) -> str:
@@ -112,18 +120,39 @@ def require_installed(model: Mapping[str, Any]) -> None:
         raise ConfigError("code", "installed", f"a file of format {model['format']} can contain code", remedy)
     stored = ModelCode.parse(model["code"] or {})
     here = collect_code({**model, "kwargs": _leave_out_sources(model["kwargs"])})
-    for path in sorted({*stored.files, *stored.binary, *here.files, *here.binary}):
-        if (stored.files.get(path), stored.binary.get(path)) != (here.files.get(path), here.binary.get(path)):
+    texts, texts_here = (_unify_line_ends(each.files) for each in (stored, here))
+    for path in sorted({*texts, *stored.binary, *texts_here, *here.binary}):
+        if (texts.get(path), stored.binary.get(path)) != (texts_here.get(path), here.binary.get(path)):
             state = "differs from" if path in here.files or path in here.binary else "is missing here, but is of"
             raise ConfigError("code", "installed", f"{path} {state} what was registered", remedy)
+    for source in _list_sources(model["kwargs"]):
+        if source not in texts_here.values():
+            raise ConfigError("code", "installed", "the text of a `source` is no file's that lies here", remedy)
     for nested in _list_nested(model["kwargs"]):
-        require_installed(nested)
+        require_installed(
+            {"factory": "", "preprocess": "", "postprocess": "", "format": "module", "kwargs": {}, **nested}
+        )
+
+
+def _unify_line_ends(files: Mapping[str, str]) -> dict[str, str]:
+    """A file that was opened as a text, as a Task's is, has those of Unix."""
+    return {path: text.replace("\r\n", "\n").replace("\r", "\n") for path, text in files.items()}
+
+
+def _list_sources(value: Any) -> Iterator[Any]:
+    """The texts that are run among the arguments, but for those of factories with code."""
+    if isinstance(value, Mapping | list | tuple):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if key == "source" and each:
+                yield each
+            elif not (isinstance(each, Mapping) and _is_factory(each)):
+                yield from _list_sources(each)
 
 
 def list_nested_code(kwargs: Mapping[str, Any]) -> list[tuple[str, ModelCode]]:
     """The code of the factories in a factory's arguments, each with a prefix for its paths."""
     nested = list(_list_nested(kwargs))
-    return [(f"{each['factory'].partition(':')[0]}/", ModelCode.parse(each["code"])) for each in nested]
+    return [(f"{each.get('factory', '').partition(':')[0]}/", ModelCode.parse(each["code"])) for each in nested]
 
 
 def _leave_out_sources(value: Any) -> Any:
@@ -145,7 +174,8 @@ def _list_nested(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_factory(value: Mapping[str, Any]) -> bool:
-    return isinstance(code := value.get("code"), Mapping) and "files" in code
+    code = value.get("code")
+    return isinstance(code, Mapping) and bool(code) and code.keys() <= ModelCode.model_fields.keys()
 
 
 class _Collector:

@@ -224,6 +224,27 @@ def test_code_installed_refuses_what_does_not_lie_here(write: Write) -> None:
         require_installed(ModelFactory(format="torchscript").with_code().model_dump())
 
 
+def test_code_installed_runs_no_text_and_no_file_that_only_the_manifest_has(write: Write) -> None:
+    write({})
+    Path("mine.py").write_bytes(b"class Mine:\r\n    pass\r\n")
+    kwargs = {"task": "mine.py:Mine", "args": {}, "source": Path("mine.py").read_text()}
+    model = register("shoal.train.export.model_entry:build", **kwargs).model_dump()
+    require_installed(model)
+    for changed in ({"source": "evil"}, {"source": "evil", "task": ""}, {"network": [{"source": "evil"}]}):
+        with pytest.raises(ConfigError, match="code = .installed."):
+            require_installed({**model, "kwargs": {**kwargs, **changed}})
+    member = {"preprocess": "evil:hook", "code": {"binary": {"evil.so": "AAAA"}}}
+    with pytest.raises(ConfigError, match=r"evil\.so is missing here"):
+        require_installed({**model, "kwargs": {**kwargs, "member": member}})
+
+
+@pytest.mark.parametrize("path", ["../../net.py", "/net.py", "parts/../../net.py", "parts//net.py", ""])
+def test_code_lies_below_its_folder(path: str) -> None:
+    for field in ("files", "binary"):
+        with pytest.raises(ConfigError, match="no path below"):
+            ModelCode.parse({field: {path: ""}})
+
+
 def test_the_code_of_versions_is_shown_and_compared(write: Write) -> None:
     for factor in (2, 30):
         write({"net.py": "from helper import K\ndef make(width): return K\n", "helper.py": f"K = {factor}\n"})
