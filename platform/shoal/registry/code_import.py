@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -29,7 +29,7 @@ from shoal.errors import ConfigError
 from shoal.home import home
 from shoal.plugins.find import load_reference
 from shoal.plugins.moved import translate_reference
-from shoal.registry.model_code import ModelCode
+from shoal.registry.model_code import ModelCode, find_module, is_installed
 
 logger = logging.getLogger(__name__)
 _active: ContextVar[ModelCode | None] = ContextVar("active", default=None)
@@ -165,10 +165,23 @@ class _Finder(MetaPathFinder):
         stored = _opened.get(fullname.partition(".")[0])
         if stored is None or path is None:
             return None
-        found = PathFinder.find_spec(fullname, path, target)
+        own = [each for each in path if Path(each).is_relative_to(stored.folder)]
+        found = PathFinder.find_spec(fullname, own, target)
         if found is not None and isinstance(found.loader, SourceFileLoader):
             found.loader = _Loader(fullname, str(found.origin), stored)
+        if found is None and not any(Path(each, "__init__.py").is_file() for each in own):
+            installed = find_module(fullname.partition(".")[2])
+            places = installed and [installed.origin or "", *(installed.submodule_search_locations or ())]
+            if places and any(map(is_installed, map(Path, places))):
+                return ModuleSpec(fullname, _InstalledLoader())
         return found
+
+
+class _InstalledLoader(Loader):
+    """Imports the installed module of a namespace package that has modules of the project, too."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(module.__name__.partition(".")[2])
 
 
 def _open(code: ModelCode) -> _StoredCode:

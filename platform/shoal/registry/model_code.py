@@ -195,7 +195,11 @@ class _Collector:
             module = Path(module).stem
         if name and all(part.isidentifier() for part in module.split(".")):
             self._add_module(module)
-            if module.partition(".")[0] in self.installed and (found := self.find_module(module)) and found.origin:
+            if (
+                module.partition(".")[0] in self.installed
+                and (found := find_module(module, self._folders))
+                and found.origin
+            ):
                 self._follow(_read_source(Path(found.origin)), _get_package(found), is_own=False)
 
     def add_arguments(self, value: object) -> None:
@@ -223,13 +227,13 @@ class _Collector:
         if name in self._seen or root in sys.stdlib_module_names or root == "__main__":
             return
         self._seen.add(name)
-        found = self.find_module(name)
+        found = find_module(name, self._folders)
         if found is None:
             return  # of a platform or a package that is not here; its import is within a `try`, or fails
         if found.origin is None or not found.has_location:  # a package without a file
             return
         path = Path(found.origin)
-        if root == OURS or _is_installed(path):
+        if root == OURS or is_installed(path):
             self.installed.add(root)
             return
         if parent := name.rpartition(".")[0]:
@@ -278,19 +282,6 @@ class _Collector:
         if is_data and not os.path.relpath(path, top).startswith(".."):
             self._add_file(path, top)
 
-    def find_module(self, name: str) -> ModuleSpec | None:
-        """Where a module lies, without importing it or its package."""
-        root, *others = name.split(".")
-        try:
-            found = importlib.util.find_spec(root) or PathFinder.find_spec(root, self._folders)
-        except (ImportError, ValueError):
-            return None
-        for each in others:
-            if found is None or found.submodule_search_locations is None:
-                return None
-            found = PathFinder.find_spec(f"{found.name}.{each}", list(found.submodule_search_locations))
-        return found
-
     def _add_file(self, path: Path, top: Path) -> None:
         place, content = Path(os.path.relpath(path, top)).as_posix(), path.read_bytes()  # a link is what it stands for
         if self.contents.setdefault(place, content) != content and path.resolve() not in self._sources:
@@ -298,8 +289,28 @@ class _Collector:
             raise ConfigError("model.code", str(path), f"another file of the model's code is {place}, too", remedy)
 
 
+def find_module(name: str, folders: Sequence[str] = ()) -> ModuleSpec | None:
+    """Where a module lies, without importing it or its package."""
+    root, *others = name.split(".")
+    try:
+        found = importlib.util.find_spec(root) or PathFinder.find_spec(root, list(folders))
+    except (ImportError, ValueError):
+        return None
+    for each in others:
+        if found is None or found.submodule_search_locations is None:
+            return None
+        found = PathFinder.find_spec(f"{found.name}.{each}", list(found.submodule_search_locations))
+    return found
+
+
 def _list_imported(node: ast.AST, package: str) -> list[str]:
-    """The modules of an import statement; a name that is imported from one may be a module itself."""
+    """The modules of an import statement, or of `__all__` for `import *`; a name that is imported from one may be a
+    module itself."""
+    if isinstance(node, ast.Assign) and any(
+        isinstance(each, ast.Name) and each.id == "__all__" for each in node.targets
+    ):
+        texts = [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
+        return [f"{package}.{each}" for each in texts if package and isinstance(each, str)]
     if isinstance(node, ast.Import):
         return [each.name for each in node.names]
     if not isinstance(node, ast.ImportFrom):
@@ -319,7 +330,8 @@ def _read_source(path: Path) -> bytes:
     return path.read_bytes() if path.suffix == ".py" else b""
 
 
-def _is_installed(path: Path) -> bool:
+def is_installed(path: Path) -> bool:
+    """Whether a file is of an installed package, or of Python, and not of a project."""
     places = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(
         path.is_relative_to(place) for place in places

@@ -22,7 +22,7 @@ Write = Callable[[Mapping[str, str]], None]
 PARTS = {
     "parts/__init__.py": "from .scale import FACTOR\n",
     "parts/scale.py": "FACTOR = 2\n",
-    "parts/deep/__init__.py": "",
+    "parts/deep/__init__.py": "__all__ = ['most']\n",
     "parts/deep/most.py": "from ..scale import FACTOR\nDEPTH = FACTOR * 2\n",
 }
 
@@ -66,13 +66,14 @@ def test_a_version_is_built_as_it_was_registered_whatever_is_edited(write: Write
         ("import parts.scale as s\ndef make(): return s.FACTOR\n", 2),
         ("from parts import scale\ndef make(): return scale.FACTOR\n", 2),
         ("from parts import *\ndef make(): return FACTOR\n", 2),
+        ("from parts.deep import *\ndef make(): return most.DEPTH\n", 4),
         ("def make():\n    from parts.scale import FACTOR\n    return FACTOR\n", 2),
         (
             "try:\n    import g\nexcept ImportError:\n    from parts.deep.most import DEPTH as d\ndef make(): return d",
             4,
         ),
     ],
-    ids=["dotted", "renamed", "from", "star", "lazy", "relative"],
+    ids=["dotted", "renamed", "from", "star", "star of modules", "lazy", "relative"],
 )
 def test_every_import_statement_is_followed(write: Write, net: str, answer: int) -> None:
     write({"net.py": net, **PARTS})
@@ -127,6 +128,20 @@ def test_a_module_that_imports_the_file_of_the_task_takes_its_text_as_it_was_loa
     model = register("shoal.train.export.model_entry:build", task="mine.py:Mine", source="import helper\n")
     assert model.code is not None
     assert model.code.files == {"mine.py": "import helper\n", "helper.py": "import mine\n"}
+
+
+def test_a_namespace_package_has_modules_of_the_project_and_installed_ones(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    write({"site-packages/acme/core/__init__.py": "", "site-packages/acme/core/k.py": "K = 2\n"})
+    net = "import acme.core.k\nfrom acme import core\nfrom acme.core.k import K\nfrom . import scale\n"
+    write({"acme/net.py": f"{net}def make(): return acme.core.k.K, core.k.K, K, scale.F\n", "acme/scale.py": "F = 3\n"})
+    model = register("acme.net:make")
+    write({"acme/scale.py": "F = 5\n"})
+    assert model.build() == (2, 2, 2, 3)
+    assert model.code is not None
+    assert set(model.code.files) == {"acme/net.py", "acme/scale.py"}
 
 
 def test_a_binary_file_beside_a_module_is_stored(write: Write) -> None:
@@ -231,7 +246,7 @@ def test_code_installed_runs_no_text_and_no_file_that_only_the_manifest_has(writ
     model = register("shoal.train.export.model_entry:build", **kwargs).model_dump()
     require_installed(model)
     for changed in ({"source": "evil"}, {"source": "evil", "task": ""}, {"network": [{"source": "evil"}]}):
-        with pytest.raises(ConfigError, match="code = .installed."):
+        with pytest.raises(ConfigError, match=r"code = .installed."):
             require_installed({**model, "kwargs": {**kwargs, **changed}})
     member = {"preprocess": "evil:hook", "code": {"binary": {"evil.so": "AAAA"}}}
     with pytest.raises(ConfigError, match=r"evil\.so is missing here"):
