@@ -178,6 +178,12 @@ def test_values_of_actions_are_no_distribution() -> None:
         make_sampler(factory, signature, "sampled")
 
 
+def test_a_network_of_the_users_own_may_be_an_argument_of_another_kind() -> None:
+    for network in ("resnet18", None, 3, {"depth": 2}):
+        model = ModelFactory(factory="net:Net", kwargs={"network": network})
+        assert make_sampler(model, Signature(inputs=[], outputs=[]), None) is None
+
+
 def test_a_mixture_plays_one_member_from_the_beginning_of_an_episode_to_its_end() -> None:
     factory, signature = describe(SPACES.Discrete(3))
     certain = [constant_policy(version, 9.0 * np.eye(3)[version - 1]) for version in (1, 2, 3)]

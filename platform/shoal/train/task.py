@@ -34,6 +34,7 @@ from shoal.train.stateful_metric import StatefulMetric
 
 JOBS = Path("jobs")
 _SOURCE, _MODULES = "__source__", "__modules__"  # of a file's module: its text, and those it imports, as loaded
+_texts: dict[str, bytes] = {}  # of the modules that any of these import, as this process has loaded them
 
 
 Hook = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
@@ -264,21 +265,33 @@ def unload_if_changed(reference: str) -> None:
     """
     path = find_source_file(reference)
     loaded = None if path is None else sys.modules.get(_module_name(path))
-    if path is None or loaded is None or loaded.__file__ != str(path):
+    if loaded is not None and loaded.__file__ != str(path):
+        loaded = None  # of another file of this name
+    if path is None or (loaded is None and not _texts) or (loaded is not None and _SOURCE not in vars(loaded)):
         return
     try:
         text = path.read_text()
     except (OSError, UnicodeError):
         text = ""  # loading it reports the error
-    if _SOURCE not in vars(loaded):
-        return
-    before: dict[str, bytes] = vars(loaded)[_MODULES]
+    before: dict[str, bytes] = {} if loaded is None else vars(loaded)[_MODULES]
     now = read_modules(path, text)
-    if any(now.get(each, before[each]) != before[each] for each in before if each != f"{path.stem}.py"):
-        for each in before:
-            sys.modules.pop(each.removesuffix(".py").removesuffix("/__init__").replace("/", "."), None)
-    if now != before:
+    if now == before:
+        return
+    there = {**before, **{each: _texts[each] for each in _texts.keys() & {*now, *before}}}
+    if any(now.get(each, there[each]) != there[each] for each in there if each != f"{path.stem}.py"):
+        for each in {*now, *before}:
+            _unload_module(each)
+    if loaded is not None:
         del sys.modules[loaded.__name__]
+
+
+def _unload_module(place: str) -> None:
+    """Unload the module of a file, also from a parent that stays: `from parent import module` takes its attribute."""
+    _texts.pop(place, None)
+    name = place.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    module, (parent, _, child) = sys.modules.pop(name, None), name.rpartition(".")
+    if module is not None and parent in sys.modules and vars(sys.modules[parent]).get(child) is module:
+        delattr(sys.modules[parent], child)
 
 
 def get_source(reference: str) -> str | None:
@@ -322,7 +335,11 @@ def load_task_file(path: Path, reference: str) -> ModuleType:
         text = path.read_text()
         # Not by its loader: a cached bytecode may be of another text with the same second and length.
         exec(compile(text, path, "exec", dont_inherit=True), vars(module))
-        setattr(module, _MODULES, read_modules(path, text))
+        setattr(module, _MODULES, modules := read_modules(path, text))
+        own = f"{path.stem}.py"
+        _texts.update(
+            (each, modules[each]) for each in modules.keys() - _texts.keys() if each.endswith(".py") and each != own
+        )
         setattr(module, _SOURCE, text)  # last, so that a module without it is still being loaded
     except Exception as error:  # user code may raise anything
         del sys.modules[name]

@@ -87,6 +87,17 @@ def test_a_file_that_was_changed_is_loaded_again_where_something_new_begins() ->
         unload_if_changed(word)
 
 
+def test_a_module_that_was_changed_is_loaded_again_for_each_task_also_from_a_folder_without_init() -> None:
+    Path("namespace").mkdir()
+    for width in (8, 64, 512):
+        Path("namespace/sizes.py").write_text(f"WIDTH = {width}\n")
+        for name in ("first", "second")[width == 512 :]:
+            text = "import shoal\nfrom namespace import sizes\nclass Mine(shoal.Task):\n    width = sizes.WIDTH\n"
+            Path(f"{name}.py").write_text(text)
+            unload_if_changed(f"{name}.py:Mine")
+            assert find_task(f"{name}.py:Mine").width == width  # type: ignore[attr-defined]
+
+
 def test_a_file_that_trains_itself_while_it_is_loaded_is_told_so() -> None:
     Path("mine.py").write_text(f"{FILE}\nfrom shoal.train.task import make_task\nmake_task('mine.py:Mine', {{}})\n")
     with pytest.raises(ConfigError, match='put what starts the training under `if __name__ == "__main__":`'):

@@ -54,7 +54,8 @@ class ActionSampler:
 def make_sampler(factory: ModelFactory, signature: Signature, action: str | None) -> ActionSampler | None:
     """None for a model that is no policy, or one without a distribution, such as DQN's. action: the option, which
     replaces the version's own. Raises ConfigError where it cannot be."""
-    kwargs = factory.kwargs.get("network", {}).get("kwargs", factory.kwargs)  # of an optimised policy or a mixture
+    network = factory.kwargs.get("network")  # of an optimised policy or a mixture, a factory
+    kwargs = network.get("kwargs", factory.kwargs) if isinstance(network, Mapping) else factory.kwargs
     shapes = {spec.name: spec.shape for spec in signature.outputs}
     is_one_choice = "logits" in shapes and shapes.get("action") == [-1]
     if signature.has_distribution and (is_one_choice or "action_sizes" in kwargs or "action_low" in kwargs):
