@@ -147,6 +147,17 @@ def test_a_run_trains_and_registers_the_modules_of_its_file_as_they_are_when_it_
     Predictor(package.factory, package.signature, ModelOptions()).load(package.snapshot)
 
 
+def test_what_was_trained_is_registered_though_its_code_needs_a_file_that_is_not_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "vocabulary").write_text("a b")
+    reads = "from pathlib import Path\nPath(__file__).with_name('voc' + 'abulary').read_text()\n"
+    (tmp_path / "mine.py").write_text(f"{TASK.read_text()}\n{reads}")
+    fit_locally(spec_of(task=f"{tmp_path}/mine.py:Toy"))
+    assert Registry().get("toy@1").manifest.metrics
+    assert "cannot be loaded as it is" in caplog.text
+
+
 def test_a_resumed_run_without_its_words_is_told_where_they_are() -> None:
     with pytest.raises(ConfigError, match=r"task = '': .*spec_from_overrides\(\['resume=") as refused:
         fit_locally(TrainSpec.parse({"resume": fit_locally(spec_of()).run_id, "stop": {"epochs": 2}}))

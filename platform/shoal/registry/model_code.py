@@ -30,6 +30,7 @@ from shoal.plugins.moved import translate_reference
 
 MAX_CODE_BYTES = 8 * 2**20
 MAX_DATA_BYTES = 2**20  # of a file beside a module; a larger one is data of the training, say
+MAX_NAMED_FOLDERS = 3  # below a module's, of the path to a file beside it
 OURS = "shoal"
 _TITLES = ("task", "word", "reference")  # of the file whose text is `source` beside it
 
@@ -269,18 +270,20 @@ class _Collector:
             and top is not None
             and any(isinstance(each, ast.Name) and each.id == "__file__" for each in nodes)
         ):
-            for node in nodes:
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    self._add_named_file(folder, node.value, top)
+            texts = {each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+            self._add_named_files(folder, {each for each in texts if 0 < len(each) <= 255 and "\0" not in each}, top)
 
-    def _add_named_file(self, folder: Path, name: str, top: Path) -> None:
-        """Add a file that a text names, unless it is a module, is large or lies elsewhere."""
-        if not name or "\0" in name or len(name) > 255:
-            return
-        path = folder / name
-        is_data = path.is_file() and path.suffix != ".py" and path.stat().st_size <= MAX_DATA_BYTES
-        if is_data and not os.path.relpath(path, top).startswith(".."):
-            self._add_file(path, top)
+    def _add_named_files(self, folder: Path, names: set[str], top: Path) -> None:
+        """Add the files that a text names, also below folders that it names, as it joins them in any way; none that is
+        a module, is large or lies elsewhere."""
+        top, folders = Path(os.path.normpath(top)), {folder}
+        for _ in range(MAX_NAMED_FOLDERS):
+            named = {Path(os.path.normpath(place / name)) for place in folders for name in names}
+            folders |= {each for each in named if each.is_dir() and each.is_relative_to(top)}
+        for path in sorted({Path(os.path.normpath(place / name)) for place in folders for name in names}):
+            is_data = path.is_file() and path.suffix != ".py" and path.stat().st_size <= MAX_DATA_BYTES
+            if is_data and path.is_relative_to(top):
+                self._add_file(path, top)
 
     def _add_file(self, path: Path, top: Path) -> None:
         place, content = Path(os.path.relpath(path, top)).as_posix(), path.read_bytes()  # a link is what it stands for

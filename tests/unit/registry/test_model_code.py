@@ -144,6 +144,24 @@ def test_a_namespace_package_has_modules_of_the_project_and_installed_ones(
     assert set(model.code.files) == {"acme/net.py", "acme/scale.py"}
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "HERE / 'data' / 'en' / 'words.txt'",
+        "os.path.join(os.path.dirname(__file__), 'data', 'en', 'words.txt')",
+        "DATA / 'words.txt'",
+        "HERE.joinpath('data/en', 'words.txt')",
+        "HERE / '..' / 'parts' / 'data' / 'en/words.txt'",
+    ],
+)
+def test_a_file_in_a_folder_beside_a_module_is_stored(write: Write, path: str) -> None:
+    text = "import os\nfrom pathlib import Path\nHERE = Path(__file__).parent\nDATA = HERE / 'data' / 'en'\n"
+    write({"parts/net.py": f"{text}def make(): return Path({path}).read_text()\n", "parts/data/en/words.txt": "a b"})
+    model = register("parts.net:make")
+    write({"parts/data/en/words.txt": "edited"})
+    assert model.build() == "a b"
+
+
 def test_a_binary_file_beside_a_module_is_stored(write: Write) -> None:
     write({"net.py": "from pathlib import Path\ndef make(): return Path(__file__).with_name('t.bin').read_bytes()\n"})
     Path("t.bin").write_bytes(b"\xff\x00\xfe")

@@ -6,6 +6,7 @@ registered model is loaded, and needs no file of the user's: the source is part 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from shoal.errors import ConfigError
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
 from shoal.registry.code_import import activate_code, load_source
 from shoal.runs import RunRecorder
@@ -20,6 +22,8 @@ from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Hook, Registration, Task, find_task, get_source, make_task
 from shoal.weights.tensor_files import list_files, make_weight_file, open_tensors, write_tensors
+
+logger = logging.getLogger(__name__)
 
 
 def make_model_name(spec: TrainSpec) -> str:
@@ -110,8 +114,12 @@ def register_model(
 
 def _find_registration(factory: ModelFactory) -> Registration | None:
     """Of the Task as it was when the run began, whatever has become of its file."""
-    with activate_code(factory.code):
-        return _make_task(**{"source": "", "name": "", **factory.kwargs}).registration()
+    try:
+        with activate_code(factory.code):
+            return _make_task(**{"source": "", "name": "", **factory.kwargs}).registration()
+    except ConfigError as error:  # what was trained is kept all the same
+        logger.warning("the version that is registered cannot be loaded as it is: %s", error)
+        return None
 
 
 def _make_task(task: str, args: Mapping[str, Any], source: str, name: str) -> Task:
