@@ -212,11 +212,14 @@ class ObjectStore(Store):
             found = client.list_with_delimiter(self._client, folder or None)
         return sorted(each.rpartition("/")[2] for each in found["common_prefixes"])
 
-    @_retry
     def delete(self, keys: Iterable[str]) -> None:
         if listed := list(keys):
-            with self._calls(listed[0]) as client:
-                client.delete(self._client, listed)
+            self._delete(listed)
+
+    @_retry
+    def _delete(self, keys: list[str]) -> None:
+        with self._calls(keys[0]) as client:
+            client.delete(self._client, keys)
 
     def open_folder(self, folder: str) -> ObjectStore:
         return ObjectStore(f"{self.url}/{folder}", self.timeout_s)

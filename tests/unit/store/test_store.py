@@ -385,7 +385,7 @@ CALLS: dict[str, Callable[[Store, Path], object]] = {
     "find": lambda store, path: store.find("x"),
     "list": lambda store, path: store.list_entries(),
     "list folders": lambda store, path: store.list_folders(),
-    "delete": lambda store, path: store.delete(["x"]),
+    "delete": lambda store, path: store.delete(each for each in ["x"]),
 }
 
 
@@ -407,6 +407,7 @@ def test_every_call_waits_for_a_store_that_is_away(
     finally:
         outage.end()
     assert len(clock.pauses) == 1
+    assert ("x" in {entry.key for entry in store.list_entries()}) == (call is not CALLS["delete"])
 
 
 def test_a_reader_goes_on_where_it_was_when_the_store_is_back(
