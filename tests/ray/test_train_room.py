@@ -5,12 +5,15 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
 from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.errors import TrainError
+from shoal.train.launch.process_group import ProcessGroup
 from shoal.train.launch.ray_capacity import WorkerPlacement, count_free_workers, count_workers_that_fit
+from shoal.train.reporting.event_log import NullLog
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
 
@@ -69,3 +72,20 @@ def test_a_group_that_fails_while_it_starts_leaves_no_placement_group(cluster: E
             attempt.get_outcome()
     made = [each for name, each in placement_group_table().items() if name not in before]
     assert [each["state"] for each in made] == ["REMOVED"]
+
+
+def test_workers_that_fail_together_are_all_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.exceptions import RayTaskError
+
+    from shoal.train.launch import ray_processes
+
+    fake = Mock()
+    fake.wait.return_value, fake.get.side_effect = [["done"], []], RayTaskError("run", "", ImportError("no net"))
+    monkeypatch.setattr(ray_processes, "ray", fake)
+    targets = dict.fromkeys(("worker 0", "worker 1", "worker 2"), (print, ()))
+    group = ProcessGroup(targets, None, Mock(), NullLog(), ray_processes.RayProcess)
+    group.start()
+    with pytest.raises(TrainError, match="worker 0 cannot start"):
+        group.replace_dead(0.0)
+    group.close()
+    assert fake.kill.call_count == 3

@@ -177,8 +177,7 @@ def _mark_application(environment: Mapping[str, str], folder: str, application: 
     if text is None:
         mark.unlink(missing_ok=True)
     else:
-        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mark.write_text(text)
+        replace_synced(mark, text.encode())  # HAProxy may be reading it: without its keys all callers would be refused
 
 
 def write_sleep_mark(

@@ -71,7 +71,7 @@ class RayProcess:
         return self._cause
 
     def end(self) -> None:
-        if self.poll() is None:
+        if self._cause is None:  # without `poll`, which raises: others are to be ended after this one
             ray.kill(self._worker)
 
 
