@@ -15,6 +15,7 @@ from shoal.flows import loop_policy
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_policy import LoopPolicy
 from shoal.store import open_store
+from shoal.weights import WeightSnapshot
 
 SPEC = ActorLearnerSpec(env="CartPole-v1").override(["gateway.host=0.0.0.0", "gateway.curve=true"])
 
@@ -51,3 +52,20 @@ def test_a_run_fails_if_no_actor_comes_back_to_its_gateway(tmp_path: Path, monke
     gateway.update(actors=[{"steps": 1, "invalid": {}}])
     assert policy.poll() == []
     policy.require_actors("run-1")
+
+
+def test_a_policy_is_registered_with_the_code_of_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("sizes.py").write_text("WIDTH = 8\n")
+    Path("my_net.py").write_text("from sizes import WIDTH\n")
+    workers = SimpleNamespace(make_weight_source=lambda: None)
+    monkeypatch.setattr(loop_policy, "ActorLearnerWorkers", lambda *_: workers)
+    policy = LoopPolicy("", SPEC.override(["model=my_net.py:Net"]), EXPERIENCE, np.zeros(4, np.float32))
+    served = policy.start("run-1", tmp_path, "token", None).source
+    Path("sizes.py").write_text("WIDTH = 9\n")
+    policy.gateway = {"mean_return": 1.0, "steps": 2}
+    registered = policy.register(WeightSnapshot.of(1, {}), "run-1", "best").manifest.model
+    for model in (registered, served.factory):  # type: ignore[union-attr]
+        assert model.code is not None
+        assert model.code.files["sizes.py"] == "WIDTH = 8\n"

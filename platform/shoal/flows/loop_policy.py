@@ -22,6 +22,7 @@ from shoal.flows.rl_metrics import ActorLearnerMetrics
 from shoal.flows.rl_policy import describe_policy_model, register_policy
 from shoal.network_address import is_loopback
 from shoal.registry import ModelVersion
+from shoal.registry.model_code import ModelCode
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
@@ -50,6 +51,7 @@ class LoopPolicy:
     def __init__(self, name: str, spec: ActorLearnerSpec, experience: ExperienceSpec, observation: np.ndarray) -> None:
         self.name, self.spec, self.experience, self._first_observation = name, spec, experience, observation
         self._workers: ActorLearnerWorkers | None = None
+        self._code: ModelCode | None = None
         self.gateway: dict[str, Any] = {}
         self.learner: dict[str, Any] = {}
         self.address = self._stored_address = ""
@@ -76,6 +78,8 @@ class LoopPolicy:
         self._folder_name = setting.folder_name
         self._workers = workers = ActorLearnerWorkers(self.spec, self.experience, setting)
         factory, signature = describe_policy_model(self.spec, self.experience)
+        factory = factory.with_code()  # as it is now: what learns is registered, whatever is edited meanwhile
+        self._code = factory.code
         model = LiveModel(
             factory.update({"action": "sampled" if self.spec.action == "sampled" else "best"}),
             signature,
@@ -208,7 +212,7 @@ class LoopPolicy:
     def register(self, snapshot: WeightSnapshot, run_id: str, action: str) -> ModelVersion:
         """Register these weights, or with `action=average` the mixture of the pool."""
         pool = self.workers.load_pool() if self.spec.action == "average" else ()
-        return register_policy(self.spec, self.experience, snapshot, run_id, self.gateway, action, pool)
+        return register_policy(self.spec, self.experience, snapshot, run_id, self.gateway, action, pool, self._code)
 
     def describe_progress(self) -> str:
         """One line of its gateway's counts."""

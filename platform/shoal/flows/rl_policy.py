@@ -23,6 +23,7 @@ from shoal.errors import ConfigError, InvalidSegment, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.home import home
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry.model_code import ModelCode
 from shoal.rl.experience.segment_log import require_store
 from shoal.rl.gateway.gateway_inference import require_remote_inference
 from shoal.rl.gateway.sessions import LOCAL, REMOTE
@@ -267,7 +268,7 @@ def mix_policies(
     )
     inputs.insert(1, TensorSignature(name="state", datatype="FP32", shape=[-1, size]))
     outputs.append(TensorSignature(name="next_state", datatype="FP32", shape=[-1, size]))
-    network = factory.model_dump(include={"factory", "kwargs"})
+    network = factory.model_dump(include={"factory", "kwargs", "code"}, exclude_none=True)
     mixed = ModelFactory(
         factory="shoal.models.policy_mixture:PolicyMixture",
         kwargs={"network": network, "num_members": len(members)},
@@ -289,14 +290,16 @@ def register_policy(
     gateway_stats: Mapping[str, Any],
     action: str = "best",
     pool: Sequence[WeightSnapshot] = (),
+    code: ModelCode | None = None,
 ) -> ModelVersion:
     """Register these weights as a version of the run's model, under its aliases.
 
     action: best or sampled
     pool:   register an equal mixture of these versions instead
+    code:   of the user's network; None: as it lies here now
     """
     factory, signature = describe_policy_model(spec, experience)
-    factory = factory.update({"action": action})
+    factory = factory.update({"action": action}).model_copy(update={"code": code})
     if pool:
         factory, signature, snapshot = mix_policies(factory, signature, pool)
     metrics = {"mean_return_100": float(gateway_stats["mean_return"]), "steps": float(gateway_stats["steps"])}
