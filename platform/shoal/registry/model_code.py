@@ -187,6 +187,7 @@ class _Collector:
         self.installed: set[str] = set()
         self._folders = [str(each) for each in folders]
         self._seen: set[str] = set()
+        self._data_bytes = 0
         self._sources: set[Path] = set()  # files of the texts among the arguments, in place of which these are stored
 
     def add_reference(self, reference: str) -> None:
@@ -280,9 +281,15 @@ class _Collector:
         for _ in range(MAX_NAMED_FOLDERS):
             named = {Path(os.path.normpath(place / name)) for place in folders for name in names}
             folders |= {each for each in named if each.is_dir() and each.is_relative_to(top)}
-        for path in sorted({Path(os.path.normpath(place / name)) for place in folders for name in names}):
-            is_data = path.is_file() and path.suffix != ".py" and path.stat().st_size <= MAX_DATA_BYTES
-            if is_data and path.is_relative_to(top):
+        found = {Path(os.path.normpath(place / name)) for place in folders for name in names}
+        sizes = {
+            each: each.stat().st_size
+            for each in sorted(found)
+            if each.is_file() and each.suffix != ".py" and each.is_relative_to(top)
+        }
+        for path, size in sorted(sizes.items(), key=lambda item: item[1]):  # a training's many small ones refuse no run
+            if size <= MAX_DATA_BYTES and self._data_bytes + size <= MAX_CODE_BYTES // 2:
+                self._data_bytes += size
                 self._add_file(path, top)
 
     def _add_file(self, path: Path, top: Path) -> None:

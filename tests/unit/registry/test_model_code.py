@@ -162,6 +162,16 @@ def test_a_file_in_a_folder_beside_a_module_is_stored(write: Write, path: str) -
     assert model.build() == "a b"
 
 
+def test_a_trainings_many_small_files_are_left_out(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_code, "MAX_CODE_BYTES", 1000)
+    names = ["words.txt", *(f"{number}.csv" for number in range(9))]
+    write({"net.py": f"FILES = __file__, 'data', {names}\ndef make(): return 1\n", "data/words.txt": "a b"})
+    write({f"data/{name}": "0" * 200 for name in names[1:]})
+    model = register()
+    assert model.code is not None
+    assert set(model.code.files) == {"net.py", "data/words.txt", "data/0.csv", "data/1.csv"}
+
+
 def test_a_binary_file_beside_a_module_is_stored(write: Write) -> None:
     write({"net.py": "from pathlib import Path\ndef make(): return Path(__file__).with_name('t.bin').read_bytes()\n"})
     Path("t.bin").write_bytes(b"\xff\x00\xfe")
