@@ -276,7 +276,7 @@ class _Collector:
 
     def _add_named_files(self, folder: Path, names: set[str], top: Path) -> None:
         """Add the files that a text names, also below folders that it names, as it joins them in any way; none that is
-        a module, is large or lies elsewhere."""
+        a module, may be a secret, is large or lies elsewhere."""
         top, folders = Path(os.path.normpath(top)), {folder}
         for _ in range(MAX_NAMED_FOLDERS):
             named = {Path(os.path.normpath(place / name)) for place in folders for name in names}
@@ -285,7 +285,7 @@ class _Collector:
         sizes = {
             each: each.stat().st_size
             for each in sorted(found)
-            if each.is_file() and each.suffix != ".py" and each.is_relative_to(top)
+            if each.is_file() and each.is_relative_to(top) and not _is_left_out(each.relative_to(top))
         }
         for path, size in sorted(sizes.items(), key=lambda item: item[1]):  # a training's many small ones refuse no run
             if size <= MAX_DATA_BYTES and self._data_bytes + size <= MAX_CODE_BYTES // 2:
@@ -330,6 +330,11 @@ def _list_imported(node: ast.AST, package: str) -> list[str]:
         parts = package.split(".")
         module = ".".join([*parts[: len(parts) - node.level + 1], *([module] if module else [])])
     return [module, *(f"{module}.{each.name}" for each in node.names)] if module else []
+
+
+def _is_left_out(place: Path) -> bool:
+    """Whether a file that is named is a module, or is hidden or a key, as `.env` is: a version is for many to read."""
+    return place.suffix in (".py", ".pem", ".key") or any(each.startswith(".") for each in place.parts)
 
 
 def _get_package(found: ModuleSpec) -> str:

@@ -172,6 +172,12 @@ def test_a_trainings_many_small_files_are_left_out(write: Write, monkeypatch: py
     assert set(model.code.files) == {"net.py", "data/words.txt", "data/0.csv", "data/1.csv"}
 
 
+def test_secrets_are_no_part_of_a_version(write: Write) -> None:
+    names = [".env", ".aws/credentials", "tls.key", "server.pem", "words.txt"]
+    write({"net.py": f"FILES = __file__, '.aws', {names}\ndef make(): return 1\n", **dict.fromkeys(names, "secret")})
+    assert set((register().code or ModelCode()).files) == {"net.py", "words.txt"}
+
+
 def test_a_binary_file_beside_a_module_is_stored(write: Write) -> None:
     write({"net.py": "from pathlib import Path\ndef make(): return Path(__file__).with_name('t.bin').read_bytes()\n"})
     Path("t.bin").write_bytes(b"\xff\x00\xfe")
