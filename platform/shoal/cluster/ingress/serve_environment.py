@@ -177,7 +177,10 @@ def _mark_application(environment: Mapping[str, str], folder: str, application: 
     if text is None:
         mark.unlink(missing_ok=True)
     else:
-        replace_synced(mark, text.encode())  # HAProxy may be reading it: without its keys all callers would be refused
+        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = mark.with_name(f".{application}.{os.getpid()}")  # of this process among those that write it
+        draft.write_text(text)
+        draft.replace(mark)  # HAProxy may be reading it: without its keys all callers would be refused
 
 
 def write_sleep_mark(
