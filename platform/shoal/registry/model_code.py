@@ -285,7 +285,7 @@ class _Collector:
         sizes = {
             each: each.stat().st_size
             for each in sorted(found)
-            if each.is_file() and each.is_relative_to(top) and not _is_left_out(each.relative_to(top))
+            if each.is_file() and each.is_relative_to(top) and not _is_excluded(each.relative_to(top))
         }
         for path, size in sorted(sizes.items(), key=lambda item: item[1]):  # a training's many small ones refuse no run
             if size <= MAX_DATA_BYTES and self._data_bytes + size <= MAX_CODE_BYTES // 2:
@@ -332,9 +332,9 @@ def _list_imported(node: ast.AST, package: str) -> list[str]:
     return [module, *(f"{module}.{each.name}" for each in node.names)] if module else []
 
 
-def _is_left_out(place: Path) -> bool:
+def _is_excluded(path: Path) -> bool:
     """Whether a file that is named is a module, or is hidden or a key, as `.env` is: a version is for many to read."""
-    return place.suffix in (".py", ".pem", ".key") or any(each.startswith(".") for each in place.parts)
+    return path.suffix in (".py", ".pem", ".key") or any(each.startswith(".") for each in path.parts)
 
 
 def _get_package(found: ModuleSpec) -> str:

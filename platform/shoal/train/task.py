@@ -285,10 +285,10 @@ def unload_if_changed(reference: str) -> None:
         del sys.modules[loaded.__name__]
 
 
-def _unload_module(place: str) -> None:
+def _unload_module(file: str) -> None:
     """Unload the module of a file, also from a parent that stays: `from parent import module` takes its attribute."""
-    _texts.pop(place, None)
-    name = place.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    _texts.pop(file, None)
+    name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     module, (parent, _, child) = sys.modules.pop(name, None), name.rpartition(".")
     if module is not None and parent in sys.modules and vars(sys.modules[parent]).get(child) is module:
         delattr(sys.modules[parent], child)
