@@ -18,6 +18,7 @@ from programs import RanksFailed, run_ranks
 from shoal.errors import ConfigError
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.loss import Mean
+from shoal.parallel.loss_trace import get_trace_tag
 from shoal.train.loop.split_check import SplitLossCheck
 
 NUM_STEPS = 5
@@ -456,3 +457,69 @@ def test_the_check_goes_on_until_a_batch_is_telling() -> None:
     assert model.measure_loss(global_batch(3)).divisors < BATCH
     with pytest.raises(ConfigError, match=r"shoal\.Mean\(total, count\)"):
         model.train_step(global_batch(3), 3)
+
+
+class SometimesSum(ClassWeighted):
+    """A mean of torch's, or two of them for some batches, as with mixed samples that are drawn with a probability."""
+
+    def __init__(self, is_first: bool, is_marked: bool = False) -> None:
+        self._is_sum, self._is_marked = not is_first, is_marked
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        self._is_sum = not self._is_sum
+        loss = functional.cross_entropy(outputs, batch[1])
+        if self._is_sum:
+            loss = 0.3 * loss + 0.7 * functional.cross_entropy(outputs, batch[1].flip(0))
+        return Mean(loss * len(outputs), len(outputs)) if self._is_marked else loss
+
+
+def _train_sometimes_sums(world: World, is_marked: bool) -> list[dict[str, Any]]:
+    firsts = (True, False, world.rank == 0) if world.size > 1 else (True, False)
+    plans = [{"accumulate": 2}] * 2 + [{}]
+    pairs = zip(firsts, plans, strict=False)
+    return [train(SometimesSum(first, is_marked), plan, world) for first, plan in pairs]
+
+
+def test_a_mean_whose_terms_all_count_may_be_a_part_of_the_loss_for_some_batches() -> None:
+    alone = [_train_sometimes_sums(World.single("cpu"), is_marked) for is_marked in (False, True)]
+    ranks = [run_ranks(_train_sometimes_sums, 2, is_marked)[0] for is_marked in (False, True)]
+    for found, expected in (*zip(*alone, strict=True), *zip(*ranks, strict=True)):
+        assert_same(found, expected, torch.float32)
+
+
+class Teacher(PlainFewLabels):
+    """Calls a teacher without gradients, and keeps an average of its loss."""
+
+    def __init__(self) -> None:
+        self.average = torch.zeros(())
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        with torch.inference_mode():
+            teacher = outputs.detach() * 2
+            functional.cross_entropy(teacher, batch[1]) + teacher[batch[1] > 3].mean() + teacher.sum()
+        loss = super().loss(outputs, batch)
+        self.average = 0.9 * self.average + 0.1 * loss.detach()
+        return loss
+
+
+def test_what_a_task_computes_beside_its_loss_is_not_followed_further() -> None:
+    task = Teacher()
+    assert_same(
+        train(task, ALONE, World.single("cpu")), train(PlainFewLabels(), {}, World.single("cpu")), torch.float32
+    )
+    assert len(get_trace_tag(task.average).divisions) == 1
+
+
+class SelectedPart(ClassWeighted):
+    """A mean over selected samples, as a part of the loss: the check can tell nothing where all are selected."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        is_selected = batch[1] >= 0
+        return functional.cross_entropy(outputs[is_selected], batch[1][is_selected]) + outputs.square().mean()
+
+
+def test_a_mean_of_selected_samples_as_a_part_of_the_loss_is_refused() -> None:
+    model = build(make_blocks, ParallelSpec.parse(ALONE), World.single("cpu"), SelectedPart())
+    SplitLossCheck(model, World.single("cpu"), "SelectedPart", 4).before_step(global_batch(0))
+    with pytest.raises(ConfigError, match=r"shoal\.Mean\(total, count\)"):
+        model.train_step(global_batch(0), 0)

@@ -41,6 +41,16 @@ class Mean:
         return self.total * invert_count(torch.as_tensor(self.count, dtype=dtype, device=self.total.device))
 
 
+@dataclass(frozen=True)
+class FoundMean(Mean):
+    """A `Mean` that a Task returned as a scalar.
+
+    size: the count if all terms count equally; None: it depends on the contents of the batch
+    """
+
+    size: int | None = None
+
+
 Loss = Tensor | Mean
 
 
@@ -96,10 +106,13 @@ class StepCounts:
     def __init__(self, kinds: Mapping[str, bool] = MappingProxyType({})) -> None:
         self._counts: dict[str, Tensor] = {}
         self._kinds = dict(kinds)
+        self._sizes: dict[str, float] = {}  # terms per sample of a `FoundMean` whose terms count equally
+        self._weights: dict[str, float] = {}  # of the scalars of this step
+        self._agreed: set[str] = set()
 
     def begin(self) -> None:
         """Forget the counts of a step that was not finished."""
-        self._counts = {}
+        self._counts, self._weights = {}, {}
 
     def weigh(self, name: str, loss: Loss, weight: float, num_samples: int) -> Tensor:
         """A micro-batch's part of the step's loss.
@@ -107,14 +120,15 @@ class StepCounts:
         weight: of the micro-batch, if its loss is the mean over its `num_samples` samples
 
         Raises ConfigError for a loss that is a `Mean` for some batches only: ranks would not wait for each other.
+        A mean of torch's whose terms count equally may be either.
         """
+        if isinstance(loss, FoundMean) and loss.size is not None:
+            self._sizes[name] = loss.size / num_samples
         is_mean = isinstance(loss, Mean)
         if self._kinds.setdefault(name, is_mean) != is_mean:
-            problem = (
-                "is a shoal.Mean, or a mean of torch's with a count, for some batches, and another scalar for others"
-            )
-            raise ConfigError("Task", name, problem, "return a Mean for each batch: one of count 0 adds nothing")
+            loss = self._convert(name, loss, num_samples)
         if not isinstance(loss, Mean):
+            self._weights[name] = self._weights.get(name, 0.0) + weight
             return loss if weight == 1.0 else loss * weight
         each = weight / num_samples
         dtype = torch.promote_types(loss.total.dtype, torch.float32)
@@ -122,11 +136,42 @@ class StepCounts:
         self._counts[name] = self._counts[name] + count if name in self._counts else count
         return loss.total * each
 
+    def _convert(self, name: str, loss: Loss, num_samples: int) -> Loss:
+        """A loss of the other kind than those before it."""
+        if not isinstance(loss, Mean) and name in self._sizes:
+            size = num_samples * self._sizes[name]
+            return Mean(loss * size, size)
+        if isinstance(loss, FoundMean) and loss.size is not None and int(loss.count) == loss.size:
+            return loss.value()
+        problem = "is a shoal.Mean, or a mean of torch's with a count, for some batches, and another scalar for others"
+        raise ConfigError("Task", name, problem, "return a Mean for each batch: one of count 0 adds nothing")
+
+    def agree(self, name: str, device: torch.device, average_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """After the first step of the loss `name`: if it is a `Mean` on any rank, it is one on all. Collective then.
+
+        Raises ConfigError, on every rank, as `weigh` does.
+        """
+        if name in self._agreed:
+            return
+        self._agreed.add(name)
+        is_mean = self._kinds[name]
+        found = torch.tensor([is_mean, is_mean and name not in self._sizes], dtype=torch.float32, device=device)
+        share, strict_share = average_over_ranks(found).tolist()
+        if share in (0.0, 1.0):
+            return
+        if strict_share:
+            self._convert(name, Mean(torch.zeros(()), 0), 1)
+        self._kinds[name] = True
+        self._sizes.setdefault(name, 1.0)
+        if not is_mean:
+            self._counts[name] = torch.tensor(self._weights[name], device=device)
+
     def take(self, average_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The count of each `Mean` of the step, which begins anew. Collective if there are any.
 
         average_over_ranks: over the data ranks, as their gradients are averaged
         """
+        self._weights = {}
         if not self._counts:
             return {}
         names = sorted(self._counts)

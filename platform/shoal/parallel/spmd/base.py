@@ -187,6 +187,8 @@ class SpmdModel(ParallelModel):
 
         summed: the sum of the loss `name`, which has the gradients. Collective if there are any
         """
+        if self._ranks is not None and self.loss_reader.is_active:
+            self._counts.agree(name, self._world.device, self._average_over_ranks)
         counts = self._counts.take(self._average_over_ranks)
         for each, count in counts.items():
             if each != name and each in self.step_losses:  # an earlier phase's of this name is divided already
