@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -523,3 +524,25 @@ def test_a_mean_of_selected_samples_as_a_part_of_the_loss_is_refused() -> None:
     SplitLossCheck(model, World.single("cpu"), "SelectedPart", 4).before_step(global_batch(0))
     with pytest.raises(ConfigError, match=r"shoal\.Mean\(total, count\)"):
         model.train_step(global_batch(0), 0)
+
+
+class Pool(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return values / values.square().sum(-1, keepdim=True).add(1.0).sqrt()
+
+
+def make_with_pool() -> nn.Module:
+    return nn.Sequential(*make_blocks(), Pool())
+
+
+def test_a_compiled_model_within_a_step_stays_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[str] = []
+
+    def compile_eagerly(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph.code)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compile_eagerly))
+    model = build(make_with_pool, ParallelSpec.parse({**ALONE, "compile": True}), World.single("cpu"), OwnStep())
+    model.train_step(global_batch(0), 0)
+    assert len(graphs) == 1

@@ -9,6 +9,7 @@ accepted it. Called by every plan. Communicates nothing; changes no other functi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn._reduction import legacy_get_string
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from shoal.errors import ConfigError
 from shoal.parallel.loss import LOSS, FoundMean
@@ -94,7 +95,7 @@ class LossReader:
 
     def __init__(self, model: nn.Module, is_active: bool) -> None:
         self.is_active, self.is_accepted = is_active, True
-        self._has_own_loss = hasattr(type(model), "loss_function")  # a model of transformers
+        self._has_own_loss = _may_compute_loss(model)
         self._forward_trace: LossTrace | None = None
 
     def read_outputs(self, forward: Callable[[], T]) -> T:
@@ -145,6 +146,16 @@ def find_means(compute: Callable[[], T], forward: LossTrace | None = None) -> T:
     if isinstance(result, tuple) and len(result) == 2:
         return result[0], _find_mean(result[1])  # type: ignore[return-value]
     return _find_mean(result)  # type: ignore[no-any-return]
+
+
+def pause_trace(module: nn.Module) -> AbstractContextManager[object]:
+    """The context of a call of a compiled module, unless it computes a loss: a function mode breaks up its graph."""
+    is_traced = isinstance(_get_current_function_mode(), LossTrace) and not _may_compute_loss(module)
+    return _pop_mode_temporarily() if is_traced else nullcontext()
+
+
+def _may_compute_loss(model: nn.Module) -> bool:
+    return hasattr(type(model), "loss_function")  # those of transformers
 
 
 def get_trace_tag(tensor: object) -> TraceTag:

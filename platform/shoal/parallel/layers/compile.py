@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shoal.errors import PlanError
+from shoal.parallel.loss_trace import pause_trace
 
 _code_ids = count()  # of compiled modules in this process
 
@@ -39,7 +40,8 @@ def _compile_function(module: nn.Module, function: Callable[..., Any]) -> Callab
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            output = compiled(*args, **kwargs)
+            with pause_trace(module):
+                output = compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise _compile_error(module, f"{type(error).__name__}: {error}") from error
         if not kind.has_graph and _count_graphs() == before:
