@@ -12,7 +12,7 @@ from shoal.checkpoint import files
 from shoal.checkpoint.mirror import CheckpointMirror
 from shoal.checkpoint.stored import StoredCheckpoints
 from shoal.errors import CheckpointError, StoreError
-from shoal.rl.experience.queue import ExperienceQueue
+from shoal.rl.experience.queue import ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.learner import Learner
 from shoal.store import Store, open_store
@@ -80,9 +80,15 @@ def test_a_mirror_skips_what_came_meanwhile_and_tries_again(
     assert (loaded.step, loaded.state) == (4, {"step": 4})
 
 
-def test_what_was_recovered_from_a_lost_host_is_learnt(tmp_path: Path, store: Store) -> None:
+def test_what_was_recovered_from_a_lost_host_is_learnt(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its versions were published after the newest checkpoint, or just before, and the new ones begin far above them.
     A third host learns what the second has published, too."""
+    ages, get_ages = list[int](), ExperienceBatch.get_ages
+    monkeypatch.setattr(
+        ExperienceBatch, "get_ages", lambda batch: [ages.extend(get_ages(batch).tolist()), get_ages(batch)][1]
+    )
     first = Bench(tmp_path / "a", "gateway.max_version_lag=8", store=store)
     for folder in ("b", "c"):
         first.learner.save()
@@ -97,6 +103,7 @@ def test_what_was_recovered_from_a_lost_host_is_learnt(tmp_path: Path, store: St
                 second.put(segment(16, version=version))
         while len(second.queue):
             assert second.learner.step()
+        assert 1 <= max(ages) <= 8
         assert second.learner.counts["dropped"] == 0
         assert second.learner.counts["consumed"] >= 4
         assert second.learner.stats()["metrics"]["learner/policy_lag"] <= 8

@@ -166,10 +166,11 @@ class Learner:
             self._save_if_due()
             return False
         started = time.perf_counter()
-        prepared = self.algorithm.prepare(replace(batch, learner_version=self.version))
+        versions = self.version - self._versions.measure_lag(batch.versions)  # as if no number had been skipped
+        prepared = self.algorithm.prepare(replace(batch, versions=versions, learner_version=self.version))
         # Before the weights depend on the batch.
         evidence = [] if self._evidence is None else self._evidence.score(prepared, time.monotonic())
-        lags = self._versions.measure_lag(prepared.oldest_versions())
+        lags = self.version - prepared.oldest_versions()
         outcomes = self._bad_batches.learn(prepared, lags, time.monotonic())
         learnt = np.array([outcome is None for outcome in outcomes])
         if self._hub is not None and self._divides_batches and learnt.any():
@@ -240,7 +241,7 @@ class Learner:
         except NonFiniteLoss:
             if not num_updates:  # otherwise the earlier steps stay
                 return False
-        lag = float(np.mean(self._versions.measure_lag(batch.versions)))
+        lag = float(np.mean(self.version - batch.versions))
         with self._lock:
             self.updates += num_updates
             self.steps += batch.num_steps
