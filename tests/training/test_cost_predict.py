@@ -21,7 +21,7 @@ from shoal.cost.cost_table import combine_ranks, format_quantity, relative_error
 from shoal.cost.predict.dry_run import DryRun
 from shoal.cost.predict.fake_process_group import MessageCosts
 from shoal.cost.predict.message_latency import measure_latency_s
-from shoal.cost.predict.predict import _estimate_transfers, _extrapolate, predict_cost
+from shoal.cost.predict.predict import _choose_sizes, _estimate_transfers, _extrapolate, predict_cost
 from shoal.cost.step_profile import profile_step
 from shoal.cost.step_profiler import (
     MAX_MORE,
@@ -139,6 +139,11 @@ def test_a_step_is_never_predicted_to_take_less_than_one_of_fewer_samples() -> N
     found = _extrapolate(small, large, 31.0)
     assert (found.values["step_s"], found.values["memory_peak"]) == (0.8, 72.0)
     assert found.busy_s == {(0, "forward"): 0.3}
+
+
+@pytest.mark.parametrize("samples", range(1, 9))
+def test_no_dry_run_has_more_samples_than_a_micro_batch(samples: int) -> None:
+    assert all(_choose_sizes(sample_s, samples)[1] <= samples for sample_s in (0.0, 1e6, 1e9))
 
 
 def test_it_leaves_no_trace() -> None:

@@ -170,7 +170,7 @@ def _choose_sizes(sample_s: float, samples: int) -> tuple[int, int]:
     sample_s: the time of a step per sample of its micro-batches
     """
     affordable = int(BUDGET_S / max(sample_s, 1e-9))
-    if affordable >= samples:
+    if affordable >= samples or samples == 1:
         return samples, samples
     small = max(1, min(affordable, samples // 2) // 2)
     return small, 2 * small
