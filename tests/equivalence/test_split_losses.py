@@ -261,8 +261,16 @@ def test_what_the_check_can_judge() -> None:
     assert not _check(EachSample(), ALONE, World.single("cpu"))
 
 
+class RoundedWeighted(ClassWeighted):
+    """Computed in bf16, of a network in float32."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return functional.cross_entropy(outputs.bfloat16(), batch[1], WEIGHTS.bfloat16())
+
+
 def test_the_check_knows_how_a_network_in_bf16_is_rounded() -> None:
     assert not _check(PlainMean(), ALONE, World.single("cpu"), make_bf16)
+    assert not _check(RoundedWeighted(), ALONE, World.single("cpu"))
 
 
 class Counting(ByHand):

@@ -15,7 +15,7 @@ import pytest
 
 from rl_setting import EXPERIENCE, TOKEN, Parts, serving
 from shoal.actor.__main__ import main
-from shoal.actor.connection import format_actor_command, format_actor_options
+from shoal.actor.connection import GatewayAddresses, format_actor_command, format_actor_options
 from shoal.home import read_existing_token
 from shoal.rl.experience.queue import BatchRequest
 from shoal_program import Program
@@ -212,3 +212,14 @@ def test_what_starts_an_actor_can_be_typed_whatever_the_key_is() -> None:
     assert format_actor_options("tcp://10.0.0.7:5555", "mygame:My-v0", "")[-1] == "mygame:My-v0"
     typed = subprocess.run(["bash", "-c", f"echo {command}"], capture_output=True, text=True, check=True).stdout
     assert f"--server-key={key}" in typed
+
+
+def test_a_place_that_has_no_address_leaves_the_others(tmp_path: Path) -> None:
+    place = tmp_path / "gateway.address"
+    addresses = GatewayAddresses(f"tcp://127.0.0.1:5555|{place}", "")
+    found = list[str]()
+    for text in ("tcp://", "tcp://10.0.0.2:5555\n", "<html>"):
+        place.write_text(text)
+        found += [addresses.get_next(), addresses.get_next()]
+    assert found[::2] == ["tcp://127.0.0.1:5555"] * 3
+    assert found[1::2] == ["", "tcp://10.0.0.2:5555", "tcp://10.0.0.2:5555"]

@@ -66,8 +66,9 @@ class GatewayAddresses:
 
         folder, _, name = location.rpartition("/")
         try:
-            self._read = open_store(folder).read(name).decode().strip()
-            check_address(self._read, "")
+            address = open_store(folder).read(name).decode().strip()
+            check_address(address, "")
+            self._read = address
         except (OSError, ShoalError, UnicodeDecodeError) as error:
             _log.warning("the gateway's address cannot be read from %s: %s", location, error)
         return self._read

@@ -128,7 +128,8 @@ class LossReader:
         result = find_means(compute, self._forward_trace)
         loss = result.get(LOSS) if isinstance(result, Mapping) else result
         if isinstance(loss, FoundMean):
-            return MeasuredLoss(loss.value().detach(), loss.count, 0.0)
+            value = loss.value().detach().to(loss.total.dtype)  # which says how exact it is
+            return MeasuredLoss(value, loss.count, 0.0)
         if not isinstance(loss, Tensor):
             return None
         return MeasuredLoss(loss.detach(), None, sum(float(each.count) for each in get_trace_tag(loss).divisions))
