@@ -115,6 +115,22 @@ class OwnStep(ClassWeighted):
         return {"loss": self.loss(outputs, batch), "few": few}
 
 
+class WeightedErrors(ClassWeighted):
+    """Means of errors, divided by the sum of the weights."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        function = (functional.l1_loss, functional.mse_loss)[self.is_squared]
+        return function(
+            outputs, torch.ones_like(outputs), weight=WEIGHTS.to(outputs)[batch[1], None].expand_as(outputs)
+        )
+
+    is_squared = False
+
+
+class WeightedSquares(WeightedErrors):
+    is_squared = True
+
+
 def make_blocks() -> nn.Module:
     """Without dropout and batch statistics, which are those of a micro-batch."""
     blocks = [nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24)) for _ in range(3)]
@@ -554,3 +570,14 @@ def test_a_compiled_model_within_a_step_stays_one_graph(monkeypatch: pytest.Monk
     model = build(make_with_pool, ParallelSpec.parse({**ALONE, "compile": True}), World.single("cpu"), OwnStep())
     model.train_step(global_batch(0), 0)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("learnable", [WeightedErrors, WeightedSquares])
+def test_weights_of_errors_count(learnable: type) -> None:
+    whole, split = (
+        build(make_double, ParallelSpec.parse(plan), World.single("cpu"), learnable()) for plan in ({}, ALONE)
+    )
+    for model in (whole, split):
+        model.train_step(global_batch(0), 0)
+    for (_, one), (_, other) in zip(whole.named_parameters(), split.named_parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)

@@ -8,9 +8,11 @@ accepted it. Called by every plan. Communicates nothing; changes no other functi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -185,6 +187,8 @@ class LossTrace(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is functional.l1_loss:
+            kwargs = {**kwargs, "weight": _find_weight()}
         if func in _WITH_LABELS or func in _WITH_WEIGHTS:
             mean = self._split_mean(func, args, kwargs)
             if mean is not None:
@@ -241,6 +245,14 @@ class LossTrace(TorchFunctionMode):
             total = func(tags[0].mean.total, *args[1:], **kwargs)
             mean = FoundMean(total, tags[0].mean.count, tags[0].mean.size)
         setattr(result, _TAG, TraceTag(tuple(divisions), is_sum, is_selected and bool(result.ndim), mean, version))
+
+
+def _find_weight() -> Tensor | None:
+    """The weight of the innermost call of `l1_loss`, which torch does not pass on to function modes."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not functional.l1_loss.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["weight"]
 
 
 def _iter_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
