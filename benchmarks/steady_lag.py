@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.children import OUR_PYTHON, ROOT, Child, scratch
 from benchmarks.result import compare, options, write
+from benchmarks.talk import say
 from shoal.actor.policy import Policy, make_policy
 from shoal.rl.algorithms.algorithm import Algorithm, make_algorithm
 from shoal.rl.experience.queue import ExperienceBatch
@@ -167,6 +168,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) == 2 and sys.argv[1].startswith("["):
-        print(json.dumps(learn(*json.loads(sys.argv[1]))), flush=True)
+        say(**learn(*json.loads(sys.argv[1])))
     else:
         main()
