@@ -49,11 +49,11 @@ class ModelCode(Spec):
 
     @field_validator("files", "binary")
     @classmethod
-    def _below_one_folder(cls, found: dict[str, str]) -> dict[str, str]:
-        for path in found:
+    def _below_one_folder(cls, files: dict[str, str]) -> dict[str, str]:
+        for path in files:
             if path.startswith("/") or "\0" in path or not {"", ".", ".."}.isdisjoint(path.split("/")):
                 raise ValueError(f"{path!r} is no path below the folder of a version's code")
-        return found
+        return files
 
     @cached_property
     def sha256(self) -> str:
@@ -199,10 +199,10 @@ class _Collector:
             self._add_module(module)
             if (
                 module.partition(".")[0] in self.installed
-                and (found := find_module(module, self._folders))
-                and found.origin
+                and (spec := find_module(module, self._folders))
+                and spec.origin
             ):
-                self._follow(_read_source(Path(found.origin)), _get_package(found), is_own=False)
+                self._follow(_read_source(Path(spec.origin)), _get_package(spec), is_own=False)
 
     def add_arguments(self, value: object) -> None:
         if isinstance(value, str):
@@ -229,22 +229,22 @@ class _Collector:
         if name in self._seen or root in sys.stdlib_module_names or root == "__main__":
             return
         self._seen.add(name)
-        found = find_module(name, self._folders)
-        if found is None:
+        spec = find_module(name, self._folders)
+        if spec is None:
             return  # of a platform or a package that is not here; its import is within a `try`, or fails
-        if found.origin is None or not found.has_location:  # a package without a file
+        if spec.origin is None or not spec.has_location:  # a package without a file
             return
-        path = Path(found.origin)
+        path = Path(spec.origin)
         if root == OURS or is_installed(path):
             self.installed.add(root)
             return
         if parent := name.rpartition(".")[0]:
             self._add_module(parent)
-        is_package = found.submodule_search_locations is not None
+        is_package = spec.submodule_search_locations is not None
         top = path.parents[name.count(".") + is_package]
         self._add_file(path, top)
         if path.suffix == ".py":
-            self._follow(_read_source(path), _get_package(found), path.parent, top)
+            self._follow(_read_source(path), _get_package(spec), path.parent, top)
 
     def _follow(
         self,
@@ -279,12 +279,12 @@ class _Collector:
         a module, may be a secret, is large or lies elsewhere."""
         top, folders = Path(os.path.normpath(top)), {folder}
         for _ in range(MAX_NAMED_FOLDERS):
-            named = {Path(os.path.normpath(place / name)) for place in folders for name in names}
+            named = {Path(os.path.normpath(parent / name)) for parent in folders for name in names}
             folders |= {each for each in named if each.is_dir() and each.is_relative_to(top)}
-        found = {Path(os.path.normpath(place / name)) for place in folders for name in names}
+        files = {Path(os.path.normpath(parent / name)) for parent in folders for name in names}
         sizes = {
             each: each.stat().st_size
-            for each in sorted(found)
+            for each in sorted(files)
             if each.is_file() and each.is_relative_to(top) and not _is_excluded(each.relative_to(top))
         }
         for path, size in sorted(sizes.items(), key=lambda item: item[1]):  # a training's many small ones refuse no run
@@ -293,24 +293,24 @@ class _Collector:
                 self._add_file(path, top)
 
     def _add_file(self, path: Path, top: Path) -> None:
-        place, content = Path(os.path.relpath(path, top)).as_posix(), path.read_bytes()  # a link is what it stands for
-        if self.contents.setdefault(place, content) != content and path.resolve() not in self._sources:
+        name, content = Path(os.path.relpath(path, top)).as_posix(), path.read_bytes()  # a link is what it stands for
+        if self.contents.setdefault(name, content) != content and path.resolve() not in self._sources:
             remedy = "rename one of them"
-            raise ConfigError("model.code", str(path), f"another file of the model's code is {place}, too", remedy)
+            raise ConfigError("model.code", str(path), f"another file of the model's code is {name}, too", remedy)
 
 
 def find_module(name: str, folders: Sequence[str] = ()) -> ModuleSpec | None:
     """Where a module lies, without importing it or its package."""
     root, *others = name.split(".")
     try:
-        found = importlib.util.find_spec(root) or PathFinder.find_spec(root, list(folders))
+        spec = importlib.util.find_spec(root) or PathFinder.find_spec(root, list(folders))
     except (ImportError, ValueError):
         return None
     for each in others:
-        if found is None or found.submodule_search_locations is None:
+        if spec is None or spec.submodule_search_locations is None:
             return None
-        found = PathFinder.find_spec(f"{found.name}.{each}", list(found.submodule_search_locations))
-    return found
+        spec = PathFinder.find_spec(f"{spec.name}.{each}", list(spec.submodule_search_locations))
+    return spec
 
 
 def _list_imported(node: ast.AST, package: str) -> list[str]:
@@ -337,8 +337,8 @@ def _is_excluded(path: Path) -> bool:
     return path.suffix in (".py", ".pem", ".key") or any(each.startswith(".") for each in path.parts)
 
 
-def _get_package(found: ModuleSpec) -> str:
-    return found.name if found.submodule_search_locations is not None else found.name.rpartition(".")[0]
+def _get_package(spec: ModuleSpec) -> str:
+    return spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
 
 
 def _read_source(path: Path) -> bytes:
