@@ -66,16 +66,19 @@ _ROOMS = frozenset(
 )
 
 
-_LIBRARIES = frozenset({"hf"})
-
-
 def __getattr__(name: str) -> Any:
-    if name in _LIBRARIES:
-        return importlib.import_module(f"shoal.libs.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _ROOMS:
         return importlib.import_module(f"shoal.{name}")
+    if not name.startswith("_"):
+        from shoal.plugins.library import find_libraries
+
+        for library in find_libraries():
+            if name in library.names:
+                module, _, member = library.names[name].partition(":")
+                found = importlib.import_module(module)
+                return getattr(found, member) if member else found
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 

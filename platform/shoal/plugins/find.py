@@ -1,6 +1,7 @@
-"""Finds what a word of a spec names: something of ours, of an installed package, or of the user's own file.
+"""Finds what a word of a spec names: something of ours, of a library or package, or of the user's own file.
 
-    algorithm=ppo                       of ours
+    algorithm=ppo                       of the platform
+    algorithm=dqn                       of a library
     algorithm=grpo                      of a package with an entry point `grpo` in the group `shoal.algorithms`
     algorithm=my_package.grpo:Config    of a module that can be imported
     algorithm=grpo.py:Config            of a file
@@ -14,10 +15,10 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from shoal.plugins.library import collect_extensions
 from shoal.plugins.moved import translate_reference
 
 
@@ -25,7 +26,7 @@ def find_extension(name: str, group: str, own: Mapping[str, str]) -> Any:
     """The object of that name.
 
     group: of entry points, such as "shoal.algorithms"
-    own:   the `module:name` of each name of ours
+    own:   the `module:name` of each name of the platform
 
     Raises ValueError when nothing has the name, or what has it cannot be imported.
     """
@@ -33,7 +34,7 @@ def find_extension(name: str, group: str, own: Mapping[str, str]) -> Any:
         return load_reference(name)
     if name in own:
         return load_reference(own[name])
-    others = {each.name: each.value for each in entry_points(group=group)}
+    others = collect_extensions(group)
     if name in others:
         return load_reference(others[name])
     raise ValueError(f"{name!r} is none of {', '.join([*own, *others])}; your own is module:name or file.py:name")

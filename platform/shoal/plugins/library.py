@@ -19,15 +19,19 @@ LIBRARIES = "shoal.libraries"
 class Library:
     """What is built on Shoal, and joins its command line. Cheap to import: it names modules, and imports none.
 
-    verbs:    of the program `shoal`, by name: the `module:command`, a command of click, and a line of help; a verb
-              within `shoal models` is named as "models push"
-    displays: by the kind of a run: the module that draws it live: its `make_view` returns a `RunView`
-              (see `shoal.cli.display.run_view`)
+    verbs:      of the program `shoal`, by name: the `module:command`, a command of click, and a line of help; a verb
+                within `shoal models` is named as "models push"
+    displays:   by the kind of a run: the module that draws it live: its `make_view` returns a `RunView`
+                (see `shoal.cli.display.run_view`)
+    extensions: by a group of entry points, such as "shoal.algorithms": the `module:name` of each word that specs name
+    names:      attributes of the package `shoal`: a module, or `module:name`
     """
 
     name: str
     verbs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     displays: Mapping[str, str] = field(default_factory=dict)
+    extensions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @cache
@@ -36,6 +40,12 @@ def find_libraries() -> tuple[Library, ...]:
     own = [f"shoal.libs.{each.name}.library:LIBRARY" for each in pkgutil.iter_modules([str(_OWN)]) if each.ispkg]
     found = [_load(reference) for reference in own if (_OWN / reference.split(".")[2] / "library.py").exists()]
     return (*found, *(_load(each.value) for each in entry_points(group=LIBRARIES)))
+
+
+def collect_extensions(group: str) -> dict[str, str]:
+    """The `module:name` of each word of a group that a library or an installed package adds."""
+    own = {name: reference for each in find_libraries() for name, reference in each.extensions.get(group, {}).items()}
+    return own | {each.name: each.value for each in entry_points(group=group)}
 
 
 _OWN = Path(__file__).parents[1] / "libs"

@@ -1,4 +1,4 @@
-"""The verbs of this library."""
+"""The verbs of this library, and its name in `shoal`."""
 
 from shoal.plugins.library import Library
 
@@ -8,4 +8,5 @@ LIBRARY = Library(
         "models push": ("shoal.libs.hf.commands:push", "Write a version as a folder of Hugging Face."),
         "models pull": ("shoal.libs.hf.commands:pull", "Register a folder of Hugging Face."),
     },
+    names={"hf": "shoal.libs.hf"},
 )
