@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -36,10 +34,7 @@ def http_port() -> int:
 @pytest.fixture(scope="module")
 def proxy(http_port: int) -> Iterator[HaproxyProcess]:
     """Before the port of a replica's HTTP server, and before no gRPC server at all."""
-    with (
-        tempfile.TemporaryDirectory(prefix="x.") as folder,
-        HaproxyProcess(Path(folder), http_port, find_free_port(), UNCHECKED) as started,
-    ):
+    with HaproxyProcess(http_port, find_free_port(), UNCHECKED) as started:
         yield started
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import multiprocessing
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -52,10 +50,7 @@ def proxy(http_port: int) -> Iterator[HaproxyProcess]:
     impatient = (
         rf"; s/timeout server .*/timeout server {SILENCE_S:g}s/; s/timeout client 30s/timeout client {SILENCE_S:g}s/"
     )
-    with (
-        tempfile.TemporaryDirectory(prefix="x.") as folder,
-        HaproxyProcess(Path(folder), http_port, find_free_port(), UNCHECKED + impatient) as started,
-    ):
+    with HaproxyProcess(http_port, find_free_port(), UNCHECKED + impatient) as started:
         yield started
 
 
