@@ -41,8 +41,9 @@ from shoal.serve.protocol.infer_call import (
     InferenceHead,
     ModelCodecs,
     decode_in_thread,
-    encode_outputs,
+    has_large_arrays,
     resolve_version,
+    run_in_thread,
     start_trace,
 )
 from shoal.serve.protocol.model_metadata import (
@@ -189,7 +190,9 @@ class InferenceServicer:
             )
             invocation.trailing.append((b"shoal-model-version", b"%d" % prediction.version))
             outputs, version = prediction.outputs, prediction.version
-            return await encode_outputs(outputs, asked.raw, codec.encode, asked, inputs.outputs, version, outputs)
+            if has_large_arrays(outputs, raw=asked.raw):
+                return await run_in_thread(codec.encode, asked, inputs.outputs, version, outputs)
+            return codec.encode(asked, inputs.outputs, version, outputs)
 
     def _parse_request(self, content: bytes) -> GrpcInferRequest:
         """Parse a message. Raises InferenceError (400)."""

@@ -29,7 +29,8 @@ from shoal.serve.protocol.infer_call import (
     InferenceHead,
     ModelCodecs,
     decode_in_thread,
-    encode_outputs,
+    has_large_arrays,
+    run_in_thread,
     start_trace,
 )
 from shoal.serve.protocol.request_lifecycle import Receive, RequestLifecycle, RequestsInProgress, decompress_in_thread
@@ -81,9 +82,11 @@ class InferenceHandler:
                 request = await decode_in_thread(len(body), codec.decode, body, header_length)
             prediction = await head.infer(request)
             raw = all(request.binary_of.values()) if request.binary_of else request.binary
-            answer = await encode_outputs(
-                prediction.outputs, raw, codec.encode, request, prediction.outputs, prediction.version
-            )
+            outputs, version = prediction.outputs, prediction.version
+            if has_large_arrays(outputs, raw=raw):
+                answer = await run_in_thread(codec.encode, request, outputs, version)
+            else:
+                answer = codec.encode(request, outputs, version)
             if is_from_peer:
                 batch = prediction.queued_s, prediction.computed_s, prediction.batch_rows
                 answer.headers.append((BATCH_HEADER, b"%.9g %.9g %d" % batch))

@@ -216,15 +216,6 @@ async def run_in_thread(work: Callable[..., T], *arguments: object) -> T:
     return await asyncio.get_running_loop().run_in_executor(_thread, work, *arguments)
 
 
-async def encode_outputs(
-    outputs: Mapping[str, np.ndarray], raw: bool, encode: Callable[..., T], *arguments: object
-) -> T:
-    """Run `encode(*arguments)`, in the thread for outputs that take long. `raw`: see `has_large_arrays`."""
-    if has_large_arrays(outputs, raw=raw):
-        return await run_in_thread(encode, *arguments)
-    return encode(*arguments)
-
-
 def has_large_arrays(arrays: Mapping[str, np.ndarray], *, raw: bool) -> bool:
     """Whether one of these takes long to encode, element by element. `raw`: numbers are sent as bytes, at no cost."""
     return any(array.size > LARGE_ELEMENTS and not (raw and array.dtype.kind != "O") for array in arrays.values())
