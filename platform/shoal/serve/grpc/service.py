@@ -38,10 +38,10 @@ from shoal.serve.messages.inference import Caller, ModelManagerProtocol, ServedM
 from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
 from shoal.serve.protocol.infer_call import (
     LARGE_BYTES,
-    InferenceHead,
     ModelCodecs,
     decode_in_thread,
     has_large_arrays,
+    read_head,
     resolve_version,
     run_in_thread,
     start_trace,
@@ -174,10 +174,10 @@ class InferenceServicer:
         name, metadata = "inference.GRPCInferenceService/ModelInfer", invocation.metadata
         with start_trace(self._tracer, name, asked.model, metadata) as trace:
             model = self._manager.get_model(asked.model)
-            head = InferenceHead(model, asked.version, metadata, caller, trace, request.arrived_s)
+            head = read_head(model, asked.version, metadata, caller, trace, request.arrived_s)
             codec = self._codecs.get(model)
             inputs = await self._decode_inputs(request, codec)
-            prediction = await head.infer(
+            call = head.complete(
                 DecodedRequest(
                     inputs.arrays,
                     inputs.num_rows,
@@ -188,6 +188,9 @@ class InferenceServicer:
                 ),
                 invocation.deadline_s,
             )
+            prediction = await model.infer(call)
+            if trace is not None:
+                trace.record_prediction(prediction, call.num_rows)
             invocation.trailing.append((b"shoal-model-version", b"%d" % prediction.version))
             outputs, version = prediction.outputs, prediction.version
             if has_large_arrays(outputs, raw=asked.raw):

@@ -85,22 +85,24 @@ class HttpCodec:
             raise InferenceError(400, f"the body has {len(rest)} bytes after the last tensor")
         num_rows, parameters = self._schema.check_complete(arrays), request.parameters or NO_PARAMETERS
         binary = _get_flag(parameters, "binary_data_output", False)
+        outputs: frozenset[str] | None = None
         binary_of: dict[str, bool] = {}
-        outputs = self._schema.check_outputs(output.name for output in request.outputs or ())
-        for output in request.outputs or ():
-            of_output = output.parameters or NO_PARAMETERS
-            _reject_parameters(of_output, f"output {output.name!r}")
-            binary_of[output.name] = _get_flag(of_output, "binary_data", binary)
+        if request.outputs:
+            outputs = self._schema.check_outputs(output.name for output in request.outputs)
+            for output in request.outputs:
+                of_output = output.parameters or NO_PARAMETERS
+                _reject_parameters(of_output, f"output {output.name!r}")
+                binary_of[output.name] = _get_flag(of_output, "binary_data", binary)
         return DecodedRequest(
             arrays,
             num_rows,
             outputs,
-            id=request.id,
-            timeout_us=parameters.get("timeout"),
-            action=parameters.get("action"),
-            seed=parameters.get("seed"),
-            binary=binary,
-            binary_of=binary_of,
+            request.id,
+            parameters.get("timeout"),
+            parameters.get("action"),
+            parameters.get("seed"),
+            binary,
+            binary_of,
         )
 
     def encode(self, request: DecodedRequest, arrays: Arrays, version: int) -> RestResponse:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 import zlib
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -26,10 +27,10 @@ from shoal.serve.protocol.infer_call import (
     LARGE_BYTES,
     PEER_HEADER,
     TENANT_HEADER,
-    InferenceHead,
     ModelCodecs,
     decode_in_thread,
     has_large_arrays,
+    read_head,
     run_in_thread,
     start_trace,
 )
@@ -65,13 +66,14 @@ class InferenceHandler:
             start_trace(self._tracer, TRACE_NAME, name, headers) as trace,
             RequestLifecycle(in_progress, receive) as progress,
         ):
+            arrived_s = time.monotonic()
             if is_from_peer:
                 token, generation = headers.get(PEER_HEADER, b""), headers.get(GENERATION_HEADER, b"")
                 model = self._manager.get_peer_model(name, token, generation)
                 caller = Caller(unquote(headers.get(TENANT_HEADER, b"").decode("latin-1")))
             else:
                 model = self._manager.get_model(name)
-            head = InferenceHead(model, target.version, headers, caller, trace)
+            head = read_head(model, target.version, headers, caller, trace, arrived_s)
             header_length = read_length(headers, b"inference-header-content-length")
             codec = self._codecs.get(model)
             body = await read_body(progress, headers)
@@ -80,7 +82,10 @@ class InferenceHandler:
                 request = codec.decode(body, header_length)
             else:
                 request = await decode_in_thread(len(body), codec.decode, body, header_length)
-            prediction = await head.infer(request)
+            call = head.complete(request)
+            prediction = await model.infer(call)
+            if trace is not None:
+                trace.record_prediction(prediction, call.num_rows)
             raw = all(request.binary_of.values()) if request.binary_of else request.binary
             outputs, version = prediction.outputs, prediction.version
             if has_large_arrays(outputs, raw=raw):
