@@ -225,6 +225,7 @@ def require_own_devices(rows: list[list[Any]], kinds: dict[str, set[float]]) -> 
     assert len(processes["task"]) == 2  # of eight tasks: used again, by those with a GPU and by those without
 
 
+@pytest.mark.soak
 def test_workers_see_what_they_reserve_on_a_cluster_that_hides_nothing() -> None:
     """As others start it. The driver, which finds no HIDE_GPUS in its environment, brings them along."""
     with start_cluster(num_cpus=8, num_gpus=4, environment=dict.fromkeys(HIDE_GPUS, "0")) as cluster:
