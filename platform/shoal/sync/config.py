@@ -206,7 +206,7 @@ def _advise(kind: object, chosen: type[SyncConfig], name: str) -> str:
 
 
 def _parse_config(value: object) -> object:
-    """A kind, or fields of one kind. Records of release 0.1 have those of all kinds: what is unused has its default."""
+    """Parse a kind, or the fields of one kind."""
     if isinstance(value, str):
         value = {"kind": value}
     if not isinstance(value, Mapping):
@@ -215,8 +215,6 @@ def _parse_config(value: object) -> object:
     chosen = find_config_type(kind)
     fields = {name: each for name, each in value.items() if name in chosen.model_fields}
     for name in [each for each in value if each not in fields]:
-        if any(field.default == value[name] for field in _find_owners(name).values()):
-            continue
         given = "null" if value[name] is None else value[name]
         raise ValueError(f"sync.{name}={given}: {_advise(kind, chosen, name)}")
     return chosen.model_validate({"kind": kind, **fields})

@@ -182,7 +182,7 @@ class FakeTask:
         def reuse(model: nn.Module, learnable: TaskProtocol, size: int, example: object = None) -> TensorPlan:
             if size not in self._tensor_plans:
                 self._tensor_plans[size] = find(model, learnable, size, example)
-            return self._tensor_plans[size].restrict(model)
+            return self._tensor_plans[size].for_layers_of(model)
 
         vars(apply)["find_tensor_plan"] = reuse
         try:

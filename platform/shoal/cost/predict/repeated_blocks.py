@@ -14,7 +14,7 @@ from itertools import groupby
 from torch import nn
 
 from shoal.cost.predict.fake_tensors import copy_model
-from shoal.parallel.spmd import fsdp_blocks
+from shoal.parallel.spmd import fsdp_layout
 from shoal.parallel.tensor import plan
 
 NUM_BLOCKS = (4, 6)  # of the two short models: with fewer, FSDP has not all of its buffers at once
@@ -74,9 +74,9 @@ def keep_block_shares(share: float) -> Iterator[None]:
 
     share: the part of its parameters that the model still has
     """
-    before = fsdp_blocks.MIN_SHARE, fsdp_blocks.MAX_SHARE, plan.MIN_LAYER_SHARE
-    fsdp_blocks.MIN_SHARE, fsdp_blocks.MAX_SHARE, plan.MIN_LAYER_SHARE = (each / share for each in before)
+    before = fsdp_layout.MIN_SHARE, fsdp_layout.MAX_SHARE, plan.MIN_LAYER_SHARE
+    fsdp_layout.MIN_SHARE, fsdp_layout.MAX_SHARE, plan.MIN_LAYER_SHARE = (each / share for each in before)
     try:
         yield
     finally:
-        fsdp_blocks.MIN_SHARE, fsdp_blocks.MAX_SHARE, plan.MIN_LAYER_SHARE = before
+        fsdp_layout.MIN_SHARE, fsdp_layout.MAX_SHARE, plan.MIN_LAYER_SHARE = before

@@ -1,71 +1,127 @@
-"""The durable files of an earlier release load in this one; those of a later one are refused by name."""
+"""Durable files: each is read back, retains the fields of a later release, and is refused by name in a later format."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import stat
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
-from release_files import FIXTURES, SECRET, load_home, write_files, write_runs
 from shoal import runs
 from shoal.checkpoint import Checkpointer, files
 from shoal.config import Spec
 from shoal.errors import CheckpointError, RegistryError, RunError, ShoalError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.batch_predict import BatchPredictSpec
 from shoal.flows.policies_spec import PoliciesSpec
 from shoal.flows.serving_spec import ServingSpec
-from shoal.flows.sweep.spec import SweepSpec
-from shoal.libs.population.loop.spec import RLPopulationSpec
-from shoal.libs.population.spec import PopulationSpec
-from shoal.libs.stream.spec import StreamSpec
-from shoal.registry import Registry
+from shoal.registry import ModelFactory, Registry, Signature
 from shoal.rl.experience.quarantine import read_run_quarantine
-from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.runs import RunKind
-from shoal.serve.controller.state import StateFile
+from shoal.serve.controller.rollout import FOLLOWING
+from shoal.serve.controller.state import ControllerState, Deployment, Event, ModelState, StateFile
 from shoal.train.spec import TrainSpec
+from shoal.weights import WeightSnapshot
+from shoal.wire import DropReason
 
-SPECS: dict[str, tuple[RunKind, type[Spec], list[str]]] = {
-    "training": (RunKind.TRAINING, TrainSpec, []),
-    "loop": (RunKind.LOOP, ActorLearnerSpec, [f"endpoint.keys=[{{name: lab, key: {SECRET}}}]"]),
-    "policies": (RunKind.LOOP, PoliciesSpec, []),
-    "rl_population": (RunKind.POPULATION, RLPopulationSpec, []),
-    "population": (RunKind.POPULATION, PopulationSpec, []),
-    "sweep": (RunKind.SWEEP, SweepSpec, []),
-    "stream": (RunKind.STREAM, StreamSpec, ["mqtt.password=other"]),
-    "serving": (RunKind.SERVING, ServingSpec, []),
-    "prediction": (RunKind.PREDICTION, BatchPredictSpec, []),
+KEY = "endpoint.keys=[{name: lab, key: not-recorded}]"
+SPECS: dict[str, tuple[RunKind, Spec, list[str]]] = {
+    "training": (RunKind.TRAINING, TrainSpec(task="lenet").override(["parallel=ddp", "workers=2", "seed=5"]), []),
+    "loop": (RunKind.LOOP, ActorLearnerSpec().override(["algorithm=ppo", KEY]), [KEY]),
+    "policies": (RunKind.LOOP, PoliciesSpec.parse({"env": "tag", "policies": {"it": {"agents": ["it"]}}}), []),
+    "serving": (
+        RunKind.SERVING,
+        ServingSpec(models=["tiny@champion"]).override(["endpoint.model.max_batch_size=4"]),
+        [],
+    ),
 }
 
 
-@pytest.fixture(autouse=True, params=sorted(path.name for path in FIXTURES.glob("release_*")))
-def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def write_runs() -> None:
+    """A run of each spec."""
+    for name, (kind, spec, _) in SPECS.items():
+        with runs.create(name, spec.to_record(), name, command=f"shoal run {name}", kind=kind) as run:
+            run.log(1, {"loss": 0.5, "return/mean_100": 7.0})
+            run.record_event("began", step=1)
+            run.record_weights(1, 1, "ab", 1.0)
+            run.record_model("tiny", 1, ["champion"])
+            run.record_endpoint("gateway", "gateway", "tcp://127.0.0.1:5555", "ready")
+
+
+def write_files(home: Path) -> None:
+    """A ledger, a registered model, checkpoints of both kinds, and the state of an endpoint."""
+    ledger = Ledger(home / "runs/loop" / LEDGER_NAME)
+    for seq in range(3):
+        ledger.record_received(("a", 1), seq)
+    ledger.record_received(("b", 7), 0, DropReason.NON_FINITE)
+    ledger.acknowledge(ledger.open_lease("learner", [("a", 1)]), [None])
+    ledger.open_lease("learner", [("a", 1), ("a", 1)])
+    ledger.quarantine("c", "claims too much")
+    ledger.close()
+
+    weights = WeightSnapshot.of(1, {"w": np.arange(3, dtype=np.float32)})
+    tensor = {"datatype": "FP32", "shape": [-1, 3]}
+    signature = Signature.parse({"inputs": [{"name": "x", **tensor}], "outputs": [{"name": "y", **tensor}]})
+    model = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 3})
+    for _ in range(2):
+        Registry().register("tiny", weights, model=model, signature=signature, run_id="training", metrics={"loss": 0.5})
+    Registry().rollback("tiny")
+
+    state = {"model": {"w": torch.arange(3.0)}, "step": 4}
+    with Checkpointer(home / "runs/training/checkpoints", asynchronous=False) as checkpointer:
+        checkpointer.save(4, state, {"note": "hello"}, plan="ddp", best=True)
+    files.save(home / "runs/loop/checkpoints", 4, {"w": torch.arange(3.0), "version": 9})
+
+    models = {
+        "tiny": ModelState(Deployment("tiny", "/registry", "champion", {"max_batch_size": 4})),
+        "live": ModelState(Deployment("live"), FOLLOWING, retained=3),
+    }
+    file = StateFile(home / "endpoints/digits-1.json")
+    file.save(ControllerState("a1", 7, 1.0, models, ["r1"], [Event(1, 1.0, "deploy", "tiny", 1)], 1))
+    file.store_weights("live", WeightSnapshot.of(3, {"w": np.arange(3, dtype=np.float32)}))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written") / "not-yet/home"
+    before = os.umask(0o022)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOAL_HOME", str(folder))
+        write_runs()
+        write_files(folder)
+        runs.write_report(runs.load("loop"))
+    os.umask(before)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def home(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    return load_home(request.param, tmp_path)
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    return tmp_path
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_recorded_run_is_read_and_resumable(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    kind, spec_type, words = SPECS[name]
+    kind, spec, words = SPECS[name]
     run = runs.load(name)
     assert (run.kind, run.status.value, run.best()) == (kind, "finished", ("return/mean_100", 7.0))
     assert [event for event, _ in run.list_events("began")] == ["began"]
     assert [(each.name, each.state) for each in run.endpoints()] == [("gateway", "ready")]
     assert len(run.models()) == len(run.versions()) == 1
-    spec = spec_type.from_record(run.spec, words)
-    assert spec_type.from_record(spec.to_record(), words) == spec
+    assert type(spec).from_record(run.spec, words) == spec
     assert not caplog.records
     renamed = yaml.safe_dump({**yaml.safe_load(run.spec), f"former_{name}": 3})
-    assert spec_type.from_record(renamed, words) == spec
+    assert type(spec).from_record(renamed, words) == spec
     assert f"former_{name}=3" in caplog.text
     with runs.reopen(name, spec.to_record()) as again:
         again.log(2, {"loss": 0.25})
@@ -186,19 +242,10 @@ def test_a_damaged_ledger_is_named(home: Path) -> None:
         Ledger(home / "runs/loop/ledger.sqlite")
 
 
-def test_what_is_written_is_private_to_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = tmp_path / "not-yet/home"
-    monkeypatch.setenv("SHOAL_HOME", str(fresh))
-    before = os.umask(0o022)
-    try:
-        write_runs()
-        write_files(fresh)
-        runs.write_report(runs.load("loop"))
-    finally:
-        os.umask(before)
-    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [fresh.parent, fresh, *fresh.rglob("*")]}
+def test_what_is_written_is_private_to_its_owner(written: Path) -> None:
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [written.parent, written, *written.rglob("*")]}
     assert {path for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)} == set()
-    assert len([path for path in modes if path.suffix in (".safetensors", ".pt", ".sqlite", ".html", ".yaml")]) > 15
+    assert len([path for path in modes if path.suffix in (".safetensors", ".pt", ".sqlite", ".html", ".yaml")]) > 10
 
 
 def change_json(path: Path, change: Callable[[dict[str, object]], object]) -> None:
