@@ -1,6 +1,6 @@
 """Replays a trace of requests on simulated replicas whose number a policy decides: its cost, and who waited too long.
 
-Called by `shoal serve simulate --trace` and benchmarks. The replicas are those of `batching.replica_set`; one costs
+Called by `shoal serve simulate --trace` and benchmarks. The replicas are those of `replica_set`; one costs
 from the decision that starts it until it has answered its last request, and serves `start_s` after that decision.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shoal.batching.replica_set import ReplicaSet
+from shoal.libs.capacity.replica_set import ReplicaSet
 from shoal.serve.scaling.policy import EndpointLoad, ReplicaLoad, ScalePolicy
 
 TICK_S = 1.0

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 from benchmarks.serving.classic import ClassicServer
 
-from shoal.batching.simulate import ForwardTime, ScheduleServer, drive, poisson, simulate
+from shoal.batching.latency_model import ForwardTime
 from shoal.errors import ConfigError
+from shoal.libs.capacity.simulation import ScheduleServer, drive, poisson, simulate
 from shoal.serve.model.warm_up import batch_sizes
 
 MEASURED = [(1, 0.0205), (32, 0.036)]  # 20 ms + 0.5 ms per item

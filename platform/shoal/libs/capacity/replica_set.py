@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from shoal.batching.simulate import ForwardTime, poisson
+from shoal.libs.capacity.simulation import poisson
 
 # A prediction rests on so many requests. Near its capacity a replica's queue grows for longer than that lasts: such
 # rates are not predicted but excluded.
@@ -94,11 +94,6 @@ class ReplicaSet:
         del replica.waiting[: self._max_batch]
         ends_s = replica.ends_s = now_s + self._seconds[len(batch) - 1]
         self.latencies_s += [ends_s - arrived_s for arrived_s in batch]
-
-
-def tabulate(forward: ForwardTime, max_batch: int) -> list[float]:
-    """The duration of a forward over 1 to `max_batch` rows."""
-    return [forward.seconds(rows) for rows in range(1, max_batch + 1)]
 
 
 def predict_p99(seconds: Sequence[float], replicas: int, requests_per_s: float, seed: int = 0) -> float:

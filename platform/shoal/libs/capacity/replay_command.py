@@ -11,14 +11,13 @@ import click
 from rich.console import Console
 from rich.table import Column
 
-from shoal.batching.replica_set import tabulate
-from shoal.batching.simulate import ForwardTime
+from shoal.batching.latency_model import ForwardTime
 from shoal.cli.support.console import make_table, print_json
 from shoal.config import Spec
 from shoal.errors import DataError
+from shoal.libs.capacity.trace import read_trace
+from shoal.libs.capacity.trace_replay import ReplayedTrace, replay_fixed, replay_policy
 from shoal.serve.scaling.policy import ScalePolicy
-from shoal.serve.scaling.trace import read_trace
-from shoal.serve.scaling.trace_replay import ReplayedTrace, replay_fixed, replay_policy
 from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S
 from shoal.serve.spec.scale import ScaleSpec
 
@@ -49,7 +48,7 @@ def replay_trace(
     if span_s > MAX_PERIODS_S:
         problem = f"spans {span_s / 86400:,.0f} days, and a simulation at most {MAX_PERIODS_S / 86400:,.0f}"
         raise DataError("trace", str(path), problem, "give a part of it; times are in seconds")
-    seconds = tabulate(ForwardTime(measured), max_batch)
+    seconds = ForwardTime(measured).tabulate(max_batch)
     policy = ScalePolicy(spec, objective_s)
     scaled = replay_policy(
         arrivals_s,

@@ -6,11 +6,12 @@ import math
 import numpy as np
 import pytest
 
-from shoal.batching.replica_set import ReplicaSet, SustainableRates, predict_p99, run, tabulate
-from shoal.batching.simulate import ForwardTime, ScheduleServer, drive, poisson
+from shoal.batching.latency_model import ForwardTime
+from shoal.libs.capacity.replica_set import ReplicaSet, SustainableRates, predict_p99, run
+from shoal.libs.capacity.simulation import ScheduleServer, drive, poisson
 
 FORWARD = ForwardTime([(1, 0.0205), (32, 0.036)])  # 20 ms + 0.5 ms per item
-SECONDS = tabulate(FORWARD, 32)
+SECONDS = FORWARD.tabulate(32)
 
 
 @pytest.mark.parametrize("rate", [20.0, 300.0, 800.0])

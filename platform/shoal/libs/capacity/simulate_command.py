@@ -13,15 +13,16 @@ import click
 from rich.console import Console
 from rich.table import Column, Table
 
-from shoal.batching.simulate import ForwardTime, SimulatedLoad, simulate
-from shoal.cli.commands.serve_replay import replay_trace
+from shoal.batching.latency_model import ForwardTime
 from shoal.cli.support.ca_option import ca_option
 from shoal.cli.support.console import make_table, print_json
 from shoal.cli.support.number_types import SECONDS, FiniteRange
 from shoal.client import Client, ModelStatus
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError
-from shoal.serve.scaling.trace import MAX_REQUESTS
+from shoal.libs.capacity.replay_command import replay_trace
+from shoal.libs.capacity.simulation import SimulatedLoad, simulate
+from shoal.libs.capacity.trace import MAX_REQUESTS
 from shoal.serve.spec.scale import MAX_REPLICAS
 
 TIMEOUT_S = 5.0

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 
 from shoal.batching.fair_queue import QueuedRequest
+from shoal.batching.latency_model import ForwardTime, Measured
 from shoal.batching.scheduler import Batch, BatchScheduler
 from shoal.errors import ConfigError
-
-Measured = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -44,37 +41,6 @@ class SimulatedLoad:
     goodput_per_s: float
     utilisation: float
     mean_batch_rows: float
-
-
-class ForwardTime:
-    """l(rows) through measured points: straight between them, flat below the first, its last slope above the last.
-
-    It never falls with the rows: of contradicting points the cheaper one counts (see `latency_model`). Raises
-    ConfigError for no points, or points that are not above zero.
-    """
-
-    def __init__(self, measured: Measured) -> None:
-        points = dict(sorted(measured))
-        if not points:
-            raise ConfigError("measured", measured, "holds no (rows, seconds)", "measure at least one batch size")
-        for rows, seconds in points.items():
-            if rows < 1 or not 0 < seconds < math.inf:
-                raise ConfigError("measured", (rows, seconds), "rows and seconds must be above zero")
-        never_falling = list(accumulate(reversed(points.values()), min))[::-1]
-        self._rows, self._seconds = list(points), never_falling
-
-    def seconds(self, rows: int) -> float:
-        """The duration of a forward over so many rows."""
-        if len(self._rows) == 1 or rows <= self._rows[0]:
-            return self._seconds[0]
-        right = min(bisect_left(self._rows, rows), len(self._rows) - 1)
-        left = right - 1
-        slope = (self._seconds[right] - self._seconds[left]) / (self._rows[right] - self._rows[left])
-        return self._seconds[left] + slope * (rows - self._rows[left])
-
-    def capacity_per_s(self, max_batch_rows: int, slots: int = 1) -> float:
-        """Rows a second when every forward has the best size."""
-        return slots * max(rows / self.seconds(rows) for rows in range(1, max_batch_rows + 1))
 
 
 class Server(Protocol):
