@@ -16,7 +16,7 @@ import recall_game
 import shoal
 from rl_setting import EXPERIENCE, TOKEN
 from shoal.actor.policy import make_policy
-from shoal.models.q_network import RecurrentQNetwork
+from shoal.libs.off_policy.q_network import RecurrentQNetwork
 from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.gateway import Gateway
