@@ -105,7 +105,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"learner", "learner_replica"},
         {"batch_checks", "batch_lease", "published_versions"},
         {"gateway", "algorithms"},
-        {"replay", "learner_group"},
+        {"learner_group"},
         {"experience"},
         {"spec"},
         {"algorithm_config", "policy_graph"},

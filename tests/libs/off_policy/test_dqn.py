@@ -15,10 +15,10 @@ import torch
 from rl_setting import EXPERIENCE, POLICY
 from shoal.actor.policy import EpsilonGreedyPolicy, find_ladder_position, make_policy
 from shoal.errors import ConfigError, RunError, WeightsError
-from shoal.models.q_network import QNetwork
+from shoal.libs.off_policy.dqn.algorithm import DQN
+from shoal.libs.off_policy.dqn.loss import double_targets, dqn_loss
+from shoal.libs.off_policy.q_network import QNetwork
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
-from shoal.rl.algorithms.dqn.algorithm import DQN
-from shoal.rl.algorithms.dqn.loss import double_targets, dqn_loss
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.spec import RLSpec, experience_spec
 

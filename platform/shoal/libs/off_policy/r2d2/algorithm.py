@@ -14,16 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.models.action_distribution import mask_logits
-from shoal.models.q_network import RecurrentQNetwork
-from shoal.rl.algorithms.algorithm import NonFiniteLoss, find_device
-from shoal.rl.algorithms.normalization import Normalizer
-from shoal.rl.algorithms.q_learning import QLearning, StepLoss, find_folder, make_random
-from shoal.rl.algorithms.r2d2.config import R2D2Config
-from shoal.rl.algorithms.r2d2.loss import R2D2Losses, mix_errors, r2d2_loss, rescaled_targets, sum_rewards
-from shoal.rl.experience.queue import ExperienceBatch
-from shoal.rl.learner_group import SampleShare
-from shoal.rl.replay.sequence_replay import (
+from shoal.libs.off_policy.q_learning import QLearning, StepLoss, find_folder, make_random
+from shoal.libs.off_policy.q_network import RecurrentQNetwork
+from shoal.libs.off_policy.r2d2.config import R2D2Config
+from shoal.libs.off_policy.r2d2.loss import R2D2Losses, mix_errors, r2d2_loss, rescaled_targets, sum_rewards
+from shoal.libs.off_policy.replay.sequence_replay import (
     SequenceReplay,
     Sequences,
     SequenceShape,
@@ -31,6 +26,11 @@ from shoal.rl.replay.sequence_replay import (
     find_starts,
     split_segments,
 )
+from shoal.models.action_distribution import mask_logits
+from shoal.rl.algorithms.algorithm import NonFiniteLoss, find_device
+from shoal.rl.algorithms.normalization import Normalizer
+from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.learner_group import SampleShare
 from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.wire import ExperienceSpec
 from shoal.wire.experience_spec import STATE

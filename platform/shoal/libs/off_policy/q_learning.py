@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RunError
-from shoal.models.q_network import QNetwork, RecurrentQNetwork
+from shoal.libs.off_policy.dqn.config import DQNConfig
+from shoal.libs.off_policy.flat_parameters import clip_gradient, flatten_parameters
+from shoal.libs.off_policy.q_network import QNetwork, RecurrentQNetwork
+from shoal.libs.off_policy.r2d2.config import R2D2Config
+from shoal.libs.off_policy.replay.replay import Replay
+from shoal.libs.off_policy.replay.sequence_replay import SequenceReplay
 from shoal.rl.algorithms.algorithm import Algorithm, Metrics, restore_optimizer
-from shoal.rl.algorithms.dqn.config import DQNConfig
-from shoal.rl.algorithms.flat_parameters import clip_gradient, flatten_parameters
-from shoal.rl.algorithms.r2d2.config import R2D2Config
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner_group import SampleShare
-from shoal.rl.replay.replay import Replay
-from shoal.rl.replay.sequence_replay import SequenceReplay
 
 
 class StepLoss(NamedTuple):

@@ -12,7 +12,7 @@ from shoal.actor.policy import make_policy
 from shoal.actor.recurrent_policy import RecurrentPolicy
 from shoal.actor.segment_builder import SegmentBuilder
 from shoal.errors import ConfigError, WeightsError
-from shoal.models.q_network import RecurrentQNetwork
+from shoal.libs.off_policy.q_network import RecurrentQNetwork
 from shoal.rl.spec import RLSpec, add_core
 from shoal.wire import ExperienceSpec
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shoal.libs.off_policy.replay.ring import Ring
 from shoal.rl.experience.queue import ExperienceBatch
-from shoal.rl.replay.ring import Ring
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import MASKS
 

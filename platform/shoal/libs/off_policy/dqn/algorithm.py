@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.libs.off_policy.dqn.config import DQNConfig
+from shoal.libs.off_policy.dqn.loss import double_targets, dqn_loss
+from shoal.libs.off_policy.q_learning import QLearning, StepLoss, find_folder, make_random
+from shoal.libs.off_policy.q_network import QNetwork
+from shoal.libs.off_policy.replay.replay import Replay, ReplaySample, SegmentRows, sum_returns
 from shoal.models.action_distribution import mask_logits
-from shoal.models.q_network import QNetwork
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, find_device
-from shoal.rl.algorithms.dqn.config import DQNConfig
-from shoal.rl.algorithms.dqn.loss import double_targets, dqn_loss
 from shoal.rl.algorithms.normalization import Normalizer
-from shoal.rl.algorithms.q_learning import QLearning, StepLoss, find_folder, make_random
 from shoal.rl.algorithms.segments import to_observations
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner_group import SampleShare
-from shoal.rl.replay.replay import Replay, ReplaySample, SegmentRows, sum_returns
 from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import MASKS

@@ -37,8 +37,8 @@ class SACConfig(AlgorithmConfig):
     replay_mb: float = Field(default=256.0, gt=0)
     replay_on_disk: bool = False
 
-    algorithm: ClassVar[str] = "shoal.rl.algorithms.sac.algorithm:SAC"
-    model_factory: ClassVar[str] = "shoal.models.gaussian_actor:GaussianActor"
+    algorithm: ClassVar[str] = "shoal.libs.off_policy.sac.algorithm:SAC"
+    model_factory: ClassVar[str] = "shoal.libs.off_policy.gaussian_actor:GaussianActor"
     score_output: ClassVar[str] = "mean"
     has_value: ClassVar[bool] = False
     has_value_head: ClassVar[bool] = False

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RunError
-from shoal.models.gaussian_actor import GaussianActor, TwinCritic
+from shoal.libs.off_policy.gaussian_actor import GaussianActor, TwinCritic
+from shoal.libs.off_policy.replay.replay import Replay, ReplaySample, SegmentRows, sum_returns
+from shoal.libs.off_policy.sac.config import SACConfig
+from shoal.libs.off_policy.sac.loss import actor_loss, critic_loss, soft_targets, temperature_loss
 from shoal.rl.algorithms.algorithm import Algorithm, Metrics, NonFiniteLoss, find_device, restore_optimizer
 from shoal.rl.algorithms.normalization import Normalizer
-from shoal.rl.algorithms.sac.config import SACConfig
-from shoal.rl.algorithms.sac.loss import actor_loss, critic_loss, soft_targets, temperature_loss
 from shoal.rl.algorithms.segments import to_observations
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner_group import SampleShare
-from shoal.rl.replay.replay import Replay, ReplaySample, SegmentRows, sum_returns
 from shoal.rl.spec import RLSpec, describe_encoder, network_kwargs
 from shoal.wire import ExperienceSpec
 

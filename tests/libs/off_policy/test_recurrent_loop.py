@@ -16,10 +16,11 @@ import recall_game
 import shoal
 from rl_setting import EXPERIENCE, TOKEN
 from shoal.actor.policy import make_policy
-from shoal.models.q_network import RecurrentQNetwork
+from shoal.libs.off_policy.q_network import RecurrentQNetwork
 from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, add_core, experience_spec, network_kwargs
 from shoal.weights import WeightSnapshot, WeightStore
@@ -111,7 +112,7 @@ def store() -> WeightStore:
 def test_episodes_at_once_have_a_state_each_which_begins_with_zeros(store: WeightStore) -> None:
     ledger = Ledger()
     queue = ExperienceQueue(64, ledger)
-    gateway = Gateway(SPEC.applied_gateway, HALVES, queue, store, TOKEN, "run-1")
+    gateway = Gateway(GatewaySetting(SPEC.applied_gateway, HALVES, TOKEN, "run-1"), queue, store)
     gateway.start()
     observations = np.random.default_rng(1).uniform(-1, 1, (2, 11, 4)).astype(np.float32)
     try:

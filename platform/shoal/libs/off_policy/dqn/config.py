@@ -47,8 +47,8 @@ class DQNConfig(AlgorithmConfig):
     huber_delta: float = Field(default=10.0, gt=0)
     max_grad_norm: float = Field(default=10.0, gt=0)
 
-    algorithm: ClassVar[str] = "shoal.rl.algorithms.dqn.algorithm:DQN"
-    model_factory: ClassVar[str] = "shoal.models.q_network:QNetwork"
+    algorithm: ClassVar[str] = "shoal.libs.off_policy.dqn.algorithm:DQN"
+    model_factory: ClassVar[str] = "shoal.libs.off_policy.q_network:QNetwork"
     score_output: ClassVar[str] = "q_values"
     has_value_head: ClassVar[bool] = False
     action_spaces: ClassVar[tuple[str, ...]] = ("Discrete",)

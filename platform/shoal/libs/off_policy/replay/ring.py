@@ -20,7 +20,7 @@ import psutil
 
 from shoal.atomic_file import create_private, make_folder
 from shoal.errors import ConfigError
-from shoal.rl.replay.sum_tree import GROUP_SIZE, SumTree, padded_size
+from shoal.libs.off_policy.replay.sum_tree import GROUP_SIZE, SumTree, padded_size
 
 SMALLEST_PRIORITY = 1e-6  # added to every error, so that each item is drawn some day
 

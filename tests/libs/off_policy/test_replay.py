@@ -11,10 +11,10 @@ import pytest
 
 from rl_setting import EXPERIENCE
 from shoal.errors import ConfigError
+from shoal.libs.off_policy.replay.replay import Replay
+from shoal.libs.off_policy.replay.ring import SMALLEST_PRIORITY
+from shoal.libs.off_policy.replay.sum_tree import SumTree
 from shoal.rl.experience.queue import ExperienceBatch
-from shoal.rl.replay.replay import Replay
-from shoal.rl.replay.ring import SMALLEST_PRIORITY
-from shoal.rl.replay.sum_tree import SumTree
 
 DISCOUNT = 0.9
 MB = 2**20

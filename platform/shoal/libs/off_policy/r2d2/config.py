@@ -51,9 +51,9 @@ class R2D2Config(AlgorithmConfig):
     replay_on_disk: bool = False
     max_grad_norm: float = Field(default=10.0, gt=0)
 
-    recurrent_factory: ClassVar[str] = "shoal.models.q_network:RecurrentQNetwork"
+    recurrent_factory: ClassVar[str] = "shoal.libs.off_policy.q_network:RecurrentQNetwork"
     score_output: ClassVar[str] = "q_values"
-    algorithm: ClassVar[str] = "shoal.rl.algorithms.r2d2.algorithm:R2D2"
+    algorithm: ClassVar[str] = "shoal.libs.off_policy.r2d2.algorithm:R2D2"
     cores: ClassVar[tuple[str, ...]] = ("gru", "lstm")
     action_spaces: ClassVar[tuple[str, ...]] = ("Discrete",)
     is_off_policy: ClassVar[bool] = True
