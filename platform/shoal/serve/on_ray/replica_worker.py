@@ -45,7 +45,7 @@ class ReplicaWorker:
         name = serve.get_replica_context().replica_id.unique_id
         gang = None
         if spec.num_workers > 1:
-            from shoal.serve.on_ray.gang_workers import start_gang
+            from shoal.libs.gang.ray_workers import start_gang
 
             gang = await asyncio.to_thread(start_gang, spec)
         self._replica = EndpointReplica(name, spec, live, controller, gang)

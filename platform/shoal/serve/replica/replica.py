@@ -42,7 +42,7 @@ from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
 
 if TYPE_CHECKING:
-    from shoal.serve.gang.gang import Gang
+    from shoal.libs.gang.gang import Gang
 
 logger = logging.getLogger(__name__)
 # A thread that runs Python (a forward's own code, staging of weights) makes the event loop wait this long. The default
@@ -95,7 +95,7 @@ class EndpointReplica:
         self._tracer = Tracer(spec.trace, spec.name, replica) if spec.trace else None
         share = None
         if gang is not None:
-            from shoal.serve.gang.template import GangTemplate  # here: other replicas need no plans
+            from shoal.libs.gang.template import GangTemplate  # here: other replicas need no plans
 
             share = partial(GangTemplate, gang=gang)
         self.manager = ModelManager(replica, spec, live, self._batcher, controller, self._tracer, share, peers)

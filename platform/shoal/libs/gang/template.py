@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from shoal.errors import ConfigError
-from shoal.serve.gang.gang import Gang
-from shoal.serve.gang.messages import LoadVersion
-from shoal.serve.gang.plan import find_plan
+from shoal.libs.gang.gang import Gang
+from shoal.libs.gang.messages import LoadVersion
+from shoal.libs.gang.plan import find_plan
 from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
 from shoal.serve.model.hooks import find_hook
 from shoal.serve.model.warm_up import make_example

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from shoal.errors import ClusterError, InferenceError, ModelError, PlanError, WeightsError
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
-from shoal.serve.gang import gang as gang_module
-from shoal.serve.gang import messages
-from shoal.serve.gang.gang import Gang, GangLost
+from shoal.libs.gang import gang as gang_module
+from shoal.libs.gang import messages
+from shoal.libs.gang.gang import Gang, GangLost
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 from waiting import wait_for

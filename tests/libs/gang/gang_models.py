@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from programs import ENVIRONMENT, start_server
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
-from shoal.serve.gang.gang import Gang
-from shoal.serve.gang.member import GangMember
-from shoal.serve.gang.messages import Address
-from shoal.serve.gang.template import GangTemplate
+from shoal.libs.gang.gang import Gang
+from shoal.libs.gang.member import GangMember
+from shoal.libs.gang.messages import Address
+from shoal.libs.gang.template import GangTemplate
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot, tensor_files

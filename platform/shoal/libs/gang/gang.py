@@ -24,7 +24,7 @@ from secrets import token_bytes
 from typing import Any, Protocol
 
 from shoal.errors import ClusterError, InferenceError, ShoalError
-from shoal.serve.gang.messages import (
+from shoal.libs.gang.messages import (
     Address,
     BuildModel,
     DropVersion,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from shoal.network_address import watch_host
 from shoal.registry.manifest import ModelFactory
-from shoal.serve.gang.plan import GangPlan
+from shoal.libs.gang.plan import GangPlan
 from shoal.serve.model.formats.template import TemplateConfig
 from shoal.weights import WeightFile
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError, ModelError, PlanError, WeightsError
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.gang.gang import Gang, GangLost
-from shoal.serve.gang.plan import build_model
-from shoal.serve.gang.template import GangTemplate
+from shoal.libs.gang.gang import Gang, GangLost
+from shoal.libs.gang.plan import build_model
+from shoal.libs.gang.template import GangTemplate
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
