@@ -1,7 +1,7 @@
-"""The replica's side of its workers: starts them, sends them versions and micro-batches, replaces them when one dies.
+"""The replica's side of its workers: loads versions on them, sends micro-batches, replaces them when one dies.
 
-Made by the replica, called by `template` from the threads that load and that compute. Knows no Ray: a launcher starts
-the workers. All of them are replaced together, with every loaded version; meanwhile requests get 503. Spare workers,
+Made by the replica's shell; the predictor opens its templates on it, as of any format, from the threads that load and
+that compute. All workers are replaced together, with every loaded version; meanwhile requests get 503. Spare workers,
 which have started and hold no version, take their place, so that this lasts as long as a version's loading: they have
 built its model once, since the imports of that (torch's meta device needs 200 modules) take longer than its weights.
 """
@@ -13,125 +13,27 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
-from secrets import token_bytes
-from typing import Any, Protocol
 
-from shoal.errors import ClusterError, InferenceError, ShoalError
-from shoal.libs.gang.messages import (
-    Address,
-    BuildModel,
-    DropVersion,
-    JoinGang,
-    LoadVersion,
-    RunBatch,
-    WorkerAnswer,
-    close,
-    connect,
-)
-from shoal.serve.model.formats.template import Arrays
+import numpy as np
+
+from shoal.errors import ClusterError, ConfigError, ShoalError
+from shoal.libs.gang.messages import BuildModel, DropVersion, LoadVersion, RunBatch
+from shoal.libs.gang.plan import find_plan
+from shoal.libs.gang.team import GangLost, Launcher, StartedWorkers, Team
+from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
+from shoal.serve.model.hooks import find_hook
+from shoal.serve.model.warm_up import make_example
+from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.endpoint import GangSplit
+from shoal.weights import WeightFile, WeightSnapshot
 
 logger = logging.getLogger(__name__)
-Workers = tuple[Sequence[Address], Sequence[Connection]]
-RETRY_AFTER_S = 1.0
 REPLACE_S = 120.0  # after which the replica itself is to be replaced
-SECRET_BYTES = 32
-
-
-class Launcher(Protocol):
-    """Starts and ends the workers' processes."""
-
-    def start(self, count: int, secret: bytes) -> list[Address]:
-        """Start so many, and return where each listens. Raises ClusterError."""
-        ...
-
-    def stop(self) -> None:
-        """End all of them at once, those that hang too. Idempotent."""
-        ...
-
-
-class GangLost(InferenceError):
-    """A worker of the replica has died, or its host: what it computed is lost, and the next try may succeed."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(503, f"a worker of this replica is lost ({reason}); try again later", RETRY_AFTER_S)
-        self.reason = reason
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.reason,))
-
-
-class Team:
-    """The workers of one start, which end together.
-
-    on_lost: called, in a thread, when one is lost
-    """
-
-    def __init__(self, connections: Sequence[Connection], on_lost: Callable[[Team], None]) -> None:
-        self._connections, self._on_lost = connections, on_lost
-        self._sending, self._failing = threading.Lock(), threading.Lock()
-        self._pending: list[deque[Future[Any]]] = [deque() for _ in connections]
-        self.loss: GangLost | None = None
-        self.ranks = range(len(connections))
-        for rank in self.ranks:
-            threading.Thread(target=self._read, args=(rank,), name=f"shoal-gang-{rank}", daemon=True).start()
-
-    def broadcast(self, message: Any, answering: Sequence[int] | None = None) -> list[Future[Any]]:
-        """Send a message to all workers; all of them answer, or these. Raises GangLost."""
-        return self.send(dict.fromkeys(self.ranks, ForkingPickler.dumps(message)), answering)
-
-    def send(self, pickled: Mapping[int, Any], answering: Sequence[int] | None = None) -> list[Future[Any]]:
-        """Send messages, by rank. All workers get the same order. Raises GangLost."""
-        answers: list[Future[Any]] = []
-        with self._sending:
-            if self.loss is not None:
-                raise self.loss
-            for rank in pickled if answering is None else answering:
-                answers.append(Future())
-                self._pending[rank].append(answers[-1])
-            for rank, message in pickled.items():
-                try:
-                    self._connections[rank].send_bytes(message)
-                except OSError as error:  # the thread that reads from it fails all that is pending
-                    logger.warning("worker %d takes no message: %s", rank, error)
-                    close(self._connections[rank])
-        return answers
-
-    def fail(self, reason: str) -> None:
-        """Fail all that is pending, and end the connections. Idempotent."""
-        with self._failing:
-            if self.loss is not None:
-                return
-            self.loss = GangLost(reason)
-        for connection in self._connections:
-            close(connection)  # which ends a send that waits for a worker
-        with self._sending:
-            for pending in self._pending:
-                while pending:
-                    pending.popleft().set_exception(self.loss)
-        self._on_lost(self)
-
-    def _read(self, rank: int) -> None:
-        reason = "its connection has ended"
-        try:
-            while True:
-                answer: WorkerAnswer = self._connections[rank].recv()
-                waiting = self._pending[rank].popleft()
-                if answer.error is not None:
-                    waiting.set_exception(answer.error)
-                else:
-                    waiting.set_result(answer.value)
-        except (OSError, EOFError, IndexError) as error:  # of the deque: what waited for the answer has failed
-            reason = str(error) or reason
-        finally:  # also after an answer that cannot be read
-            self.fail(f"worker {rank}: {reason}")
+MICRO_BATCHES_PER_STAGE = 2  # as in training; smaller ones cost more than the bubble, since batches follow each other
+NUM_EXAMPLES = 2
 
 
 class Gang:
@@ -144,7 +46,7 @@ class Gang:
 
     def __init__(self, launcher: Launcher, num_workers: int, split: GangSplit, spares: Launcher | None = None) -> None:
         self.num_workers, self.split, self._launcher, self._spares = num_workers, split, launcher, spares
-        self._waiting: Workers | None = None  # the spare workers, once all have started
+        self._waiting: StartedWorkers | None = None  # the spare workers, once all have started
         self._preparing: threading.Thread | None = None
         self._keys = itertools.count(1)
         self._lock = threading.Lock()  # locked while workers start and versions load
@@ -166,6 +68,11 @@ class Gang:
             except GangLost as error:
                 raise ClusterError(f"a worker was lost while it started: {error.reason}") from error
         threading.Thread(target=self._send_drops, name="shoal-gang-drops", daemon=True).start()
+
+    def open_template(self, config: TemplateConfig) -> GangTemplate:
+        """Open a model on the workers. Raises ConfigError for what they do not share, PlanError for a model that
+        cannot be split."""
+        return GangTemplate(config, self)
 
     def load(self, make: Callable[[int], LoadVersion]) -> int:
         """Load a version on all workers, or on none; returns its key. Raises WeightsError; and GangLost when workers
@@ -216,14 +123,14 @@ class Gang:
             raise GangLost("others are starting")
         return team
 
-    def _load(self, load: LoadVersion) -> int:
+    def _load(self, version: LoadVersion) -> int:
         try:
-            _load(self._require_team(), load)
+            self._require_team().load(version)
         except ShoalError:
-            self._dropped.put(load.key)
+            self._dropped.put(version.key)
             raise
-        self._loaded[load.key] = load
-        return load.key
+        self._loaded[version.key] = version
+        return version.key
 
     def _send_drops(self) -> None:
         while not self._is_closed:
@@ -231,15 +138,6 @@ class Gang:
             with self._lock, suppress(GangLost):  # not between the start of others and their loading
                 self._loaded.pop(key, None)
                 self._require_team().broadcast(DropVersion(key), ())
-
-    def _launch(self, launcher: Launcher) -> Workers:
-        """Start the workers of a team, and connect to them. Raises ClusterError, GangLost."""
-        secret = token_bytes(SECRET_BYTES)
-        addresses = launcher.start(self.num_workers, secret)
-        try:
-            return addresses, [connect(address, secret) for address in addresses]
-        except (OSError, EOFError, AuthenticationError) as error:
-            raise GangLost(f"it cannot be reached: {error}") from error
 
     def _prepare_spares(self) -> None:
         """Start spare workers in a thread, unless there are some. Called with the lock."""
@@ -249,11 +147,11 @@ class Gang:
         def prepare(launcher: Launcher) -> None:
             try:
                 launcher.stop()
-                _, connections = workers = self._launch(launcher)
-                for load in list(self._loaded.values()):
-                    for connection in connections:
-                        connection.send(BuildModel(load.config.factory))
-                    for connection in connections:
+                workers = StartedWorkers.start(launcher, self.num_workers)
+                for version in list(self._loaded.values()):
+                    for connection in workers.connections:
+                        connection.send(BuildModel(version.config.factory))
+                    for connection in workers.connections:
                         if not connection.poll(REPLACE_S):
                             raise GangLost("it does not build the model")
                         connection.recv()
@@ -265,18 +163,19 @@ class Gang:
         self._preparing.start()
 
     def _start_team(self) -> None:
+        """Start a team and load all versions on it. Raises ShoalError."""
         if self._preparing is not None:  # it has begun before others could
             self._preparing.join()
         if self._waiting is None:
-            addresses, connections = self._launch(self._launcher)
+            workers = StartedWorkers.start(self._launcher, self.num_workers)
         else:
             assert self._spares is not None
-            (addresses, connections), self._waiting = self._waiting, None
+            workers, self._waiting = self._waiting, None
             self._launcher, self._spares = self._spares, self._launcher
-        team = Team(connections, self._replace)
-        _join(team, addresses, self.split)
-        for load in list(self._loaded.values()):
-            _load(team, load)
+        team = Team(workers, self._replace)
+        team.join(self.split)
+        for version in list(self._loaded.values()):
+            team.load(version)
         if team.loss is not None:
             raise team.loss
         self._team, self._lost_s = team, 0.0
@@ -306,26 +205,57 @@ class Gang:
                 return
 
 
-def _join(team: Team, addresses: Sequence[Address], split: GangSplit) -> None:
-    """Connect the workers with each other."""
-    size = len(addresses)
-    if split == "pipeline":
-        following = [*addresses[1:], None]
-        answers = _send_joins(team, [JoinGang(rank, size, False, following[rank]) for rank in team.ranks])
-    else:
-        (port,) = [answer.result() for answer in _send_joins(team, [JoinGang(0, size, True)])]
-        store = addresses[0][0], port
-        answers = _send_joins(team, [JoinGang(rank, size, True, store=store) for rank in team.ranks[1:]])
-    for answer in answers:
-        answer.result()
+class GangTemplate:
+    """A model on the workers of `gang`: see `Gang.open_template`."""
+
+    def __init__(self, config: TemplateConfig, gang: Gang) -> None:
+        options, factory = config.options, config.factory
+        for field, value, shared in (
+            ("format", factory.format, "module"),
+            ("device", config.device, "cpu"),
+            ("precision", options.precision, "fp32"),
+            ("compile", options.compile, False),
+        ):
+            if value != shared:
+                problem = "is not for models that several workers share"
+                raise ConfigError(field, value, problem, "leave it out, or give endpoint.num_workers=1")
+        self._config, self._gang = config, gang
+        layout = BatchLayout(config.signature, options)
+        example = layout.to_model_shapes(make_example(layout.signature, min(NUM_EXAMPLES, options.max_batch_size or 1)))
+        hook = find_hook("preprocess", factory, options)
+        inputs: Arrays = example if hook is None else hook(example)
+        self._plan = find_plan(factory, inputs, gang.split, gang.num_workers, config.bf16_inputs)
+        has_rows = options.max_batch_size > 0 and None not in layout.dimensions.values()
+        self._can_split = has_rows and not (config.has_preprocess or config.has_postprocess)
+        self._dimensions = {name: dimension or 0 for name, dimension in layout.dimensions.items()}
+
+    def load(self, snapshot: WeightSnapshot) -> Forward:
+        assert isinstance(snapshot, WeightFile), "the loader of a gang hands on files"
+        key = self._gang.load(lambda key: LoadVersion(key, self._config, self._plan, snapshot))
+        forward = _GangForward(self._gang, key, self._dimensions if self._can_split else None)
+        weakref.finalize(forward, self._gang.drop, key)
+        return forward
 
 
-def _send_joins(team: Team, joins: Sequence[JoinGang]) -> list[Future[Any]]:
-    return team.send({join.rank: ForkingPickler.dumps(join) for join in joins})
+class _GangForward:
+    """One version's forward. Cuts a batch into micro-batches, so that every stage of a pipeline works.
 
+    dimensions: of the batch, by tensor; None where a batch cannot be cut
+    """
 
-def _load(team: Team, load: LoadVersion) -> None:
-    """Raises the first error, once all workers have answered."""
-    for error in [answer.exception() for answer in team.broadcast(load)]:
-        if error is not None:
-            raise error
+    def __init__(self, gang: Gang, key: int, dimensions: dict[str, int] | None) -> None:
+        self._gang, self._key, self._dimensions = gang, key, dimensions
+        self._most = MICRO_BATCHES_PER_STAGE * gang.num_workers if gang.split == "pipeline" else 1
+
+    def __call__(self, inputs: Arrays) -> Arrays:
+        dimensions = self._dimensions
+        if dimensions is None or self._most == 1:
+            return self._gang.run(self._key, [inputs])[0]
+        first = next(iter(inputs))
+        count = min(self._most, inputs[first].shape[dimensions[first]])
+        parts = {name: np.array_split(array, count, dimensions[name]) for name, array in inputs.items()}
+        batches = [{name: arrays[index] for name, arrays in parts.items()} for index in range(count)]
+        outputs = self._gang.run(self._key, batches)
+        if len(outputs) == 1:
+            return outputs[0]
+        return {name: np.concatenate([each[name] for each in outputs], dimensions[name]) for name in outputs[0]}

@@ -31,7 +31,6 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.errors import InferenceError, ModelError, WeightsError
-from shoal.parallel.comm.world import TIMEOUT_S, set_network_interface
 from shoal.libs.gang.messages import (
     Address,
     BuildModel,
@@ -48,6 +47,7 @@ from shoal.libs.gang.messages import (
 )
 from shoal.libs.gang.plan import build_model, to_inputs
 from shoal.libs.gang.shard import Shard, load_shard
+from shoal.parallel.comm.world import TIMEOUT_S, set_network_interface
 from shoal.serve.model.formats.template import TemplateConfig
 from shoal.serve.model.formats.torch_forward import name_all_outputs, select_outputs, to_array
 

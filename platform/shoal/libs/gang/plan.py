@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from shoal.batch_tree import tensors_of
 from shoal.errors import ConfigError, PlanError, ShoalError, summarize_error
+from shoal.libs.gang.stages import check_stages
 from shoal.parallel.loss import Loss
 from shoal.parallel.pipeline.partition import StagePartition, find_partition
 from shoal.parallel.state.skeleton import build_skeleton, make_constant, set_parameters
 from shoal.parallel.tensor.plan import TensorPlan, find_tensor_plan
 from shoal.registry.manifest import ModelFactory
-from shoal.libs.gang.stages import check_stages
 from shoal.serve.model.formats.template import Arrays
 from shoal.serve.model.formats.torch_forward import to_tensor
 from shoal.serve.spec.endpoint import GangSplit

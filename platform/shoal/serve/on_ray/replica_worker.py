@@ -15,12 +15,13 @@ from ray import serve
 
 from shoal.errors import ConfigError, ShoalError
 from shoal.gc_freeze import freeze_loaded_objects
+from shoal.plugins.find import find_extension
 from shoal.serve.http import fast_path
 from shoal.serve.on_ray.bind_address import announce_http_address, is_head, patch_bind_addresses
 from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.on_ray.metrics import RayMetrics
 from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
-from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.endpoint import PREDICTORS, EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
 from shoal.serve.spec.reach import EVERY_NODE
 
@@ -43,12 +44,10 @@ class ReplicaWorker:
             require_reachable_peers(spec)
             announce_http_address(self._set_address)
         name = serve.get_replica_context().replica_id.unique_id
-        gang = None
-        if spec.num_workers > 1:
-            from shoal.libs.gang.ray_workers import start_gang
-
-            gang = await asyncio.to_thread(start_gang, spec)
-        self._replica = EndpointReplica(name, spec, live, controller, gang)
+        workers = None
+        if spec.split is not None:
+            workers = await asyncio.to_thread(find_extension(spec.split, PREDICTORS, {}), spec)
+        self._replica = EndpointReplica(name, spec, live, controller, workers)
         await self._replica.start()
         self._replica.watch_hangs(lambda: os._exit(1))  # Serve starts another one
         self._metrics: RayMetrics | None = None

@@ -19,6 +19,7 @@ from pydantic import (
 from shoal.cluster.ingress.time_limits import DRAIN_S, HANG_S, HARD_STOP_S, get_answer_s
 from shoal.config import Spec, merge
 from shoal.errors import ConfigError
+from shoal.plugins.library import collect_extensions
 from shoal.runs.formatting import Duration, Size
 from shoal.serve.spec.api_key import ApiKey, digest, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
@@ -34,6 +35,7 @@ def _require_countable_gpus(num_gpus: float) -> float:
 
 
 GangSplit = Literal["pipeline", "tensor"]
+PREDICTORS = "shoal.predictors"  # the extensions that start the workers of a replica, by how they split models
 GpuCount = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_require_countable_gpus)]
 
 DETACHED = "detached"  # the lifetime of an endpoint that needs no driver
@@ -225,6 +227,8 @@ class EndpointSpec(Reach):
                 raise ValueError(f"parallel = {self.parallel!r} splits models between workers: give num_workers = 2")
             return self
         problem = f"num_workers = {self.num_workers} splits models between processes on CPUs"
+        if self.split not in collect_extensions(PREDICTORS):
+            raise ValueError(f"{problem}, which no library does here: give num_workers = 1, or install shoal complete")
         if self.num_gpus or self.needs_cuda:
             raise ValueError(f"{problem}: leave out num_gpus, device: cuda and cuda_graphs")
         if self.memory is not None:
