@@ -25,12 +25,12 @@ from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, 
 from shoal.serve.messages.model_errors import unloaded_model
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.model.predictor import OpenTemplate, Predictor
-from shoal.serve.replica.live.follower import LiveFollower
+from shoal.serve.replica.cold_models import ColdModel, OnDemandRequests
+from shoal.serve.replica.live_follower import LiveFollower
 from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
+from shoal.serve.replica.model_memory import ModelMemory
 from shoal.serve.replica.model_statistics import ModelStatistics
-from shoal.serve.replica.on_demand.memory import ModelMemory
-from shoal.serve.replica.on_demand.peers import HttpTransport, PeerTransport
-from shoal.serve.replica.on_demand.requests import ColdModel, OnDemandRequests
+from shoal.serve.replica.peers import HttpTransport, PeerTransport
 from shoal.serve.replica.repository_index import build_repository_index
 from shoal.serve.replica.served_model import ServedModel
 from shoal.serve.replica.version_router import BatchGroup

@@ -34,7 +34,7 @@ from shoal.serve.protocol.request_lifecycle import EndpointApp
 from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.protocol.tracing import Tracer
 from shoal.serve.replica.model_manager import ModelManager
-from shoal.serve.replica.on_demand.peers import PeerTransport
+from shoal.serve.replica.peers import PeerTransport
 from shoal.serve.replica.version_router import BatchGroup
 from shoal.serve.replica.watchers import ControllerClient, PlanFollower
 from shoal.serve.scaling.replica_counts import LoadMeter, encode
