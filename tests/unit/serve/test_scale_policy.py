@@ -12,10 +12,8 @@ import pytest
 from shoal.batching.replica_set import tabulate
 from shoal.batching.simulate import ForwardTime, poisson
 from shoal.errors import DataError
-from shoal.serve.scaling.budget import Budget
-from shoal.serve.scaling.policy import Decision, EndpointLoad, ReplicaLoad, ScalePolicy
-from shoal.serve.scaling.trace import read_trace
-from shoal.serve.scaling.trace_replay import ReplayedTrace, replay_fixed, replay_policy
+from shoal.serve.scaling.policy import Budget, Decision, EndpointLoad, ReplicaLoad, ScalePolicy
+from shoal.serve.scaling.trace_replay import ReplayedTrace, read_trace, replay_fixed, replay_policy
 from shoal.serve.spec.scale import ScaleSpec
 
 FORWARD = ForwardTime([(1, 0.0205), (32, 0.036)])  # carries 889 requests/s

@@ -17,8 +17,7 @@ from shoal.cli.support.console import make_table, print_json
 from shoal.config import Spec
 from shoal.errors import DataError
 from shoal.serve.scaling.policy import ScalePolicy
-from shoal.serve.scaling.trace import read_trace
-from shoal.serve.scaling.trace_replay import ReplayedTrace, replay_fixed, replay_policy
+from shoal.serve.scaling.trace_replay import ReplayedTrace, read_trace, replay_fixed, replay_policy
 from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S
 from shoal.serve.spec.scale import ScaleSpec
 

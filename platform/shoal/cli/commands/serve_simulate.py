@@ -21,7 +21,7 @@ from shoal.cli.support.number_types import SECONDS, FiniteRange
 from shoal.client import Client, ModelStatus
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError
-from shoal.serve.scaling.trace import MAX_REQUESTS
+from shoal.serve.scaling.trace_replay import MAX_REQUESTS
 from shoal.serve.spec.scale import MAX_REPLICAS
 
 TIMEOUT_S = 5.0
