@@ -114,7 +114,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"ray_app"},
         {"on_ray"},
         {"replica"},
-        {"gang", "grpc", "http", "tables"},
+        {"grpc", "http", "tables"},
         {"controller", "model", "protocol", "scaling"},
         {"messages"},
         {"spec"},

@@ -27,8 +27,9 @@ from shoal.client import Client
 from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.errors import InferenceError
 from shoal.models.decoder import Decoder
+from shoal.plugins.library import collect_extensions
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.endpoint import PREDICTORS, EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
 from shoal.weights import WeightSnapshot
 from waiting import wait_for
@@ -38,7 +39,10 @@ TOKENS = np.arange(8, dtype=np.int64).reshape(2, 4)
 HANG_S = 4.0
 NUM_CLIENTS = 3
 REQUEST_TIMEOUT_S = 100.0  # more than any part of the endpoint waits
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif("pipeline" not in collect_extensions(PREDICTORS), reason="no library shares models"),
+]
 
 
 def register(seed: int) -> np.ndarray:

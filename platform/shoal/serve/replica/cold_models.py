@@ -30,9 +30,9 @@ from shoal.serve.messages.inference import InferCall, Outputs, size_bytes
 from shoal.serve.messages.model_errors import undescribed_model, unknown_model
 from shoal.serve.messages.replica_report import ModelReport, PeerReport, Residency
 from shoal.serve.protocol.infer_call import LARGE_BYTES, has_large_arrays, run_in_thread
+from shoal.serve.replica.model_memory import ModelMemory
 from shoal.serve.replica.model_statistics import ModelStatistics
-from shoal.serve.replica.on_demand.memory import ModelMemory
-from shoal.serve.replica.on_demand.peers import PeerTransport, decode_answer, encode_call
+from shoal.serve.replica.peers import PeerTransport, decode_answer, encode_call
 from shoal.serve.replica.served_model import ServedModel
 from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.model_options import ModelOptions

@@ -12,10 +12,10 @@ from gang_models import OPTIONS, register_parts
 
 from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import WeightsError
+from shoal.libs.gang.messages import LoadVersion
+from shoal.libs.gang.plan import find_plan
+from shoal.libs.gang.shard import load_shard
 from shoal.registry import ModelVersion
-from shoal.serve.gang.messages import LoadVersion
-from shoal.serve.gang.plan import find_plan
-from shoal.serve.gang.shard import load_shard
 from shoal.serve.model.formats.template import TemplateConfig
 from shoal.serve.spec.model_source import RegisteredModel
 from shoal.weights import WeightFile

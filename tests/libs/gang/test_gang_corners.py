@@ -18,10 +18,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from shoal.errors import ClusterError, InferenceError, ModelError, PlanError, WeightsError
+from shoal.libs.gang import messages
+from shoal.libs.gang.gang import Gang
+from shoal.libs.gang.team import GangLost, Team
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
-from shoal.serve.gang import gang as gang_module
-from shoal.serve.gang import messages
-from shoal.serve.gang.gang import Gang, GangLost
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 from waiting import wait_for
@@ -279,9 +279,9 @@ def test_a_worker_that_says_nothing_fails_the_start(monkeypatch: pytest.MonkeyPa
 
 def test_a_version_is_dropped_while_workers_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     version, launcher = gang_models.register("ConvNet"), ThreadLauncher()
-    load, replacing, go_on = gang_module._load, threading.Event(), threading.Event()
+    load, replacing, go_on = Team.load, threading.Event(), threading.Event()
 
-    def wait(team: Any, message: Any) -> None:
+    def wait(team: Team, message: Any) -> None:
         replacing.set()
         go_on.wait(60.0)
         load(team, message)
@@ -289,7 +289,7 @@ def test_a_version_is_dropped_while_workers_are_replaced(monkeypatch: pytest.Mon
     with started(launcher) as gang:
         predictor = predictor_of(version, gang)
         one, two = predictor.load(version.weight_file()), predictor.load(version.weight_file())
-        monkeypatch.setattr(gang_module, "_load", wait)
+        monkeypatch.setattr(Team, "load", wait)
         launcher.members[1].close()
         assert replacing.wait(60.0)
         require_team, asked = gang._require_team, threading.Event()
@@ -307,7 +307,7 @@ def test_a_version_is_dropped_while_workers_are_replaced(monkeypatch: pytest.Mon
 def test_a_lost_worker_rejects_no_version(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     version, launcher = gang_models.register("ConvNet"), ThreadLauncher()
     with started(launcher) as gang:
-        predictor, run, load = predictor_of(version, gang), gang.run, gang_module._load
+        predictor, run, load = predictor_of(version, gang), gang.run, Team.load
 
         def lose(*call: Any) -> Any:
             monkeypatch.setattr(gang, "run", run)
@@ -315,12 +315,12 @@ def test_a_lost_worker_rejects_no_version(moment: str, monkeypatch: pytest.Monke
             raise GangLost("killed")
 
         def lose_before(*call: Any) -> None:
-            monkeypatch.setattr(gang_module, "_load", load)
+            monkeypatch.setattr(Team, "load", load)
             launcher.members[1].close()
             load(*call)
 
         if moment == "in the load":
-            monkeypatch.setattr(gang_module, "_load", lose_before)
+            monkeypatch.setattr(Team, "load", lose_before)
         else:
             monkeypatch.setattr(gang, "run", lose)
         rows = [{"x": np.ones((1, 3, 8, 8), np.float32)}]

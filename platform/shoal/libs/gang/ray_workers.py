@@ -14,8 +14,9 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from shoal.errors import ClusterError, summarize_error
-from shoal.serve.gang.gang import Gang, GangLost
-from shoal.serve.gang.messages import Address
+from shoal.libs.gang.gang import Gang
+from shoal.libs.gang.messages import Address
+from shoal.libs.gang.team import GangLost
 from shoal.serve.spec.endpoint import EndpointSpec
 
 START_S = 60.0
@@ -25,7 +26,7 @@ class GangWorker:
     """Ray's object: a GangMember in a thread, whose process ends with its replica."""
 
     def __init__(self, secret: bytes, torch_threads: int) -> None:
-        from shoal.serve.gang.member import GangMember  # here: the replica needs no process groups
+        from shoal.libs.gang.member import GangMember  # here: the replica needs no process groups
 
         self._member = GangMember(ray.util.get_node_ip_address(), secret, lambda: os._exit(0))
         threading.Thread(target=self._member.serve, args=(torch_threads,), name="shoal-gang", daemon=True).start()

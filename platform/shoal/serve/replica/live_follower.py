@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from shoal.errors import ConnectionLost, WeightsError
 from shoal.serve.messages.desired_state import ModelPlan
-from shoal.serve.replica.live.versions import LiveVersionSelector
+from shoal.serve.replica.live_versions import LiveVersionSelector
 from shoal.serve.replica.watchers import RETRY_S, PlanSource, WeightFollower
 from shoal.weights import WeightSource
 

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from gang_models import LENGTH, OPTIONS, VOCABULARY, ProcessLauncher, ThreadLaun
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, ModelError, PlanError, WeightsError
+from shoal.libs.gang.gang import Gang
+from shoal.libs.gang.plan import build_model
+from shoal.libs.gang.team import GangLost
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.gang.gang import Gang, GangLost
-from shoal.serve.gang.plan import build_model
-from shoal.serve.gang.template import GangTemplate
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
@@ -225,7 +224,7 @@ def test_what_workers_cannot_share_is_named() -> None:
     with closing(Gang(ThreadLauncher(), 2, "pipeline")) as gang:
         config = version.manifest.signature
         with pytest.raises(ConfigError, match="onnx"):
-            Predictor(ModelFactory(format="onnx"), config, OPTIONS, share=partial(GangTemplate, gang=gang))
+            Predictor(ModelFactory(format="onnx"), config, OPTIONS, share=gang.open_template)
         with pytest.raises(ConfigError, match="precision"):
             predictor_of(version, gang, ModelOptions(precision="int8"))
     with closing(Gang(ThreadLauncher(), 9, "pipeline")) as gang, pytest.raises(PlanError, match="9 stages"):

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +15,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from programs import ENVIRONMENT, start_server
+from shoal.libs.gang.gang import Gang
+from shoal.libs.gang.member import GangMember
+from shoal.libs.gang.messages import Address
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
-from shoal.serve.gang.gang import Gang
-from shoal.serve.gang.member import GangMember
-from shoal.serve.gang.messages import Address
-from shoal.serve.gang.template import GangTemplate
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot, tensor_files
@@ -122,7 +120,7 @@ def started(launcher: Any, size: int = 2, split: Any = "pipeline") -> Iterator[G
 
 
 def predictor_of(version: ModelVersion, gang: Gang | None, options: ModelOptions = OPTIONS) -> Predictor:
-    share = None if gang is None else partial(GangTemplate, gang=gang)
+    share = None if gang is None else gang.open_template
     return Predictor(version.manifest.model, version.manifest.signature, options, share=share)
 
 

@@ -31,8 +31,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.errors import InferenceError, ModelError, WeightsError
-from shoal.parallel.comm.world import TIMEOUT_S, set_network_interface
-from shoal.serve.gang.messages import (
+from shoal.libs.gang.messages import (
     Address,
     BuildModel,
     DropVersion,
@@ -46,8 +45,9 @@ from shoal.serve.gang.messages import (
     receive_tensor,
     send_tensor,
 )
-from shoal.serve.gang.plan import build_model, to_inputs
-from shoal.serve.gang.shard import Shard, load_shard
+from shoal.libs.gang.plan import build_model, to_inputs
+from shoal.libs.gang.shard import Shard, load_shard
+from shoal.parallel.comm.world import TIMEOUT_S, set_network_interface
 from shoal.serve.model.formats.template import TemplateConfig
 from shoal.serve.model.formats.torch_forward import name_all_outputs, select_outputs, to_array
 

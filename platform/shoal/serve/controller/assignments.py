@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from shoal.errors import InferenceError, RegistryError
 from shoal.runs.formatting import format_size
-from shoal.serve.controller.on_demand.placement import (
+from shoal.serve.controller.placement import (
     Assign,
     ReplicaMemory,
     ResidentModel,
