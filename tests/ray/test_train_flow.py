@@ -157,9 +157,10 @@ def test_attempts_of_replicas_that_have_progressed_may_be_more_than_three(
             raise RankLost("a server died with its disk")
         return ended(tmp_path)
 
-    monkeypatch.setattr("shoal.train.launch.parameter_server.fit_replicas", fit_replicas)
+    monkeypatch.setattr("shoal.libs.asynchronous.launch.replicas.fit_replicas", fit_replicas)
     monkeypatch.setattr(
-        "shoal.train.launch.ray_processes.RayProcesses", lambda _: SimpleNamespace(start=None, find_address=str)
+        "shoal.libs.asynchronous.launch.ray_processes.RayProcesses",
+        lambda _: SimpleNamespace(start=None, find_address=str),
     )
     found = run(spec_of(sync={"kind": "parameter_server"}))
     lost = found.events().query("kind == 'workers_lost'")["details"]

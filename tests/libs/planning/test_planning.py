@@ -15,6 +15,8 @@ from shoal.cost.predict.dry_run import CollectiveTraffic, DryRun
 from shoal.cost.predict.predict import DryPlan
 from shoal.cost.predict.single_device import SingleDeviceProfile
 from shoal.errors import ConfigError
+from shoal.libs.asynchronous.config import LocalSGDConfig, ParameterServerConfig
+from shoal.libs.asynchronous.costs import ServerCosts, measure_server_costs
 from shoal.libs.planning import planner, step_time
 from shoal.libs.planning.calibration import Calibration, LinkCost, StepTimes, calibrate
 from shoal.libs.planning.candidates import enumerate_candidates, require_open_choices
@@ -22,9 +24,7 @@ from shoal.libs.planning.estimate import PlanEstimate, sort_estimates
 from shoal.libs.planning.hardware import HardwareSpec
 from shoal.libs.planning.plan import plan as plan_command
 from shoal.libs.planning.planner import Planner
-from shoal.libs.planning.server_costs import ServerCosts, measure_server_costs
 from shoal.libs.planning.step_time import Machine, StepTime
-from shoal.sync.parameter_server.config import LocalSGDConfig, ParameterServerConfig
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
