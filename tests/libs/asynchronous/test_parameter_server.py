@@ -36,6 +36,7 @@ from shoal.libs.asynchronous.parameter_server.rounds import make_clock
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.libs.asynchronous.parameter_server.server_service import ServerService
 from shoal.libs.asynchronous.parameter_server.worker import ParameterServerSync
+from shoal.sync.costs import load_probe
 from shoal.sync.rpc import CallId, Request, RpcClient, RpcService
 
 TIMEOUT_S = 120.0
@@ -691,3 +692,15 @@ def test_a_call_that_is_sent_again_is_made_once(tmp_path: Path) -> None:
     finally:
         client.close()
         service.close()
+
+
+def test_servers_are_measured_with_their_own_optimizer() -> None:
+    network = nn.Linear(300, 40)
+    num_bytes = 4 * sum(each.numel() for each in network.parameters())
+    optimizer = torch.optim.Adam(network.parameters())
+    own = load_probe(ParameterServerConfig()).measure(optimizer, ParameterServerConfig())
+    assert own.weight_bytes == num_bytes
+    assert 5 * num_bytes <= own.state_bytes < 6 * num_bytes  # weights, two buffers, two moments; counts of steps
+    outer = load_probe(LocalSGDConfig()).measure(optimizer, LocalSGDConfig(servers=2))
+    assert outer.state_bytes == pytest.approx(3 * num_bytes / 2, abs=8)  # without momentum
+    assert outer.memory_bytes(4, 2) == pytest.approx((3 + 5) * num_bytes / 2, abs=8)
