@@ -16,6 +16,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shoal.plugins.find import find_extension
+
 if TYPE_CHECKING:
     from shoal.plugins.library import Library
     from shoal.registry import Signature, TensorSignature
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from shoal.rl.spec import RLSpec
     from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
     from shoal.sync.config import SyncConfig
-    from shoal.sync.peers import PeerSync
     from shoal.sync.rank_signals import RankSignals
     from shoal.sync.synchronizer import AllReduce, Replica, Synchronizer
     from shoal.wire import ExperienceSpec
@@ -72,7 +73,6 @@ _HOMES = {
     "Library": "shoal.plugins.library",
     "ModelFormat": "shoal.registry.model_format",
     "Normalizer": "shoal.rl.algorithms.normalization",
-    "PeerSync": "shoal.sync.peers",
     "RLSpec": "shoal.rl.spec",
     "RankSignals": "shoal.sync.rank_signals",
     "SyncConfig": "shoal.sync.config",
@@ -82,4 +82,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in __all__:
+        return find_extension(name, "shoal.extend", {})
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
