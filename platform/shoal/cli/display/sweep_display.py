@@ -62,6 +62,11 @@ def make_view(run: Run, before: SweepView | None, notes: Sequence[str]) -> Sweep
     return SweepView.read(run, seen, notes, phase=WAITING if seen else phase, sweep=sweep, metrics=best)
 
 
+def render_record(run: Run) -> tuple[str, RenderableType] | None:
+    """The trials as they stand; None before the first."""
+    return ("Trials", render_trials(load_sweep(run))) if run.list_events(SWEEPING) else None
+
+
 def render_trials(sweep: Sweep, max_rows: int | None = None) -> Table:
     """Trials with a score, best first, then those without one."""
     ranked = sweep.rank()

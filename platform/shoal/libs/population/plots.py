@@ -20,8 +20,10 @@ from shoal.runs.report.plots import (
     RULE,
     WIDTH_INCHES,
     add_heading,
+    is_logarithmic,
     make_figure,
     mark_moment,
+    to_numbers,
     use_integer_ticks,
 )
 
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 MAX_LABELLED_MEMBERS = 40
 LINK_LENGTH = 0.5  # of a copy, in rounds
 SURVIVOR = "#9ca3af"
-LOG_RATIO = 50.0  # between the ends of positive numbers that are drawn over their logarithm
 
 
 def draw_genealogy(
@@ -111,27 +112,6 @@ def draw_member_metric(scores: DataFrame, best: Series[Any], metric: str) -> Fig
         _label_rounds(axes)
         add_heading(axes, metric)
     return figure
-
-
-def is_logarithmic(values: Sequence[float] | np.ndarray, name: str = "", named: Collection[str] | None = None) -> bool:
-    """Whether numbers are drawn over their logarithm: all are positive, and the name is among the named ones.
-
-    named: None: the largest number is 50 times the smallest
-    """
-    finite = np.asarray(values, float)
-    finite = finite[np.isfinite(finite)]
-    if not len(finite) or finite.min() <= 0:
-        return False
-    return bool(finite.max() / finite.min() >= LOG_RATIO) if named is None else name in named
-
-
-def to_numbers(column: Series[Any]) -> tuple[np.ndarray, list[str]]:
-    """Numbers as they are; other values as their number among the distinct ones, which are the second result."""
-    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in column):
-        return column.to_numpy(float), []
-    names = [str(value) for value in column]
-    distinct = sorted(set(names))
-    return np.array([distinct.index(name) for name in names], float), distinct
 
 
 def _draw_descent(axes: Axes, stretches: DataFrame, colour: str, width: float) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 import shoal
 from shoal import runs
+from shoal.libs.tracking.trackers import TrackioTracker
 from shoal.runs.tracking import processes
 from shoal.runs.tracking.follower import Follower, read_state
-from shoal.runs.tracking.trackers import TRACKERS
 from train_task import Toy
 
 SLOW_S = 600.0
@@ -69,7 +69,7 @@ def test_a_process_that_is_killed_while_it_makes_mlflows_database_leaves_no_part
     program = """
 import os
 from sqlalchemy import Engine, event
-from shoal.runs.tracking.trackers import MlflowTracker
+from shoal.libs.tracking.trackers import MlflowTracker
 
 @event.listens_for(Engine, "after_cursor_execute")
 def end(connection, cursor, statement, *_):
@@ -80,7 +80,7 @@ MlflowTracker().begin(None, "")
 """
     assert subprocess.run([sys.executable, "-c", program]).returncode == 7
     after = (
-        "from shoal.runs.tracking.trackers import MlflowTracker as T; print(T()._client.search_experiments()[0].name)"
+        "from shoal.libs.tracking.trackers import MlflowTracker as T; print(T()._client.search_experiments()[0].name)"
     )
     done = subprocess.run([sys.executable, "-c", after], capture_output=True, text=True)
     assert done.stdout == "Default\n", done.stderr
@@ -115,7 +115,7 @@ def test_a_run_is_in_trackio(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with runs.create("job", "task: lenet\n", "one") as recorder:
         recorder.log(1, {"loss": 0.5, "accuracy": 0.25})
         recorder.log(2, {"loss": 0.25})
-    assert Follower(runs.load("one"), "trackio", TRACKERS["trackio"]).follow().is_complete
+    assert Follower(runs.load("one"), "trackio", TrackioTracker).follow().is_complete
     (_, options), *others = calls
     assert (options["project"], options["name"], options["resume"]) == ("shoal", "one", "allow")
     assert options["config"]["task"] == "lenet"

@@ -17,9 +17,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shoal.errors import needs_extra
-from shoal.runs.report.plots import INK, LINE, MAX_HEADING_LENGTH, MUTED, RULE, WIDTH_INCHES, make_figure
+from shoal.runs.report.plots import (
+    INK,
+    LINE,
+    MAX_HEADING_LENGTH,
+    MUTED,
+    RULE,
+    WIDTH_INCHES,
+    is_logarithmic,
+    make_figure,
+    to_numbers,
+)
 from shoal.runs.report.plots import truncate_middle as shorten
-from shoal.runs.report.population_plots import is_logarithmic, to_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,111 +1,34 @@
-"""The trackers that a run can be mirrored to, each called through its own library.
+"""MLflow, Weights & Biases and Trackio, each called through its own library.
 
-Called by the follower, in a process of its own. Each library is imported when its tracker is made, and configured by
-its own environment variables. Never reads the record's tables by itself.
+Called by the follower. A library is imported when its tracker is made. Its own environment variables configure it.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING
 
-from pydantic import AfterValidator, BeforeValidator
-
-from shoal.config import MASKED
-from shoal.errors import ConfigError
 from shoal.home import file_lock, home
-from shoal.runs.record.provenance import is_secret_name
 from shoal.runs.run_status import Status
-from shoal.yaml_text import parse_yaml
+from shoal.runs.tracking.tracker import Tracker, list_facts, list_models, list_parameters
 
 if TYPE_CHECKING:
     from shoal.runs.run_reader import MetricValue, Run
-
-TrackerName = Literal["mlflow", "wandb", "trackio"]
-TrackerNames = Annotated[
-    tuple[TrackerName, ...],
-    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
-    AfterValidator(lambda names: tuple(dict.fromkeys(names))),
-]
-"""A field of a spec: where its run is mirrored to; `track=mlflow` is `track=[mlflow]`."""
 
 PROJECT = "shoal"  # unless the tracker's own variable names another
 _MAKING_S = 60.0  # of a database, by another process
 _ANSWER_S = 20  # for a server, by default, before the attempt has failed
 
 
-class Tracker(Protocol):
-    """One run at a tracker. Each method may raise any exception of the library, and is then called again later."""
-
-    def begin(self, run: Run, tracker_run: str) -> tuple[str, str]:
-        """Create the run there, or go on with `tracker_run` ("": unknown). Returns its id there, and its address."""
-
-    def send(self, values: Sequence[MetricValue]) -> None:
-        """Add values, those of one time together and in the order of time."""
-
-    def finish(self, run: Run) -> None:
-        """Record how the run ended, and return when the tracker has everything."""
-
-
-def require_library(name: str) -> None:
-    """Raises ConfigError if the tracker's library is not installed here."""
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:  # the latter is a folder of this name, as `wandb` makes one
-        raise ConfigError("track", name, "its library is not installed here", f"pip install 'shoal[{name}]'")
-
-
-def find_trackers(spec: str) -> tuple[str, ...]:
-    """The trackers in the field `track` of a recorded spec (YAML); none where a job has another such field.
-
-    Raises ConfigError if the library of one is not installed here.
-    """
-    fields = parse_yaml(spec) if "track" in spec else None
-    named = fields.get("track") if isinstance(fields, dict) else None
-    names = tuple(name for name in get_args(TrackerName) if isinstance(named, list) and name in named)
-    for name in names:
-        require_library(name)
-    return names
-
-
-def list_parameters(spec: str) -> dict[str, object]:
-    """The fields of a recorded spec (YAML) by their paths, as `optimizer.learning_rate`, without secrets.
-
-    Values are texts, numbers, booleans or None; a list is its JSON.
-    """
-    fields = parse_yaml(spec)
-    return dict(_flatten("", fields)) if isinstance(fields, dict) else {}
-
-
-def _flatten(path: str, value: object) -> Iterable[tuple[str, object]]:
-    if isinstance(value, Mapping) and value:
-        for name, each in value.items():
-            yield from _flatten(f"{path}.{name}" if path else str(name), each)
-    elif MASKED not in str(value) and not is_secret_name(path):
-        yield path, value if value is None or isinstance(value, str | int | float) else json.dumps(value, default=str)
-
-
-def _list_facts(run: Run) -> dict[str, str]:
-    """What a reader of the tracker may look for, besides the spec."""
-    facts = {"job": run.job, "kind": run.kind.value, "host": run.host, "git": run.git_revision or ""}
-    return {f"shoal.{name}": each for name, each in facts.items() if each}
-
-
-def _list_models(run: Run) -> list[str]:
-    """The registered models, as NAME@VERSION."""
-    models: Any = run.to_dict()["models"]
-    return [f"{model['name']}@{model['version']}" for model in models]
-
-
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """A run of MLflow, found again by its id or its tag `shoal.run`. The server ignores a value that it has already."""
 
+    requires = "mlflow"
     _ENDS: Mapping[Status, str] = {Status.FINISHED: "FINISHED", Status.FAILED: "FAILED"}
     _BATCH = 1000  # values in a request, the most that MLflow takes
     _PARAMETERS = 100
@@ -147,7 +70,7 @@ class MlflowTracker:
             self._client.log_batch(self._id, metrics=metrics[start : start + self._BATCH])
 
     def finish(self, run: Run) -> None:
-        for model in _list_models(run):
+        for model in list_models(run):
             self._client.set_tag(self._id, f"shoal.model.{self._clean(model.partition('@')[0])}", model)
         ended_ms = None if run.finished_at is None else int(run.finished_at * 1000)
         self._client.set_terminated(self._id, self._ENDS.get(run.status, "KILLED"), ended_ms)
@@ -161,7 +84,7 @@ class MlflowTracker:
         found = self._client.search_runs([experiment], f"tags.`shoal.run` = '{run.id}'", max_results=1)
         if found:
             return str(found[0].info.run_id)
-        tags = {"shoal.run": run.id, **_list_facts(run)}
+        tags = {"shoal.run": run.id, **list_facts(run)}
         if run.git_revision:
             tags["mlflow.source.git.commit"] = run.git_revision
         made = self._client.create_run(experiment, int(run.created_at * 1000), tags, run_name=run.id)
@@ -187,13 +110,14 @@ def _make_database(path: Path) -> None:
         draft.replace(path)
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """A run of Weights & Biases, whose id is Shoal's.
 
     W&B drops a value of an earlier step than its own counter, which a restarted run would log: the steps are a metric
     of their own, the x-axis of all others. The library uploads in the background, from files in the run's folder.
     """
 
+    requires = "wandb"
     STEP, TIME = "shoal/step", "shoal/time"
 
     def begin(self, run: Run, tracker_run: str) -> tuple[str, str]:
@@ -215,7 +139,7 @@ class WandbTracker:
         except Exception:  # of the network, of credentials: until then its service holds the run's id as used
             wandb.teardown()
             raise
-        self._run.config.update({**list_parameters(run.spec), **_list_facts(run)}, allow_val_change=True)
+        self._run.config.update({**list_parameters(run.spec), **list_facts(run)}, allow_val_change=True)
         self._run.define_metric(self.STEP, hidden=True)
         self._run.define_metric("*", step_metric=self.STEP)
         return run.id, self._run.url or f"wandb sync {self._run.settings.sync_dir}"
@@ -226,21 +150,23 @@ class WandbTracker:
             self._run.log({**known, **{each.name: each.value for each in group}})
 
     def finish(self, run: Run) -> None:
-        models = (*(self._run.tags or ()), *(model[:64] for model in _list_models(run)))
+        models = (*(self._run.tags or ()), *(model[:64] for model in list_models(run)))
         self._run.tags = tuple(dict.fromkeys(models))
         self._run.summary["shoal/status"] = run.status.value
         self._run.finish(exit_code=0 if run.status is Status.FINISHED else 1)
 
 
-class TrackioTracker:
+class TrackioTracker(Tracker):
     """A run of Trackio, found again by its name, which is Shoal's id."""
+
+    requires = "trackio"
 
     def begin(self, run: Run, tracker_run: str) -> tuple[str, str]:
         import trackio
 
         self._trackio = trackio
         project = os.environ.get("TRACKIO_PROJECT") or PROJECT
-        config = {**list_parameters(run.spec), **_list_facts(run)}
+        config = {**list_parameters(run.spec), **list_facts(run)}
         trackio.init(
             project=project,
             name=run.id,
@@ -258,10 +184,3 @@ class TrackioTracker:
 
     def finish(self, run: Run) -> None:
         self._trackio.finish()
-
-
-TRACKERS: Mapping[str, Callable[[], Tracker]] = {
-    "mlflow": MlflowTracker,
-    "wandb": WandbTracker,
-    "trackio": TrackioTracker,
-}

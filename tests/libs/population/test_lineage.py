@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shoal.libs.population.evolution import EvolutionSpec, build_evolution
-from shoal.runs.lineage import Lineage, Stretch
+from shoal.libs.population.lineage import Lineage, Stretch
 from shoal.search.space import SearchSpace
 
 Event = tuple[str, Mapping[str, Any]]
