@@ -30,7 +30,6 @@ COMMANDS = {
     "release": ("runs", "Release an actor of a run from quarantine."),
     "predict": ("predict", "Send requests to a model of an endpoint."),
     "export": ("export", "Write a registered model as a folder that serves itself: a container or a Lambda function."),
-    "batch-predict": ("batch_predict", "Predict every row of a file or folder with a registered model."),
 }
 
 

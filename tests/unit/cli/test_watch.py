@@ -19,9 +19,9 @@ from shoal.cli.display.sweep_display import SweepView
 from shoal.cli.display.train_display import TrainView
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.batch_predict import BatchPredictSpec
 from shoal.flows.serving_spec import ServingSpec
 from shoal.flows.sweep.spec import SweepSpec
+from shoal.libs.batch_predict.flow import BatchPredictSpec
 from shoal.libs.population.display import PopulationView
 from shoal.libs.population.spec import PopulationSpec
 from shoal.libs.stream.spec import StreamSpec

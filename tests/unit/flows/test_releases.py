@@ -20,10 +20,10 @@ from shoal.checkpoint import Checkpointer, files
 from shoal.config import Spec
 from shoal.errors import CheckpointError, RegistryError, RunError, ShoalError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.batch_predict import BatchPredictSpec
 from shoal.flows.policies_spec import PoliciesSpec
 from shoal.flows.serving_spec import ServingSpec
 from shoal.flows.sweep.spec import SweepSpec
+from shoal.libs.batch_predict.flow import BatchPredictSpec
 from shoal.libs.population.loop.spec import RLPopulationSpec
 from shoal.libs.population.spec import PopulationSpec
 from shoal.libs.stream.spec import StreamSpec

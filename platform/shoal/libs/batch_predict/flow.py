@@ -1,6 +1,6 @@
 """Batch prediction: every row of a file or folder gets a registered model's outputs, in Parquet.
 
-    python -m shoal.flows.batch_predict model=fashion@champion input=images.parquet output=predicted
+    python -m shoal.libs.batch_predict.flow model=fashion@champion input=images.parquet output=predicted
 
 Called by `shoal batch-predict`, in a process connected to a Ray cluster. It owns the order of events and the run
 record; the workers do the work.
@@ -19,12 +19,12 @@ import shoal.runs
 from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.config import Spec
 from shoal.errors import DataError, needs_extra
+from shoal.libs.batch_predict.bucket_output import BucketOutput
 from shoal.registry import ModelVersion, Registry, TensorSignature
 from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.endpoint import GpuCount
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
-from shoal.serve.tables.bucket_output import BucketOutput
 from shoal.serve.tables.table import choose_columns, infer_csv_types, parse_columns
 from shoal.store import is_url, locate, open_source, require_location
 
@@ -122,7 +122,7 @@ def _choose_columns(inputs: Sequence[TensorSignature], spec: BatchPredictSpec, s
 
 def batch_predict(spec: BatchPredictSpec, job: str) -> str:
     """Predict every row and return the run's id. Raises DataError, RegistryError, RunError, ClusterError."""
-    from shoal.serve.on_ray.batch_predict import BatchJob, predict_files, resolve_gpus
+    from shoal.libs.batch_predict.ray_batch import BatchJob, predict_files, resolve_gpus
 
     check(spec)
     registry, files = Registry(), list_input_files(spec.input)

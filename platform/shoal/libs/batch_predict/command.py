@@ -1,6 +1,6 @@
 """`shoal batch-predict`: a registered model over a file or folder, on the running cluster or on a new one.
 
-Parse, call, print: the job `shoal.flows.batch_predict` does the work.
+Parse, call, print: the job `shoal.libs.batch_predict.flow` does the work.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shoal.cluster.embedded_cluster import start_cluster
 from shoal.cluster.jobs import JobHandle, JobStatus, new_submission_id, submit
 from shoal.config import format_override
 from shoal.errors import ConfigError, RunError
-from shoal.flows.batch_predict import BatchPredictSpec, check
+from shoal.libs.batch_predict.flow import BatchPredictSpec, check
 from shoal.runs.record.provenance import format_masked_command, make_command_variable
 from shoal.runs.record.serialization import escape_text
 from shoal.store import is_url
 
 POLL_S = 0.2
-MODULE = "shoal.flows.batch_predict"
+MODULE = "shoal.libs.batch_predict.flow"
 
 
 @click.command("batch-predict")

@@ -10,9 +10,15 @@ import pyarrow.parquet
 import pytest
 
 from shoal.errors import DataError, RunError
-from shoal.flows.batch_predict import BatchPredictSpec, check
+from shoal.libs.batch_predict.batch_output import (
+    count_rows,
+    has_rows,
+    make_incoming_path,
+    publish_output,
+    verify_row_count,
+)
+from shoal.libs.batch_predict.flow import BatchPredictSpec, check
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.tables.batch_output import count_rows, has_rows, make_incoming_path, publish_output, verify_row_count
 from shoal.weights import WeightSnapshot
 
 
