@@ -61,7 +61,7 @@ _ROOMS = frozenset(
         *("actor", "client", "cluster", "rl", "serve", "flows", "cli", "train", "parallel", "data", "cost", "api"),
         *("gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state", "recipes"),
         *("ray_call", "frame", "differentiation", "yaml_text", "device_memory"),
-        *("store", "sync", "batching", "search", "sources", "plugins", "extend", "export", "libs"),
+        *("store", "sync", "batching", "search", "sources", "plugins", "extend", "libs"),
     }
 )
 

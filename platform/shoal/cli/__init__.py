@@ -29,7 +29,6 @@ COMMANDS = {
     "serve": ("serve", "Serve models: deploy, show, roll out, roll back, delete."),
     "release": ("runs", "Release an actor of a run from quarantine."),
     "predict": ("predict", "Send requests to a model of an endpoint."),
-    "export": ("export", "Write a registered model as a folder that serves itself: a container or a Lambda function."),
 }
 
 

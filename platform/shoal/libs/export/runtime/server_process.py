@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoal.export.runtime.self_test import Ask
+from shoal.libs.export.runtime.self_test import Ask
 
 TIMEOUT_S = 120.0
 

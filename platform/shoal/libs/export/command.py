@@ -6,8 +6,8 @@ import os
 
 import click
 
-from shoal.export.export_model import export_model
-from shoal.export.spec import ExportSpec
+from shoal.libs.export.export_model import export_model
+from shoal.libs.export.spec import ExportSpec
 
 
 @click.command()

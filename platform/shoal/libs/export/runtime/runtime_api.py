@@ -19,8 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from shoal.export.runtime.model import DESCRIPTION_FILE
-from shoal.export.runtime.self_test import Ask
+from shoal.libs.export.runtime.model import DESCRIPTION_FILE
+from shoal.libs.export.runtime.self_test import Ask
 
 PREFIX = "/2018-06-01/runtime"
 TIMEOUT_S = 120.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +19,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from serving.asgi import Client
-from serving.exported import (
+from libs.export.exported import (
     IDS,
     INFER,
     TRANSPOSED,
@@ -36,11 +37,12 @@ from serving.exported import (
     request,
     write,
 )
+from serving.asgi import Client
 from serving.replica_set import ReplicaSet
-from shoal.cli.commands.export import export
 from shoal.errors import ConfigError, ShoalError
-from shoal.export import export_model as export_module
-from shoal.export.runtime.model import FolderModel
+from shoal.libs.export import export_model as export_module
+from shoal.libs.export.command import export
+from shoal.libs.export.runtime.model import FolderModel
 from shoal.registry import Signature, TensorSignature
 from shoal.serve.model.formats.exported import read_signature
 from shoal.serve.spec.model_source import model_from_ref
@@ -322,3 +324,11 @@ def test_the_verb_says_what_it_wrote(onnx_payload: bytes, tmp_path: Path, monkey
     outcome = CliRunner().invoke(export, ["pair@1", "--to", "container"], catch_exceptions=False)
     assert outcome.output.startswith("pair@1 is in pair-container: ")
     assert (tmp_path / "pair-container" / "server.py").exists()
+
+
+def test_an_export_loads_torch_for_a_conversion_alone() -> None:
+    program = (
+        "import sys, shoal.libs.export.command; print({'torch', 'ray', 'uvicorn', 'shoal.runs'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import distribution
 from pathlib import Path
@@ -17,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import ConfigError
-from shoal.export.runtime.model import DESCRIPTION_FILE, ModelDescription
+from shoal.libs.export.runtime.model import DESCRIPTION_FILE, ModelDescription
 
 PACKAGE = "runtime"
 COPIED = (
@@ -35,12 +32,12 @@ COPIED = (
     "shoal.serve.model.onnx_session",
     "shoal.serve.model.output_check",
     "shoal.serve.protocol.request_limits",
-    "shoal.export.runtime.model",
-    "shoal.export.runtime.self_test",
+    "shoal.libs.export.runtime.model",
+    "shoal.libs.export.runtime.self_test",
 )
 COPIED_FOR = {
-    "container": ("shoal.export.runtime.http_server", "shoal.export.runtime.server_process"),
-    "lambda": ("shoal.export.runtime.lambda_events", "shoal.export.runtime.runtime_api"),
+    "container": ("shoal.libs.export.runtime.http_server", "shoal.libs.export.runtime.server_process"),
+    "lambda": ("shoal.libs.export.runtime.lambda_events", "shoal.libs.export.runtime.runtime_api"),
 }
 HEADER = "# A part of Shoal, under the Apache License 2.0 (see LICENSE), copied by `shoal export`.\n"
 _IMPORT = re.compile(r"^(\s*)from (shoal\.[\w.]+) import ", re.MULTILINE)
@@ -68,24 +65,6 @@ def _read_exported_name(folder: Path) -> str | None:
         return msgspec.json.decode((folder / DESCRIPTION_FILE).read_bytes(), type=ModelDescription).name
     except (OSError, msgspec.DecodeError):
         return None
-
-
-@contextmanager
-def draft_folder(into: Path) -> Iterator[Path]:
-    """A folder next to `into`, which takes its place when the block ends; after an error it is removed."""
-    into.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{into.name}.", dir=into.parent) as parent:
-        draft, former = Path(parent, "draft"), Path(parent, "former")
-        draft.mkdir()
-        yield draft
-        if into.exists():
-            into.rename(former)
-        try:
-            draft.rename(into)
-        except OSError:
-            if former.exists():
-                former.rename(into)
-            raise
 
 
 def copy_runtime(folder: Path, target: str) -> None:

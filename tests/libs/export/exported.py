@@ -1,4 +1,4 @@
-"""Models that are exported, and the ways to register and export them. `from serving.exported import ...`."""
+"""Models that are exported, and the ways to register and export them. `from libs.export.exported import ...`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.export.export_model import ExportReport, export_model
-from shoal.export.spec import ExportSpec
+from shoal.libs.export.export_model import ExportReport, export_model
+from shoal.libs.export.spec import ExportSpec
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 

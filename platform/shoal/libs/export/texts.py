@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
-from shoal.export.runtime.model import ModelDescription
+from shoal.libs.export.runtime.model import ModelDescription
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"  # which the pinned packages are installed for here
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shoal.export.runtime.model import DESCRIPTION_FILE, ModelDescription, measure_difference
+from shoal.libs.export.runtime.model import DESCRIPTION_FILE, ModelDescription, measure_difference
 
 EXAMPLES_FILE = "examples.json"
 Ask = Callable[[Any], tuple[int, dict[str, Any]]]  # from the body of an inference to the status and the answer

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.export.runtime.model import ModelDescription
+from shoal.libs.export.runtime.model import ModelDescription
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.json_tensors import to_json
 from shoal.registry import Signature

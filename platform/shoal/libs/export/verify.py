@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shoal.errors import ConfigError, summarize_error
-from shoal.export.examples import Example
-from shoal.export.runtime.model import FolderModel, measure_difference
+from shoal.libs.export.examples import Example
+from shoal.libs.export.runtime.model import FolderModel, measure_difference
 from shoal.registry import ModelVersion
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot

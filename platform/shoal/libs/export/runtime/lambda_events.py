@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import msgspec
 
 from shoal.errors import InferenceError
-from shoal.export.runtime.model import FolderModel
+from shoal.libs.export.runtime.model import FolderModel
 from shoal.serve.http.response import RestResponse
 
 Handler = Callable[[Any, Any], dict[str, Any]]

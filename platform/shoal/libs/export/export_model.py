@@ -12,16 +12,17 @@ from pathlib import Path
 
 import msgspec
 
+from shoal.atomic_file import draft_folder
 from shoal.errors import ConfigError
-from shoal.export import texts
-from shoal.export.convert import convert_to_onnx
-from shoal.export.examples import Example, generate_examples, read_examples
-from shoal.export.folder import copy_runtime, draft_folder, measure_folder, require_target
-from shoal.export.requirements import format_requirements, list_requirements, measure_packages
-from shoal.export.runtime.model import DESCRIPTION_FILE, FORMAT, MODEL_FILE, FolderModel, ModelDescription
-from shoal.export.runtime.self_test import EXAMPLES_FILE
-from shoal.export.spec import ExportSpec
-from shoal.export.verify import bind_exported, compare_answers, load_registered, select_answered
+from shoal.libs.export import texts
+from shoal.libs.export.convert import convert_to_onnx
+from shoal.libs.export.examples import Example, generate_examples, read_examples
+from shoal.libs.export.folder import copy_runtime, measure_folder, require_target
+from shoal.libs.export.requirements import format_requirements, list_requirements, measure_packages
+from shoal.libs.export.runtime.model import DESCRIPTION_FILE, FORMAT, MODEL_FILE, FolderModel, ModelDescription
+from shoal.libs.export.runtime.self_test import EXAMPLES_FILE
+from shoal.libs.export.spec import ExportSpec
+from shoal.libs.export.verify import bind_exported, compare_answers, load_registered, select_answered
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry import ModelVersion, Registry, TensorSignature
 from shoal.registry.model_format import FORMATS

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.exported import (
+from libs.export.exported import (
     INFER,
     export_pair,
     register_file,
@@ -25,12 +25,12 @@ from serving.exported import (
     write,
 )
 from shoal.errors import ConfigError, InferenceError
-from shoal.export.export_model import LAMBDA_CLIENT
-from shoal.export.runtime import http_server
-from shoal.export.runtime.http_server import FolderServer
-from shoal.export.runtime.lambda_events import make_handler
-from shoal.export.runtime.model import FolderModel, measure_difference, read_number
-from shoal.export.runtime.runtime_api import make_event
+from shoal.libs.export.export_model import LAMBDA_CLIENT
+from shoal.libs.export.runtime import http_server
+from shoal.libs.export.runtime.http_server import FolderServer
+from shoal.libs.export.runtime.lambda_events import make_handler
+from shoal.libs.export.runtime.model import FolderModel, measure_difference, read_number
+from shoal.libs.export.runtime.runtime_api import make_event
 
 LAMBDA_TEST_S = 300.0
 

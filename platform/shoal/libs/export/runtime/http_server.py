@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from shoal.errors import ConfigError, InferenceError, WeightsError
-from shoal.export.runtime.model import FolderModel, read_number
+from shoal.libs.export.runtime.model import FolderModel, read_number
 from shoal.serve.http.response import RestResponse, build_error_response, read_length
 
 SOCKET_TIMEOUT_S = 30.0  # of a connection that is idle, or within a request or an answer

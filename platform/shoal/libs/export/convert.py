@@ -1,26 +1,22 @@
-"""A model as ONNX: what is not ONNX yet is traced by torch, whose library is imported here alone.
+"""A registered model as ONNX: one that is not ONNX yet is traced by torch, which is imported here alone.
 
-Called by `export_model`, and by `shoal optimise` for networks that are not registered. The tracing exporter needs
-`onnx` and no further package, as the newer one does. What it fixes by mistake, such as a branch on the batch's size,
-shows where the answers are compared.
+Called by `export_model`. What tracing fixes by mistake, such as a branch on the batch's size, shows where the answers
+are compared.
 """
 
 from __future__ import annotations
 
-import io
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import ConfigError, WeightsError, needs_extra, summarize_error
-from shoal.export.examples import Example
-from shoal.registry import ModelVersion, TensorSignature
+from shoal.errors import ConfigError, WeightsError, summarize_error
+from shoal.libs.export.examples import Example
+from shoal.registry import ModelVersion
+from shoal.serve.model.formats.onnx_trace import name_dynamic_axes, trace_to_onnx
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 def convert_to_onnx(found: ModelVersion, snapshot: WeightSnapshot, options: ModelOptions, example: Example) -> bytes:
@@ -53,51 +49,6 @@ def convert_to_onnx(found: ModelVersion, snapshot: WeightSnapshot, options: Mode
         problem = f"its graph has the tensors {got}, the signature {wanted}"
         raise ConfigError("model", found.ref, problem, "use every input, and give outputs names of their own")
     return payload
-
-
-def trace_to_onnx(
-    module: nn.Module,
-    tensors: Sequence[Tensor],
-    input_names: Sequence[str],
-    output_names: Sequence[str],
-    dynamic_axes: Mapping[str, Mapping[int, str]],
-    ref: str,
-    remedy: str,
-) -> bytes:
-    """Trace a module with these tensors. Raises ConfigError for the model `ref`, MissingExtra."""
-    with needs_extra("export"):
-        import onnx  # noqa: F401 - torch's exporter needs it
-    import torch
-
-    file = io.BytesIO()
-    try:
-        with warnings.catch_warnings(), torch.no_grad(), redirect_stdout(io.StringIO()):  # torch prints a failed graph
-            warnings.simplefilter("ignore")  # of the exporter's age, and of what the comparison finds
-            torch.onnx.export(
-                module,
-                tuple(tensors),
-                file,  # type: ignore[arg-type]
-                dynamo=False,
-                input_names=input_names,
-                output_names=output_names,
-                dynamic_axes=dynamic_axes,
-            )
-    except Exception as error:  # of the exporter, or of user code under its tracing
-        problem = f"torch.onnx cannot convert it: {summarize_error(error)}"
-        raise ConfigError("model", ref, problem, remedy) from error
-    return file.getvalue()
-
-
-def name_dynamic_axes(tensors: Iterable[TensorSignature], options: ModelOptions) -> dict[str, dict[int, str]]:
-    """Name the open dimensions of tensors, the batch alike in all of them."""
-    return {
-        spec.name: {
-            index: "batch" if index == options.get_batch_dim(spec.name) else f"{spec.name}_{index}"
-            for index, size in enumerate(spec.shape)
-            if size == -1
-        }
-        for spec in tensors
-    }
 
 
 def _open_module(found: ModelVersion, snapshot: WeightSnapshot) -> nn.Module:
