@@ -115,8 +115,8 @@ def report_trainers(folder: Path) -> None:
 def report_trials(folder: Path) -> None:
     from ray import tune
 
-    from shoal.flows.sweep.ray_sweep import _get_resources
-    from shoal.flows.sweep.spec import SweepSpec
+    from shoal.libs.sweep.ray_sweep import _get_resources
+    from shoal.libs.sweep.spec import SweepSpec
 
     class Trial(tune.Trainable):
         def step(self) -> dict[str, Any]:

@@ -46,11 +46,11 @@ def write_runs() -> None:
     from shoal.flows.actor_learner_spec import ActorLearnerSpec
     from shoal.flows.policies_spec import PoliciesSpec
     from shoal.flows.serving_spec import ServingSpec
-    from shoal.flows.sweep.spec import SweepSpec
     from shoal.libs.batch_predict.flow import BatchPredictSpec
     from shoal.libs.population.loop.spec import RLPopulationSpec
     from shoal.libs.population.spec import PopulationSpec
     from shoal.libs.stream.spec import StreamSpec
+    from shoal.libs.sweep.spec import SweepSpec
     from shoal.runs import RunKind
     from shoal.train.spec import TrainSpec
 

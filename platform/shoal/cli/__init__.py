@@ -19,7 +19,6 @@ COMMANDS = {
     "status": ("cluster", "Show what is running: the cluster, its jobs, gateways and endpoints."),
     "doctor": ("doctor", "Check this machine and show the remedy for each problem."),
     "run": ("run", "Run a job, with a live display."),
-    "sweep": ("launch.sweep", "Search for a task's best hyper-parameters: many trials, with a live table."),
     "inspect": ("inspect", "Predict what a task costs; after a run, compare with the measurements."),
     "actor": ("actor", "Play an environment and send the experience to a gateway."),
     "runs": ("runs", "List the runs, show one, or remove some."),

@@ -7,6 +7,7 @@
 | `ModelFormat`, of a template         | `shoal models add FILE --format my_format:NAME` | `shoal.formats`       |
 | `shoal.sources.StreamSource`         | `shoal.Data(train=MySource())`                  |                       |
 | `Library`: verbs and displays        | `shoal VERB`                                    | `shoal.libraries`     |
+| a function of Task and TrainSpec     | `shoal inspect`, the predicted cost of a run    | `shoal.estimators`    |
 
 Names are imported at their first use: some need torch.
 """

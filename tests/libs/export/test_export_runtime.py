@@ -210,7 +210,7 @@ def test_differences_are_relative_to_the_largest_value_or_to_one() -> None:
 
 
 def test_a_folder_names_the_client_that_is_tested_here() -> None:
-    assert LAMBDA_CLIENT in (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    assert LAMBDA_CLIENT in (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
 
 
 def test_an_environment_variable_that_is_no_number_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

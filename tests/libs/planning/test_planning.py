@@ -11,9 +11,6 @@ import torch
 from click.testing import CliRunner
 from torch.optim import Adam
 
-from shoal.cost.predict.dry_run import CollectiveTraffic, DryRun
-from shoal.cost.predict.predict import DryPlan
-from shoal.cost.predict.single_device import SingleDeviceProfile
 from shoal.errors import ConfigError
 from shoal.libs.planning import planner, step_time
 from shoal.libs.planning.calibration import Calibration, LinkCost, StepTimes, calibrate
@@ -22,6 +19,9 @@ from shoal.libs.planning.estimate import PlanEstimate, sort_estimates
 from shoal.libs.planning.hardware import HardwareSpec
 from shoal.libs.planning.plan import plan as plan_command
 from shoal.libs.planning.planner import Planner
+from shoal.libs.planning.predict.dry_run import CollectiveTraffic, DryRun
+from shoal.libs.planning.predict.predict import DryPlan
+from shoal.libs.planning.predict.single_device import SingleDeviceProfile
 from shoal.libs.planning.server_costs import ServerCosts, measure_server_costs
 from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.sync.parameter_server.config import LocalSGDConfig, ParameterServerConfig

@@ -22,11 +22,11 @@ from shoal.errors import CheckpointError, RegistryError, RunError, ShoalError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policies_spec import PoliciesSpec
 from shoal.flows.serving_spec import ServingSpec
-from shoal.flows.sweep.spec import SweepSpec
 from shoal.libs.batch_predict.flow import BatchPredictSpec
 from shoal.libs.population.loop.spec import RLPopulationSpec
 from shoal.libs.population.spec import PopulationSpec
 from shoal.libs.stream.spec import StreamSpec
+from shoal.libs.sweep.spec import SweepSpec
 from shoal.registry import Registry
 from shoal.rl.experience.quarantine import read_run_quarantine
 from shoal.rl.experience.segment_ledger import Ledger

@@ -17,7 +17,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.cli.display import run_view
-from shoal.cli.display.sweep_display import render_trials
 from shoal.cli.support.console import (
     DefaultCommandGroup,
     confirm_removal,
@@ -42,7 +41,6 @@ from shoal.runs.record.removal import (
 )
 from shoal.runs.report.event_messages import WAITING, format_warning
 from shoal.runs.run_kind import infer_fields
-from shoal.runs.sweep_trials import SWEEPING, load_sweep
 from shoal.runs.tracking.follower import Follower
 from shoal.runs.tracking.trackers import TRACKERS, require_library
 
@@ -311,11 +309,11 @@ def _print_section(console: Console, title: str, rows: Sequence[Sequence[str | T
 
 
 def _show_record(console: Console, run: Run) -> None:
-    """Its newest metrics, or the trials of a sweep; endpoints, models and events."""
+    """Its results, or its newest metrics; endpoints, models and events."""
     latest, events = run.latest(), run.events().tail(NUM_EVENTS).to_dict("records")
-    if run.list_events(SWEEPING):
-        console.print(Text("\nTrials", style="bold"))
-        console.print(render_trials(load_sweep(run)))
+    if (view := run_view.make_view(run, None)) is not None and (results := view.find_results()) is not None:
+        console.print(Text(f"\n{results[0]}", style="bold"))
+        console.print(results[1])
     elif not latest:
         console.print("\nNo metrics have been logged.", highlight=False)
     else:

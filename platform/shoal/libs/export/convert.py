@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import ConfigError, WeightsError, summarize_error
 from shoal.libs.export.examples import Example
 from shoal.registry import ModelVersion
-from shoal.serve.model.formats.onnx_trace import name_dynamic_axes, trace_to_onnx
+from shoal.serve.model.onnx_trace import name_dynamic_axes, trace_to_onnx
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 

@@ -23,8 +23,8 @@ from shoal.cluster.growth import find_growth
 from shoal.cluster.job_main import print_too
 from shoal.cluster.run_queue import format_needs
 from shoal.errors import PlanError
-from shoal.flows.sweep.ray_search import TuneSearcher, make_scheduler
-from shoal.flows.sweep.ray_trial import (
+from shoal.libs.sweep.ray_search import TuneSearcher, make_scheduler
+from shoal.libs.sweep.ray_trial import (
     FAILURE,
     FINISHED,
     PROGRESS,
@@ -34,8 +34,8 @@ from shoal.flows.sweep.ray_trial import (
     format_trial_name,
     parse_trial_name,
 )
-from shoal.flows.sweep.spec import SweepSpec
-from shoal.flows.sweep.trial import STOP_POLL_S, PlannedTrial, TrialSetting, find_trial, make_run_id
+from shoal.libs.sweep.spec import SweepSpec
+from shoal.libs.sweep.trial import STOP_POLL_S, PlannedTrial, TrialSetting, find_trial, make_run_id
 from shoal.runs import Run, Status
 from shoal.runs.sweep_trials import TrialLog, TrialState, load_history, load_sweep
 from shoal.train.launch.ray_capacity import resolve_device

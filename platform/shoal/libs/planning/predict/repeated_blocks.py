@@ -13,7 +13,7 @@ from itertools import groupby
 
 from torch import nn
 
-from shoal.cost.predict.fake_tensors import copy_model
+from shoal.cost.fake_tensors import copy_model
 from shoal.parallel.spmd import fsdp_blocks
 from shoal.parallel.tensor import plan
 

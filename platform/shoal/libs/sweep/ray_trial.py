@@ -15,9 +15,9 @@ from typing import Any
 from ray.tune import Trainable
 
 from shoal.device_memory import limit_device_memory
-from shoal.flows.sweep.loop_spec import add_module_folders
-from shoal.flows.sweep.trial import Trial, TrialRun, TrialSetting, is_remote, make_run_id
 from shoal.gc_freeze import freeze_loaded_objects
+from shoal.libs.sweep.loop_spec import add_module_folders
+from shoal.libs.sweep.trial import Trial, TrialRun, TrialSetting, is_remote, make_run_id
 from shoal.runs import RunRecorder
 from shoal.train.launch.training_run import Backend
 from shoal.train.launch.validate import validate_run
@@ -69,7 +69,7 @@ class TuneTrial(Trainable):
         limit_device_memory(setting.spec.gpus_per_trial)
         run_id, parameters = make_run_id(setting.sweep_id, number), config["trial"]["parameters"]
         if setting.spec.loop is not None:
-            from shoal.flows.sweep.loop_trial import LoopTrial  # what the loop needs, trainings do not wait for
+            from shoal.libs.sweep.loop_trial import LoopTrial  # what the loop needs, trainings do not wait for
 
             loop = setting.spec.make_loop_spec(parameters)
             self._run: Trial = LoopTrial(run_id, loop, should_stop=setting.stop_file.exists)

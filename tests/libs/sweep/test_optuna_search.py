@@ -9,7 +9,7 @@ import pytest
 from shoal.search.space import SearchSpace
 
 pytest.importorskip("optuna", reason="the extra `sweep` is not installed")
-from shoal.flows.sweep.optuna_search import OptunaSearch
+from shoal.libs.sweep.optuna_search import OptunaSearch
 
 SPACE = SearchSpace.parse({"rate": "log(1e-4,1e-1)", "layers": [[8], [8, 8]], "width": "logint(2,64)"})
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
@@ -16,13 +15,13 @@ from pydantic import Field
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec, is_loop_job
+from shoal.flows.local_run import MEAN_RETURN
 from shoal.network_address import is_loopback
 from shoal.registry import AliasNames
 from shoal.rl.spec import RLSpec
 from shoal.search.space import SearchSpace
 from shoal.train.task import find_source_file, load_task_file, unload_if_changed
 
-MEAN_RETURN = "mean_return"
 # Where a trial runs, how long, and what it leaves.
 _SAME = (
     *("recipe", "env", "actors", "stop", "reports", "model_name", "aliases"),
@@ -132,15 +131,3 @@ def check_loop(spec: LoopTrialSpec) -> None:
     from shoal.flows.rl_policy import inspect_environment  # it imports what a run of the loop needs
 
     inspect_environment(spec)
-
-
-def nest(parameters: Mapping[str, object]) -> dict[str, Any]:
-    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
-    nested: dict[str, Any] = {}
-    for path, value in parameters.items():
-        *parents, leaf = path.split(".")
-        node = nested
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[leaf] = value
-    return nested

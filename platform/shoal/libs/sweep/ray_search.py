@@ -17,9 +17,9 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, PopulationBasedTraining, TrialScheduler
 from ray.tune.search import Searcher
 
-from shoal.flows.sweep.ray_trial import FAILURE, FINISHED, PROGRESS, STEP, VALUE, format_trial_name, parse_trial_name
-from shoal.flows.sweep.spec import CheckedSweep, SweepSpec
-from shoal.flows.sweep.trial import PlannedTrial
+from shoal.libs.sweep.ray_trial import FAILURE, FINISHED, PROGRESS, STEP, VALUE, format_trial_name, parse_trial_name
+from shoal.libs.sweep.spec import CheckedSweep, SweepSpec
+from shoal.libs.sweep.trial import PlannedTrial
 from shoal.runs.sweep_trials import History, SweepTrial, TrialLog, TrialState
 from shoal.search.space import SearchSpace
 
@@ -30,7 +30,7 @@ class TuneSearcher(Searcher):
     def __init__(
         self, spec: SweepSpec, checked: CheckedSweep, planned: Sequence[PlannedTrial], finished: Iterable[SweepTrial]
     ) -> None:
-        from shoal.flows.sweep.optuna_search import OptunaSearch
+        from shoal.libs.sweep.optuna_search import OptunaSearch
 
         self._key = f"{VALUE}{checked.metric}"
         super().__init__(metric=self._key, mode="max" if checked.is_higher else "min")

@@ -17,31 +17,25 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from shoal.cost import CostTable
-from shoal.cost.cost_table import combine_ranks, format_quantity, relative_error
-from shoal.cost.predict.dry_run import DryRun
-from shoal.cost.predict.fake_process_group import MessageCosts
-from shoal.cost.predict.message_latency import measure_latency_s
-from shoal.cost.predict.predict import _choose_sizes, _estimate_transfers, _extrapolate, predict_cost
-from shoal.cost.step_profile import profile_step
 from shoal.cost.step_profiler import (
     MAX_MORE,
-    MIN_TIMED_S,
     NUM_TIMED,
     NUM_WARM_UP,
     StepProfiler,
-    TimedStep,
-    compute_bubble,
 )
 from shoal.data import Data
 from shoal.data.loader import load_first_batch
 from shoal.errors import DataError, PlanError
+from shoal.libs.planning.predict.dry_run import DryRun
+from shoal.libs.planning.predict.fake_process_group import MessageCosts, NotYetSent, SimulatedRanks, fake_world
+from shoal.libs.planning.predict.message_latency import measure_latency_s
+from shoal.libs.planning.predict.predict import _choose_sizes, _estimate_transfers, _extrapolate, predict_cost
+from shoal.libs.planning.predict.single_device import profile_single_device, watch_silent_modules
 from shoal.parallel import World
 from shoal.parallel.build import parallelize
 from shoal.parallel.comm.shm_p2p import ShmP2P
 from shoal.parallel.model import ParallelModel
-from shoal.parallel.pipeline.simulate import simulate_step as play
 from shoal.train import Task, TrainSpec
-from shoal.train.optim.ema import WeightAverage
 from shoal.train.optim.optimizers import make_optimizer
 
 WIDTH, BATCH = 32, 16
@@ -74,7 +68,7 @@ PARAMETERS = 3 * (WIDTH * WIDTH + WIDTH) + 4 * WIDTH + 4
 @pytest.fixture(autouse=True)
 def _whatever_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long a step takes here decides nothing in these tests."""
-    monkeypatch.setattr("shoal.cost.predict.predict.BUDGET_S", 1e6)
+    monkeypatch.setattr("shoal.libs.planning.predict.predict.BUDGET_S", 1e6)
 
 
 def table(*words: str, **args: Any) -> CostTable:
@@ -125,7 +119,7 @@ def test_stages_that_wait_for_each_other_both_ways_are_played(schedule: str, mon
 
 def test_large_batches_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = table("batch_size=256", samples=256)
-    monkeypatch.setattr("shoal.cost.predict.predict._choose_sizes", lambda *_: (64, 128))
+    monkeypatch.setattr("shoal.libs.planning.predict.predict._choose_sizes", lambda *_: (64, 128))
     scaled = table("batch_size=256", samples=256)
     assert scaled.notes
     for name in ("flops_step", "memory_peak", "memory_activations", "memory_optimizer"):
@@ -205,57 +199,6 @@ def test_an_average_of_the_weights_takes_memory_too(plan: str) -> None:
     assert found["memory_peak"] == without["memory_peak"] + found["memory_average"]
 
 
-def test_a_probe_measures_an_average_of_the_weights() -> None:
-    model, optimizer, batch, _ = probed()
-    averaged = WeightAverage(model, 0.9)
-    with profile_step(model, optimizer, average=averaged.tensors) as found:
-        model.train_step(batch, 0)
-    assert found["memory_average"] == 4 * PARAMETERS
-    with profile_step(model, optimizer) as without:
-        model.train_step(batch, 1)
-    assert found["memory_peak"] == without["memory_peak"] + 4 * PARAMETERS
-
-
-def test_of_long_steps_a_few_are_timed() -> None:
-    model, _, batch, probe = probed()
-    for step in range(NUM_WARM_UP + NUM_TIMED + 1):
-        assert not probe.is_due
-        with probe.step():
-            model.train_step(batch, step)
-            time.sleep(1.1 * MIN_TIMED_S / NUM_TIMED if NUM_WARM_UP <= step < NUM_WARM_UP + NUM_TIMED else 0.0)
-    assert probe.is_due
-    assert probe.collect_table()["step_s"] >= 1.1 * MIN_TIMED_S / NUM_TIMED
-    assert probe.is_done
-    assert not probe.is_due
-
-
-def test_steps_that_are_not_alike_are_averaged() -> None:
-    """Every other one has no backward pass: the FLOPs are those of a mean step, the memory that of the largest."""
-    model, _, batch, probe = probed(num_metered=4)
-    for step in range(NUM_WARM_UP + NUM_TIMED + 4):
-        assert not probe.is_due
-        with probe.step():
-            if step % 2:
-                model.train_step(batch, step)
-            else:
-                with torch.no_grad():
-                    model.modules[0](*Blocks().inputs(batch))
-    assert probe.is_due
-    measured, whole = probe.collect_table(), table()
-    forward = whole["flops_forward_sample"] * BATCH
-    assert measured["flops_step"] == pytest.approx((whole["flops_step"] + forward) / 2)
-    assert measured["memory_activations"] == whole["memory_activations"] > 0
-
-
-def test_a_rank_that_leaves_the_schedule_early_waits_all_the_same() -> None:
-    """Four micro-batches of 1 s forward and 2 s backward in two stages: the last rank is done 2 s before the first."""
-    played = play("1f1b", 2, 4, [1.0, 1.0], [2.0, 2.0])
-    first, last = TimedStep(0, 16.0, 12.0, 15.0), TimedStep(0, 16.0, 12.0, 13.0)
-    assert compute_bubble([first, last]) == pytest.approx(played.idle_share) == pytest.approx(0.2)
-    slower = TimedStep(1, 16.0, 24.0, 30.0)  # another pipeline, whose ranks wait for each other only
-    assert compute_bubble([first, last, slower, slower]) == pytest.approx(0.2)
-
-
 def test_a_message_takes_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time where it is taken in before the call that sends it returns."""
     threads, receive = threading.active_count(), ShmP2P.receive
@@ -271,7 +214,7 @@ def test_a_message_takes_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_messages_that_take_long_lengthen_the_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cost.predict.predict.measure_latency_s", lambda: 60.0)
+    monkeypatch.setattr("shoal.libs.planning.predict.predict.measure_latency_s", lambda: 60.0)
     found = table("parallel=pipeline", "workers=2")
     assert found["bubble"] > 0.9
     assert found["step_s"] == pytest.approx(4 * 60.0, rel=0.01)  # there and back, twice: two are under way at a time
@@ -312,21 +255,88 @@ def test_a_stage_is_as_slow_as_its_own_work(monkeypatch: pytest.MonkeyPatch) -> 
         return loss(self, outputs, batch)
 
     monkeypatch.setattr(Blocks, "loss", elsewhere)
-    monkeypatch.setattr("shoal.cost.predict.predict.measure_latency_s", lambda: 0.0)  # which others lengthen
+    monkeypatch.setattr("shoal.libs.planning.predict.predict.measure_latency_s", lambda: 0.0)  # which others lengthen
     assert table("parallel=pipeline", "workers=2")["step_s"] < 0.1  # of four micro-batches, each of which slept as long
 
 
-def test_tables_travel_and_merge() -> None:
-    found = CostTable({"memory_peak": 3.0, "bubble": float("nan")}, unknown=("aten.x",), cuts=("3",))
-    assert CostTable.from_details({**found.to_details(), "later": 1}) == CostTable(
-        {"memory_peak": 3.0}, ("aten.x",), (), ("3",)
-    )
-    assert combine_ranks({0: {"flops_rank": 2.0}, 1: {"flops_rank": 3.0}}) == {"flops_step": 5.0, "flops_rank": 3.0}
-    assert (relative_error(1.1, 1.0), relative_error(0.0, 0.0)) == (pytest.approx(0.1), 0.0)
-    words = [
-        format_quantity(3 << 20, "bytes"),
-        format_quantity(2.5e9, "operations"),
-        format_quantity(0.0021, "seconds"),
-        format_quantity(0.25, "share"),
-    ]
-    assert words == ["3 MiB", "2.5 GFLOP", "2.1 ms", "25.0%"]
+def test_ranks_that_are_played_in_turn_hear_what_was_said_before() -> None:
+    play, value = SimulatedRanks(), torch.arange(3.0)
+    with fake_world(0, 2, torch.device("cpu"), play) as world:
+        assert world.broadcast("layout") == "layout"
+        dist.send(value, group=dist.group.WORLD, group_dst=1)
+    with fake_world(1, 2, torch.device("cpu"), play) as world:
+        assert world.broadcast("ignored") == "layout"
+        found = torch.zeros(3)
+        dist.recv(found, group=dist.group.WORLD, group_src=0)
+        assert found.equal(value)
+        with pytest.raises(NotYetSent):
+            dist.recv(found, group=dist.group.WORLD, group_src=0)
+        with pytest.raises(NotYetSent):
+            world.broadcast("more")
+    with fake_world(0, 2, torch.device("cpu"), play) as world:
+        assert world.broadcast("another") == "layout"  # a rank that is played again decides as before
+    assert not dist.is_initialized()
+
+
+class OnFrozen(nn.Module):
+    """A frozen encoder, in evaluation mode and without gradients, and a head that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1).eval().requires_grad_(False)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, values: Tensor) -> Tensor:
+        with torch.no_grad():
+            encoded = self.encoder(values)
+        output: Tensor = self.head(encoded)
+        return output
+
+
+class Frozen(Task):
+    def model(self) -> nn.Module:
+        return OnFrozen()
+
+    def data(self) -> Data:
+        features = torch.randn(8, 3, 8)
+        return Data(TensorDataset(features, features[:, 0, 0]))
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.mean()
+
+
+def test_frozen_layers_are_looked_at_as_they_are_trained() -> None:
+    task = Frozen()
+    model = task.model()
+    alone = profile_single_device(task, model, task.data(), 4, torch.device("cpu"))
+    assert alone.unknown == ("aten._native_multi_head_attention",)  # the fast path of layers that are not trained
+    assert model.training
+    assert not any(each.training for each in model.encoder.modules())
+
+
+class _Outside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        return torch.from_numpy(np.asarray(inputs.detach()) @ np.asarray(weight.detach()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None
+
+
+class InNumPy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = _Outside.apply(inputs, self.weight)
+        return result
+
+
+def test_a_module_that_computes_where_torch_does_not_see_it_is_named() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), InNumPy(), nn.Linear(4, 2), nn.LSTM(2, 2))
+    with watch_silent_modules(model) as silent:
+        model(torch.zeros(3, dtype=torch.int64))
+    assert silent == ["1 (InNumPy)"]

@@ -10,9 +10,9 @@ from rich.console import Console
 
 import shoal.runs
 from shoal.cli.display import run_view
-from shoal.cli.display.sweep_display import SweepView, make_view
 from shoal.errors import CheckpointError
-from shoal.flows.sweep.trial import TrialReport, TrialRun, load_result
+from shoal.libs.sweep.display import SweepView, make_view
+from shoal.libs.sweep.trial import TrialReport, TrialRun, load_result
 from shoal.runs import RunKind, RunRecorder, Status
 from shoal.runs.sweep_trials import TrialLog, TrialState, load_history, load_sweep
 from shoal.train.launch.finalize import fetch_weights

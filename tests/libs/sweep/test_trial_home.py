@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.flows.sweep.trial import TrialSetting, is_remote
+from shoal.libs.sweep.trial import TrialSetting, is_remote
 
 
 def test_a_trial_on_a_host_without_the_folder_of_the_sweep_is_an_error(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import shoal.runs
 from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.errors import RunError, needs_extra
-from shoal.flows.sweep.spec import CheckedSweep, SweepSpec, check_sweep, sweep_from_overrides
-from shoal.flows.sweep.trial import PlannedTrial, TrialSetting, load_result
 from shoal.home import home
+from shoal.libs.sweep.spec import CheckedSweep, SweepSpec, check_sweep, sweep_from_overrides
+from shoal.libs.sweep.trial import PlannedTrial, TrialSetting, load_result
 from shoal.runs import RunKind, RunRecorder
 from shoal.runs.sweep_trials import SWEEPING, Sweep, SweepTrial, TrialLog, load_sweep
 from shoal.train.export.model_entry import register_model
@@ -58,7 +58,7 @@ def run_sweep(spec: SweepSpec, job: str = JOB, checked: CheckedSweep | None = No
         planned = plan_trials(spec, load_sweep(before).trials if before is not None else ())
         if planned:
             with needs_extra("train"):  # Ray Tune takes a second to load, which no check waits for
-                from shoal.flows.sweep.ray_sweep import run_trials
+                from shoal.libs.sweep.ray_sweep import run_trials
 
             run_trials(TrialSetting(recorder.id, spec, checked, home(), Path.cwd()), planned, log, before)
         recorder.flush()
@@ -103,7 +103,7 @@ def _finish(spec: SweepSpec, checked: CheckedSweep, recorder: RunRecorder, sweep
 def _register(spec: SweepSpec, checked: CheckedSweep, recorder: RunRecorder, best: SweepTrial) -> None:
     lineage = {"sweep": recorder.id, "trial": best.number, "run": best.run_id, "parameters": best.parameters}
     if checked.run is None:
-        from shoal.flows.sweep.loop_trial import register_trial  # what the loop needs, trainings do not wait for
+        from shoal.libs.sweep.loop_trial import register_trial  # what the loop needs, trainings do not wait for
 
         register_trial(spec.make_loop_spec(best.parameters), best.run_id, recorder, lineage)
         return

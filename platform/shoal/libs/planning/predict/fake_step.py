@@ -17,10 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.batch_tree import tensors_of
+from shoal.cost.fake_tensors import FakeMode, use_fake_tensors
 from shoal.cost.measure.collective_bytes import assume_cuda
 from shoal.cost.measure.memory import allocate_averages, bytes_of
 from shoal.cost.measure.op_counter import OpCounts
-from shoal.cost.predict.dry_run import (
+from shoal.cost.step_profile import profile_step
+from shoal.data import Data
+from shoal.data.loader import load_first_batch
+from shoal.libs.planning.predict.dry_run import (
     CollectiveTraffic,
     MakeOptimizer,
     TrainSpecProtocol,
@@ -28,13 +32,9 @@ from shoal.cost.predict.dry_run import (
     make_eager_spec,
     run_step,
 )
-from shoal.cost.predict.fake_process_group import SimulatedRanks, fake_world
-from shoal.cost.predict.fake_tensors import FakeMode, use_fake_tensors
-from shoal.cost.predict.repeated_blocks import NUM_BLOCKS, RepeatedBlocks, keep_block_shares
-from shoal.cost.predict.single_device import CostTaskProtocol
-from shoal.cost.step_profile import profile_step
-from shoal.data import Data
-from shoal.data.loader import load_first_batch
+from shoal.libs.planning.predict.fake_process_group import SimulatedRanks, fake_world
+from shoal.libs.planning.predict.repeated_blocks import NUM_BLOCKS, RepeatedBlocks, keep_block_shares
+from shoal.libs.planning.predict.single_device import CostTaskProtocol
 from shoal.parallel import ParallelDims, ParallelSpec, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import TaskProtocol

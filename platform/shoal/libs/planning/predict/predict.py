@@ -17,7 +17,12 @@ import torch
 from torch import nn
 
 from shoal.cost.cost_table import CostTable, combine_ranks
-from shoal.cost.predict.dry_run import (
+from shoal.cost.fake_tensors import ModelTooLarge, build_small_model
+from shoal.cpu_count import count_usable_cores
+from shoal.data import Batch, Data
+from shoal.data.loader import load_first_batch
+from shoal.errors import ShoalError, summarize_error
+from shoal.libs.planning.predict.dry_run import (
     CollectiveTraffic,
     DryRun,
     MakeOptimizer,
@@ -25,20 +30,15 @@ from shoal.cost.predict.dry_run import (
     dry_run,
     pick_representative_ranks,
 )
-from shoal.cost.predict.fake_plan import predict_on_fake_tensors
-from shoal.cost.predict.fake_process_group import NotYetSent, SimulatedRanks
-from shoal.cost.predict.fake_tensors import ModelTooLarge, build_small_model
-from shoal.cost.predict.message_latency import measure_latency_s
-from shoal.cost.predict.single_device import (
+from shoal.libs.planning.predict.fake_plan import predict_on_fake_tensors
+from shoal.libs.planning.predict.fake_process_group import NotYetSent, SimulatedRanks
+from shoal.libs.planning.predict.message_latency import measure_latency_s
+from shoal.libs.planning.predict.single_device import (
     CostTaskProtocol,
     SingleDeviceProfile,
     preserve_process,
     profile_single_device,
 )
-from shoal.cpu_count import count_usable_cores
-from shoal.data import Batch, Data
-from shoal.data.loader import load_first_batch
-from shoal.errors import ShoalError, summarize_error
 from shoal.parallel.comm.world import choose_device
 from shoal.parallel.pipeline.partition import StagePartition
 from shoal.parallel.pipeline.schedules import get_stage_ranks, plan_actions
@@ -47,6 +47,9 @@ from shoal.parallel.pipeline.simulate import simulate_step as play
 from shoal.parallel.placement import PlacementRow, build_placement
 from shoal.parallel.spec import ParallelDims
 from shoal.parallel.tensor.plan import find_tensor_plan
+from shoal.train.optim.optimizers import make_optimizer
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Task
 
 NUM_PIPELINE_ROUNDS = 2  # dry runs of each rank
 BUDGET_S = 1.5  # for a step of a dry run; a longer one is scaled
@@ -89,6 +92,11 @@ def predict_cost(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer
         note = f"run with the real model, which could not be counted on fake tensors: {summarize_error(error)}"
     found = build_cost_table(spec, dry_run_plan(task, spec, make_optimizer))
     return replace(found, notes=(*found.notes, note))
+
+
+def predict_run(task: Task, spec: TrainSpec) -> CostTable:
+    """The estimator that the core asks: see `shoal.train.launch.predicted_cost.Estimator`."""
+    return predict_cost(task, spec, make_optimizer)
 
 
 def dry_run_plan(

@@ -11,18 +11,18 @@ import pytest
 
 import shoal.runs
 from leftovers import still_alive
-from shoal.cli.commands.launch.sweep import make_overrides
 from shoal.errors import ConfigError
-from shoal.flows.sweep import loop_trial
-from shoal.flows.sweep.loop_spec import LoopTrialSpec, load_loop_recipe
-from shoal.flows.sweep.loop_trial import LoopTrial, register_trial
-from shoal.flows.sweep.spec import SweepSpec, check_sweep, sweep_from_overrides
-from shoal.flows.sweep.sweep import plan_trials
-from shoal.flows.sweep.trial import TrialReport
+from shoal.libs.sweep import loop_trial
+from shoal.libs.sweep.command import make_overrides
+from shoal.libs.sweep.flow import plan_trials
+from shoal.libs.sweep.loop_spec import LoopTrialSpec, load_loop_recipe
+from shoal.libs.sweep.loop_trial import LoopTrial, register_trial
+from shoal.libs.sweep.spec import SweepSpec, check_sweep, sweep_from_overrides
+from shoal.libs.sweep.trial import TrialReport
 from shoal.registry import Registry
 from shoal.runs import RunKind, Status
 
-JOB = f"{Path(__file__).parents[1] / 'sign_job.py'}"
+JOB = f"{Path(__file__).parents[2] / 'sign_job.py'}"
 RATE, STOP = "algorithm.learning_rate=log(1e-4,1e-1)", "stop.steps=4000"
 
 

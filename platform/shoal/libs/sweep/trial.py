@@ -26,8 +26,8 @@ import shoal.runs
 from shoal.checkpoint.directory import checkpoint_path, list_newest_first
 from shoal.checkpoint.stored import StoredCheckpoints, open_run_store
 from shoal.errors import CheckpointError, ConfigError, RunError, ShoalError
-from shoal.flows.sweep.spec import CheckedSweep, SweepSpec
 from shoal.home import home
+from shoal.libs.sweep.spec import CheckedSweep, SweepSpec
 from shoal.parallel import World
 from shoal.runs import RunKind, RunRecorder, Status
 from shoal.train.launch.local import LocalBackend

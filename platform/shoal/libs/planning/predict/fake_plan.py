@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from shoal.cost.cost_table import CostTable, combine_ranks
+from shoal.cost.fake_tensors import use_fake_tensors
 from shoal.cost.measure.peak_flops import measure_peak_flops
-from shoal.cost.predict.dry_run import MakeOptimizer, TrainSpecProtocol
-from shoal.cost.predict.fake_step import FakeStep, FakeTask, StepByDepth
-from shoal.cost.predict.fake_tensors import use_fake_tensors
-from shoal.cost.predict.repeated_blocks import MIN_BLOCKS, find_repeated_blocks
-from shoal.cost.predict.single_device import CostTaskProtocol, preserve_process
 from shoal.data import Data
 from shoal.errors import PlanError
+from shoal.libs.planning.predict.dry_run import MakeOptimizer, TrainSpecProtocol
+from shoal.libs.planning.predict.fake_step import FakeStep, FakeTask, StepByDepth
+from shoal.libs.planning.predict.repeated_blocks import MIN_BLOCKS, find_repeated_blocks
+from shoal.libs.planning.predict.single_device import CostTaskProtocol, preserve_process
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.parallel.pipeline.simulate import SimulatedStep, TransferTime, simulate_step
 from shoal.parallel.placement import PlacementRow, build_placement

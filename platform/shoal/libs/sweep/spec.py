@@ -1,7 +1,7 @@
 """The configuration of a sweep, and the checks before any of its trials starts.
 
 A sweep trains one Task several times; each trial is a `TrainSpec` with values from the search space, or a run of the
-loop (`loop_spec`). Called by `flows.sweep.sweep` and `shoal sweep`. Imports no Ray.
+loop (`loop_spec`). Called by `flow` and `shoal sweep`. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from pydantic import Field
 import shoal.runs
 from shoal.config import Spec, last_override
 from shoal.errors import ConfigError, MissingExtra
-from shoal.flows.sweep.loop_spec import (
-    MEAN_RETURN,
+from shoal.flows.local_run import MEAN_RETURN
+from shoal.libs.sweep.loop_spec import (
     LoopTrialSpec,
     check_loop,
     load_loop_recipe,
-    nest,
     require_loop_fields,
     require_loop_search,
 )
@@ -29,7 +28,7 @@ from shoal.runs import RunKind
 from shoal.runs.json_lines import LogFormat
 from shoal.runs.run_reader import infer_direction
 from shoal.runs.tracking.trackers import TrackerNames
-from shoal.search.space import Options, SearchSpace
+from shoal.search.space import Options, SearchSpace, nest
 from shoal.train.launch.checked_run import check_once
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.launch.validate import ValidatedRun, choose_metric

@@ -18,11 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.cost.measure.memory import allocate_averages
-from shoal.cost.predict.fake_process_group import MessageCosts, SimulatedRanks, fake_world
-from shoal.cost.predict.single_device import CostTaskProtocol
 from shoal.cost.step_profile import profile_step
 from shoal.data import Data
 from shoal.data.loader import load_first_batch
+from shoal.libs.planning.predict.fake_process_group import MessageCosts, SimulatedRanks, fake_world
+from shoal.libs.planning.predict.single_device import CostTaskProtocol
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import shoal
-from shoal.cli.commands.launch.sweep import SweepArguments, make_overrides
 from shoal.errors import ConfigError, MissingExtra
-from shoal.flows.sweep.spec import SweepSpec, check_sweep, sweep_from_overrides
+from shoal.libs.sweep.command import SweepArguments, make_overrides
+from shoal.libs.sweep.spec import SweepSpec, check_sweep, sweep_from_overrides
 from shoal.runs import RunKind
 from shoal.runs.run_kind import infer_kind
 
@@ -116,7 +116,7 @@ def test_the_command_is_what_was_typed_or_what_goes_on() -> None:
 
 
 def test_the_values_of_a_trial_follow_from_seed_and_number() -> None:
-    from shoal.flows.sweep.sweep import plan_trials
+    from shoal.libs.sweep.flow import plan_trials
     from shoal.runs.sweep_trials import SweepTrial, TrialState
 
     spec = spec_of(RATE, STOP, trials=4, seed=5)

@@ -14,15 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.data import TensorDataset
 
-from shoal.cost import CostTable
-from shoal.cost.predict import fake_tensors
-from shoal.cost.predict.fake_plan import NOTE, open_task
-from shoal.cost.predict.fake_step import FakeStep, FakeTask
-from shoal.cost.predict.fake_tensors import ModelTooLarge, build_small_model, use_fake_tensors
-from shoal.cost.predict.predict import predict_cost
-from shoal.cost.predict.repeated_blocks import find_repeated_blocks
+from shoal.cost import CostTable, fake_tensors
+from shoal.cost.fake_tensors import ModelTooLarge, build_small_model, use_fake_tensors
 from shoal.data import Data
 from shoal.errors import PlanError
+from shoal.libs.planning.predict.fake_plan import NOTE, open_task
+from shoal.libs.planning.predict.fake_step import FakeStep, FakeTask
+from shoal.libs.planning.predict.predict import predict_cost
+from shoal.libs.planning.predict.repeated_blocks import find_repeated_blocks
 from shoal.models.decoder import Decoder
 from shoal.parallel.spec import ParallelDims, ParallelSpec
 from shoal.train import Task, TrainSpec
@@ -196,7 +195,7 @@ def test_counts_are_those_of_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "parallel=fsdp", "workers=2"
     counted = count(*words)
     monkeypatch.setattr(fake_tensors, "MAX_REAL_BYTES", 1 << 30)
-    monkeypatch.setattr("shoal.cost.predict.predict.BUDGET_S", 1e6)
+    monkeypatch.setattr("shoal.libs.planning.predict.predict.BUDGET_S", 1e6)
     run = count(*words)
     assert NOTE not in run.notes
     for name in ("parameters", "parameters_rank", "flops_step", "flops_forward_sample", "flops_backward_sample"):

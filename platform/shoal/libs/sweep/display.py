@@ -1,6 +1,6 @@
 """The table of a sweep: its trials with their parameters and newest evaluations, the best first.
 
-Called by `run_view` and by `shoal runs`.
+Called by `run_view`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class SweepView(RunView):
         counts = _count_states(self.sweep) if self.sweep is not None else []
         best = [f"best {name} {format_number(value)}" for name, value in self.metrics.items()]
         return [*(f"{name} {count}" for name, count in counts), *best]
+
+    def find_results(self) -> tuple[str, RenderableType] | None:
+        return None if self.sweep is None else ("Trials", render_trials(self.sweep))
 
 
 def make_view(run: Run, before: SweepView | None, notes: Sequence[str]) -> SweepView:

@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 from programs import run_ranks
 from shoal.cost.measure.memory import track_growth
 from shoal.cost.measure.op_counter import count_ops
-from shoal.cost.predict.predict import predict_cost
 from shoal.cost.step_profiler import StepProfiler
 from shoal.data import Data
 from shoal.data.loader import load_first_batch
+from shoal.libs.planning.predict.predict import predict_cost
 from shoal.parallel import World
 from shoal.parallel.build import parallelize
 from shoal.train import Task, TrainSpec

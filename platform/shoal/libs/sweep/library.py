@@ -1,0 +1,15 @@
+"""The verb, the display and the function of this library."""
+
+from shoal.plugins.library import Library
+
+LIBRARY = Library(
+    "sweep",
+    verbs={
+        "sweep": (
+            "shoal.libs.sweep.command:sweep",
+            "Search for a task's best hyper-parameters: many trials, with a live table.",
+        ),
+    },
+    displays={"sweep": "shoal.libs.sweep.display"},
+    names={"sweep": "shoal.libs.sweep.api:sweep"},
+)
