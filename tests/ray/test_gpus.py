@@ -21,13 +21,13 @@ from shoal.cluster.embedded_cluster import EmbeddedCluster, start_cluster
 from shoal.cluster.growth import Growth
 from shoal.cluster.job_main import connect
 from shoal.errors import ConfigError, PlanError
-from shoal.flows.sweep.loop_spec import LoopTrialSpec
-from shoal.flows.sweep.ray_sweep import count_concurrent_trials
-from shoal.flows.sweep.spec import SweepSpec, check_sweep
 from shoal.flows.training import RayBackend
 from shoal.libs.population.flow.run import _choose_workers
 from shoal.libs.population.loop.spec import RLPopulationSpec
 from shoal.libs.population.spec import PopulationSpec
+from shoal.libs.sweep.loop_spec import LoopTrialSpec
+from shoal.libs.sweep.ray_sweep import count_concurrent_trials
+from shoal.libs.sweep.spec import SweepSpec, check_sweep
 from shoal.train.launch.ray_capacity import require_capacity, resolve_device
 from shoal.train.launch.validate import validate_run
 from shoal.train.reporting.event_log import NullLog

@@ -8,6 +8,7 @@
 | `Tracker`                            | `track=my_tracker.py:MyTracker`                 | `shoal.trackers`      |
 | `shoal.sources.StreamSource`         | `shoal.Data(train=MySource())`                  |                       |
 | `Library`: verbs and displays        | `shoal VERB`                                    | `shoal.libraries`     |
+| a function of Task and TrainSpec     | `shoal inspect`, the predicted cost of a run    | `shoal.estimators`    |
 
 Names are imported at their first use: some need torch.
 """
