@@ -11,8 +11,7 @@ import pytest
 from shoal.batching.latency_model import ForwardTime
 from shoal.errors import DataError
 from shoal.libs.capacity.simulation import poisson
-from shoal.libs.capacity.trace import read_trace
-from shoal.libs.capacity.trace_replay import ReplayedTrace, replay_fixed, replay_policy
+from shoal.libs.capacity.trace_replay import ReplayedTrace, read_trace, replay_fixed, replay_policy
 from shoal.serve.scaling.policy import ScalePolicy
 from shoal.serve.spec.scale import ScaleSpec
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.batching.latency_model import ForwardTime
-from shoal.serve.scaling.budget import Budget
-from shoal.serve.scaling.policy import Decision, EndpointLoad, ReplicaLoad, ScalePolicy
+from shoal.serve.scaling.policy import Budget, Decision, EndpointLoad, ReplicaLoad, ScalePolicy
 from shoal.serve.spec.scale import ScaleSpec
 
 CURVE = tuple(enumerate(ForwardTime([(1, 0.0205), (32, 0.036)]).tabulate(32), 1))  # carries 889 requests/s

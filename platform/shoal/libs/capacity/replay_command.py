@@ -15,8 +15,7 @@ from shoal.batching.latency_model import ForwardTime
 from shoal.cli.support.console import make_table, print_json
 from shoal.config import Spec
 from shoal.errors import DataError
-from shoal.libs.capacity.trace import read_trace
-from shoal.libs.capacity.trace_replay import ReplayedTrace, replay_fixed, replay_policy
+from shoal.libs.capacity.trace_replay import ReplayedTrace, read_trace, replay_fixed, replay_policy
 from shoal.serve.scaling.policy import ScalePolicy
 from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S
 from shoal.serve.spec.scale import ScaleSpec

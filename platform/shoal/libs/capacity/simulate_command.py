@@ -22,7 +22,7 @@ from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError
 from shoal.libs.capacity.replay_command import replay_trace
 from shoal.libs.capacity.simulation import SimulatedLoad, simulate
-from shoal.libs.capacity.trace import MAX_REQUESTS
+from shoal.libs.capacity.trace_replay import MAX_REQUESTS
 from shoal.serve.spec.scale import MAX_REPLICAS
 
 TIMEOUT_S = 5.0
