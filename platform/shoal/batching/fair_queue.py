@@ -21,7 +21,7 @@ DEFAULT_DEADLINE_S = 1.0
 class QueuedRequest:
     """A waiting request, with the fields that decide its order. Compared by identity.
 
-    num_places: that it takes in the queue; 0: as many as its rows
+    charged_rows: rows of the queue that it takes; 0: as many as its own
     """
 
     __slots__ = ("arrived_s", "charged_rows", "deadline_s", "group", "num_rows", "order_s", "tenant")
@@ -33,10 +33,10 @@ class QueuedRequest:
         deadline_s: float | None,
         group: Hashable = None,
         tenant: str = "",
-        num_places: int = 0,
+        charged_rows: int = 0,
     ) -> None:
         self.num_rows, self.arrived_s, self.group, self.tenant = num_rows, arrived_s, group, tenant
-        self.deadline_s, self.charged_rows = deadline_s, num_places or num_rows
+        self.deadline_s, self.charged_rows = deadline_s, charged_rows or num_rows
         patient_s = arrived_s + DEFAULT_DEADLINE_S
         self.order_s = patient_s if deadline_s is None or deadline_s > patient_s else deadline_s
 
@@ -134,21 +134,21 @@ class FairQueue(Generic[QueuedT]):
             self._tenants.clear()  # no request waits, so no tenant is behind another
         return batch, late
 
-    def may_displace_largest_tenant(self, waiting: QueuedT, num_places: int) -> bool:
-        """Whether the largest tenant, less `num_places`, would still have as many as this tenant with the new
+    def may_displace_largest_tenant(self, waiting: QueuedT, charged_rows: int) -> bool:
+        """Whether the largest tenant, less `charged_rows`, would still have as many as this tenant with the new
         request."""
         tenant = self._tenants.get(waiting.tenant)
         own = waiting.charged_rows + (tenant.charged_rows if tenant is not None else 0)
-        return own <= max([each.charged_rows for each in self._tenants.values()], default=0) - num_places
+        return own <= max([each.charged_rows for each in self._tenants.values()], default=0) - charged_rows
 
-    def evict(self, num_places: int) -> list[QueuedT]:
-        """Remove the last requests of the largest tenant, until at least `num_places` are free."""
+    def evict(self, charged_rows: int) -> list[QueuedT]:
+        """Remove the last requests of the largest tenant, until at least `charged_rows` are free."""
         tenant = max(self._tenants.values(), key=attrgetter("charged_rows"))
         evicted: list[QueuedT] = []
-        while num_places > 0:
+        while charged_rows > 0:
             lane = max(tenant.lanes.values(), key=lambda each: each[-1].order_s)
             evicted.append(lane[-1])
-            num_places -= lane[-1].charged_rows
+            charged_rows -= lane[-1].charged_rows
             self._remove(tenant, lane[-1], len(lane) - 1)
         return evicted
 

@@ -233,9 +233,9 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         if not 1 <= num_rows <= policy.max_batch_rows:
             raise InferenceError(422, f"a request holds 1 to {policy.max_batch_rows} rows, this one has {num_rows}")
         now_s = slots.clock()
-        num_places = policy.compute_charged_rows(num_rows, size_bytes)
+        charged_rows = policy.compute_charged_rows(num_rows, size_bytes)
         entry: PendingRequest[GroupT, RequestT, AnswerT] = PendingRequest(
-            num_rows, now_s, deadline_s, group, tenant, num_places
+            num_rows, now_s, deadline_s, group, tenant, charged_rows
         )
         entry.queue, entry.request, entry.future = self, request, reply
         with slots.lock:
