@@ -220,9 +220,6 @@ def test_limits_that_do_not_fit_are_refused(words: tuple[int, int, float], field
     with pytest.raises(ConfigError) as caught:
         schedule.add_queue("a", **dict(zip(names, words, strict=False)))  # type: ignore[arg-type]
     assert caught.value.field == field_name
-
-
-def test_a_schedule_without_slots_is_refused() -> None:
     with pytest.raises(ConfigError, match="slots = 0"):
         BatchScheduler(0)
 
