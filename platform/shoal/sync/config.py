@@ -128,13 +128,11 @@ class SyncConfig(Spec):
 class AllReduceConfig(SyncConfig):
     """Every step waits for all ranks, and has the gradients of the global batch.
 
-    hogwild:      with one worker: lanes that train its weights at once, without locks (1106.5730)
-    hogwild_mode: threads or processes; `auto` tries both for a second each and goes on with the faster
+    hogwild: with one worker: lanes that train its weights at once, without locks (1106.5730)
     """
 
     kind: Literal["all_reduce"] = "all_reduce"
     hogwild: int = Field(default=1, ge=1)
-    hogwild_mode: Literal["auto", "threads", "processes"] = "auto"
 
     synchronizer: ClassVar[str] = "shoal.sync.synchronizer:AllReduce"
     has_replicas: ClassVar[bool] = False
@@ -143,9 +141,7 @@ class AllReduceConfig(SyncConfig):
 
     def resolve(self, workers: int, min_workers: int | None) -> SyncConfig:
         if min_workers is None:
-            if self.hogwild == 1:
-                return self
-            return _make_variant("hogwild", lanes=self.hogwild, mode=self.hogwild_mode)
+            return self if self.hogwild == 1 else _make_variant("hogwild", lanes=self.hogwild)
         if self.hogwild > 1:
             raise ValueError("sync.hogwild does not go with workers=[min,max]: a lane takes steps of its own")
         return _make_variant("elastic", workers=workers, min_workers=min_workers)

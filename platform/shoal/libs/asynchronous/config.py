@@ -247,7 +247,6 @@ class HogwildConfig(SyncConfig):
 
     kind: Literal["hogwild"] = "hogwild"
     lanes: int
-    mode: Literal["auto", "threads", "processes"]
 
     synchronizer: ClassVar[str] = "shoal.libs.asynchronous.hogwild:HogwildSync"
     has_replicas: ClassVar[bool] = False

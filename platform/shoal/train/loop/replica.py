@@ -9,7 +9,6 @@ import torch
 
 from shoal.sync.synchronizer import Replica, ReplicaState
 from shoal.train.loop.components import TrainComponents
-from shoal.train.reporting.event_log import EventLog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +16,6 @@ class TrainReplica(Replica):
     """A Replica with all of its components, for synchronizers that take part in the loop, such as Hogwild's."""
 
     parts: TrainComponents
-    journal: EventLog
 
 
 def make_replica_state(parts: TrainComponents) -> ReplicaState:

@@ -83,9 +83,9 @@ class Trainer:
         self._event_log: EventLog = journal if journal is not None and world.is_first else NullLog()
         with translate_lost_ranks(world):
             self._parts = parts = build_components(spec, task, world, self._replica)
-            state, journal = make_replica_state(parts), self._event_log
+            state = make_replica_state(parts)
             place = config, parts.model, parts.optimizer, world, state, connection
-            self.sync: Synchronizer = make_synchronizer(TrainReplica(*place, parts=parts, journal=journal))
+            self.sync: Synchronizer = make_synchronizer(TrainReplica(*place, parts=parts))
             parts.outer = self.sync.outer
             self._store = open_run_store(run_id)
             self._checkpoints = CheckpointManager(
