@@ -170,33 +170,31 @@ def find_config_type(kind: object) -> type[SyncConfig]:
     return found
 
 
-def _find_owners(name: str) -> dict[str, Any]:
-    """The kinds of ours that have a field, and what it is there."""
-    found = {kind: load_reference(reference).model_fields.get(name) for kind, reference in list_kinds().items()}
-    return {kind: field for kind, field in found.items() if field is not None}
-
-
-def _advise(kind: object, chosen: type[SyncConfig], name: str) -> str:
-    owners, names = _find_owners(name), ", ".join([*chosen.model_fields][1:])
+def _advise(kind: object, config_type: type[SyncConfig], name: str) -> str:
+    """What to do about a field that a kind does not have."""
+    owners = _find_owners(name)
     remedy = f"leave it out, or choose sync.kind={' or '.join(owners)}" if owners else "leave it out"
-    return f"{kind} has none, but {names}: {remedy}"
+    return f"{kind} has none, but {', '.join([*config_type.model_fields][1:])}: {remedy}"
+
+
+def _find_owners(name: str) -> list[str]:
+    """The kinds of ours that have a field."""
+    return [kind for kind, reference in list_kinds().items() if name in load_reference(reference).model_fields]
 
 
 def _parse_config(value: object) -> object:
-    """A kind, or fields of one kind. Records of release 0.1 have those of all kinds: what is unused has its default."""
+    """A kind, or fields of one kind."""
     if isinstance(value, str):
         value = {"kind": value}
     if not isinstance(value, Mapping):
         return value
     kind = value.get("kind", _DEFAULT)
-    chosen = find_config_type(kind)
-    fields = {name: each for name, each in value.items() if name in chosen.model_fields}
-    for name in [each for each in value if each not in fields]:
-        if any(field.default == value[name] for field in _find_owners(name).values()):
-            continue
-        given = "null" if value[name] is None else value[name]
-        raise ValueError(f"sync.{name}={given}: {_advise(kind, chosen, name)}")
-    return chosen.model_validate({"kind": kind, **fields})
+    config_type = find_config_type(kind)
+    for name in value:
+        if name not in config_type.model_fields:
+            given = "null" if value[name] is None else value[name]
+            raise ValueError(f"sync.{name}={given}: {_advise(kind, config_type, name)}")
+    return config_type.model_validate({"kind": kind, **value})
 
 
 AnySyncConfig = Annotated[SerializeAsAny[SyncConfig], BeforeValidator(_parse_config)]

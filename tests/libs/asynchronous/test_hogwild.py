@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.errors import ConfigError, RankLost, TrainError
 from shoal.libs.asynchronous import hogwild
 from shoal.parallel import World
-from shoal.train.loop.replica import TrainReplica
+from shoal.train.loop.components import TrainReplica
 from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec

@@ -23,8 +23,7 @@ from shoal.parallel import World
 from shoal.random_state import preserve_rng
 from shoal.sync.rank_signals import RankSignals, RankSync
 from shoal.sync.synchronizer import Replica, Synchronizer
-from shoal.train.loop.components import TrainComponents, build_components
-from shoal.train.loop.replica import TrainReplica
+from shoal.train.loop.components import TrainComponents, TrainReplica, build_components
 from shoal.train.task import make_task
 
 PAUSE_TIMEOUT_S, END_TIMEOUT_S = 300.0, 30.0  # for the step that a lane is in

@@ -102,7 +102,11 @@ class CheckpointManager:
         self._components.load_position(extras.extras["position"], own)
         if "counts" in extras.extras:  # missing in older checkpoints
             self._components.load_counts(extras.extras["counts"])
-        self._restore_selective(own, found)
+        # The waiting samples belong to this rank's share of the data.
+        if own is not None and found.plan == self._components.degrees.description:
+            self._components.load_selective(own)
+        elif self._components.selective is not None:
+            self._event_log.record_event("selective_backprop_emptied", step=found.step, plan=found.plan)
         if extras.own is not None:  # otherwise the number of ranks has changed, and each has its own random state
             set_random_state(extras.own["random"])
         self._checkpointer.prepare(self._components.state())
@@ -116,18 +120,6 @@ class CheckpointManager:
         for name in extras.absent & state.keys():
             del state[name]
         return extras
-
-    def _restore_selective(self, own: dict[str, Any] | None, found: Found) -> None:
-        """Restore the waiting samples, which belong to this rank's share of the data, unless the plan has changed."""
-        if own is not None and found.plan == self._components.degrees.description:
-            self._components.load_selective(own)
-        elif self._components.selective is not None:
-            self._event_log.record_event("selective_backprop_emptied", step=found.step, plan=found.plan)
-
-    def is_due_between(self, before: int, step: int) -> bool:
-        """Whether a checkpoint is due after one of the steps that follow `before`, up to `step`."""
-        every = self._spec.every_steps
-        return every is not None and step // every > before // every
 
     def is_due_after(self, elapsed_s: float) -> bool:
         """Whether a checkpoint is due by time; the same on all ranks, given the same synchronised time."""
