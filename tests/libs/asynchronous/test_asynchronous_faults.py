@@ -21,7 +21,7 @@ from torch import Tensor
 
 import shoal.runs
 from shoal.errors import RankLost, TrainError
-from shoal.libs.asynchronous.launch.replicas import ForkedProcess, fit_replicas
+from shoal.libs.asynchronous.replicas import ForkedProcess, fit_replicas
 from shoal.parallel import World
 from shoal.train.loop.trainer import Trainer
 from shoal.train.spec import TrainSpec

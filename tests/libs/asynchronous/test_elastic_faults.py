@@ -18,7 +18,7 @@ from test_asynchronous_faults import KillingLog, Processes, spec_of
 from torch import Tensor
 
 from shoal.errors import RankLost
-from shoal.libs.asynchronous.launch.replicas import fit_replicas
+from shoal.libs.asynchronous.replicas import fit_replicas
 from shoal.parallel import World
 from shoal.train import Callback
 from shoal.train.callback import TrainingState

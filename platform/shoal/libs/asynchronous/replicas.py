@@ -27,17 +27,17 @@ import torch
 from shoal.atomic_file import make_folder
 from shoal.errors import ConnectionLost, RankLost, ShoalError, TrainError, WorkerDeparted
 from shoal.libs.asynchronous.config import ServersConfig
-from shoal.libs.asynchronous.controller import Controller, ControllerSetting, make_controller
-from shoal.libs.asynchronous.launch.process_group import (
+from shoal.libs.asynchronous.controller import ControllerSetting, make_controller
+from shoal.libs.asynchronous.parameter_server.server import ParameterServer
+from shoal.libs.asynchronous.parameter_server.server_service import ServerService
+from shoal.libs.asynchronous.parameter_server.update_log import remove_earlier
+from shoal.libs.asynchronous.process_group import (
     ForkedProcess,
     ProcessGroup,
     StartProcess,
     Target,
     end_with_parent,
 )
-from shoal.libs.asynchronous.parameter_server.server import ParameterServer
-from shoal.libs.asynchronous.parameter_server.server_service import ServerService
-from shoal.libs.asynchronous.parameter_server.update_log import remove_earlier
 from shoal.network_address import find_local_address
 from shoal.parallel import World
 from shoal.random_state import seed_everything
@@ -181,12 +181,12 @@ def fit_replicas(
     """
     with ExitStack() as closing:
         sockets = closing.enter_context(tempfile.TemporaryDirectory(prefix="shoal-sync-"))
-        sync, num_servers = spec.applied_sync, spec.applied_sync.num_servers
-        addresses = Addresses.at(host, num_servers) if host else Addresses.within(sockets, num_servers)
-        places = addresses.servers, spec.workers, spec.min_workers
-        controller = make_controller(
-            sync, ControllerSetting(addresses.controller, *places, CALL_TIMEOUT_S, addresses.keys)
+        sync = spec.applied_sync
+        addresses = Addresses.at(host, sync.num_servers) if host else Addresses.within(sockets, sync.num_servers)
+        setting = ControllerSetting(
+            addresses.controller, addresses.servers, spec.workers, spec.min_workers, CALL_TIMEOUT_S, addresses.keys
         )
+        controller = make_controller(sync, setting)
         closing.callback(controller.close)
         controller.start()
         inbox = _Inbox()
@@ -206,11 +206,10 @@ def fit_replicas(
             tick()
         assert inbox.outcome is not None
         outcome = msgspec.convert(inbox.outcome, TrainResult, dec_hook=lambda kind, value: kind(value))
-        events = controller.describe()
-        for kind, details in events.items():
+        for kind, details in controller.describe().items():
             journal.record_event(kind, **details)
-        if "staleness" in events:
-            _log_updates(controller, journal, outcome.steps)
+            if kind == "staleness":
+                _log_updates(details, journal, outcome.steps)
         _record_traffic(inbox.traffic, journal)
         return outcome
 
@@ -228,18 +227,20 @@ def launch_replicas(
     """Train in processes of this host, or as workers of the connected cluster (see `LaunchReplicas`)."""
     if not on_cluster:
         return fit_replicas(spec, run_id, folder, log, should_stop)
-    from shoal.libs.asynchronous.launch.ray_processes import RayProcesses
+    from shoal.libs.asynchronous.ray_processes import RayProcesses
 
     processes = RayProcesses(spec)
     return fit_replicas(spec, run_id, folder, log, should_stop, processes.start, tick, processes.find_address())
 
 
-def _log_updates(controller: Controller, journal: EventLog, step: int) -> None:
-    journal.log(step, {"sync/bytes_pushed": float(controller.num_bytes)})
-    if controller.staleness:
-        highest = max(controller.staleness)
-        number = np.array([controller.staleness[staleness] for staleness in range(highest + 1)])
-        journal.log_histogram(step, "sync/staleness", number, np.arange(highest + 2) - 0.5)
+def _log_updates(details: Mapping[str, Any], journal: EventLog, step: int) -> None:
+    """Log the bytes and the distribution of τ of the event `staleness`."""
+    journal.log(step, {"sync/bytes_pushed": float(details["bytes_pushed"])})
+    counts = {int(staleness): count for staleness, count in details["counts"].items()}
+    if counts:
+        highest = max(counts)
+        numbers = np.array([counts.get(staleness, 0) for staleness in range(highest + 1)])
+        journal.log_histogram(step, "sync/staleness", numbers, np.arange(highest + 2) - 0.5)
 
 
 def _record_traffic(traffic: list[Traffic], journal: EventLog) -> None:
@@ -348,8 +349,11 @@ def _start_server(
     server = ParameterServer(index, spec.sync.make_server_optimizer(optimizer), spec.sync, spec.workers)
     make_folder(file.parent)  # absent on a host that shares no files with the driver's
     remove_earlier(file)
-    where = addresses.choose_server_address(index), index, server, addresses.controller, CALL_TIMEOUT_S, file
-    ServerService(*where, keys=addresses.keys, report=report).start()
+    address = addresses.choose_server_address(index)
+    service = ServerService(
+        address, server, addresses.controller, CALL_TIMEOUT_S, file, keys=addresses.keys, report=report
+    )
+    service.start()
 
 
 def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, folder: Path) -> None:
@@ -363,7 +367,9 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
         is_leaving = spec.applied_sync.chief_may_leave or index != 0
         signal.signal(signal.SIGTERM, (lambda number, frame: notice.set()) if is_leaving else signal.SIG_IGN)
     timeout_s = CALL_TIMEOUT_S if spec.min_workers is None and addresses.keys is None else WAIT_TIMEOUT_S
-    place = index, spec.workers, addresses.controller, addresses.servers
+    connection = Connection(
+        index, spec.workers, addresses.controller, addresses.servers, timeout_s, addresses.keys, notice.is_set
+    )
     try:
         trainer = Trainer(
             spec,
@@ -373,7 +379,7 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
             run_id=run_id,
             journal=_ForwardedLog(calls) if index == 0 else NullLog(),
             should_stop=lambda: calls.call(PollStop()),
-            connection=Connection(*place, timeout_s, addresses.keys, notice.is_set),
+            connection=connection,
         )
         outcome = trainer.run()
     except WorkerDeparted as departure:
