@@ -285,6 +285,15 @@ class TrainComponents:
         self.model.close()
 
 
+def _require_data_fits(spec: TrainSpec, data: Data, world: World) -> None:
+    if is_stream(data.train) and world.size > 1:
+        problem = f"is a stream, which {world.size} processes cannot share"
+        raise ConfigError("data", type(data.train).__name__, problem, "use workers=1")
+    if spec.selective_backprop is not None and hasattr(data.train, "sample_sizes"):
+        problem = "needs samples that are rows of tensors, and as many on each rank; this dataset has `sample_sizes`"
+        raise ConfigError("selective_backprop", type(data.train).__name__, problem, "leave it out")
+
+
 def build_components(
     spec: TrainSpec, task: Task, world: World, replica: tuple[int, int] | None = None
 ) -> TrainComponents:
@@ -299,15 +308,13 @@ def build_components(
     degrees = spec.parallel.resolve_dims(world.size, ranks_per_host)
     spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     data = load_data(task, spec.task)
+    _require_data_fits(spec, data, world)
     share = (degrees.coordinates(world.rank).data, degrees.data)
     training = _make_loader(spec, data, world, replica or share, is_training=True)
     validation = _make_loader(spec, data, world, share, is_training=False) if data.validation is not None else None
     seed_everything(spec.seed)
     network, deferred, eager_reason = _build_network(spec, task, degrees)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
-    if is_stream(data.train) and world.size > 1:
-        problem = f"is a stream, which {world.size} processes cannot share"
-        raise ConfigError("data", type(data.train).__name__, problem, "use workers=1")
     example = load_first_batch(data, spec.batch_size // (replica[1] if replica else degrees.data), world.device)
     model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed, deferred)
     model.loss_reader.is_active |= spec.splits_batches
@@ -321,11 +328,8 @@ def build_components(
     steps_per_epoch = training.num_batches
     resolve_total_steps(spec, steps_per_epoch)
     chosen = spec.selective_backprop
-    if chosen is not None and hasattr(data.train, "sample_sizes"):
-        problem = "needs samples that are rows of tensors, and as many on each rank; this dataset has `sample_sizes`"
-        raise ConfigError("selective_backprop", type(data.train).__name__, problem, "leave it out")
-    place = degrees.coordinates(world.rank)
-    stateful = MetricSet(task.stateful_metrics(), task.update_metric, world, counts=place.tensor == 0)
+    is_counted = degrees.coordinates(world.rank).tensor == 0
+    stateful = MetricSet(task.stateful_metrics(), task.update_metric, world, counts=is_counted)
     parts = TrainComponents(
         spec,
         task,

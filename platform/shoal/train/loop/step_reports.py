@@ -28,7 +28,7 @@ CHUNK_SIZE = 2**24  # torch.histc counts in float32, which cannot count further 
 
 
 @dataclass(frozen=True)
-class StepLoss:
+class UnreadLoss:
     """The loss of a step, which is read later, when the device has computed it.
 
     named:  further losses, by the Task's names
@@ -47,7 +47,7 @@ class LossReport:
     """The losses of the steps since the last exchange, and their sums over all ranks since the last report."""
 
     def __init__(self) -> None:
-        self._steps: list[StepLoss] = []
+        self._steps: list[UnreadLoss] = []
         self._names: tuple[str, ...] = ()  # of the Task's further losses
         self._clear_sums()
 
@@ -55,7 +55,7 @@ class LossReport:
         self._sum, self._weight = 0.0, 0.0
         self._named_sums: list[float] = []
 
-    def add(self, step: StepLoss) -> None:
+    def add(self, step: UnreadLoss) -> None:
         self._names = self._names or tuple(sorted(step.named))
         self._steps.append(step)
 

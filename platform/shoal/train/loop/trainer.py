@@ -31,7 +31,7 @@ from shoal.train.loop.components import TrainReplica, build_components
 from shoal.train.loop.evaluation import evaluate
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
 from shoal.train.loop.split_check import SplitLossCheck
-from shoal.train.loop.step_reports import LossReport, StepLoss, ThroughputMeter, write_histograms
+from shoal.train.loop.step_reports import LossReport, UnreadLoss, ThroughputMeter, write_histograms
 from shoal.train.loop.stopping import StopDecision, StopPolicy
 from shoal.train.optim.selective_backprop import count_profiled_steps
 from shoal.train.reporting.event_log import EventLog, NullLog
@@ -209,7 +209,7 @@ class Trainer:
         if parts.average is not None:
             parts.average.update()
         indices, named = parts.training.last_indices, parts.model.step_losses
-        self._losses.add(StepLoss(step, loss, norm, indices, named, parts.step_weight))
+        self._losses.add(UnreadLoss(step, loss, norm, indices, named, parts.step_weight))
         self._callbacks.end_step(self._progress.step, loss)
         num_steps = self._progress.step - step
         self._meter.count_steps(num_steps, self.spec.batch_size * num_steps)
