@@ -183,7 +183,7 @@ def _find_owners(name: str) -> list[str]:
 
 
 def _parse_config(value: object) -> object:
-    """A kind, or fields of one kind."""
+    """Parse a kind, or the fields of one kind."""
     if isinstance(value, str):
         value = {"kind": value}
     if not isinstance(value, Mapping):

@@ -10,9 +10,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from shoal.cost.predict.dry_run import CollectiveTraffic, DryRun
-from shoal.cost.predict.predict import DryPlan
-from shoal.cost.predict.single_device import SingleDeviceProfile
 from shoal.errors import ConfigError
 from shoal.libs.planning import planner, step_time
 from shoal.libs.planning.calibration import Calibration, LinkCost, StepTimes, calibrate
@@ -21,6 +18,9 @@ from shoal.libs.planning.estimate import PlanEstimate, sort_estimates
 from shoal.libs.planning.hardware import HardwareSpec
 from shoal.libs.planning.plan import plan as plan_command
 from shoal.libs.planning.planner import Planner
+from shoal.libs.planning.predict.dry_run import CollectiveTraffic, DryRun
+from shoal.libs.planning.predict.predict import DryPlan
+from shoal.libs.planning.predict.single_device import SingleDeviceProfile
 from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.sync.costs import ServerCosts
 from shoal.train.launch.overrides import spec_from_overrides

@@ -10,7 +10,6 @@ from pydantic import SecretStr
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
-from shoal.flows.sweep.spec import SweepSpec
 from shoal.libs.population.spec import PopulationSpec
 from shoal.rl.spec import RLSpec
 from shoal.runs.run_reader import infer_direction
@@ -266,7 +265,6 @@ def test_a_range_of_workers_that_does_not_fit_is_rejected(words: list[str]) -> N
     ("spec", "field"),
     [
         (TrainSpec, "device"),
-        (SweepSpec, "train.device"),
         (RLSpec, "learner.device"),
         (PopulationSpec, "device"),
         (ModelOptions, "device"),

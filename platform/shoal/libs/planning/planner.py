@@ -1,6 +1,6 @@
 """Ranks the plans for a Task on given hardware by predicted step time and memory, and gives the reasons.
 
-Every plan is run rank by rank in this process, without its other ranks (`cost.predict`); what the ranks do to each
+Every plan is run rank by rank in this process, without its other ranks (`predict/`); what the ranks do to each
 other comes from a calibration of this machine and from the hardware's network. Called by `shoal plan`. Starts only the
 calibration's processes; leaves random numbers and threads as they were.
 """
@@ -13,12 +13,8 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
+from shoal.cost.fake_tensors import ModelTooLarge, build_small_model
 from shoal.cost.measure.peak_flops import measure_peak_flops
-from shoal.cost.predict.dry_run import DryRun
-from shoal.cost.predict.fake_plan import open_task
-from shoal.cost.predict.fake_tensors import ModelTooLarge, build_small_model
-from shoal.cost.predict.predict import DryPlan, dry_run_plan, simulate_pipeline
-from shoal.cost.predict.single_device import preserve_process
 from shoal.cpu_count import count_usable_cores
 from shoal.errors import ConfigError, ShoalError, summarize_error
 from shoal.libs.planning import step_time
@@ -27,6 +23,10 @@ from shoal.libs.planning.candidates import Candidate, enumerate_candidates
 from shoal.libs.planning.estimate import PlanEstimate, estimate_plan, sort_estimates
 from shoal.libs.planning.hardware import HardwareSpec
 from shoal.libs.planning.large_planner import LargePlanner
+from shoal.libs.planning.predict.dry_run import DryRun
+from shoal.libs.planning.predict.fake_plan import open_task
+from shoal.libs.planning.predict.predict import DryPlan, dry_run_plan, simulate_pipeline
+from shoal.libs.planning.predict.single_device import preserve_process
 from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.parallel.comm.world import choose_device
 from shoal.sync.config import find_config_type

@@ -31,7 +31,7 @@ from shoal.train.loop.components import TrainReplica, build_components
 from shoal.train.loop.evaluation import evaluate
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
 from shoal.train.loop.split_check import SplitLossCheck
-from shoal.train.loop.step_reports import LossReport, UnreadLoss, ThroughputMeter, write_histograms
+from shoal.train.loop.step_reports import LossReport, ThroughputMeter, UnreadLoss, write_histograms
 from shoal.train.loop.stopping import StopDecision, StopPolicy
 from shoal.train.optim.selective_backprop import count_profiled_steps
 from shoal.train.reporting.event_log import EventLog, NullLog
