@@ -136,7 +136,10 @@ class CheckpointManager:
         """
         if self._saved_step == progress.step and not best:
             return
-        self._require_finite_weights(progress.step)
+        # A gradient may have corrupted them in a step with a finite loss; the next step would show it too late.
+        names = self._world.gather(find_not_finite(self._components.model.named_parameters()))
+        if (name := next((each for each in names if each is not None), None)) is not None:
+            raise NotFinite(f"the weight {name}", progress.step, None, self.describe_newest())
         self._components.model.check_buffers()
         self.wait()  # for the previous one, whose failure is reported but does not stop this one
         parts = self._components
@@ -225,14 +228,6 @@ class CheckpointManager:
             self._uncommitted = None
             self._report_failed_save(error, None, must=False)
         self._commit()
-
-    def _require_finite_weights(self, step: int) -> None:
-        """A gradient may have corrupted the weights in a step with a finite loss; the next step would show it too
-        late."""
-        found = self._world.gather(find_not_finite(self._components.model.named_parameters()))
-        name = next((name for name in found if name is not None), None)
-        if name is not None:
-            raise NotFinite(f"the weight {name}", step, None, self.describe_newest())
 
     def _report_failed_save(self, error: CheckpointError, step: int | None, must: bool) -> None:
         if must:
