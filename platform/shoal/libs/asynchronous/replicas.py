@@ -14,10 +14,10 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -41,7 +41,7 @@ from shoal.libs.asynchronous.process_group import (
 from shoal.network_address import find_local_address
 from shoal.parallel import World
 from shoal.random_state import seed_everything
-from shoal.sync.rpc import CallId, CurveKeys, Handlers, Request, RpcClient, RpcService
+from shoal.sync.rpc import CallId, CurveKeys, Request, RpcClient, RpcService, answers, list_handlers
 from shoal.sync.synchronizer import Connection, Traffic
 from shoal.train.loop.trainer import Trainer
 from shoal.train.optim.optimizers import make_optimizer
@@ -92,27 +92,16 @@ class Addresses:
         return f"tcp://{host}:0"
 
 
-class LogValues(Request[bool], frozen=True):
-    """As in EventLog, of the chief; all of these answer whether the run is to stop."""
+class LogCall(Request[bool], frozen=True):
+    """The chief's call of a method of its EventLog. Answers whether the run is to stop."""
 
-    step: int
-    values: dict[str, float]
-
-
-class LogEvent(Request[bool], frozen=True):
-    kind: str
+    method: Literal["log", "record_event", "log_histogram"]
+    arguments: list[Any]
     details: dict[str, Any]
 
 
-class LogHistogram(Request[bool], frozen=True):
-    step: int
-    name: str
-    counts: list[float]
-    edges: list[float]
-
-
 class PollStop(Request[bool], frozen=True):
-    pass
+    """Asked by every worker, as it trains."""
 
 
 class ReportFailure(Request[None], frozen=True):
@@ -122,12 +111,11 @@ class ReportFailure(Request[None], frozen=True):
     is_loss: bool
 
 
-class ReportOutcome(Request[None], frozen=True):
-    outcome: dict[str, Any]
+class ReportEnd(Request[None], frozen=True):
+    """A worker has trained to the end of the run. outcome: the chief's"""
 
-
-class ReportTraffic(Request[None], frozen=True):
-    traffic: Traffic
+    traffic: Traffic | None
+    outcome: dict[str, Any] | None
 
 
 class ReportDeparture(Request[None], frozen=True):
@@ -136,15 +124,61 @@ class ReportDeparture(Request[None], frozen=True):
     worker: int
 
 
-@dataclass
 class _Inbox:
-    """What the processes of a run have reported."""
+    """What the processes of a run have reported. The chief's reports are passed on to `journal`.
 
-    error: type[TrainError] = TrainError
-    problem: str = ""
-    outcome: dict[str, Any] | None = None
-    departed: set[int] = field(default_factory=set)  # workers that have left in order, and are not replaced yet
-    traffic: list[Traffic] = field(default_factory=list)
+    departed: workers that have left in order, and are not replaced yet
+    """
+
+    def __init__(self, journal: EventLog, should_stop: Callable[[], bool]) -> None:
+        self._journal, self._should_stop = journal, should_stop
+        self.error: TrainError | None = None
+        self.outcome: dict[str, Any] | None = None
+        self.departed: set[int] = set()
+        self.traffic: list[Traffic] = []
+
+    @answers(LogCall)
+    def log(self, caller: CallId, request: LogCall) -> bool:
+        arguments = [np.array(each) if isinstance(each, list) else each for each in request.arguments]
+        getattr(self._journal, request.method)(*arguments, **request.details)
+        return self._should_stop()
+
+    @answers(PollStop)
+    def poll_stop(self, caller: CallId, request: PollStop) -> bool:
+        return self._should_stop()
+
+    @answers(ReportFailure)
+    def fail(self, caller: CallId, request: ReportFailure) -> None:
+        self.error = self.error or (RankLost if request.is_loss else TrainError)(request.error)
+
+    @answers(ReportEnd)
+    def end(self, caller: CallId, request: ReportEnd) -> None:
+        if request.traffic is not None:
+            self.traffic.append(request.traffic)
+        self.outcome = request.outcome or self.outcome
+
+    @answers(ReportDeparture)
+    def depart(self, caller: CallId, request: ReportDeparture) -> None:
+        self.departed.add(request.worker)
+
+
+class _ForwardedLog:
+    """The chief's event log: written by the process that started it, before a call returns."""
+
+    def __init__(self, caller: RpcClient) -> None:
+        self._caller = caller
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._caller.call(LogCall("log", [step, dict(values)], {}))
+
+    def record_event(self, kind: str, /, **details: object) -> None:
+        self._caller.call(LogCall("record_event", [kind], details))
+
+    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        self._caller.call(LogCall("log_histogram", [step, name, counts.tolist(), edges.tolist()], {}))
+
+    def flush(self) -> None:
+        """Each call waits for its answer."""
 
 
 def _list_targets(spec: TrainSpec, addresses: Addresses, run_id: str, folder: Path) -> dict[str, Target]:
@@ -189,10 +223,11 @@ def fit_replicas(
         controller = make_controller(sync, setting)
         closing.callback(controller.close)
         controller.start()
-        inbox = _Inbox()
-        log = _serve_journal(addresses, journal, inbox, should_stop)
-        closing.callback(log.close)
-        addresses = replace(addresses, controller=controller.service.address, journal=log.address)
+        inbox = _Inbox(journal, should_stop)
+        service = RpcService(addresses.journal, list_handlers(inbox), addresses.keys)
+        service.start()
+        closing.callback(service.close)
+        addresses = replace(addresses, controller=controller.service.address, journal=service.address)
         calls = RpcClient(addresses.controller, CALL_TIMEOUT_S, keys=addresses.keys)
         targets = _list_targets(spec, addresses, run_id, folder)
         group = ProcessGroup(targets, spec.min_workers, calls, journal, start, inbox.departed)
@@ -200,8 +235,8 @@ def fit_replicas(
         group.start()
         while group.is_running(has_outcome=inbox.outcome is not None):
             time.sleep(POLL_S)
-            if inbox.problem:
-                raise inbox.error(inbox.problem)
+            if inbox.error is not None:
+                raise inbox.error
             group.maintain(time.monotonic())
             tick()
         assert inbox.outcome is not None
@@ -255,62 +290,6 @@ def _record_traffic(traffic: list[Traffic], journal: EventLog) -> None:
             predicted_pushed_bytes_per_step=pushed,
             predicted_pulled_bytes_per_step=pulled,
         )
-
-
-def _serve_journal(
-    addresses: Addresses, journal: EventLog, inbox: _Inbox, should_stop: Callable[[], bool]
-) -> RpcService:
-    def log(caller: CallId, request: LogValues) -> bool:
-        journal.log(request.step, request.values)
-        return should_stop()
-
-    def log_event(caller: CallId, request: LogEvent) -> bool:
-        journal.record_event(request.kind, **request.details)
-        return should_stop()
-
-    def log_histogram(caller: CallId, request: LogHistogram) -> bool:
-        journal.log_histogram(request.step, request.name, np.array(request.counts), np.array(request.edges))
-        return should_stop()
-
-    def fail(caller: CallId, request: ReportFailure) -> None:
-        if not inbox.problem:
-            inbox.error, inbox.problem = RankLost if request.is_loss else TrainError, request.error
-
-    def finish(caller: CallId, request: ReportOutcome) -> None:
-        inbox.outcome = request.outcome
-
-    handlers: Handlers = {
-        LogValues: log,
-        LogEvent: log_event,
-        LogHistogram: log_histogram,
-        PollStop: lambda caller, request: should_stop(),
-        ReportFailure: fail,
-        ReportOutcome: finish,
-        ReportTraffic: lambda caller, request: inbox.traffic.append(request.traffic),
-        ReportDeparture: lambda caller, request: inbox.departed.add(request.worker),
-    }
-    service = RpcService(addresses.journal, handlers, addresses.keys)
-    service.start()
-    return service
-
-
-class _ForwardedLog:
-    """The chief's event log: written by the process that started it."""
-
-    def __init__(self, caller: RpcClient) -> None:
-        self._caller = caller
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._caller.call(LogValues(step, dict(values)))
-
-    def record_event(self, kind: str, /, **details: object) -> None:
-        self._caller.call(LogEvent(kind, details))
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        self._caller.call(LogHistogram(step, name, counts.tolist(), edges.tolist()))
-
-    def flush(self) -> None:
-        """Each call waits for its answer."""
 
 
 def _report_failure(name: str, addresses: Addresses, error: BaseException) -> None:
@@ -391,7 +370,5 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
     except Exception as error:  # noqa: BLE001 - the run ends with it
         _report_failure(f"worker {index}", addresses, error)
         return
-    if (traffic := trainer.sync.measure_traffic()) is not None:
-        calls.call(ReportTraffic(traffic))
-    if index == 0:
-        calls.call(ReportOutcome(msgspec.to_builtins(outcome, enc_hook=str)))
+    reported = msgspec.to_builtins(outcome, enc_hook=str) if index == 0 else None
+    calls.call(ReportEnd(trainer.sync.measure_traffic(), reported))
