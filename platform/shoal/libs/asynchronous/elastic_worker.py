@@ -8,7 +8,6 @@ another host than the memory, a worker sends its gradient with its push, and the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from shoal.errors import ConfigError, TrainError, WorkerDeparted
 from shoal.libs.asynchronous.clock import Push
 from shoal.libs.asynchronous.controlled import ControlledSync
-from shoal.libs.asynchronous.elastic.controller import (
+from shoal.libs.asynchronous.elastic_controller import (
     Depart,
     GetState,
     GiveState,
@@ -26,40 +25,23 @@ from shoal.libs.asynchronous.elastic.controller import (
     StateGiven,
     StepTaken,
 )
-from shoal.libs.asynchronous.elastic.run_memory import (
-    RunAddress,
-    RunMemory,
-    decode_state,
-    encode_state,
-    require_message,
-)
 from shoal.libs.asynchronous.messages import SetSteps
 from shoal.libs.asynchronous.parameter_server.partition import describe_parameters
-from shoal.sync.rpc import CurveKeys
-from shoal.sync.synchronizer import Replica, ReplicaState
+from shoal.libs.asynchronous.shared_memory import RunAddress, RunMemory, decode_state, encode_state, require_message
+from shoal.sync.synchronizer import Connection, Replica, ReplicaState
 
 
 class ElasticSync(ControlledSync):
-    """Worker `worker` of a run with `num_workers` places."""
+    """A worker of a run with `connection.num_workers` places."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        state: ReplicaState,
-        worker: int,
-        num_workers: int,
-        controller: str,
-        timeout_s: float,
-        keys: CurveKeys | None = None,
-        is_noticed: Callable[[], bool] = lambda: False,
-    ) -> None:
-        super().__init__(worker, controller, timeout_s, keys)
-        self._optimizer, self._state, self.is_noticed = optimizer, state, is_noticed
+    def __init__(self, optimizer: Optimizer, state: ReplicaState, connection: Connection) -> None:
+        super().__init__(connection)
+        self._optimizer, self._state = optimizer, state
         self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for each in self._parameters:
             if each.dtype != torch.float32:
                 problem = f"the model has a parameter of the type {each.dtype}, and workers that join add up float32"
-                raise ConfigError("workers", f"[min, {num_workers}]", problem, "use workers=N")
+                raise ConfigError("workers", f"[min, {connection.num_workers}]", problem, "use workers=N")
         self._sizes = [each.numel() for each in self._parameters]
         self._memory: RunMemory | None = None  # None on another host
         self._vector = torch.empty(0)  # [elements], float32: there, this worker's gradient
@@ -87,7 +69,7 @@ class ElasticSync(ControlledSync):
 
     def before_step(self) -> None:
         """Between two steps: leave, if that was asked for. Raises WorkerDeparted."""
-        if not self.is_noticed():
+        if not self._is_noticed():
             return
         if self._controller.call(Depart(self._worker)):  # no other worker could give the state
             self._controller.call(StateGiven(self._worker, True, self._write_state()))
@@ -99,12 +81,12 @@ class ElasticSync(ControlledSync):
     def combine_gradients(self) -> None:
         """Put into `.grad` the mean over the samples of all workers whose gradients the step has."""
         memory = self._memory
-        found = [parameter.grad for parameter in self._parameters]
-        if any(gradient is not None and gradient.is_sparse for gradient in found):
+        gradients = [parameter.grad for parameter in self._parameters]
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise TrainError("workers that join add up dense gradients: use sparse=False, or workers=N")
         began_s = time.perf_counter()
         mine = self._vector if memory is None else memory.get_gradient(self._worker, self._version)
-        for part, gradient in zip(mine.split(self._sizes), found, strict=True):
+        for part, gradient in zip(mine.split(self._sizes), gradients, strict=True):
             if gradient is None:
                 part.zero_()
             else:
@@ -112,10 +94,10 @@ class ElasticSync(ControlledSync):
         factor, weight = self._state.get_weights()
         if factor != 1.0:
             mine *= factor
-        absent = [index for index, gradient in enumerate(found) if gradient is None]
-        key = self._worker, self._incarnation, self._clock, self._version
+        absent = [index for index, gradient in enumerate(gradients) if gradient is None]
+        push = Push(self._worker, self._incarnation, self._clock, self._version, absent=absent, weight=weight)
         sent = require_message(mine.numpy().tobytes()) if memory is None else None
-        answer = self._pushes.call(PrepareElastic(Push(*key, absent=absent, weight=weight), sent))
+        answer = self._pushes.call(PrepareElastic(push, sent))
         while isinstance(answer, GiveState):
             answer = self._pushes.call(StateGiven(self._worker, False, self._write_state()))
         if answer is None:
@@ -164,6 +146,4 @@ class ElasticSync(ControlledSync):
 
 
 def make_elastic_sync(replica: Replica) -> ElasticSync:
-    place = replica.require_connection()
-    where = place.index, place.num_workers, place.controller, place.timeout_s, place.keys
-    return ElasticSync(replica.optimizer, replica.state, *where, place.is_noticed)
+    return ElasticSync(replica.optimizer, replica.state, replica.require_connection())

@@ -1,6 +1,6 @@
-"""The processes of an asynchronous training run: started, replaced when they die, and ended.
+"""The processes of an asynchronous training run: started, placed on hosts, replaced when they die, and ended.
 
-Owns the processes, and who takes part. Called by `parameter_server`, in the process that starts a run. In a run with a
+Owns the processes, and who takes part. Called by `replicas`, in the process that starts a run. In a run with a
 range of workers, they join when they have a place to run, and leave, while the others go on.
 """
 
@@ -10,14 +10,15 @@ import multiprocessing
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from shoal.errors import RankLost, TrainError
 from shoal.libs.asynchronous.messages import GetWorkers, LeaveRun
 from shoal.sync.rpc import RpcClient
 from shoal.train.reporting.event_log import EventLog
 
+ANCHORED = ("worker 0", "server 0")
 END_TIMEOUT_S = 10.0
 MAX_DEATHS = 3  # of one process
 SHORTAGE_TIMEOUT_S = 600.0  # for enough workers to join
@@ -46,7 +47,7 @@ class ForkedProcess:
 
     def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["shoal.libs.asynchronous.launch.replicas", "torch._dynamo"])
+        context.set_forkserver_preload(["shoal.libs.asynchronous.replicas", "torch._dynamo"])
         self._process = context.Process(target=target, args=arguments, name=name)
         self._process.start()
 
@@ -197,3 +198,47 @@ class ProcessGroup:
         for process in self._processes.values():
             process.end()
         self._controller.close()
+
+
+class Host(NamedTuple):
+    """One that is up. slots: how many workers it holds when it is empty."""
+
+    id: str
+    slots: int
+
+
+class ReplicaPlacement:
+    """On which host each process of a run begins: a policy, which knows no Ray, and remembers where each has begun.
+
+    The run ends with the host of the process that has started it. So worker 0, which evaluates and saves, and server 0
+    begin there, if it has a place for a worker: then the loss of any other host takes neither. The others are spread.
+
+    home:       the host of the process that has started the run
+    num_shared: of workers that share the memory of one host; 0: they need not
+    """
+
+    def __init__(self, home: str, num_shared: int = 0) -> None:
+        self._home, self._num_shared = home, num_shared
+        self._hosts: dict[str, str] = {}  # by process
+        self._anchor = ""
+
+    def choose(self, name: str, hosts: Sequence[Host]) -> str:
+        """The id of the host on which the process begins, for the first time or again; "": any, as none has a place."""
+        self._hosts.pop(name, None)
+        chosen = anchor = self.find_anchor(hosts)
+        if name not in ANCHORED and not self._num_shared:
+            kind = name.split()[0]
+            taken = [host for process, host in self._hosts.items() if process.startswith(kind)]
+            loads = {host.id: taken.count(host.id) / host.slots for host in hosts if host.slots}
+            free = [host for host, load in loads.items() if load < 1 or kind == "server"]
+            chosen = min(free, key=lambda host: (loads[host], host != anchor), default="")
+        self._hosts[name] = chosen
+        return chosen
+
+    def find_anchor(self, hosts: Sequence[Host]) -> str:
+        """The host of worker 0 and server 0, until it is lost: home, if it has the places, else the one with most."""
+        if self._anchor not in {host.id for host in hosts}:
+            needed = self._num_shared or 1
+            most = max(hosts, key=lambda host: (min(host.slots, needed), host.id == self._home, host.slots))
+            self._anchor = most.id
+        return self._anchor

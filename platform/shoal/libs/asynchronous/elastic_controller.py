@@ -23,10 +23,10 @@ from shoal.errors import TrainError
 from shoal.libs.asynchronous.clock import Clock, Push, Update
 from shoal.libs.asynchronous.config import ElasticConfig
 from shoal.libs.asynchronous.controller import Controller, ControllerSetting
-from shoal.libs.asynchronous.elastic.run_memory import RunAddress, RunMemory, require_message
-from shoal.libs.asynchronous.messages import SetSteps
+from shoal.libs.asynchronous.messages import SetSteps, StopRun
+from shoal.libs.asynchronous.shared_memory import RunAddress, RunMemory, require_message
 from shoal.sync.config import SyncConfig
-from shoal.sync.rpc import LATER, CallId, CurveKeys, Handlers, Request
+from shoal.sync.rpc import LATER, CallId, Request, answers
 
 CHIEF = 0
 
@@ -103,7 +103,7 @@ class ElasticController(Controller):
     num_healed:   workers that took the state of another
     """
 
-    def __init__(self, address: str, clock: Clock, timeout_s: float, keys: CurveKeys | None = None) -> None:
+    def __init__(self, run: ControllerSetting, clock: Clock) -> None:
         self._num_slots = clock.num_workers
         self._shapes: list[list[int]] | None = None
         self._memory: RunMemory | None = None
@@ -117,7 +117,7 @@ class ElasticController(Controller):
         self._senders: set[int] = set()  # workers whose gradients came in messages
         self._total = b""  # of the step that is taken now, once one of them needs it
         self.num_restarts = self.num_healed = 0
-        super().__init__(address, [], clock, timeout_s, keys)
+        super().__init__(run, clock)
 
     def describe(self) -> dict[str, dict[str, Any]]:
         return {"elastic": {"healed": self.num_healed, "restarts": self.num_restarts - 1}}
@@ -127,20 +127,10 @@ class ElasticController(Controller):
         if self._memory is not None:
             self._memory.close()
 
-    def _list_handlers(self) -> Handlers:
-        return {
-            **self._list_common_handlers(),
-            JoinElastic: self._join_elastic,
-            SetSteps: self._set_steps,
-            PrepareElastic: self._prepare_elastic,
-            StateGiven: self._take_state,
-            Depart: self._depart,
-            GetState: self._get_state,
-        }
-
     # -- joining
 
-    def _join_elastic(self, caller: CallId, request: JoinElastic) -> object:
+    @answers(JoinElastic)
+    def join_elastic(self, caller: CallId, request: JoinElastic) -> object:
         worker, shapes = request.worker, request.shapes
         if self._memory is None:
             self._shapes = shapes
@@ -178,10 +168,10 @@ class ElasticController(Controller):
 
     def _admit(self, worker: int, caller: CallId, *, has_state: bool) -> None:
         assert self._memory is not None
-        begun = self._incarnations[worker], self.clock.get_clock(worker), self.clock.sequence
-        self.service.reply(caller, Admitted(*begun, has_state, self._memory.address))
+        incarnation, clock = self._incarnations[worker], self.clock.get_clock(worker)
+        self.service.reply(caller, Admitted(incarnation, clock, self.clock.sequence, has_state, self._memory.address))
 
-    def _set_steps(self, caller: CallId, request: SetSteps) -> int:
+    def set_steps(self, caller: CallId, request: SetSteps) -> int:
         """The chief begins after so many steps, with a state that the others take."""
         self.clock.resume(request.steps)
         self._has_weights, self._given_at = True, -1
@@ -190,11 +180,13 @@ class ElasticController(Controller):
         self._heal()
         return request.steps
 
-    def _get_state(self, caller: CallId, request: GetState) -> bytes:
+    @answers(GetState)
+    def get_state(self, caller: CallId, request: GetState) -> bytes:
         assert self._memory is not None
         return require_message(self._memory.state_file.read_bytes())
 
-    def _take_state(self, caller: CallId, request: StateGiven) -> object:
+    @answers(StateGiven)
+    def take_state(self, caller: CallId, request: StateGiven) -> object:
         if caller.identity != self._writing:
             return None  # it was taken for dead
         if request.state is not None:
@@ -212,7 +204,8 @@ class ElasticController(Controller):
 
     # -- steps
 
-    def _prepare_elastic(self, caller: CallId, request: PrepareElastic) -> object:
+    @answers(PrepareElastic)
+    def prepare_elastic(self, caller: CallId, request: PrepareElastic) -> object:
         push, sent = request.push, request.gradient
         self._senders.discard(push.worker)
         if sent is not None and self._incarnations.get(push.worker) == push.incarnation:
@@ -243,7 +236,8 @@ class ElasticController(Controller):
 
     # -- leaving
 
-    def _depart(self, caller: CallId, request: Depart) -> bool:
+    @answers(Depart)
+    def depart(self, caller: CallId, request: Depart) -> bool:
         if self._healed == {request.worker} and self._given_at != self.clock.sequence:
             self._donor, self._giving_at, self._writing = request.worker, self.clock.sequence, caller.identity
             return True
@@ -260,8 +254,8 @@ class ElasticController(Controller):
         super()._leave(worker)
         self._heal()
 
-    def _stop(self) -> None:
-        super()._stop()
+    def stop_run(self, caller: CallId, request: StopRun) -> None:
+        super().stop_run(caller, request)
         for waiting in self._unhealed.values():
             self.service.reply(waiting, None)
         self._unhealed.clear()
@@ -269,4 +263,4 @@ class ElasticController(Controller):
 
 def make_elastic_controller(config: SyncConfig, run: ControllerSetting) -> ElasticController:
     clock = Clock(run.num_workers, min_workers=cast(ElasticConfig, config).min_workers)
-    return ElasticController(run.address, clock, run.timeout_s, run.keys)
+    return ElasticController(run, clock)

@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import ConnectionLost, TrainError, summarize_error
-from shoal.libs.asynchronous.launch.replica_placement import Host, ReplicaPlacement
+from shoal.libs.asynchronous.process_group import Host, ReplicaPlacement
 from shoal.network_address import is_loopback
 from shoal.train.spec import TrainSpec
 

@@ -14,10 +14,10 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -27,21 +27,21 @@ import torch
 from shoal.atomic_file import make_folder
 from shoal.errors import ConnectionLost, RankLost, ShoalError, TrainError, WorkerDeparted
 from shoal.libs.asynchronous.config import ServersConfig
-from shoal.libs.asynchronous.controller import Controller, ControllerSetting, make_controller
-from shoal.libs.asynchronous.launch.process_group import (
+from shoal.libs.asynchronous.controller import ControllerSetting, make_controller
+from shoal.libs.asynchronous.parameter_server.server import ParameterServer
+from shoal.libs.asynchronous.parameter_server.server_service import ServerService
+from shoal.libs.asynchronous.parameter_server.update_log import remove_earlier
+from shoal.libs.asynchronous.process_group import (
     ForkedProcess,
     ProcessGroup,
     StartProcess,
     Target,
     end_with_parent,
 )
-from shoal.libs.asynchronous.parameter_server.server import ParameterServer
-from shoal.libs.asynchronous.parameter_server.server_service import ServerService
-from shoal.libs.asynchronous.parameter_server.update_log import remove_earlier
 from shoal.network_address import find_local_address
 from shoal.parallel import World
 from shoal.random_state import seed_everything
-from shoal.sync.rpc import CallId, CurveKeys, Handlers, Request, RpcClient, RpcService
+from shoal.sync.rpc import CallId, CurveKeys, Request, RpcClient, RpcService, answers, list_handlers
 from shoal.sync.synchronizer import Connection, Traffic
 from shoal.train.loop.trainer import Trainer
 from shoal.train.optim.optimizers import make_optimizer
@@ -92,27 +92,16 @@ class Addresses:
         return f"tcp://{host}:0"
 
 
-class LogValues(Request[bool], frozen=True):
-    """As in EventLog, of the chief; all of these answer whether the run is to stop."""
+class LogCall(Request[bool], frozen=True):
+    """The chief's call of a method of its EventLog. Answers whether the run is to stop."""
 
-    step: int
-    values: dict[str, float]
-
-
-class LogEvent(Request[bool], frozen=True):
-    kind: str
+    method: Literal["log", "record_event", "log_histogram"]
+    arguments: list[Any]
     details: dict[str, Any]
 
 
-class LogHistogram(Request[bool], frozen=True):
-    step: int
-    name: str
-    counts: list[float]
-    edges: list[float]
-
-
 class PollStop(Request[bool], frozen=True):
-    pass
+    """Asked by every worker, as it trains."""
 
 
 class ReportFailure(Request[None], frozen=True):
@@ -122,12 +111,11 @@ class ReportFailure(Request[None], frozen=True):
     is_loss: bool
 
 
-class ReportOutcome(Request[None], frozen=True):
-    outcome: dict[str, Any]
+class ReportEnd(Request[None], frozen=True):
+    """A worker has trained to the end of the run. outcome: the chief's"""
 
-
-class ReportTraffic(Request[None], frozen=True):
-    traffic: Traffic
+    traffic: Traffic | None
+    outcome: dict[str, Any] | None
 
 
 class ReportDeparture(Request[None], frozen=True):
@@ -136,15 +124,61 @@ class ReportDeparture(Request[None], frozen=True):
     worker: int
 
 
-@dataclass
 class _Inbox:
-    """What the processes of a run have reported."""
+    """What the processes of a run have reported. The chief's reports are passed on to `journal`.
 
-    error: type[TrainError] = TrainError
-    problem: str = ""
-    outcome: dict[str, Any] | None = None
-    departed: set[int] = field(default_factory=set)  # workers that have left in order, and are not replaced yet
-    traffic: list[Traffic] = field(default_factory=list)
+    departed: workers that have left in order, and are not replaced yet
+    """
+
+    def __init__(self, journal: EventLog, should_stop: Callable[[], bool]) -> None:
+        self._journal, self._should_stop = journal, should_stop
+        self.error: TrainError | None = None
+        self.outcome: dict[str, Any] | None = None
+        self.departed: set[int] = set()
+        self.traffic: list[Traffic] = []
+
+    @answers(LogCall)
+    def log(self, caller: CallId, request: LogCall) -> bool:
+        arguments = [np.array(each) if isinstance(each, list) else each for each in request.arguments]
+        getattr(self._journal, request.method)(*arguments, **request.details)
+        return self._should_stop()
+
+    @answers(PollStop)
+    def poll_stop(self, caller: CallId, request: PollStop) -> bool:
+        return self._should_stop()
+
+    @answers(ReportFailure)
+    def fail(self, caller: CallId, request: ReportFailure) -> None:
+        self.error = self.error or (RankLost if request.is_loss else TrainError)(request.error)
+
+    @answers(ReportEnd)
+    def end(self, caller: CallId, request: ReportEnd) -> None:
+        if request.traffic is not None:
+            self.traffic.append(request.traffic)
+        self.outcome = request.outcome or self.outcome
+
+    @answers(ReportDeparture)
+    def depart(self, caller: CallId, request: ReportDeparture) -> None:
+        self.departed.add(request.worker)
+
+
+class _ForwardedLog:
+    """The chief's event log: written by the process that started it, before a call returns."""
+
+    def __init__(self, caller: RpcClient) -> None:
+        self._caller = caller
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._caller.call(LogCall("log", [step, dict(values)], {}))
+
+    def record_event(self, kind: str, /, **details: object) -> None:
+        self._caller.call(LogCall("record_event", [kind], details))
+
+    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        self._caller.call(LogCall("log_histogram", [step, name, counts.tolist(), edges.tolist()], {}))
+
+    def flush(self) -> None:
+        """Each call waits for its answer."""
 
 
 def _list_targets(spec: TrainSpec, addresses: Addresses, run_id: str, folder: Path) -> dict[str, Target]:
@@ -181,18 +215,19 @@ def fit_replicas(
     """
     with ExitStack() as closing:
         sockets = closing.enter_context(tempfile.TemporaryDirectory(prefix="shoal-sync-"))
-        sync, num_servers = spec.applied_sync, spec.applied_sync.num_servers
-        addresses = Addresses.at(host, num_servers) if host else Addresses.within(sockets, num_servers)
-        places = addresses.servers, spec.workers, spec.min_workers
-        controller = make_controller(
-            sync, ControllerSetting(addresses.controller, *places, CALL_TIMEOUT_S, addresses.keys)
+        sync = spec.applied_sync
+        addresses = Addresses.at(host, sync.num_servers) if host else Addresses.within(sockets, sync.num_servers)
+        setting = ControllerSetting(
+            addresses.controller, addresses.servers, spec.workers, spec.min_workers, CALL_TIMEOUT_S, addresses.keys
         )
+        controller = make_controller(sync, setting)
         closing.callback(controller.close)
         controller.start()
-        inbox = _Inbox()
-        log = _serve_journal(addresses, journal, inbox, should_stop)
-        closing.callback(log.close)
-        addresses = replace(addresses, controller=controller.service.address, journal=log.address)
+        inbox = _Inbox(journal, should_stop)
+        service = RpcService(addresses.journal, list_handlers(inbox), addresses.keys)
+        service.start()
+        closing.callback(service.close)
+        addresses = replace(addresses, controller=controller.service.address, journal=service.address)
         calls = RpcClient(addresses.controller, CALL_TIMEOUT_S, keys=addresses.keys)
         targets = _list_targets(spec, addresses, run_id, folder)
         group = ProcessGroup(targets, spec.min_workers, calls, journal, start, inbox.departed)
@@ -200,17 +235,16 @@ def fit_replicas(
         group.start()
         while group.is_running(has_outcome=inbox.outcome is not None):
             time.sleep(POLL_S)
-            if inbox.problem:
-                raise inbox.error(inbox.problem)
+            if inbox.error is not None:
+                raise inbox.error
             group.maintain(time.monotonic())
             tick()
         assert inbox.outcome is not None
         outcome = msgspec.convert(inbox.outcome, TrainResult, dec_hook=lambda kind, value: kind(value))
-        events = controller.describe()
-        for kind, details in events.items():
+        for kind, details in controller.describe().items():
             journal.record_event(kind, **details)
-        if "staleness" in events:
-            _log_updates(controller, journal, outcome.steps)
+            if kind == "staleness":
+                _log_updates(details, journal, outcome.steps)
         _record_traffic(inbox.traffic, journal)
         return outcome
 
@@ -228,18 +262,20 @@ def launch_replicas(
     """Train in processes of this host, or as workers of the connected cluster (see `LaunchReplicas`)."""
     if not on_cluster:
         return fit_replicas(spec, run_id, folder, log, should_stop)
-    from shoal.libs.asynchronous.launch.ray_processes import RayProcesses
+    from shoal.libs.asynchronous.ray_processes import RayProcesses
 
     processes = RayProcesses(spec)
     return fit_replicas(spec, run_id, folder, log, should_stop, processes.start, tick, processes.find_address())
 
 
-def _log_updates(controller: Controller, journal: EventLog, step: int) -> None:
-    journal.log(step, {"sync/bytes_pushed": float(controller.num_bytes)})
-    if controller.staleness:
-        highest = max(controller.staleness)
-        number = np.array([controller.staleness[staleness] for staleness in range(highest + 1)])
-        journal.log_histogram(step, "sync/staleness", number, np.arange(highest + 2) - 0.5)
+def _log_updates(details: Mapping[str, Any], journal: EventLog, step: int) -> None:
+    """Log the bytes and the distribution of τ of the event `staleness`."""
+    journal.log(step, {"sync/bytes_pushed": float(details["bytes_pushed"])})
+    counts = {int(staleness): count for staleness, count in details["counts"].items()}
+    if counts:
+        highest = max(counts)
+        numbers = np.array([counts.get(staleness, 0) for staleness in range(highest + 1)])
+        journal.log_histogram(step, "sync/staleness", numbers, np.arange(highest + 2) - 0.5)
 
 
 def _record_traffic(traffic: list[Traffic], journal: EventLog) -> None:
@@ -254,62 +290,6 @@ def _record_traffic(traffic: list[Traffic], journal: EventLog) -> None:
             predicted_pushed_bytes_per_step=pushed,
             predicted_pulled_bytes_per_step=pulled,
         )
-
-
-def _serve_journal(
-    addresses: Addresses, journal: EventLog, inbox: _Inbox, should_stop: Callable[[], bool]
-) -> RpcService:
-    def log(caller: CallId, request: LogValues) -> bool:
-        journal.log(request.step, request.values)
-        return should_stop()
-
-    def log_event(caller: CallId, request: LogEvent) -> bool:
-        journal.record_event(request.kind, **request.details)
-        return should_stop()
-
-    def log_histogram(caller: CallId, request: LogHistogram) -> bool:
-        journal.log_histogram(request.step, request.name, np.array(request.counts), np.array(request.edges))
-        return should_stop()
-
-    def fail(caller: CallId, request: ReportFailure) -> None:
-        if not inbox.problem:
-            inbox.error, inbox.problem = RankLost if request.is_loss else TrainError, request.error
-
-    def finish(caller: CallId, request: ReportOutcome) -> None:
-        inbox.outcome = request.outcome
-
-    handlers: Handlers = {
-        LogValues: log,
-        LogEvent: log_event,
-        LogHistogram: log_histogram,
-        PollStop: lambda caller, request: should_stop(),
-        ReportFailure: fail,
-        ReportOutcome: finish,
-        ReportTraffic: lambda caller, request: inbox.traffic.append(request.traffic),
-        ReportDeparture: lambda caller, request: inbox.departed.add(request.worker),
-    }
-    service = RpcService(addresses.journal, handlers, addresses.keys)
-    service.start()
-    return service
-
-
-class _ForwardedLog:
-    """The chief's event log: written by the process that started it."""
-
-    def __init__(self, caller: RpcClient) -> None:
-        self._caller = caller
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._caller.call(LogValues(step, dict(values)))
-
-    def record_event(self, kind: str, /, **details: object) -> None:
-        self._caller.call(LogEvent(kind, details))
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        self._caller.call(LogHistogram(step, name, counts.tolist(), edges.tolist()))
-
-    def flush(self) -> None:
-        """Each call waits for its answer."""
 
 
 def _report_failure(name: str, addresses: Addresses, error: BaseException) -> None:
@@ -348,8 +328,11 @@ def _start_server(
     server = ParameterServer(index, spec.sync.make_server_optimizer(optimizer), spec.sync, spec.workers)
     make_folder(file.parent)  # absent on a host that shares no files with the driver's
     remove_earlier(file)
-    where = addresses.choose_server_address(index), index, server, addresses.controller, CALL_TIMEOUT_S, file
-    ServerService(*where, keys=addresses.keys, report=report).start()
+    address = addresses.choose_server_address(index)
+    service = ServerService(
+        address, server, addresses.controller, CALL_TIMEOUT_S, file, keys=addresses.keys, report=report
+    )
+    service.start()
 
 
 def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, folder: Path) -> None:
@@ -363,7 +346,9 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
         is_leaving = spec.applied_sync.chief_may_leave or index != 0
         signal.signal(signal.SIGTERM, (lambda number, frame: notice.set()) if is_leaving else signal.SIG_IGN)
     timeout_s = CALL_TIMEOUT_S if spec.min_workers is None and addresses.keys is None else WAIT_TIMEOUT_S
-    place = index, spec.workers, addresses.controller, addresses.servers
+    connection = Connection(
+        index, spec.workers, addresses.controller, addresses.servers, timeout_s, addresses.keys, notice.is_set
+    )
     try:
         trainer = Trainer(
             spec,
@@ -373,7 +358,7 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
             run_id=run_id,
             journal=_ForwardedLog(calls) if index == 0 else NullLog(),
             should_stop=lambda: calls.call(PollStop()),
-            connection=Connection(*place, timeout_s, addresses.keys, notice.is_set),
+            connection=connection,
         )
         outcome = trainer.run()
     except WorkerDeparted as departure:
@@ -385,7 +370,5 @@ def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, f
     except Exception as error:  # noqa: BLE001 - the run ends with it
         _report_failure(f"worker {index}", addresses, error)
         return
-    if (traffic := trainer.sync.measure_traffic()) is not None:
-        calls.call(ReportTraffic(traffic))
-    if index == 0:
-        calls.call(ReportOutcome(msgspec.to_builtins(outcome, enc_hook=str)))
+    reported = msgspec.to_builtins(outcome, enc_hook=str) if index == 0 else None
+    calls.call(ReportEnd(trainer.sync.measure_traffic(), reported))
