@@ -28,20 +28,16 @@ class MemoryGrowth:
     """peak_bytes: the largest allocation since the body began, without earlier allocations."""
 
     peak_bytes: int = 0
-    _unseen_changes: list[tuple[float, int]] = field(default_factory=list)  # microseconds of the wall clock, bytes
-
-    def report_freed(self, num_bytes: int) -> None:
-        """Called when a thread that the profiler does not observe frees memory allocated in the body."""
-        self._unseen_changes.append((now_us(), -num_bytes))
+    _mapped: list[tuple[float, int]] = field(default_factory=list)  # microseconds of the wall clock, bytes
 
     def report_mapped(self, num_bytes: int, began_us: float) -> None:
         """Called when a permanent file was mapped: the profiler counts it, since this time, as an allocation."""
-        self._unseen_changes.append((began_us, -num_bytes))
+        self._mapped.append((began_us, -num_bytes))
 
     def compute_peak(self, changes: Iterable[tuple[float, int]]) -> None:
-        """Correct the peak by these events, ordered by time, and by the unobserved releases."""
+        """Find the peak of these events, without the mapped files."""
         live = 0
-        for _, change in sorted([*changes, *self._unseen_changes]):
+        for _, change in sorted([*changes, *self._mapped]):
             live += change
             self.peak_bytes = max(self.peak_bytes, live)
 
