@@ -168,7 +168,7 @@ def test_ranks_take_what_was_predicted_for_them(plans: dict[str, list[str]], siz
     assert found[0] == found[1]  # every rank knows of all
     for (name, words), real in zip(plans.items(), found[0], strict=True):
         spec = spec_of(words, size)
-        predicted = predict_cost(Pictures(**spec.args), spec, make_optimizer)
+        predicted = predict_cost(Pictures(**spec.args), spec)
         for quantity in ("flops_step", "flops_rank", "memory_parameters", "memory_gradients", "memory_optimizer"):
             assert predicted[quantity] == real[quantity], f"{name}: {quantity}"
         assert predicted["sent_bytes"] == pytest.approx(real["sent_bytes"], rel=0.01), name

@@ -19,14 +19,12 @@ from shoal.cost.fake_tensors import ModelTooLarge, build_small_model, use_fake_t
 from shoal.data import Data
 from shoal.errors import PlanError
 from shoal.libs.planning.predict.fake_plan import NOTE, open_task
-from shoal.libs.planning.predict.fake_step import FakeStep, FakeTask
+from shoal.libs.planning.predict.fake_step import FakeStep, FakeTask, find_repeated_blocks
 from shoal.libs.planning.predict.predict import predict_cost
-from shoal.libs.planning.predict.repeated_blocks import find_repeated_blocks
 from shoal.models.decoder import Decoder
 from shoal.parallel.spec import ParallelDims, ParallelSpec
 from shoal.train import Task, TrainSpec
 from shoal.train.launch.validate import _check_model
-from shoal.train.optim.optimizers import make_optimizer
 
 TOKENS, CONTEXT, WIDTH, DEPTH = 64, 16, 32, 8
 BLOCK = 12 * WIDTH * WIDTH + 13 * WIDTH
@@ -80,12 +78,12 @@ def spec_of(*words: str) -> TrainSpec:
 
 
 def count(*words: str) -> CostTable:
-    return predict_cost(Text(), spec_of(*words), make_optimizer)
+    return predict_cost(Text(), spec_of(*words))
 
 
 def open_text(*words: str, task: Text | None = None) -> FakeTask:
     task = task or Text()
-    return open_task(task, spec_of(*words), make_optimizer, task.data())
+    return open_task(task, spec_of(*words))
 
 
 def read(*words: str, num_blocks: int | None = None, samples: int = 4, task: Text | None = None) -> FakeStep:
@@ -252,7 +250,7 @@ def test_a_model_that_fake_tensors_cannot_run_is_run_and_the_reason_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Text, "depth", 1)
-    found = predict_cost(Routed(), spec_of(), make_optimizer)
+    found = predict_cost(Routed(), spec_of())
     assert any("could not be counted on fake tensors" in note for note in found.notes)
     assert found["latency_s"] > 0
 

@@ -28,8 +28,13 @@ from shoal.data.loader import load_first_batch
 from shoal.errors import DataError, PlanError
 from shoal.libs.planning.predict.dry_run import DryRun
 from shoal.libs.planning.predict.fake_process_group import MessageCosts, NotYetSent, SimulatedRanks, fake_world
-from shoal.libs.planning.predict.message_latency import measure_latency_s
-from shoal.libs.planning.predict.predict import _choose_sizes, _estimate_transfers, _extrapolate, predict_cost
+from shoal.libs.planning.predict.predict import (
+    _choose_sizes,
+    _estimate_transfers,
+    _extrapolate,
+    measure_latency_s,
+    predict_cost,
+)
 from shoal.libs.planning.predict.single_device import profile_single_device, watch_silent_modules
 from shoal.parallel import World
 from shoal.parallel.build import parallelize
@@ -72,7 +77,7 @@ def _whatever_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table(*words: str, **args: Any) -> CostTable:
-    return predict_cost(Blocks(**args), TrainSpec(batch_size=BATCH).override(words), make_optimizer)
+    return predict_cost(Blocks(**args), TrainSpec(batch_size=BATCH).override(words))
 
 
 def test_one_process_by_hand() -> None:

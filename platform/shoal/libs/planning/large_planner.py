@@ -18,8 +18,7 @@ from shoal.libs.planning.candidates import Candidate
 from shoal.libs.planning.estimate import PlanEstimate, estimate_plan
 from shoal.libs.planning.predict.dry_run import CollectiveTraffic
 from shoal.libs.planning.predict.fake_plan import make_pipeline
-from shoal.libs.planning.predict.fake_step import STATES, FakeStep, FakeTask, StepByDepth
-from shoal.libs.planning.predict.repeated_blocks import NUM_BLOCKS
+from shoal.libs.planning.predict.fake_step import NUM_BLOCKS, STATES, FakeStep, FakeTask, StepByDepth
 from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.parallel.validate import check_plan

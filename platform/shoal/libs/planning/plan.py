@@ -35,8 +35,8 @@ def plan(task: str, overrides: tuple[str, ...], as_json: bool) -> None:
       shoal plan my_task.py:MyTask args.width=512 batch_size=256 devices=2 device_memory=8GB --json
     """
     from shoal.libs.planning.candidates import require_open_choices
+    from shoal.libs.planning.estimate import print_choice, print_plans, to_json
     from shoal.libs.planning.hardware import HardwareSpec
-    from shoal.libs.planning.plan_table import print_choice, print_plans, to_json
     from shoal.libs.planning.planner import rank_plans
     from shoal.train.launch.overrides import spec_from_overrides
     from shoal.train.task import make_task

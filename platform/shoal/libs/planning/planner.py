@@ -66,7 +66,7 @@ class Planner:
     def _estimate(self, candidate: Candidate, spec: TrainSpec) -> PlanEstimate:
         """All ranks take part in each step."""
         spec = spec.model_copy(update={"threads": spec.threads or self._threads(spec.workers)})
-        plan = dry_run_plan(self.task, spec, make_optimizer)
+        plan = dry_run_plan(self.task, spec)
         slowdown = step_time.compute_slowdown(self.calibration, self.machine, spec.workers)
         input_s = self._input_s(spec.batch_size / plan.degrees.data)
         if plan.degrees.pipeline > 1:
@@ -133,7 +133,7 @@ class Planner:
         if workers not in self._replicas:
             overrides = ["sync=all_reduce", "parallel=single", "workers=1", f"batch_size={spec.batch_size // workers}"]
             alone = spec.override([*overrides, f"threads={spec.threads or 1}"])
-            self._replicas[workers] = dry_run_plan(self.task, alone, make_optimizer)
+            self._replicas[workers] = dry_run_plan(self.task, alone)
         return self._replicas[workers]
 
     def _measure_servers(self, spec: TrainSpec, sync: ServersConfig) -> ServerCosts:
@@ -213,7 +213,7 @@ def _prepare_large(task: Task, spec: TrainSpec, hardware: HardwareSpec) -> Large
                 problem = "is needed for device=cuda: this machine has no GPU to read it from"
                 raise ConfigError(name, None, problem, f"for example {name}={example}")
     single = spec.override(["parallel=single", "sync=all_reduce", "workers=1"])
-    fake = open_task(task, single, make_optimizer, task.data())
+    fake = open_task(task, single)
     device = torch.device("cuda", 0) if fake.is_cuda else torch.device("cpu")
     with preserve_process(spec.seed, cores):
         flops = hardware.device_flops or measure_peak_flops(device, spec.parallel.precision)
@@ -237,7 +237,7 @@ def _prepare(task: Task, spec: TrainSpec, hardware: HardwareSpec, report: Callab
     processes = max(2, min(devices, cores))
     threads = max(1, cores // processes)
     single = spec.override(["parallel=single", "sync=all_reduce", "workers=1", f"threads={threads}"])
-    alone = dry_run_plan(task, single, make_optimizer).alone
+    alone = dry_run_plan(task, single).alone
     share = max(1, spec.batch_size // processes)
     samples = min(share, max(1, int(CALIBRATED_STEP_S / max(alone.sample_s, 1e-9))))
     calibration = calibrate(single, processes, samples, threads, has_server=_allows_servers(task, single))
