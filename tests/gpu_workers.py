@@ -18,10 +18,10 @@ import ray
 
 from rl_setting import EXPERIENCE, TOKEN
 from shoal.cluster.job_main import connect, disconnect
+from shoal.libs.asynchronous.launch.ray_processes import RayProcesses
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.rl.spec import RLSpec
 from shoal.runs.ray_event_channel import start_mailbox
-from shoal.train.launch.ray_processes import RayProcesses
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
 

@@ -131,9 +131,11 @@ def test_replicas_reserve_a_gpu_each_where_they_train_on_one(
 ) -> None:
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        "shoal.train.launch.parameter_server.fit_replicas", lambda *words: words[5]("worker 0", ignore, ())
+        "shoal.libs.asynchronous.launch.replicas.fit_replicas", lambda *words: words[5]("worker 0", ignore, ())
     )
-    monkeypatch.setattr("shoal.train.launch.ray_processes.RayProcess", lambda *_, **words: started.append(words))
+    monkeypatch.setattr(
+        "shoal.libs.asynchronous.launch.ray_processes.RayProcess", lambda *_, **words: started.append(words)
+    )
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     gpus["there"] = 2.0
     spec = spec_of(device=device, **changes)
@@ -225,6 +227,7 @@ def require_own_devices(rows: list[list[Any]], kinds: dict[str, set[float]]) -> 
     assert len(processes["task"]) == 2  # of eight tasks: used again, by those with a GPU and by those without
 
 
+@pytest.mark.soak
 def test_workers_see_what_they_reserve_on_a_cluster_that_hides_nothing() -> None:
     """As others start it. The driver, which finds no HIDE_GPUS in its environment, brings them along."""
     with start_cluster(num_cpus=8, num_gpus=4, environment=dict.fromkeys(HIDE_GPUS, "0")) as cluster:

@@ -24,7 +24,6 @@ from shoal.open_inference.messages import ModelMetadata
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.grpc.service import InferenceServicer, Invocation
 from shoal.serve.http.codec import HttpCodec
-from shoal.serve.messages.inference import InferCall
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.model_metadata import to_tensor_metadata
@@ -287,8 +286,7 @@ def test_binary_bodies_have_the_models_shapes() -> None:
         codec = HttpCodec("detector", metadata.inputs, metadata.outputs, max_rows, batch_dim)
         sent = detector_inputs(3)
         headers, body = encode_inputs(metadata, sent, None, "", binary=True)
-        call = InferCall({}, 0)
-        codec.decode(call, body, int(headers["inference-header-content-length"]))
+        call = codec.decode(body, int(headers["inference-header-content-length"]))
         assert call.num_rows == (3 if max_rows else 1)
         for name, array in sent.items():
             np.testing.assert_array_equal(call.inputs[name], array)
@@ -297,8 +295,7 @@ def test_binary_bodies_have_the_models_shapes() -> None:
         answer = decode_answer(Reply(200, length, b"".join([made.body, *made.parts])))
         np.testing.assert_array_equal(answer["state"], detect(sent)["state"])
     picture = to_tensor_metadata(GREY.inputs)
-    raw = InferCall({}, 0)
-    HttpCodec("grey", picture, picture, 0).decode(raw, PICTURE.tobytes(), 0)
+    raw = HttpCodec("grey", picture, picture, 0).decode(PICTURE.tobytes(), 0)
     np.testing.assert_array_equal(raw.inputs["picture"], PICTURE)
 
 

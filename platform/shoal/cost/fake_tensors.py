@@ -98,12 +98,12 @@ def use_fake_tensors(mode: FakeMode | None = None) -> Iterator[FakeMode]:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    from shoal.parallel.comm import mesh
+    from shoal.parallel.comm import world
 
     with ExitStack() as undo, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as `deepcopy` does
         _patch(undo, nn.Module, "_apply", _make_apply())
-        _patch(undo, mesh, "init_device_mesh", _make_real(vars(mesh)["init_device_mesh"]))
+        _patch(undo, world, "init_device_mesh", _make_real(vars(world)["init_device_mesh"]))
         _patch(undo, DeviceMesh, "__getitem__", _make_real(DeviceMesh.__getitem__))
         _patch(undo, DeviceMesh, "_concatenate", staticmethod(_make_real(DeviceMesh._concatenate)))
         _patch(undo, _fsdp_param, "_chunk_with_empty", _make_equal_chunks)

@@ -42,7 +42,7 @@ from shoal.runs.record.removal import (
 from shoal.runs.report.event_messages import WAITING, format_warning
 from shoal.runs.run_kind import infer_fields
 from shoal.runs.tracking.follower import Follower
-from shoal.runs.tracking.trackers import TRACKERS, require_library
+from shoal.runs.tracking.tracker import load_tracker
 
 NUM_EVENTS = 8
 ANY_NUMBER = -1  # of SQLite's LIMIT
@@ -141,7 +141,7 @@ def remove(names: tuple[str, ...], yes: bool) -> None:
 
 @runs.command()
 @click.argument("run", default="latest")
-@click.option("--to", "tracker", required=True, type=click.Choice(sorted(TRACKERS)), help="The tracker.")
+@click.option("--to", "tracker", required=True, help="mlflow, wandb, trackio, or your own: my_tracker.py:MyTracker.")
 def track(run: str, tracker: str) -> None:
     """Send a RUN (the newest when left out) to a tracker: all of it, or what the tracker lacks.
 
@@ -153,9 +153,9 @@ def track(run: str, tracker: str) -> None:
       MLFLOW_TRACKING_URI=http://127.0.0.1:5000 shoal runs track latest --to mlflow
       shoal runs track 20261120-0645 --to wandb
     """
-    require_library(tracker)
+    follow = load_tracker(tracker)
     found = load(run)
-    state = Follower(found, tracker, TRACKERS[tracker], grace_s=TRACKER_GRACE_S).follow()
+    state = Follower(found, tracker, follow, grace_s=TRACKER_GRACE_S).follow()
     if not state.is_complete:
         raise RunError(f"{tracker} lacks values of run {found.id}: {state.problem or 'the run was resumed'}")
     click.echo(f"{found.id} is in {tracker} ({state.sent:,} values): {state.url}")
@@ -309,11 +309,11 @@ def _print_section(console: Console, title: str, rows: Sequence[Sequence[str | T
 
 
 def _show_record(console: Console, run: Run) -> None:
-    """Its results, or its newest metrics; endpoints, models and events."""
+    """Its newest metrics, or what its kind shows in their place; endpoints, models and events."""
     latest, events = run.latest(), run.events().tail(NUM_EVENTS).to_dict("records")
-    if (view := run_view.make_view(run, None)) is not None and (results := view.find_results()) is not None:
-        console.print(Text(f"\n{results[0]}", style="bold"))
-        console.print(results[1])
+    if (shown := run_view.render_record(run)) is not None:
+        console.print(Text(f"\n{shown[0]}", style="bold"))
+        console.print(shown[1])
     elif not latest:
         console.print("\nNo metrics have been logged.", highlight=False)
     else:

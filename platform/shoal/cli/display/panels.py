@@ -65,10 +65,6 @@ class RunView:
         """The parts of the plain line after the phase."""
         raise NotImplementedError
 
-    def find_results(self) -> tuple[str, RenderableType] | None:
-        """A heading and a table, which are shown of an ended run in place of its newest metrics; None: those."""
-        return None
-
     def render(self) -> Panel:
         """The picture for a terminal."""
         title = f"[bold]{self.run_id}[/]  {self.phase}  [dim]{self.elapsed_s:.0f} s[/]"

@@ -18,7 +18,6 @@ from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.json_tensors import to_json
 from shoal.registry import Signature
 from shoal.serve.http.codec import HttpCodec
-from shoal.serve.messages.decoded_request import DecodedRequest
 from shoal.serve.model.warm_up import DEFAULT_VARIABLE_SIZE, make_example
 from shoal.serve.spec.batch_layout import BatchLayout
 
@@ -61,10 +60,9 @@ def read_examples(files: list[str], description: ModelDescription) -> list[Examp
     )
     found = []
     for file in files:
-        request = DecodedRequest({}, 0)
         try:
             body = Path(file).read_bytes()
-            codec.decode(request, body)
+            request = codec.decode(body)
         except (OSError, InferenceError) as error:
             remedy = 'give a file of JSON, as {"inputs": [{"name": ..., "shape": ..., "datatype": ..., "data": ...}]}'
             raise ConfigError("examples", file, str(error), remedy) from error

@@ -22,7 +22,6 @@ from shoal.libs.planning.predict.fake_step import NUM_BLOCKS, STATES, FakeStep, 
 from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.parallel.validate import check_plan
-from shoal.sync.parameter_server.config import ServersConfig
 from shoal.train.spec import TrainSpec
 
 OF_SAMPLES = ("flops_rank", "flops_forward", "flops_backward", "memory_activations", "bytes_tensor")
@@ -52,7 +51,7 @@ class LargePlanner:
 
     def _estimate(self, candidate: Candidate) -> PlanEstimate:
         spec = self.spec.override(candidate.overrides)
-        if isinstance(spec.sync, ServersConfig):
+        if spec.sync.num_servers:
             remedy = "choose another plan"
             raise PlanError("sync.kind", spec.sync.kind, "is estimated only for a model that can be run here", remedy)
         degrees, parallel = spec.resolve_dims(), spec.parallel

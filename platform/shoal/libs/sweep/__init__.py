@@ -1,1 +1,1 @@
-"""Sweeps: many trials of one Task over a search space, on Ray Tune."""
+"""Searches for a task's best hyper-parameters."""

@@ -47,9 +47,6 @@ class SweepView(RunView):
         best = [f"best {name} {format_number(value)}" for name, value in self.metrics.items()]
         return [*(f"{name} {count}" for name, count in counts), *best]
 
-    def find_results(self) -> tuple[str, RenderableType] | None:
-        return None if self.sweep is None else ("Trials", render_trials(self.sweep))
-
 
 def make_view(run: Run, before: SweepView | None, notes: Sequence[str]) -> SweepView:
     """The present view of the run."""
@@ -63,6 +60,11 @@ def make_view(run: Run, before: SweepView | None, notes: Sequence[str]) -> Sweep
     entry = run.read_queue_entry()
     seen = {} if entry is None else {WAITING: entry}
     return SweepView.read(run, seen, notes, phase=WAITING if seen else phase, sweep=sweep, metrics=best)
+
+
+def render_record(run: Run) -> tuple[str, RenderableType] | None:
+    """The trials as they stand; None before the first."""
+    return ("Trials", render_trials(load_sweep(run))) if run.list_events(SWEEPING) else None
 
 
 def render_trials(sweep: Sweep, max_rows: int | None = None) -> Table:

@@ -1,4 +1,4 @@
-"""The verb, the display and the function of this library."""
+"""The verb, the display, the function and the report of this library."""
 
 from shoal.plugins.library import Library
 
@@ -11,5 +11,6 @@ LIBRARY = Library(
         ),
     },
     displays={"sweep": "shoal.libs.sweep.display"},
+    extensions={"shoal.report_panels": {"sweep": "shoal.libs.sweep.report:PANELS"}},
     names={"sweep": "shoal.libs.sweep.api:sweep"},
 )

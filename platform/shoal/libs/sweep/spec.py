@@ -27,7 +27,7 @@ from shoal.libs.sweep.loop_spec import (
 from shoal.runs import RunKind
 from shoal.runs.json_lines import LogFormat
 from shoal.runs.run_reader import infer_direction
-from shoal.runs.tracking.trackers import TrackerNames
+from shoal.runs.tracking.tracker import TrackerNames
 from shoal.search.space import Options, SearchSpace, nest
 from shoal.train.launch.checked_run import check_once
 from shoal.train.launch.overrides import spec_from_overrides

@@ -299,8 +299,8 @@ class RunSession:
                 Text.assemble(f"{name} ", (format_number(value), "bold")) for name, value in trained["metrics"].items()
             ]
             say(Text("evaluated ") + Text(", ").join(measured) if measured else "there was no validation data")
-        if (view := run_view.make_view(record, None)) is not None and (results := view.find_results()) is not None:
-            say(results[1])
+        if (shown := run_view.render_record(record)) is not None:
+            say(shown[1])
         if "solved" in events:
             seconds, steps = events["solved"]["seconds"], events["solved"]["steps"]
             told = f" {seconds:.1f} s after the first segment, with {steps:,} environment steps"

@@ -21,7 +21,7 @@ from shoal.open_inference.messages import PLATFORM, ModelMetadata, ServerMetadat
 from shoal.serve.http.codec import HttpCodec
 from shoal.serve.http.response import RestResponse, build_error_response, build_json_response, read_length
 from shoal.serve.http.routes import RouteAction, RouteTarget, match_route
-from shoal.serve.messages.decoded_request import Arrays, DecodedRequest
+from shoal.serve.messages.decoded_request import Arrays
 from shoal.serve.messages.model_errors import failed_model, find_version, unknown_model
 from shoal.serve.model.onnx_session import make_forward, open_session
 from shoal.serve.model.output_check import OutputCheck
@@ -126,8 +126,7 @@ class FolderModel:
         encoding = headers.get(b"content-encoding", b"identity")
         if encoding.strip().lower() != b"identity":
             body = self.limits.decompress(body, encoding)
-        request = DecodedRequest({}, 0)
-        self._codec.decode(request, body, header_length)
+        request = self._codec.decode(body, header_length)
         try:
             outputs = self.predict(request.inputs, request.num_rows)
         except InferenceError:

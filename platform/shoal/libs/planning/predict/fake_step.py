@@ -33,7 +33,7 @@ from shoal.libs.planning.predict.fake_process_group import SimulatedRanks, fake_
 from shoal.parallel import ParallelDims, ParallelSpec, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import TaskProtocol
-from shoal.parallel.spmd import fsdp_blocks
+from shoal.parallel.spmd import fsdp_layout
 from shoal.parallel.tensor import apply, plan
 from shoal.parallel.tensor.plan import TensorPlan
 from shoal.train.optim.optimizers import make_optimizer
@@ -182,7 +182,7 @@ class FakeTask:
         def reuse(model: nn.Module, learnable: TaskProtocol, size: int, example: object = None) -> TensorPlan:
             if size not in self._tensor_plans:
                 self._tensor_plans[size] = find(model, learnable, size, example)
-            return self._tensor_plans[size].restrict(model)
+            return self._tensor_plans[size].for_layers_of(model)
 
         vars(apply)["find_tensor_plan"] = reuse
         try:
@@ -298,9 +298,9 @@ def keep_block_shares(share: float) -> Iterator[None]:
 
     share: the part of its parameters that the model still has
     """
-    before = fsdp_blocks.MIN_SHARE, fsdp_blocks.MAX_SHARE, plan.MIN_LAYER_SHARE
-    fsdp_blocks.MIN_SHARE, fsdp_blocks.MAX_SHARE, plan.MIN_LAYER_SHARE = (each / share for each in before)
+    before = fsdp_layout.MIN_SHARE, fsdp_layout.MAX_SHARE, plan.MIN_LAYER_SHARE
+    fsdp_layout.MIN_SHARE, fsdp_layout.MAX_SHARE, plan.MIN_LAYER_SHARE = (each / share for each in before)
     try:
         yield
     finally:
-        fsdp_blocks.MIN_SHARE, fsdp_blocks.MAX_SHARE, plan.MIN_LAYER_SHARE = before
+        fsdp_layout.MIN_SHARE, fsdp_layout.MAX_SHARE, plan.MIN_LAYER_SHARE = before
