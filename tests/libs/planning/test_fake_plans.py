@@ -153,12 +153,12 @@ def test_equal_blocks_are_found_beside_others() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("parallel=single",),
-        ("parallel=ddp", "workers=4"),
-        ("parallel=fsdp", "parallel.tensor=2", "workers=4"),
+        pytest.param(("parallel=single",), marks=pytest.mark.soak),
+        pytest.param(("parallel=ddp", "workers=4"), marks=pytest.mark.soak),
+        pytest.param(("parallel=fsdp", "parallel.tensor=2", "workers=4"), marks=pytest.mark.soak),
         ("parallel=fsdp", "workers=4", "parallel.precision=bf16", "clip_norm=1.0"),
     ],
-    ids=lambda words: " ".join(words).replace("parallel", "p"),
+    ids=" ".join,
 )
 def test_two_short_models_tell_what_a_deep_one_takes(words: tuple[str, ...]) -> None:
     deep, told = read(*words, num_blocks=DEPTH), read(*words)
@@ -226,7 +226,13 @@ def test_gpus_copy_nothing_to_exchange() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 @pytest.mark.usefixtures("_small_limit")
-@pytest.mark.parametrize("words", [("parallel=fsdp", "workers=4"), ("parallel=pipeline", "workers=4")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel=fsdp", "workers=4"),
+        pytest.param(("parallel=pipeline", "workers=4"), marks=pytest.mark.soak),
+    ],
+)
 def test_the_time_on_gpus_that_are_not_here_is_not_predicted(words: tuple[str, ...]) -> None:
     found, here = count(*words, "device=cuda"), count(*words)
     assert not math.isfinite(found["step_s"])

@@ -108,7 +108,14 @@ class OpCounter(TorchDispatchMode):
             self.counts.saved_bytes = self._allocated_bytes
             self.counts.backward = (len(self.counts.live_bytes),) * 2
         if func is torch.ops.aten.from_file.default:
-            return self._map_file(func, args, kwargs)
+            # A file in memory (for messages between ranks of a host, for example) is not the allocator's, and not
+            # counted. It is kept alive, since the profiler would also count its release, at an unknown time.
+            began_us = now_us()
+            mapped: Tensor = func(*args, **kwargs)
+            self._growth.report_mapped(mapped.untyped_storage().nbytes(), began_us)
+            self._mapped.append(mapped)
+            self.exclude([mapped])
+            return mapped
         out = self._call(func, args, kwargs)
         if self._is_fake and not isinstance(func, HigherOrderOperator):
             for each in collective_bytes.find_scratch_tensors(func, args, out):
@@ -123,18 +130,6 @@ class OpCounter(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:
             self.counts.backward = self.counts.backward[0], len(self.counts.live_bytes)
         return out
-
-    def _map_file(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A file in memory (for messages between ranks of a host, for example) is not the allocator's, and not counted.
-
-        It is kept alive, since the profiler would also count its release, at an unknown time.
-        """
-        began_us = now_us()
-        mapped: Tensor = func(*args, **kwargs)
-        self._growth.report_mapped(mapped.untyped_storage().nbytes(), began_us)
-        self._mapped.append(mapped)
-        self.exclude([mapped])
-        return mapped
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A collective of Gloo has ended when this returns, as those of a fake group, and Gloo's thread has dropped it.

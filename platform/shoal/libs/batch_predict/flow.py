@@ -19,7 +19,7 @@ import shoal.runs
 from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.config import Spec
 from shoal.errors import DataError, needs_extra
-from shoal.libs.batch_predict.bucket_output import BucketOutput
+from shoal.libs.batch_predict.output import BucketOutput
 from shoal.registry import ModelVersion, Registry, TensorSignature
 from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.endpoint import GpuCount

@@ -81,8 +81,13 @@ class TablePredictor:
         if twice := sorted(set(named) & set(kept.column_names)):
             remedy = "choose the columns to keep with --keep"
             raise ConfigError("keep", twice[0], "is a column of the input and of the output", remedy)
-        for name, column in self._columns(parts).items():
-            kept = kept.append_column(name, column)
+        for spec in self.signature.outputs:
+            kind = column_type(spec)
+            chunks = [
+                pa.nulls(count, kind) if outputs is None else to_column(spec, outputs[spec.name])
+                for count, outputs in parts
+            ]
+            kept = kept.append_column(spec.name, pa.chunked_array(chunks, kind))
         kept = kept.append_column(VERSION_COLUMN, pa.array(np.full(len(table), self._model.version, np.int64)))
         return kept.append_column(ERROR_COLUMN, pa.array(errors, pa.string())) if self._skip_errors else kept
 
@@ -169,14 +174,3 @@ class TablePredictor:
             self._predict([part])
             request.parts += part.parts
             request.errors += part.errors
-
-    def _columns(self, parts: Sequence[OutputPart]) -> dict[str, pa.ChunkedArray]:
-        columns = {}
-        for spec in self.signature.outputs:
-            kind = column_type(spec)
-            chunks = [
-                pa.nulls(count, kind) if outputs is None else to_column(spec, outputs[spec.name])
-                for count, outputs in parts
-            ]
-            columns[spec.name] = pa.chunked_array(chunks, kind)
-        return columns

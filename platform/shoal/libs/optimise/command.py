@@ -23,16 +23,22 @@ from shoal.cli.support.output_files import prepare_output_folder, to_json_value,
 from shoal.cost.cost_table import format_quantity
 from shoal.errors import ConfigError, needs_extra
 from shoal.libs.optimise.choice import MaxDrop, find_front, is_within
-from shoal.libs.optimise.picture import plot_front
 from shoal.libs.optimise.request import OptimiseRequest
 from shoal.libs.optimise.search import Outcome
 from shoal.libs.optimise.search import optimise as search
 from shoal.libs.optimise.steps import STEPS
 from shoal.runs.formatting import format_number, format_size
+from shoal.runs.report.plots import INK, LINE, MARK, MUTED, RULE, make_figure, to_png
 
 COSTS = ("latency", "batch", "size", "flops")
 NONE = "none"
 FILE_WIDTH = 140
+_COSTS = {
+    "latency": ("milliseconds for one sample", 1e3),
+    "batch": ("milliseconds for a batch of {batch}", 1e3),
+    "size": ("MiB on disk", 2.0**-20),
+    "flops": ("MFLOP for one sample", 1e-6),
+}
 
 
 @click.command()
@@ -85,11 +91,17 @@ def optimise(
       shoal optimise ranker --data my_task.py:Ranking --student my_net.py:Small,hidden=64
       shoal optimise text --student none --try int8,onnx-int8 --metric loss --by batch
     """
+    if NONE in students and len(students) > 1:
+        raise ConfigError("--student", NONE, "is given with others", "leave it out, or the others")
+    names: Any = None if steps is None else [each.strip() for each in steps.split(",") if steps != NONE]
+    for each in names or ():
+        if each not in STEPS:
+            raise ConfigError("--try", each, "is no step", f"give some of {', '.join(STEPS)}, or {NONE}")
     request = OptimiseRequest(
         model=model,
         overrides=overrides,
-        students=_parse_students(students),
-        steps=_parse_steps(steps),
+        students=() if students == (NONE,) else students or None,
+        steps=None if names is None else tuple(names),
         max_drop=MaxDrop.parse(max_drop),
         **options,
     )
@@ -112,22 +124,6 @@ def optimise(
     if not as_json:
         for path in paths:
             click.echo(f"  {path}")
-
-
-def _parse_students(given: tuple[str, ...]) -> tuple[str, ...] | None:
-    if NONE in given and len(given) > 1:
-        raise ConfigError("--student", NONE, "is given with others", "leave it out, or the others")
-    return () if given == (NONE,) else given or None
-
-
-def _parse_steps(text: str | None) -> Any:
-    if text is None or text == NONE:
-        return None if text is None else ()
-    names = [each.strip() for each in text.split(",")]
-    for each in names:
-        if each not in STEPS:
-            raise ConfigError("--try", each, "is no step", f"give some of {', '.join(STEPS)}, or {NONE}")
-    return tuple(names)
 
 
 def _show(found: Outcome, request: OptimiseRequest) -> None:
@@ -184,3 +180,32 @@ def _as_dict(found: Outcome) -> dict[str, Any]:
         "rejected": [{"steps": title, "problem": problem} for title, problem in found.rejected],
         "registered": found.registered.ref if found.registered else None,
     }
+
+
+def plot_front(found: Outcome, request: OptimiseRequest) -> bytes:
+    """A PNG: each model as a point, the front as a line, the limit of the drop as a dashed one."""
+    label, scale = _COSTS[request.cost]
+    front = find_front(found.measured, found.metric, found.is_higher_better, request.cost)
+    points = [(each.get_cost(request.cost) * scale, each.metrics[found.metric]) for each in found.measured]
+    with make_figure((7.2, 4.2), layout="constrained") as figure:
+        title = f"{found.teacher.ref}: {found.metric} against {label.format(batch=request.batch)}"
+        figure.suptitle(title, color=INK, fontsize=10, fontweight="bold", x=0.01, ha="left")
+        axes = figure.subplots()
+        axes.grid(axis="x")
+        axes.margins(x=0.12, y=0.12)
+        axes.plot([points[each][0] for each in front], [points[each][1] for each in front], color=RULE, linewidth=1.5)
+        axes.axhline(found.limit, color=MUTED, linewidth=1, linestyle=(0, (3, 3)), zorder=0)
+        for position, index in enumerate(sorted(range(len(points)), key=points.__getitem__)):
+            cost, quality = points[index]
+            fits = is_within(quality, found.limit, found.is_higher_better)
+            colour = MARK if index == found.chosen else LINE if fits else MUTED
+            axes.plot(cost, quality, "o", color=colour, markersize=8 if index == found.chosen else 5)
+            offset = (5, 5 - 13 * (position % 2))  # alternately above and below, since the cheapest are close
+            text: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "color": colour}
+            axes.annotate(found.models[index].title, (cost, quality), offset, **text)
+        axes.set_xscale("log")
+        for formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+            formatter("{x:g}")
+        axes.set_xlabel(label.format(batch=request.batch))
+        axes.set_ylabel(found.metric)
+    return to_png(figure)

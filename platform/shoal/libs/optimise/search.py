@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shoal.data.fingerprint import fingerprint
 from shoal.errors import ConfigError, InferenceError, WeightsError, summarize_error
@@ -60,7 +59,19 @@ def optimise(request: OptimiseRequest, say: Say = lambda line: None) -> Outcome:
     """
     subject = open_subject(request)
     steps = choose_steps(request, say)
-    trained = [(each, _make_spec(request, subject, each)) for each in choose_students(request, subject, say)]
+    stop = {"target": None}  # which the teacher may have met with less
+    plain = subject.spec.update({"workers": 1, "init": "", "name": subject.version.name, "stop": stop})
+    trained: list[tuple[Student, TrainSpec]] = []
+    for student in choose_students(request, subject, say):
+        args = {
+            "task": subject.spec.task,
+            "args": subject.spec.args,
+            "teacher": subject.version.ref,
+            "student": student.factory.model_dump(include={"factory", "kwargs", "code"}),
+            "temperature": request.temperature,
+            "weight": request.weight,
+        }
+        trained.append((student, plain.model_copy(update={"task": _TASK, "args": args})))
     for _, spec in trained:
         if spec.resume and len(trained) > 1:
             raise ConfigError("resume", spec.resume, "is one student's run", "name that --student alone")
@@ -90,20 +101,6 @@ def optimise(request: OptimiseRequest, say: Say = lambda line: None) -> Outcome:
         chosen=choose(measured, subject.metric, subject.is_higher_better, request.max_drop, request.cost),
     )
     return replace(found, registered=_register(request, subject, found)) if found.chosen else found
-
-
-def _make_spec(request: OptimiseRequest, subject: Subject, student: Student) -> TrainSpec:
-    args: dict[str, Any] = {
-        "task": subject.spec.task,
-        "args": subject.spec.args,
-        "teacher": subject.version.ref,
-        "student": student.factory.model_dump(include={"factory", "kwargs", "code"}),
-        "temperature": request.temperature,
-        "weight": request.weight,
-    }
-    stop = {"target": None}  # which the teacher may have met with less
-    spec = subject.spec.update({"workers": 1, "init": "", "name": subject.version.name, "stop": stop})
-    return spec.model_copy(update={"task": _TASK, "args": args})
 
 
 def _distil(student: Student, spec: TrainSpec, subject: Subject, say: Say) -> Model:

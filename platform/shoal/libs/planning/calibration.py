@@ -207,22 +207,17 @@ def _time_steps(parts: TrainComponents, *, has_part: bool) -> _Steps:
     dist.barrier()
     began_s = time.perf_counter()
     while has_part and (len(taken) <= LEAST_STEPS or time.perf_counter() - began_s < STEPS_S):
-        taken.append(_time_step(parts, len(taken)))
+        before_s = time.perf_counter()
+        batch = parts.stream.next()
+        read_s = time.perf_counter()
+        parts.train_step(batch, len(taken))
+        computed_s = time.perf_counter()
+        parts.optimizer.step()
+        ended_s = time.perf_counter()
+        taken.append((ended_s - read_s, ended_s - computed_s, read_s - before_s))
     everyone: list[list[tuple[float, float, float]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, taken)
     return _Steps([steps for steps in everyone if steps])
-
-
-def _time_step(parts: TrainComponents, step: int) -> tuple[float, float, float]:
-    """Seconds of computing, of the optimiser's part of it, of reading the batch."""
-    began_s = time.perf_counter()
-    batch = parts.stream.next()
-    read_s = time.perf_counter()
-    parts.train_step(batch, step)
-    computed_s = time.perf_counter()
-    parts.optimizer.step()
-    ended_s = time.perf_counter()
-    return ended_s - read_s, ended_s - computed_s, read_s - began_s
 
 
 def _measure_exchange(parts: TrainComponents, rank: int, folder: str) -> float:

@@ -52,18 +52,17 @@ class PlanEstimate:
         if self.problem or self.time is None:
             return self.problem
         time = self.time
-        parts = [f"compute {_seconds(time.compute_s)}"]
+        compute, bubble, exposed = (
+            format_quantity(each, "seconds") for each in (time.compute_s, time.bubble_s, time.exposed_s)
+        )
+        parts = [f"compute {compute}"]
         if time.bubble_s:
-            parts.append(f"bubble {_seconds(time.bubble_s)}")
+            parts.append(f"bubble {bubble}")
         if self.sent_bytes:
-            parts.append(f"communication {_seconds(time.exposed_s)} ({format_quantity(self.sent_bytes, 'bytes')} sent)")
+            parts.append(f"communication {exposed} ({format_quantity(self.sent_bytes, 'bytes')} sent)")
         if time.limit:
             parts.append(f"bound by {time.limit}")
         return ", ".join(parts)
-
-
-def _seconds(value: float) -> str:
-    return format_quantity(value, "seconds")
 
 
 def estimate_plan(candidate: Candidate, find: Callable[[], PlanEstimate], device_memory: float) -> PlanEstimate:
@@ -84,13 +83,12 @@ def estimate_plan(candidate: Candidate, find: Callable[[], PlanEstimate], device
 
 def sort_estimates(estimates: Sequence[PlanEstimate]) -> list[PlanEstimate]:
     """The fastest of those that can run first; the least memory first of those that do not fit."""
-    return sorted(estimates, key=lambda each: (not each.is_applicable, not each.is_possible, *_order(each)))
 
+    def order(estimate: PlanEstimate) -> tuple[bool, bool, float, float]:
+        costs = estimate.step_s, estimate.memory_bytes
+        return not estimate.is_applicable, not estimate.is_possible, *(costs if estimate.is_possible else costs[::-1])
 
-def _order(estimate: PlanEstimate) -> tuple[float, float]:
-    if estimate.is_possible:
-        return estimate.step_s, estimate.memory_bytes
-    return estimate.memory_bytes, estimate.step_s
+    return sorted(estimates, key=order)
 
 
 def to_json(estimate: PlanEstimate, spec: TrainSpec) -> dict[str, Any]:

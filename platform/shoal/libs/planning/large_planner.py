@@ -59,7 +59,8 @@ class LargePlanner:
         samples = parallel.compute_micro_batch_size(spec.batch_size, degrees)
         if degrees.pipeline > 1:
             return self._estimate_pipeline(candidate, spec, degrees, samples)
-        step = self._read_steps(spec, degrees, samples * parallel.accumulate).at(self._num_blocks)
+        num_blocks = 0 if self.fake.blocks is None else len(self.fake.blocks.names)
+        step = self._read_steps(spec, degrees, samples * parallel.accumulate).at(num_blocks)
         traffic = _list_traffic(step, degrees)
         compute_s = step.values["flops_rank"] / self.flops
         time = StepTime(compute_s, self._exposed_s(traffic, compute_s))
@@ -75,7 +76,10 @@ class LargePlanner:
         for name in ("calls_tensor", "bytes_tensor"):
             stage.values[name] *= pipeline.micro_batches * repeats
         forward_s, backward_s = (whole.values[f"flops_{way}"] / self.flops for way in ("forward", "backward"))
-        played = pipeline.simulate(forward_s, backward_s, self._time_message(degrees, whole.handed_bytes))
+        message_s = self.machine.latency_s + whole.handed_bytes * self.machine.devices * self.machine.network_s
+        if degrees.workers // degrees.pipeline % self.machine.devices and degrees.workers <= self.machine.devices:
+            message_s = whole.handed_bytes * (self.machine.device_s or 0.0)  # no two stages are on different hosts
+        played = pipeline.simulate(forward_s, backward_s, message_s)
         traffic = _list_traffic(stage, degrees)
         bubble_s = played.idle_share * played.step_s * repeats
         compute_s = played.step_s * repeats - bubble_s
@@ -83,20 +87,10 @@ class LargePlanner:
         sent = sum(each.sent_bytes for each in traffic) + 2 * whole.handed_bytes * pipeline.micro_batches * repeats
         return PlanEstimate(candidate, time, stage.values["memory_peak"], sent_bytes=sent, is_run=False)
 
-    @property
-    def _num_blocks(self) -> int:
-        return 0 if self.fake.blocks is None else len(self.fake.blocks.names)
-
     def _exposed_s(self, traffic: list[CollectiveTraffic], compute_s: float) -> float:
         link = LinkCost(self.machine.latency_s, self.machine.device_s or 0.0)
         calibration = Calibration(2, 1, NOTHING, NOTHING, NOTHING, link, link, 0.0)
         return step_time.time_collectives(traffic, calibration, self.machine, compute_s)
-
-    def _time_message(self, degrees: ParallelDims, size_bytes: float) -> float:
-        """From stage to stage: between hosts, where any two stages are on several."""
-        if degrees.workers // degrees.pipeline % self.machine.devices and degrees.workers <= self.machine.devices:
-            return size_bytes * (self.machine.device_s or 0.0)
-        return self.machine.latency_s + size_bytes * self.machine.devices * self.machine.network_s
 
     # -- steps
 
@@ -112,9 +106,12 @@ class LargePlanner:
             most = self._find_tensor_plan(spec, degrees.tensor, samples)
             one, all_ranks = self._read_samples(spec, whole, samples), self._read_samples(spec, most, samples)
             by = (1 - 1 / degrees.tensor) / (1 - 1 / most.tensor)
-            steps = StepByDepth(
-                *(_mix(*both, by) for both in ((one.small, all_ranks.small), (one.large, all_ranks.large)))
-            )
+            mixed = []
+            for each, widest in ((one.small, all_ranks.small), (one.large, all_ranks.large)):
+                step = each.extrapolate(widest, by)
+                exchanged = {name: widest.values[name] for name in ("calls_tensor", "bytes_tensor")}
+                mixed.append(replace(step, values={**step.values, **exchanged}))  # the same for any number of ranks
+            steps = StepByDepth(*mixed)
         shards = degrees.data // degrees.replicate if degrees.is_sharded else 1
         return StepByDepth(*(_hold_more(step, everyone / shards) for step in (steps.small, steps.large)))
 
@@ -142,7 +139,11 @@ class LargePlanner:
         """Read for two numbers of samples; all others follow."""
         known = self._read.setdefault(degrees, {})
         if not known:
-            known[samples] = self._read_plan(spec, degrees, samples)
+            if self.fake.blocks is not None:
+                steps = self.fake.read_depths(_flatten(spec), degrees, samples)
+            else:
+                steps = StepByDepth(*(self.fake.run_step(_flatten(spec), degrees, samples),) * 2)
+            known[samples] = StepByDepth(*(_sum_traffic(step, degrees) for step in (steps.small, steps.large)))
         elif samples not in known and len(known) == 1:
             [(before, steps)] = known.items()
             small = _sum_traffic(self.fake.run_step(_flatten(spec), degrees, samples, NUM_BLOCKS[0]), degrees)
@@ -152,14 +153,6 @@ class LargePlanner:
         (few, one), (many, two) = known.items()
         by = (samples - few) / (many - few)
         return StepByDepth(one.small.extrapolate(two.small, by), one.large.extrapolate(two.large, by))
-
-    def _read_plan(self, spec: TrainSpec, degrees: ParallelDims, samples: int) -> StepByDepth:
-        if self.fake.blocks is not None:
-            steps = self.fake.read_depths(_flatten(spec), degrees, samples)
-        else:
-            whole = self.fake.run_step(_flatten(spec), degrees, samples)
-            steps = StepByDepth(whole, whole)
-        return StepByDepth(*(_sum_traffic(step, degrees) for step in (steps.small, steps.large)))
 
 
 def _flatten(spec: TrainSpec) -> ParallelSpec:
@@ -196,13 +189,6 @@ def _sum_traffic(step: FakeStep, degrees: ParallelDims) -> FakeStep:
         values[f"calls_{axis}"] += each.num_calls
         values[f"bytes_{axis}"] += each.sent_bytes * size / (size - 1) if size > 1 else 0.0
     return replace(step, values={**step.values, **values}, traffic=())
-
-
-def _mix(one: FakeStep, most: FakeStep, by: float) -> FakeStep:
-    """Between no split of layers and the widest; what tensor ranks exchange is the same for any number of them."""
-    mixed = one.extrapolate(most, by)
-    exchanged = {name: most.values[name] for name in ("calls_tensor", "bytes_tensor")}
-    return replace(mixed, values={**mixed.values, **exchanged})
 
 
 def _hold_more(step: FakeStep, factor: float) -> FakeStep:

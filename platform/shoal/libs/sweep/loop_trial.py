@@ -81,7 +81,8 @@ class _LoopFollower:
         next_report, found = 0.0, TrialReport(0, 0.0)
         while True:
             stats = self._poll()
-            found = self._make_report(stats)
+            progress = self._spec.stop.compute_progress(stats["steps"], stats["elapsed_s"])
+            found = TrialReport(stats["steps"], progress, {MEAN_RETURN: float(stats["mean_return"])})
             is_scored = math.isfinite(stats["mean_return"])
             if found.progress >= 1.0:
                 return self._finish(stats)
@@ -92,10 +93,6 @@ class _LoopFollower:
                 report(found)
                 next_report = 0.0
             time.sleep(POLL_S)
-
-    def _make_report(self, stats: Mapping[str, Any]) -> TrialReport:
-        progress = self._spec.stop.compute_progress(stats["steps"], stats["elapsed_s"])
-        return TrialReport(stats["steps"], progress, {MEAN_RETURN: float(stats["mean_return"])})
 
     def _poll(self) -> dict[str, Any]:
         """The gateway's counts, recorded. Raises RunError when the learner or an actor has failed."""

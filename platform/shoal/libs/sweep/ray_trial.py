@@ -78,11 +78,20 @@ class TuneTrial(Trainable):
         checked = setting.checked.run
         if checked is None or any(path.startswith("args.") for path in parameters):
             checked = validate_run(spec)
+
+        def make_ray_backend(
+            spec: TrainSpec, recorder: RunRecorder, log: EventLog, should_stop: Callable[[], bool]
+        ) -> Backend:
+            from shoal.flows.training import RayBackend
+            from shoal.train.launch.ray_capacity import resolve_device
+
+            return RayBackend(resolve_device(spec), recorder, log, should_stop)
+
         self._run = TrialRun(
             run_id,
             spec,
             checked,
-            make_backend=_make_ray_backend if setting.spec.starts_workers else None,
+            make_backend=make_ray_backend if setting.spec.starts_workers else None,
             threads=max(1, int(setting.spec.cpus_per_trial)),
             should_stop=setting.stop_file.exists,
             is_remote=self._is_remote,
@@ -124,12 +133,3 @@ def prepare_trial_spec(setting: TrialSetting, parameters: Mapping[str, object]) 
         changes = {"every_steps": spec.evaluate.every_steps, "keep": max(NUM_CHECKPOINTS, spec.checkpoint.keep)}
         spec = spec.update({"checkpoint": changes})
     return spec
-
-
-def _make_ray_backend(
-    spec: TrainSpec, recorder: RunRecorder, log: EventLog, should_stop: Callable[[], bool]
-) -> Backend:
-    from shoal.flows.training import RayBackend
-    from shoal.train.launch.ray_capacity import resolve_device
-
-    return RayBackend(resolve_device(spec), recorder, log, should_stop)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from shoal.libs.planning.tune.ablation import VariantSummary
-    from shoal.libs.planning.tune.finders import BatchSizeResult, LearningRateResult
+    from shoal.libs.planning.ablation import VariantSummary
+    from shoal.libs.planning.finders import BatchSizeResult, LearningRateResult
 
 
 def plot_learning_rate(found: LearningRateResult, title: str) -> bytes:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import shoal.runs
 from shoal.errors import ConfigError, TrainError
-from shoal.libs.planning.tune.finders import measure_footprint
+from shoal.libs.planning.finders import measure_footprint
 from shoal.train.launch.validate import validate_run
 from shoal.train.reporting.result import TrainResult
 from shoal.train.reporting.time_to_accuracy import TRAINING_S
@@ -94,10 +94,14 @@ def build_variants(spec: TrainSpec, parts: Sequence[str], changes: Sequence[str]
             raise ConfigError("--part", name, "is no part of the task", f"{there}; or use --change NAME=args.x=1")
     chosen = parts or ([] if changes else list(known))
     found = [Variant(BASELINE, spec)]
-    for name in chosen:
-        found.append(Variant(name, spec.model_copy(update={"args": {**spec.args, **known[name]}})))
-    for name, words in _parse_changes(changes).items():
-        found.append(Variant(name, spec.override(words)))
+    found += [Variant(name, spec.model_copy(update={"args": {**spec.args, **known[name]}})) for name in chosen]
+    changed: dict[str, list[str]] = {}
+    for change in changes:
+        name, _, override = change.partition("=")
+        if "=" not in override or not name:
+            raise ConfigError("--change", change, "is not of the form NAME=a.b=c", "for example small=args.width=16")
+        changed.setdefault(name, []).append(override)
+    found += [Variant(name, spec.override(overrides)) for name, overrides in changed.items()]
     names = [each.name for each in found]
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
@@ -159,19 +163,11 @@ def summarise_variants(measured: Iterable[AblationRun]) -> list[VariantSummary]:
                 if name != BASELINE and against is not None:
                     differences.setdefault(quantity, []).append(value - against)
         failures = tuple(run.failure for run in by_seed.values() if run.failure)
-        found.append(
-            VariantSummary(name, name == BASELINE, _compute_spreads(values), _compute_spreads(differences), failures)
+        spreads, spreads_of_differences = (
+            {quantity: MeanAndDeviation.from_values(each) for quantity, each in numbers.items()}
+            for numbers in (values, differences)
         )
-    return found
-
-
-def _parse_changes(changes: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for change in changes:
-        name, separator, word = change.partition("=")
-        if not separator or "=" not in word or not name:
-            raise ConfigError("--change", change, "is not of the form NAME=a.b=c", "for example small=args.width=16")
-        found.setdefault(name, []).append(word)
+        found.append(VariantSummary(name, name == BASELINE, spreads, spreads_of_differences, failures))
     return found
 
 
@@ -187,7 +183,3 @@ def _run_variant(
     costs = {STEP_S: step_s, MEMORY: float(memory_bytes), PARAMETERS: float(num_parameters)}
     values = {key: value for key, value in {**outcome.metrics, **costs}.items() if math.isfinite(value)}
     return AblationRun(name, spec.seed, values, outcome.run_id, outcome.reason, outcome.steps)
-
-
-def _compute_spreads(values: Mapping[str, Sequence[float]]) -> dict[str, MeanAndDeviation]:
-    return {name: MeanAndDeviation.from_values(each) for name, each in values.items()}
