@@ -104,10 +104,10 @@ class StepProfiler:
     def _profile_step(self) -> Iterator[None]:
         with profile_step(self._model, self._optimizer, self._average) as profile:
             yield
-        found = profile.values
-        self._metered_steps.append(found)
+        metered = profile.values
+        self._metered_steps.append(metered)
         if len(self._metered_steps) == self._num_metered:
-            for name in found:  # the average work of a step, and its maximum memory
+            for name in metered:  # the average work of a step, and its maximum memory
                 values = [step[name] for step in self._metered_steps]
                 is_size = name.startswith(("memory", "parameters"))
                 self._found[name] = max(values) if is_size else statistics.mean(values)

@@ -54,8 +54,8 @@ def track_growth(device: torch.device) -> Iterator[MemoryGrowth]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with _track_allocations(device) as found:
-            yield found
+        with _track_allocations(device) as growth:
+            yield growth
     finally:
         if was_enabled:
             gc.enable()
@@ -63,25 +63,25 @@ def track_growth(device: torch.device) -> Iterator[MemoryGrowth]:
 
 @contextmanager
 def _track_allocations(device: torch.device) -> Iterator[MemoryGrowth]:
-    found = MemoryGrowth()
+    growth = MemoryGrowth()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        yield found
+        yield growth
         torch.cuda.synchronize(device)
-        found.peak_bytes = torch.cuda.max_memory_allocated(device) - before
+        growth.peak_bytes = torch.cuda.max_memory_allocated(device) - before
         return
     # The profiler before Kineto: it starts in microseconds, and prints nothing.
     torch.autograd._enable_profiler_legacy(  # type: ignore[attr-defined]
         ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     )
     try:
-        yield found
+        yield growth
     finally:
         threads = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
         events: Iterable[Any] = (event for thread in threads for event in thread)
-        found.compute_peak(
+        growth.compute_peak(
             (event.start_us(), event.cpu_memory_usage()) for event in events if str(event.kind()) == "memory_alloc"
         )
 

@@ -193,8 +193,8 @@ def predict_files(
 
 
 def _read(files: Sequence[Path], types: Mapping[str, pa.DataType] | None) -> ray.data.Dataset:
-    if found := [file for file in files if isinstance(file, BucketPath)]:
-        return ray.data.read_datasource(BucketTables(found, types), num_cpus=FILE_IO_CPUS)
+    if in_bucket := [file for file in files if isinstance(file, BucketPath)]:
+        return ray.data.read_datasource(BucketTables(in_bucket, types), num_cpus=FILE_IO_CPUS)
     paths = [str(file) for file in files]
     if paths[0].endswith(".csv"):
         converted = pa.csv.ConvertOptions(column_types=types)

@@ -94,7 +94,7 @@ class TablePredictor:
     def _requests(self, table: pa.Table, chosen: Mapping[str, Sequence[str]]) -> list[_TableRequest]:
         """Split the table, in order, into requests of equal shapes; where some rows are invalid, each half
         separately."""
-        found: list[_TableRequest] = []
+        requests: list[_TableRequest] = []
         for rows in split_by_length(table, self.signature.inputs, chosen):
             try:
                 inputs = build_inputs(rows, self.signature.inputs, chosen)
@@ -103,14 +103,16 @@ class TablePredictor:
                     raise self._locate_error(rows, chosen, error) from None
                 half = len(rows) // 2
                 if half:
-                    found += self._requests(rows.slice(0, half), chosen) + self._requests(rows.slice(half), chosen)
+                    requests += self._requests(rows.slice(0, half), chosen) + self._requests(rows.slice(half), chosen)
                 else:
-                    found.append(_TableRequest({}, 1, [(1, None)], [str(error)]))
+                    requests.append(_TableRequest({}, 1, [(1, None)], [str(error)]))
                 continue
             for start in range(0, len(rows), self._max_request_rows):
                 stop = min(start + self._max_request_rows, len(rows))
-                found.append(_TableRequest({name: values[start:stop] for name, values in inputs.items()}, stop - start))
-        return found
+                requests.append(
+                    _TableRequest({name: values[start:stop] for name, values in inputs.items()}, stop - start)
+                )
+        return requests
 
     def _locate_error(self, rows: pa.Table, chosen: Mapping[str, Sequence[str]], error: DataError) -> DataError:
         """The error of the first invalid row alone. It has no row number, since it is one of a block."""

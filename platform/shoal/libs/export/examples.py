@@ -43,7 +43,7 @@ Predict = Callable[[Example], dict[str, np.ndarray]]
 
 def generate_examples(signature: Signature, layout: BatchLayout, max_rows: int) -> list[Example]:
     """Generate an example of each of `SIZES`, in the model's shapes. Floats are random, and short in JSON."""
-    generator, found = np.random.default_rng(0), []
+    generator, examples = np.random.default_rng(0), []
     for num_rows, variable_size in SIZES:
         num_rows = min(num_rows, max_rows)
         inputs = layout.to_model_shapes(make_example(layout.signature, num_rows, variable_size))
@@ -60,8 +60,8 @@ def generate_examples(signature: Signature, layout: BatchLayout, max_rows: int) 
             }
             for spec in signature.inputs
         ]
-        found.append(Example(inputs, num_rows, msgspec.json.encode({"inputs": tensors})))
-    return found
+        examples.append(Example(inputs, num_rows, msgspec.json.encode({"inputs": tensors})))
+    return examples
 
 
 def read_examples(files: list[str], description: ModelDescription) -> list[Example]:
@@ -73,7 +73,7 @@ def read_examples(files: list[str], description: ModelDescription) -> list[Examp
         description.max_batch_size,
         description.batch_dim,
     )
-    found = []
+    examples = []
     for file in files:
         try:
             body = Path(file).read_bytes()
@@ -83,15 +83,15 @@ def read_examples(files: list[str], description: ModelDescription) -> list[Examp
             raise ConfigError("examples", file, str(error), remedy) from error
         if request.binary or any(request.binary_of.values()):
             raise ConfigError("examples", file, "asks for binary outputs", "leave that out: answers are stored as JSON")
-        found.append(Example(dict(request.inputs), request.num_rows, body, file))
-    return found
+        examples.append(Example(dict(request.inputs), request.num_rows, body, file))
+    return examples
 
 
-def load_registered(found: ModelVersion, snapshot: WeightSnapshot, options: ModelOptions) -> Predict:
+def load_registered(version: ModelVersion, snapshot: WeightSnapshot, options: ModelOptions) -> Predict:
     """Load the registered model as an endpoint does, in torch. Raises ConfigError, WeightsError."""
     from shoal.serve.model.predictor import Predictor
 
-    predictor = Predictor(found.manifest.model, found.manifest.signature, options)
+    predictor = Predictor(version.manifest.model, version.manifest.signature, options)
     loaded, layout = predictor.load(snapshot), predictor.layout
 
     def predict(example: Example) -> dict[str, np.ndarray]:
@@ -103,19 +103,19 @@ def load_registered(found: ModelVersion, snapshot: WeightSnapshot, options: Mode
 
 def select_answered(examples: Sequence[Example], predict: Predict, ref: str) -> list[Example]:
     """Select the examples that the model answers: all of the user's. Raises ConfigError."""
-    found, reason = [], ""
+    answered, reason = [], ""
     for example in examples:
         try:
             predict(example)
-            found.append(example)
+            answered.append(example)
         except Exception as error:  # of the model, on what may be unlike its requests
             reason = summarize_error(error)
             if example.file:
                 raise ConfigError("examples", example.file, f"{ref} does not answer it: {reason}") from error
-    if not found:
+    if not answered:
         remedy = "give a request that it answers with --example FILE"
         raise ConfigError("model", ref, f"does not answer examples generated from its signature: {reason}", remedy)
-    return found
+    return answered
 
 
 def compare_answers(

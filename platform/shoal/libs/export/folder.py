@@ -90,28 +90,28 @@ def measure_folder(folder: Path) -> int:
 
 def list_requirements() -> dict[str, Distribution]:
     """List the packages and what they need, by name. Raises ConfigError for one that is not installed."""
-    found: dict[str, Distribution] = {}
+    distributions: dict[str, Distribution] = {}
     to_visit = list(PACKAGES)
     while to_visit:
         name = canonicalize_name(to_visit.pop())
-        if name in found:
+        if name in distributions:
             continue
         try:
-            found[name] = distribution(name)
+            distributions[name] = distribution(name)
         except PackageNotFoundError as error:
             problem = f"cannot be pinned: {name} is not installed here"
             raise ConfigError("requirements", name, problem, f"pip install {name}") from error
-        needed = map(Requirement, found[name].requires or [])
+        needed = map(Requirement, distributions[name].requires or [])
         to_visit += [each.name for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
-    return dict(sorted(found.items()))
+    return dict(sorted(distributions.items()))
 
 
-def format_requirements(found: dict[str, Distribution]) -> str:
+def format_requirements(distributions: dict[str, Distribution]) -> str:
     """The text of requirements.txt."""
-    return "".join(f"{name}=={each.version}\n" for name, each in found.items())
+    return "".join(f"{name}=={each.version}\n" for name, each in distributions.items())
 
 
-def measure_packages(found: dict[str, Distribution]) -> int:
+def measure_packages(distributions: dict[str, Distribution]) -> int:
     """The bytes of their installed files."""
-    paths = [str(file.locate()) for each in found.values() for file in each.files or []]
+    paths = [str(file.locate()) for each in distributions.values() for file in each.files or []]
     return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))

@@ -110,53 +110,55 @@ def optimise(
     folder = prepare_output_folder(out, "optimised")
     try:
         with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
-            found = search(request, lambda line: click.echo(line, err=True))
+            outcome = search(request, lambda line: click.echo(line, err=True))
     except KeyboardInterrupt:
         click.echo("Interrupted; nothing is registered.", err=True)
         sys.exit(128 + signal.SIGINT)
-    values = to_json_value(_as_dict(found))
+    values = to_json_value(_as_dict(outcome))
     if as_json:
         click.echo(json.dumps(values))
     else:
-        _show(found, request)
-    files = {"png": plot_front(found, request), "json": json.dumps(values, indent=2).encode()}
-    paths = write_files(folder, f"optimise-{found.teacher.name}-{found.teacher.version}", files)
+        _show(outcome, request)
+    files = {"png": plot_front(outcome, request), "json": json.dumps(values, indent=2).encode()}
+    paths = write_files(folder, f"optimise-{outcome.teacher.name}-{outcome.teacher.version}", files)
     if not as_json:
         for path in paths:
             click.echo(f"  {path}")
 
 
-def _show(found: Outcome, request: OptimiseRequest) -> None:
-    numbers = (found.metric, "drop", "1 sample", f"{request.batch} samples", "size", "FLOPs")
+def _show(outcome: Outcome, request: OptimiseRequest) -> None:
+    numbers = (outcome.metric, "drop", "1 sample", f"{request.batch} samples", "size", "FLOPs")
     columns = (Column("model", min_width=16, overflow="fold"), *map(make_number_column, numbers), Column(no_wrap=True))
-    front = find_front(found.measured, found.metric, found.is_higher_better, request.cost)
+    front = find_front(outcome.measured, outcome.metric, outcome.is_higher_better, request.cost)
     console = Console()
     if not console.is_terminal:
         console.width = FILE_WIDTH
     console.print(
-        make_table(*columns, rows=(_make_cells(found, each, each in front) for each in range(len(found.models))))
+        make_table(*columns, rows=(_make_cells(outcome, each, each in front) for each in range(len(outcome.models))))
     )
-    for title, problem in found.rejected:
+    for title, problem in outcome.rejected:
         console.print(Text(f"not tried: {title}: {problem}", style="yellow"), soft_wrap=True)
-    if found.registered is None:
-        click.echo(f"Nothing within {found.metric} {format_number(found.limit)} is better: {found.teacher.ref} stays.")
+    if outcome.registered is None:
+        click.echo(
+            f"Nothing within {outcome.metric} {format_number(outcome.limit)} is better: {outcome.teacher.ref} stays."
+        )
         return
-    chosen = found.registered
-    click.echo(f"{chosen.name}@{request.alias} is {chosen.ref} now: {found.models[found.chosen].title}.")
+    chosen = outcome.registered
+    click.echo(f"{chosen.name}@{request.alias} is {chosen.ref} now: {outcome.models[outcome.chosen].title}.")
     click.echo(f"Serve it: shoal serve deploy {chosen.ref}")
 
 
-def _make_cells(found: Outcome, index: int, is_on_front: bool) -> list[str]:
-    measured, teacher = found.measured[index], found.measured[0]
-    value, before = measured.metrics[found.metric], teacher.metrics[found.metric]
-    drop = (before - value) * (1 if found.is_higher_better else -1)
+def _make_cells(outcome: Outcome, index: int, is_on_front: bool) -> list[str]:
+    measured, teacher = outcome.measured[index], outcome.measured[0]
+    value, before = measured.metrics[outcome.metric], teacher.metrics[outcome.metric]
+    drop = (before - value) * (1 if outcome.is_higher_better else -1)
     note = "front" if is_on_front else ""
-    if index == found.chosen:
+    if index == outcome.chosen:
         note = "chosen" if index else "stays"
-    elif not is_within(value, found.limit, found.is_higher_better):
+    elif not is_within(value, outcome.limit, outcome.is_higher_better):
         note = "drops too much"
     return [
-        found.models[index].title,
+        outcome.models[index].title,
         format_number(value),
         format_number(drop) if index else "",
         f"{1e3 * measured.latency_s:.3g} ms",
@@ -167,45 +169,45 @@ def _make_cells(found: Outcome, index: int, is_on_front: bool) -> list[str]:
     ]
 
 
-def _as_dict(found: Outcome) -> dict[str, Any]:
+def _as_dict(outcome: Outcome) -> dict[str, Any]:
     rows = [
-        {"steps": list(model.steps), "run": model.run_id, **asdict(measured), "chosen": index == found.chosen}
-        for index, (model, measured) in enumerate(zip(found.models, found.measured, strict=True))
+        {"steps": list(model.steps), "run": model.run_id, **asdict(measured), "chosen": index == outcome.chosen}
+        for index, (model, measured) in enumerate(zip(outcome.models, outcome.measured, strict=True))
     ]
     return {
-        "model": found.teacher.ref,
-        "metric": found.metric,
-        "limit": found.limit,
+        "model": outcome.teacher.ref,
+        "metric": outcome.metric,
+        "limit": outcome.limit,
         "models": rows,
-        "rejected": [{"steps": title, "problem": problem} for title, problem in found.rejected],
-        "registered": found.registered.ref if found.registered else None,
+        "rejected": [{"steps": title, "problem": problem} for title, problem in outcome.rejected],
+        "registered": outcome.registered.ref if outcome.registered else None,
     }
 
 
-def plot_front(found: Outcome, request: OptimiseRequest) -> bytes:
+def plot_front(outcome: Outcome, request: OptimiseRequest) -> bytes:
     """A PNG: each model as a point, the front as a line, the limit of the drop as a dashed one."""
     label, scale = _COSTS[request.cost]
-    front = find_front(found.measured, found.metric, found.is_higher_better, request.cost)
-    points = [(each.get_cost(request.cost) * scale, each.metrics[found.metric]) for each in found.measured]
+    front = find_front(outcome.measured, outcome.metric, outcome.is_higher_better, request.cost)
+    points = [(each.get_cost(request.cost) * scale, each.metrics[outcome.metric]) for each in outcome.measured]
     with make_figure((7.2, 4.2), layout="constrained") as figure:
-        title = f"{found.teacher.ref}: {found.metric} against {label.format(batch=request.batch)}"
+        title = f"{outcome.teacher.ref}: {outcome.metric} against {label.format(batch=request.batch)}"
         figure.suptitle(title, color=INK, fontsize=10, fontweight="bold", x=0.01, ha="left")
         axes = figure.subplots()
         axes.grid(axis="x")
         axes.margins(x=0.12, y=0.12)
         axes.plot([points[each][0] for each in front], [points[each][1] for each in front], color=RULE, linewidth=1.5)
-        axes.axhline(found.limit, color=MUTED, linewidth=1, linestyle=(0, (3, 3)), zorder=0)
+        axes.axhline(outcome.limit, color=MUTED, linewidth=1, linestyle=(0, (3, 3)), zorder=0)
         for position, index in enumerate(sorted(range(len(points)), key=points.__getitem__)):
             cost, quality = points[index]
-            fits = is_within(quality, found.limit, found.is_higher_better)
-            colour = MARK if index == found.chosen else LINE if fits else MUTED
-            axes.plot(cost, quality, "o", color=colour, markersize=8 if index == found.chosen else 5)
+            fits = is_within(quality, outcome.limit, outcome.is_higher_better)
+            colour = MARK if index == outcome.chosen else LINE if fits else MUTED
+            axes.plot(cost, quality, "o", color=colour, markersize=8 if index == outcome.chosen else 5)
             offset = (5, 5 - 13 * (position % 2))  # alternately above and below, since the cheapest are close
             text: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "color": colour}
-            axes.annotate(found.models[index].title, (cost, quality), offset, **text)
+            axes.annotate(outcome.models[index].title, (cost, quality), offset, **text)
         axes.set_xscale("log")
         for formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
             formatter("{x:g}")
         axes.set_xlabel(label.format(batch=request.batch))
-        axes.set_ylabel(found.metric)
+        axes.set_ylabel(outcome.metric)
     return to_png(figure)

@@ -134,8 +134,8 @@ def choose_students(request: OptimiseRequest, subject: Subject, say: Say) -> lis
     teacher = subject.model.factory
     if request.students is not None:
         students = [parse_student(each, teacher) for each in dict.fromkeys(request.students)]
-    elif found := choose_default_student(teacher, subject.task):
-        students = [found]
+    elif default := choose_default_student(teacher, subject.task):
+        students = [default]
     else:
         say("no distillation: no argument of the model is known as its width; name a --student")
         students = []
@@ -154,14 +154,14 @@ def choose_steps(request: OptimiseRequest, say: Say) -> list[Step]:
         for each in request.steps:
             require_step(each)
         return list(dict.fromkeys(request.steps))
-    found = []
+    steps = []
     for each in STEPS:
         try:
             require_step(each)
-            found.append(each)
+            steps.append(each)
         except MissingExtra as error:
             say(f"no {each}: {error}")
-    return found
+    return steps
 
 
 def run_network(network: nn.Module, inputs: Sequence[Any], option: str, value: str, title: str) -> Any:

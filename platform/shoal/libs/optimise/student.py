@@ -52,12 +52,12 @@ def parse_student(text: str, teacher: ModelFactory) -> Student:
             changed = {**teacher.kwargs, "args": {**teacher.kwargs["args"], **kwargs}}
         return Student(text, teacher.model_copy(update={"kwargs": changed}))
     try:
-        found = read_source(first)
+        source = read_source(first)
     except ValueError as error:
         raise ConfigError("--student", text, str(error), _REMEDY) from None
     own = ModelFactory(
         factory=f"{entry.__name__}:build_student",
-        kwargs={"source": found.source, "reference": first, "kwargs": kwargs},
+        kwargs={"source": source.source, "reference": first, "kwargs": kwargs},
     )
     return Student(text, entry.make_factory(own.with_code(), "fp32", teacher))
 

@@ -86,19 +86,20 @@ def ablate(
         judged = choose_metric(validate_run(spec).metric_names, spec, metric)
         num_runs = len(variants) * seeds
         measured = measure(variants, seeds, lambda each: fit_locally(each, JOB, registers=False, renews=False), say)
-    found = summarise_variants(measured)
+    results = summarise_variants(measured)
     summaries = [
-        {"is_whole" if name == "is_baseline" else name: value for name, value in asdict(each).items()} for each in found
+        {"is_whole" if name == "is_baseline" else name: value for name, value in asdict(each).items()}
+        for each in results
     ]
     values = {"task": task, "variants": summaries, "runs": [asdict(each) for each in measured]}
     text = json.dumps(values, indent=2)
     if as_json:
         click.echo(text)
     else:
-        _show(found, judged, seeds)
+        _show(results, judged, seeds)
     shown = [(judged, judged), *LABELS.items()]
     files = {
-        "png": plot_ablation(found, shown, f"{task}: whole, and without each part (seeds: {seeds})"),
+        "png": plot_ablation(results, shown, f"{task}: whole, and without each part (seeds: {seeds})"),
         "csv": _to_csv(measured).encode(),
         "json": text.encode(),
     }
@@ -108,23 +109,23 @@ def ablate(
             click.echo(f"  {path}")
 
 
-def _show(found: Sequence[VariantSummary], metric: str, seeds: int) -> None:
+def _show(summaries: Sequence[VariantSummary], metric: str, seeds: int) -> None:
     console = make_literal_console(soft_wrap=False)
-    console.print(_build_table(found, metric, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
-    for summary in found:
+    console.print(_build_table(summaries, metric, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
+    for summary in summaries:
         for failure in summary.failures:
             console.print(Text(f"{summary.name} did not end: {failure}", style="red"))
     over = f", mean ± standard deviation over {seeds} seeds, seed by seed" if seeds > 1 else ", with one seed"
     click.echo(f"Below each part's own numbers: their differences from the whole{over}.")
 
 
-def _build_table(found: Sequence[VariantSummary], metric: str, *, shows_spread: bool) -> Table:
+def _build_table(summaries: Sequence[VariantSummary], metric: str, *, shows_spread: bool) -> Table:
     """Two lines per part, so that all numbers fit into 80 columns: its own, and their differences from the full
     task."""
     names = (metric, *COSTS)
     spread_of = frozenset(names) - {MEMORY, PARAMETERS} if shows_spread else frozenset[str]()
     rows: list[list[str | Text]] = []
-    for summary in found:
+    for summary in summaries:
         own = [_format_spread(summary.values.get(name), name, name in spread_of) for name in names]
         rows.append([Text(summary.name, style="bold" if summary.is_baseline else ""), *own])
         if summary.is_baseline:

@@ -93,23 +93,23 @@ def build_variants(spec: TrainSpec, parts: Sequence[str], changes: Sequence[str]
             there = f"the task has {', '.join(known)}" if known else "the task has none: declare Task.parts"
             raise ConfigError("--part", name, "is no part of the task", f"{there}; or use --change NAME=args.x=1")
     chosen = parts or ([] if changes else list(known))
-    found = [Variant(BASELINE, spec)]
-    found += [Variant(name, spec.model_copy(update={"args": {**spec.args, **known[name]}})) for name in chosen]
+    variants = [Variant(BASELINE, spec)]
+    variants += [Variant(name, spec.model_copy(update={"args": {**spec.args, **known[name]}})) for name in chosen]
     changed: dict[str, list[str]] = {}
     for change in changes:
         name, _, override = change.partition("=")
         if "=" not in override or not name:
             raise ConfigError("--change", change, "is not of the form NAME=a.b=c", "for example small=args.width=16")
         changed.setdefault(name, []).append(override)
-    found += [Variant(name, spec.override(overrides)) for name, overrides in changed.items()]
-    names = [each.name for each in found]
+    variants += [Variant(name, spec.override(overrides)) for name, overrides in changed.items()]
+    names = [each.name for each in variants]
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise ConfigError("--change", sorted(repeated)[0], "is the name of two variants", "give each its own")
-    if len(found) == 1:
+    if len(variants) == 1:
         remedy = "declare Task.parts, or give --change NAME=args.x=1"
         raise ConfigError("task", spec.task, "has no parts to compare", remedy)
-    return found
+    return variants
 
 
 def ablate(
@@ -137,10 +137,10 @@ def ablate(
     for offset in range(num_seeds):
         for variant in variants:  # in turn within a seed, so that drift of the machine affects all alike
             spec = variant.spec.model_copy(update={"seed": variant.spec.seed + offset})
-            found = _run_variant(variant.name, spec, train, *prints[variant.name])
-            measured.append(found)
-            say(found)
-            if found.reason == "interrupted":
+            run = _run_variant(variant.name, spec, train, *prints[variant.name])
+            measured.append(run)
+            say(run)
+            if run.reason == "interrupted":
                 return measured
     return measured
 
@@ -152,7 +152,7 @@ def summarise_variants(measured: Iterable[AblationRun]) -> list[VariantSummary]:
     for each in measured:
         runs.setdefault(each.variant, {})[each.seed] = each
     whole = runs[BASELINE]
-    found = []
+    summaries = []
     for name, by_seed in runs.items():
         values: dict[str, list[float]] = {}
         differences: dict[str, list[float]] = {}
@@ -167,8 +167,8 @@ def summarise_variants(measured: Iterable[AblationRun]) -> list[VariantSummary]:
             {quantity: MeanAndDeviation.from_values(each) for quantity, each in numbers.items()}
             for numbers in (values, differences)
         )
-        found.append(VariantSummary(name, name == BASELINE, spreads, spreads_of_differences, failures))
-    return found
+        summaries.append(VariantSummary(name, name == BASELINE, spreads, spreads_of_differences, failures))
+    return summaries
 
 
 def _run_variant(

@@ -269,14 +269,14 @@ def _time_sums(size_bytes: int, repeats: int, add: Add, between_s: float = 0.0) 
 
 def _measure_call(rank: int, address: str) -> float:
     """Process 1 calls a service of process 0, and all have its median."""
-    found = torch.zeros(1, dtype=torch.double)
+    answer_s = torch.zeros(1, dtype=torch.double)
     if rank == 0:
         service = RpcService(address, {_Echo: lambda caller, request: None})
         service.start()
         dist.barrier()
-        dist.broadcast(found, 1)
+        dist.broadcast(answer_s, 1)
         service.close()
-        return found.item()
+        return answer_s.item()
     dist.barrier()
     if rank == 1:
         client = RpcClient(address, TIMEOUT_S)
@@ -286,6 +286,6 @@ def _measure_call(rank: int, address: str) -> float:
             client.call(_Echo())
             seconds.append(time.perf_counter() - began_s)
         client.close()
-        found[0] = statistics.median(seconds)
-    dist.broadcast(found, 1)
-    return found.item()
+        answer_s[0] = statistics.median(seconds)
+    dist.broadcast(answer_s, 1)
+    return answer_s.item()

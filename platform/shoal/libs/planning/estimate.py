@@ -68,17 +68,17 @@ class PlanEstimate:
 def estimate_plan(candidate: Candidate, find: Callable[[], PlanEstimate], device_memory: float) -> PlanEstimate:
     """The result of `find`, or why it is not applicable; and whether it fits the memory of a device, in bytes."""
     try:
-        found = find()
+        estimate = find()
     except ShoalError as error:
         problem = f"not applicable: {str(error).partition(chr(10))[0]}"
         return PlanEstimate(candidate, problem=problem, is_applicable=False)
     except Exception as error:  # noqa: BLE001 - whatever a user's code raises of batches and parts that it never saw
         problem = f"not applicable: {type(error).__name__}: {summarize_error(error)}"
         return PlanEstimate(candidate, problem=problem, is_applicable=False)
-    if found.memory_bytes > device_memory:
-        needed, given = (format_quantity(each, "bytes") for each in (found.memory_bytes, device_memory))
-        return replace(found, problem=f"does not fit: needs {needed} of {given}")
-    return found
+    if estimate.memory_bytes > device_memory:
+        needed, given = (format_quantity(each, "bytes") for each in (estimate.memory_bytes, device_memory))
+        return replace(estimate, problem=f"does not fit: needs {needed} of {given}")
+    return estimate
 
 
 def sort_estimates(estimates: Sequence[PlanEstimate]) -> list[PlanEstimate]:
@@ -113,10 +113,10 @@ def to_json(estimate: PlanEstimate, spec: TrainSpec) -> dict[str, Any]:
     }
 
 
-def print_plans(found: Sequence[PlanEstimate], spec: TrainSpec) -> None:
+def print_plans(estimates: Sequence[PlanEstimate], spec: TrainSpec) -> None:
     """A line for each plan, whose reason is not folded."""
     rows: list[tuple[str, ...]] = [("plan", "workers", "step", "samples/s", "memory", "why")]
-    for each in found:
+    for each in estimates:
         numbers = ["-", "-", "-"]
         if each.is_applicable:
             numbers = [format_quantity(each.step_s, "seconds"), f"{spec.batch_size / each.step_s:,.0f}"]
@@ -125,15 +125,15 @@ def print_plans(found: Sequence[PlanEstimate], spec: TrainSpec) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for index, (name, *numbers, reason) in enumerate(rows):
         cells = [name.ljust(widths[0]), *(each.rjust(width) for each, width in zip(numbers, widths[1:], strict=True))]
-        is_dim = index == 0 or not found[index - 1].is_possible
+        is_dim = index == 0 or not estimates[index - 1].is_possible
         click.secho("  ".join([*cells, reason]), dim=is_dim)
 
 
-def print_choice(found: Sequence[PlanEstimate], task: str, overrides: Sequence[str]) -> None:
+def print_choice(estimates: Sequence[PlanEstimate], task: str, overrides: Sequence[str]) -> None:
     """The command of the best plan, and of the best one that trains as one process does."""
-    if not all(each.is_run for each in found):
+    if not all(each.is_run for each in estimates):
         click.secho(f"{NOTE}: times are those of the operations and bytes at the given rates", dim=True)
-    possible = [each for each in found if each.is_possible]
+    possible = [each for each in estimates if each.is_possible]
     if not possible:
         click.secho("no plan fits: give more devices or device_memory, or a smaller batch_size", fg="yellow")
         return

@@ -202,12 +202,12 @@ def _hold_more(step: FakeStep, factor: float) -> FakeStep:
 
 def _list_traffic(step: FakeStep, degrees: ParallelDims) -> list[CollectiveTraffic]:
     """The collectives of rank 0, in rings."""
-    found: list[CollectiveTraffic] = []
+    collectives: list[CollectiveTraffic] = []
 
     def add(ranks: list[int], num_calls: float, size_bytes: float) -> None:
         if len(ranks) > 1 and size_bytes:
             sent = size_bytes * (len(ranks) - 1) / len(ranks)
-            found.append(CollectiveTraffic(tuple(ranks), max(1, round(num_calls)), sent, is_shared=False))
+            collectives.append(CollectiveTraffic(tuple(ranks), max(1, round(num_calls)), sent, is_shared=False))
 
     values: dict[str, Any] = step.values
     data = degrees.peers(0, "data")
@@ -220,4 +220,4 @@ def _list_traffic(step: FakeStep, degrees: ParallelDims) -> list[CollectiveTraff
         add(data, values["calls_data"] / 3, 2 * values["memory_gradients"])
     else:
         add(data, values["calls_data"], values["bytes_data"])
-    return found
+    return collectives

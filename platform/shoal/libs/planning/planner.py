@@ -154,11 +154,11 @@ def rank_plans(
     planner = _choose_planner(task, spec, hardware, report)
     machine, micro_batches = planner.machine, spec.parallel.micro_batches
     candidates = enumerate_candidates(machine.hosts, machine.devices, local.local_steps, micro_batches, sync)
-    found = []
+    estimates = []
     for candidate in candidates:
         report(candidate.name)
-        found.append(planner.estimate(candidate))
-    return sort_estimates(found)
+        estimates.append(planner.estimate(candidate))
+    return sort_estimates(estimates)
 
 
 def _choose_planner(

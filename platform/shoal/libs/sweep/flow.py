@@ -28,12 +28,12 @@ JOB = "sweep"
 
 def sweep_main() -> None:
     """The main function of jobs/sweep.py."""
-    found: list[CheckedSweep] = []
+    checked: list[CheckedSweep] = []
 
     def run(spec: SweepSpec, job: str) -> str:
-        return run_sweep(spec, job, found.pop())
+        return run_sweep(spec, job, checked.pop())
 
-    job_main(sweep_from_overrides, run, job=JOB, check=lambda spec: found.append(check_sweep(spec)))
+    job_main(sweep_from_overrides, run, job=JOB, check=lambda spec: checked.append(check_sweep(spec)))
 
 
 def run_sweep(spec: SweepSpec, job: str = JOB, checked: CheckedSweep | None = None) -> str:

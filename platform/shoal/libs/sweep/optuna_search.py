@@ -83,11 +83,11 @@ class OptunaSearch:
 
     def _to_optuna(self, parameters: Mapping[str, object]) -> dict[str, object]:
         """Options by their index: Optuna takes no lists."""
-        found = {}
+        encoded = {}
         for path, value in parameters.items():
             each = self._space[path]
-            found[path] = each.options.index(value) if isinstance(each, Options) else value
-        return found
+            encoded[path] = each.options.index(value) if isinstance(each, Options) else value
+        return encoded
 
 
 def _to_optuna(distribution: Distribution) -> BaseDistribution:

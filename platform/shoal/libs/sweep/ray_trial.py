@@ -101,12 +101,12 @@ class TuneTrial(Trainable):
         """The next evaluation."""
         report = self._run.next_report()
         values = {f"{VALUE}{name}": value for name, value in report.metrics.items()}
-        found = {PROGRESS: report.progress, STEP: report.step, FAILURE: report.failure, **values}
+        result = {PROGRESS: report.progress, STEP: report.step, FAILURE: report.failure, **values}
         checked = self._setting.checked
         if report.failure:  # the worst there is, for schedulers that compare
-            found[f"{VALUE}{checked.metric}"] = -math.inf if checked.is_higher else math.inf
+            result[f"{VALUE}{checked.metric}"] = -math.inf if checked.is_higher else math.inf
         is_replaced = bool(report.failure) and self._setting.spec.search == "pbt"  # by the scheduler
-        return {**found, FINISHED: report.is_over and not report.failure, "done": report.is_over and not is_replaced}
+        return {**result, FINISHED: report.is_over and not report.failure, "done": report.is_over and not is_replaced}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         assert isinstance(self._run, TrialRun)  # others are not copied

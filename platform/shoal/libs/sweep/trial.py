@@ -128,10 +128,10 @@ class _ReportingLog:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._log.log(step, values)
-        found = {name.removeprefix(_VALIDATION): v for name, v in values.items() if name.startswith(_VALIDATION)}
-        if found and not self._is_replay:
+        metrics = {name.removeprefix(_VALIDATION): v for name, v in values.items() if name.startswith(_VALIDATION)}
+        if metrics and not self._is_replay:
             progress = step / self._total_steps if self._total_steps else math.nan
-            self._report(TrialReport(step, progress, found))
+            self._report(TrialReport(step, progress, metrics))
 
     def record_event(self, kind: str, /, **details: object) -> None:
         self._is_replay = (self._is_replay or kind == "restored") and kind != "training"

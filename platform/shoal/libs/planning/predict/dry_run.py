@@ -145,11 +145,11 @@ def dry_run(
 def collect_traffic(
     collectives: dict[tuple[int, ...], tuple[int, float]], play: SimulatedRanks
 ) -> tuple[CollectiveTraffic, ...]:
-    found = [CollectiveTraffic(ranks, *both, is_shared=False) for ranks, both in collectives.items()]
+    traffic = [CollectiveTraffic(ranks, *both, is_shared=False) for ranks, both in collectives.items()]
     for ranks in dict.fromkeys(ranks for ranks, _ in play.shared_sums):
         sent = [sent_bytes for each, sent_bytes in play.shared_sums if each == ranks]
-        found.append(CollectiveTraffic(ranks, len(sent), sum(sent), is_shared=True))
-    return tuple(found)
+        traffic.append(CollectiveTraffic(ranks, len(sent), sum(sent), is_shared=True))
+    return tuple(traffic)
 
 
 def make_eager_spec(parallel: ParallelSpec) -> ParallelSpec:

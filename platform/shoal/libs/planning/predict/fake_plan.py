@@ -102,14 +102,14 @@ def predict_on_fake_tensors(task: Task, spec: TrainSpec) -> CostTable:
         values, notes, rows = _read_plan(fake, parallel, degrees, samples, rate)
     flops = {"flops_forward_sample": "flops_forward", "flops_backward_sample": "flops_backward"}
     parameters = list(fake.model.parameters())
-    found = {
+    table = {
         "parameters": float(sum(each.numel() for each in parameters)),
         "parameters_trainable": float(sum(each.numel() for each in parameters if each.requires_grad)),
         **{name: alone.values[own] / samples for name, own in flops.items()},
         **combine_ranks({0: values}),
     }
-    found["flops_step"] = values["flops_rank"] * degrees.workers
-    return CostTable(found, alone.unknown, (NOTE, *notes), ranks={0: values}, placement_rows=tuple(rows))
+    table["flops_step"] = values["flops_rank"] * degrees.workers
+    return CostTable(table, alone.unknown, (NOTE, *notes), ranks={0: values}, placement_rows=tuple(rows))
 
 
 def _read_plan(

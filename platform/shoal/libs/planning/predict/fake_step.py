@@ -159,8 +159,8 @@ class FakeTask:
                 block.register_forward_hook(lambda _, args, output: handed.append(bytes_of(tensors_of(output))))
             left, every = (sum(each.numel() for each in network.parameters()) for network in (model, self.model))
             with keep_block_shares(left / every), self._reuse_tensor_plan():
-                found = self._profile(model, make_eager_spec(parallel), degrees, world, batch, play)
-        return replace(found, handed_bytes=float(handed[-1] if handed else 0.0))
+                step = self._profile(model, make_eager_spec(parallel), degrees, world, batch, play)
+        return replace(step, handed_bytes=float(handed[-1] if handed else 0.0))
 
     def _copy_model(self, num_blocks: int | None) -> nn.Module:
         """Copy the model with so many blocks (None: all). One that cannot be copied, as with a lock, is built again."""
@@ -280,7 +280,7 @@ def find_repeated_blocks(model: nn.Module) -> RepeatedBlocks | None:
         parameters = [(name, each.shape, each.dtype, each.requires_grad) for name, each in child[1].named_parameters()]
         return repr((child[1], parameters))
 
-    found: list[tuple[int, RepeatedBlocks]] = []
+    candidates: list[tuple[int, RepeatedBlocks]] = []
     for path, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
@@ -288,8 +288,8 @@ def find_repeated_blocks(model: nn.Module) -> RepeatedBlocks | None:
             blocks = list(group)
             if len(blocks) >= MIN_BLOCKS and len({id(block) for _, block in blocks}) == len(blocks):
                 size = sum(each.numel() for _, block in blocks for each in block.parameters())
-                found.append((size, RepeatedBlocks(path, tuple(name for name, _ in blocks))))
-    return max(found, key=lambda each: each[0])[1] if found else None
+                candidates.append((size, RepeatedBlocks(path, tuple(name for name, _ in blocks))))
+    return max(candidates, key=lambda each: each[0])[1] if candidates else None
 
 
 @contextmanager

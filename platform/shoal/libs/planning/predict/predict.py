@@ -87,8 +87,8 @@ def predict_cost(task: Task, spec: TrainSpec) -> CostTable:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a model's code raises of tensors without values
         note = f"run with the real model, which could not be counted on fake tensors: {summarize_error(error)}"
-    found = build_cost_table(spec, dry_run_plan(task, spec))
-    return replace(found, notes=(*found.notes, note))
+    table = build_cost_table(spec, dry_run_plan(task, spec))
+    return replace(table, notes=(*table.notes, note))
 
 
 def dry_run_plan(task: Task, spec: TrainSpec, *, is_limited: bool = False) -> DryPlan:
@@ -173,18 +173,18 @@ def _run_round(run: Callable[[int, SimulatedRanks], DryRun], degrees: ParallelDi
     Ranks of a pipeline run several times, in turn: their bubble depends on differences of their times, and a slow
     moment of the machine would add to those of one rank.
     """
-    play, found = SimulatedRanks(), dict[int, DryRun]()
+    play, runs = SimulatedRanks(), dict[int, DryRun]()
     waiting = pick_representative_ranks(degrees)
     for _ in range(2 * degrees.pipeline):
         for rank in list(waiting):
             with suppress(NotYetSent):
-                found[rank] = run(rank, play)
+                runs[rank] = run(rank, play)
                 waiting.remove(rank)
         waiting.reverse()
     assert not waiting, "the stages wait for each other"
-    for rank in sorted(found) * (NUM_PIPELINE_ROUNDS - 1 if degrees.pipeline > 1 else 0):
-        found[rank] = found[rank].merge_fastest(run(rank, play))
-    return dict(sorted(found.items()))
+    for rank in sorted(runs) * (NUM_PIPELINE_ROUNDS - 1 if degrees.pipeline > 1 else 0):
+        runs[rank] = runs[rank].merge_fastest(run(rank, play))
+    return dict(sorted(runs.items()))
 
 
 def _extrapolate(one: DryRun, two: DryRun, by: float) -> DryRun:
