@@ -1,4 +1,7 @@
-"""The output of a batch prediction in a bucket: its parts lie apart until there is a row for each row of the input.
+"""The output of a batch prediction: it appears complete, with a row for each row of the input, or not at all.
+
+Two predictions into one folder never share a file: the first to end takes the name, and the other's output remains next
+to it. In a bucket, the parts lie apart until all are there:
 
     PREFIX/_incoming-TOKEN/part-000000.parquet   written by the workers
     PREFIX/_manifest.json                        the parts, with rows and bytes; of several predictions one creates it
@@ -21,14 +24,75 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 
 from shoal.errors import DataError, RunError, StoreError
-from shoal.store import KeyTaken, open_store
+from shoal.store import KeyTaken, open_source, open_store
 
 MAX_PARALLEL_COPIES = 16
 MANIFEST, LAST = "_manifest.json", "_SUCCESS"
 _INCOMING = "_incoming-"
+
+
+def make_incoming_path(output: Path) -> Path:
+    """A unique path next to `output`, for the incomplete output."""
+    return output.with_name(f".incoming-{output.name}-{secrets.token_hex(4)}")
+
+
+def has_rows(files: Sequence[Path]) -> bool:
+    """Whether the files have any rows; reads no more than necessary."""
+    for file in files:
+        with open_source(file) as source:
+            if file.suffix != ".csv":
+                has_some = bool(pyarrow.parquet.read_metadata(source).num_rows)
+            else:
+                with pyarrow.csv.open_csv(source) as reader:
+                    has_some = any(batch.num_rows for batch in reader)
+        if has_some:
+            return True
+    return False
+
+
+def count_rows(files: Sequence[Path]) -> int:
+    """Count the rows of files already read, all CSV or all Parquet."""
+    num_rows = 0
+    for file in files:
+        with open_source(file) as source:
+            if file.suffix != ".csv":
+                num_rows += pyarrow.parquet.read_metadata(source).num_rows
+                continue
+            with pyarrow.csv.open_csv(source) as reader:
+                names = reader.schema.names
+        # A type inferred from the beginning may not fit the rest; any value can be read as text.
+        as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
+        with open_source(file) as source, pyarrow.csv.open_csv(source, convert_options=as_text) as reader:
+            num_rows += sum(batch.num_rows for batch in reader)
+    return num_rows
+
+
+def verify_row_count(incoming: Path, files: Sequence[Path]) -> int:
+    """Count the rows written to `incoming`. Raises RunError unless `files` have as many."""
+    written = count_rows([*incoming.glob("*.parquet")])
+    require_all_rows(written, files)
+    return written
+
+
+def require_all_rows(written: int, files: Sequence[Path]) -> None:
+    """Raises RunError unless as many rows were written as `files` have."""
+    if written != (read := count_rows(files)):
+        raise RunError(
+            f"{written} rows were written for {read} of the input: the input may have changed: predict again"
+        )
+
+
+def publish_output(incoming: Path, output: Path) -> None:
+    """Rename the complete output. Raises RunError, and retains it, when the name is taken."""
+    try:
+        incoming.rename(output)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunError(f"{output} cannot be made ({reason}): all rows are in {incoming}, rename that folder") from error
 
 
 class Part(NamedTuple):

@@ -114,7 +114,10 @@ def find_learning_rate(
             if not math.isfinite(losses[0]):
                 problem = f"its first loss, of fresh weights, is not finite but {losses[0]}"
                 raise ConfigError("task", spec.task, problem, "look at its loss and its data: no rate can mend it")
-            if _has_diverged(losses):
+            if not math.isfinite(losses[-1]):
+                break
+            best, recent = min(losses), float(np.median(losses[-3:]))
+            if recent - best > (DIVERGENCE_FACTOR - 1) * max(abs(best), 0.1 * abs(losses[0])):
                 break
     diverged = len(losses) < num_steps or not math.isfinite(losses[-1])
     return analyse_rates(rates[: len(losses)], losses, diverged)
@@ -125,7 +128,9 @@ def analyse_rates(rates: list[float], losses: list[float], diverged: bool) -> Le
     finite = [loss for loss in losses if math.isfinite(loss)]  # only the last may be non-finite
     rates = rates[: len(finite)]
     width = max(1.0, SMOOTHED_SHARE * len(rates))
-    smoothed = _smooth(np.asarray(finite), width)
+    steps, values = np.arange(len(finite)), np.asarray(finite)
+    weights = np.exp(-0.5 * ((steps[:, None] - steps[None, :]) / width) ** 2)  # a bell curve, over both sides
+    smoothed = (weights @ values) / weights.sum(axis=1)
     if len(rates) < 3:
         return LearningRateResult(rates, finite, smoothed.tolist(), None, rates[0] if rates else math.nan, diverged)
     best = int(smoothed.argmin())
@@ -133,7 +138,10 @@ def analyse_rates(rates: list[float], losses: list[float], diverged: bool) -> Le
     slopes = np.gradient(smoothed, np.log(rates))[first : best + 1]
     steepest = first + int(slopes.argmin())
     fall = float(smoothed[: best + 1].max() - smoothed[best])
-    is_clear = slopes.min() < 0 and best > 0 and fall > MIN_SIGNAL_TO_NOISE * _estimate_noise(np.asarray(finite), width)
+    # By chance alone, from differences of neighbours: of one loss, and of losses averaged over `width`.
+    noise_of_one = 1.4826 * float(np.median(np.abs(np.diff(values)))) / math.sqrt(2)
+    noise = noise_of_one / math.sqrt(2 * math.sqrt(math.pi) * width)
+    is_clear = slopes.min() < 0 and best > 0 and fall > MIN_SIGNAL_TO_NOISE * noise
     suggestion = rates[steepest] if is_clear else None
     return LearningRateResult(rates, finite, smoothed.tolist(), suggestion, rates[best], diverged)
 
@@ -154,9 +162,11 @@ def find_batch_size(
     with _single_device_components(whole) as (parts, device):
         limit = limit_bytes or _get_free_bytes(device)
         trial = _BatchSearch(parts, device, limit)
-        largest = search_largest(
-            trial.fits, min(up_to, trial.num_samples or up_to), lambda: trial.get_slowest_s() > longest_s
-        )
+
+        def is_slow() -> bool:
+            return any(each.fits and each.step_s > longest_s for each in trial.trials.values())
+
+        largest = search_largest(trial.fits, min(up_to, trial.num_samples or up_to), is_slow)
         if largest == 0:
             raise OutOfMemory(f"not even one sample fits into {in_bytes(limit)}: shard or split the model")
     tried = sorted(trial.trials.values(), key=lambda each: each.batch_size)
@@ -198,8 +208,12 @@ class _BatchSearch:
         self.trials: dict[int, BatchTrial] = {}
 
     def fits(self, size: int) -> bool:
-        """Try this size, unless earlier sizes predict that it cannot fit."""
-        expected = self._expected_bytes(size)
+        """Try this size, unless the two largest that fitted predict that it cannot."""
+        expected = 0
+        known = sorted((each.batch_size, each.memory_bytes) for each in self.trials.values() if each.fits)[-2:]
+        if len(known) == 2:
+            (small, least), (large, most) = known
+            expected = int(most + (most - least) / (large - small) * (size - large))
         if self._device.type == "cpu" and expected > self._limit_bytes:
             tried: BatchTrial | None = BatchTrial(size, False, expected, was_run=False)
         else:
@@ -208,17 +222,6 @@ class _BatchSearch:
             return False
         self.trials[size] = tried
         return tried.fits
-
-    def get_slowest_s(self) -> float:
-        return max(each.step_s for each in self.trials.values() if each.fits)
-
-    def _expected_bytes(self, size: int) -> int:
-        """Extrapolate from the two largest sizes that fitted; 0 without two."""
-        known = sorted((each.batch_size, each.memory_bytes) for each in self.trials.values() if each.fits)[-2:]
-        if len(known) < 2:
-            return 0
-        (small, least), (large, most) = known
-        return int(most + (most - least) / (large - small) * (size - large))
 
     def _run(self, size: int) -> BatchTrial | None:
         """None if the data has too few samples, which may be unknown for an iterable."""
@@ -277,28 +280,6 @@ def _run_step(parts: TrainComponents, batch: Any, step: int) -> float:
     parts.optimizer.step()
     parts.model.on_optimizer_step()
     return float(loss)
-
-
-def _has_diverged(losses: list[float]) -> bool:
-    last = losses[-1]
-    if not math.isfinite(last):
-        return True
-    best, first, recent = min(losses), losses[0], float(np.median(losses[-3:]))
-    return recent - best > (DIVERGENCE_FACTOR - 1) * max(abs(best), 0.1 * abs(first))
-
-
-def _smooth(losses: np.ndarray, width: float) -> np.ndarray:
-    """Each loss averaged with its neighbours, by a bell curve of standard deviation `width`, in steps."""
-    steps = np.arange(len(losses))
-    weights = np.exp(-0.5 * ((steps[:, None] - steps[None, :]) / width) ** 2)
-    averaged: np.ndarray = (weights @ losses) / weights.sum(axis=1)
-    return averaged
-
-
-def _estimate_noise(losses: np.ndarray, width: float) -> float:
-    """The standard deviation, by chance alone, of losses averaged over `width`, from differences of neighbours."""
-    of_one = 1.4826 * float(np.median(np.abs(np.diff(losses)))) / math.sqrt(2)
-    return of_one / math.sqrt(2 * math.sqrt(math.pi) * width)
 
 
 def _get_free_bytes(device: torch.device) -> int:

@@ -14,40 +14,42 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from shoal.libs.planning.tune.ablation import VariantSummary
-    from shoal.libs.planning.tune.finders import BatchSizeResult, LearningRateResult
+    from shoal.libs.planning.ablation import VariantSummary
+    from shoal.libs.planning.finders import BatchSizeResult, LearningRateResult
 
 
-def plot_learning_rate(found: LearningRateResult, title: str) -> bytes:
+def plot_learning_rate(result: LearningRateResult, title: str) -> bytes:
     """The loss over the rate, with the suggested rate and the range that is too high."""
     with _make_figure(title, 1) as (figure, (axes,)):
-        axes.plot(found.rates, found.losses, color=RULE, linewidth=1, label="loss")
-        axes.plot(found.rates, found.smoothed, color=LINE, linewidth=2, label="smoothed")
-        if found.suggestion is not None:
-            axes.axvline(found.suggestion, color=MARK, linewidth=1.5, label=f"steepest: {found.suggestion:.2g}")
-        axes.axvline(found.lowest, color=MUTED, linewidth=1, linestyle=":", label=f"lowest: {found.lowest:.2g}")
+        axes.plot(result.rates, result.losses, color=RULE, linewidth=1, label="loss")
+        axes.plot(result.rates, result.smoothed, color=LINE, linewidth=2, label="smoothed")
+        if result.suggestion is not None:
+            axes.axvline(result.suggestion, color=MARK, linewidth=1.5, label=f"steepest: {result.suggestion:.2g}")
+        axes.axvline(result.lowest, color=MUTED, linewidth=1, linestyle=":", label=f"lowest: {result.lowest:.2g}")
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
-        low, high = min(found.smoothed), max(found.smoothed[0], min(found.smoothed))
+        low, high = min(result.smoothed), max(result.smoothed[0], min(result.smoothed))
         axes.set_ylim(low - 0.1 * (high - low or 1.0), high + 0.6 * (high - low or 1.0))  # exclude divergence
         axes.set_xlabel("learning rate")
         axes.legend()
     return to_png(figure)
 
 
-def plot_batch_size(found: BatchSizeResult, title: str) -> bytes:
+def plot_batch_size(result: BatchSizeResult, title: str) -> bytes:
     """Speed and memory over the batch size."""
-    fitting, refused = ([each for each in found.tried if each.fits is fits] for fits in (True, False))
+    fitting, refused = ([each for each in result.tried if each.fits is fits] for fits in (True, False))
     with _make_figure(title, 2) as (figure, (speed, memory)):
         speed.plot([each.batch_size for each in fitting], [each.samples_per_s for each in fitting], "o-", color=LINE)
-        speed.axvline(found.fastest, color=MARK, linewidth=1.5, label=f"fastest: {found.fastest:,}")
+        speed.axvline(result.fastest, color=MARK, linewidth=1.5, label=f"fastest: {result.fastest:,}")
         speed.set_ylabel("samples per second")
         speed.set_ylim(bottom=0)
         speed.legend()
         for tried, style, colour in ((fitting, "o-", LINE), (refused, "x", MARK)):
             memory.plot([each.batch_size for each in tried], [each.memory_bytes for each in tried], style, color=colour)
-        if found.is_limited:
-            memory.axhline(found.limit_bytes, color=MARK, linewidth=1.5, label=f"limit: {in_bytes(found.limit_bytes)}")
+        if result.is_limited:
+            memory.axhline(
+                result.limit_bytes, color=MARK, linewidth=1.5, label=f"limit: {in_bytes(result.limit_bytes)}"
+            )
             memory.legend()
         memory.set_ylabel("memory")
         memory.set_yscale("log", base=2)

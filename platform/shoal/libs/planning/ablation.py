@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import shoal.runs
 from shoal.errors import ConfigError, TrainError
-from shoal.libs.planning.tune.finders import measure_footprint
+from shoal.libs.planning.finders import measure_footprint
 from shoal.train.launch.validate import validate_run
 from shoal.train.reporting.result import TrainResult
 from shoal.train.reporting.time_to_accuracy import TRAINING_S
@@ -93,19 +93,23 @@ def build_variants(spec: TrainSpec, parts: Sequence[str], changes: Sequence[str]
             there = f"the task has {', '.join(known)}" if known else "the task has none: declare Task.parts"
             raise ConfigError("--part", name, "is no part of the task", f"{there}; or use --change NAME=args.x=1")
     chosen = parts or ([] if changes else list(known))
-    found = [Variant(BASELINE, spec)]
-    for name in chosen:
-        found.append(Variant(name, spec.model_copy(update={"args": {**spec.args, **known[name]}})))
-    for name, words in _parse_changes(changes).items():
-        found.append(Variant(name, spec.override(words)))
-    names = [each.name for each in found]
+    variants = [Variant(BASELINE, spec)]
+    variants += [Variant(name, spec.model_copy(update={"args": {**spec.args, **known[name]}})) for name in chosen]
+    changed: dict[str, list[str]] = {}
+    for change in changes:
+        name, _, override = change.partition("=")
+        if "=" not in override or not name:
+            raise ConfigError("--change", change, "is not of the form NAME=a.b=c", "for example small=args.width=16")
+        changed.setdefault(name, []).append(override)
+    variants += [Variant(name, spec.override(overrides)) for name, overrides in changed.items()]
+    names = [each.name for each in variants]
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise ConfigError("--change", sorted(repeated)[0], "is the name of two variants", "give each its own")
-    if len(found) == 1:
+    if len(variants) == 1:
         remedy = "declare Task.parts, or give --change NAME=args.x=1"
         raise ConfigError("task", spec.task, "has no parts to compare", remedy)
-    return found
+    return variants
 
 
 def ablate(
@@ -133,10 +137,10 @@ def ablate(
     for offset in range(num_seeds):
         for variant in variants:  # in turn within a seed, so that drift of the machine affects all alike
             spec = variant.spec.model_copy(update={"seed": variant.spec.seed + offset})
-            found = _run_variant(variant.name, spec, train, *prints[variant.name])
-            measured.append(found)
-            say(found)
-            if found.reason == "interrupted":
+            run = _run_variant(variant.name, spec, train, *prints[variant.name])
+            measured.append(run)
+            say(run)
+            if run.reason == "interrupted":
                 return measured
     return measured
 
@@ -148,7 +152,7 @@ def summarise_variants(measured: Iterable[AblationRun]) -> list[VariantSummary]:
     for each in measured:
         runs.setdefault(each.variant, {})[each.seed] = each
     whole = runs[BASELINE]
-    found = []
+    summaries = []
     for name, by_seed in runs.items():
         values: dict[str, list[float]] = {}
         differences: dict[str, list[float]] = {}
@@ -159,20 +163,12 @@ def summarise_variants(measured: Iterable[AblationRun]) -> list[VariantSummary]:
                 if name != BASELINE and against is not None:
                     differences.setdefault(quantity, []).append(value - against)
         failures = tuple(run.failure for run in by_seed.values() if run.failure)
-        found.append(
-            VariantSummary(name, name == BASELINE, _compute_spreads(values), _compute_spreads(differences), failures)
+        spreads, spreads_of_differences = (
+            {quantity: MeanAndDeviation.from_values(each) for quantity, each in numbers.items()}
+            for numbers in (values, differences)
         )
-    return found
-
-
-def _parse_changes(changes: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for change in changes:
-        name, separator, word = change.partition("=")
-        if not separator or "=" not in word or not name:
-            raise ConfigError("--change", change, "is not of the form NAME=a.b=c", "for example small=args.width=16")
-        found.setdefault(name, []).append(word)
-    return found
+        summaries.append(VariantSummary(name, name == BASELINE, spreads, spreads_of_differences, failures))
+    return summaries
 
 
 def _run_variant(
@@ -187,7 +183,3 @@ def _run_variant(
     costs = {STEP_S: step_s, MEMORY: float(memory_bytes), PARAMETERS: float(num_parameters)}
     values = {key: value for key, value in {**outcome.metrics, **costs}.items() if math.isfinite(value)}
     return AblationRun(name, spec.seed, values, outcome.run_id, outcome.reason, outcome.steps)
-
-
-def _compute_spreads(values: Mapping[str, Sequence[float]]) -> dict[str, MeanAndDeviation]:
-    return {name: MeanAndDeviation.from_values(each) for name, each in values.items()}
