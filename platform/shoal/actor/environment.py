@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.actor.adapters.aec import AECGame, is_aec
+from shoal.actor.adapters.aec import adapt_aec
 from shoal.actor.adapters.flattening import flatten_agents, flatten_environment
 from shoal.actor.agent_streams import is_parallel, to_float
 from shoal.errors import ConfigError, ShoalError
@@ -82,7 +82,7 @@ def _call_function(function: Callable[[], Any], name: str, ignored: Sequence[str
         raise ConfigError("env", name, problem, "return an environment")
     with translate_environment_errors(name):
         if is_parallel(made):
-            return flatten_agents(AECGame(made) if is_aec(made) else made, name, ignored)
+            return flatten_agents(adapt_aec(made), name, ignored)
         gymnasium = sys.modules.get("gymnasium")
         if gymnasium is not None and isinstance(made, gymnasium.Env):
             return flatten_environment(made, name, ignored)

@@ -15,8 +15,7 @@ import torch
 from rl_setting import EXPERIENCE, POLICY
 from shoal.actor.policy import EpsilonGreedyPolicy, find_ladder_position, make_policy
 from shoal.errors import ConfigError, RunError, WeightsError
-from shoal.libs.off_policy.dqn.algorithm import DQN
-from shoal.libs.off_policy.dqn.loss import double_targets, dqn_loss
+from shoal.libs.off_policy.dqn import DQN, double_targets, dqn_loss
 from shoal.libs.off_policy.q_network import QNetwork
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.experience.queue import ExperienceBatch

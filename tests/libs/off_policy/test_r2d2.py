@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from rl_setting import EXPERIENCE
 from shoal.actor.policy import make_policy
 from shoal.errors import ConfigError
-from shoal.libs.off_policy.r2d2.algorithm import R2D2
-from shoal.libs.off_policy.r2d2.loss import invert_rescaling, mix_errors, r2d2_loss, rescale
-from shoal.libs.off_policy.replay.sequence_replay import SequenceReplay, SequenceShape, find_starts, split_segments
+from shoal.libs.off_policy.r2d2 import R2D2, invert_rescaling, mix_errors, r2d2_loss, rescale
+from shoal.libs.off_policy.sequence_replay import SequenceReplay, SequenceShape, find_starts, split_segments
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.spec import RLSpec, add_core, experience_spec

@@ -12,7 +12,7 @@ from gymnasium.spaces import Box
 from shoal.errors import ConfigError, RunError
 from shoal.flows.rl_policy import describe_policy_model
 from shoal.libs.off_policy.gaussian_actor import TwinCritic
-from shoal.libs.off_policy.sac.loss import actor_loss, critic_loss, soft_targets, temperature_loss
+from shoal.libs.off_policy.sac import actor_loss, critic_loss, soft_targets, temperature_loss
 from shoal.models.action_distribution import SquashedGaussian
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.experience.queue import ExperienceBatch

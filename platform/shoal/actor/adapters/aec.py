@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def is_aec(environment: Any) -> bool:
-    """Whether an environment has PettingZoo's AEC methods, which no parallel one has."""
-    return all(callable(getattr(environment, method, None)) for method in ("last", "observe", "observation_space"))
+def adapt_aec(environment: Any) -> Any:
+    """The environment; one with PettingZoo's AEC methods, which no parallel one has, as one of several agents."""
+    methods = ("last", "observe", "observation_space")
+    return AECGame(environment) if all(callable(getattr(environment, each, None)) for each in methods) else environment
 
 
 class AECGame:

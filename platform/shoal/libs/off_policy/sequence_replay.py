@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.libs.off_policy.replay.ring import Ring
+from shoal.libs.off_policy.ring import Ring
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import MASKS
