@@ -242,23 +242,27 @@ class LoopRun:
 
     def _prefer_retained(self, newest: WeightSnapshot, trial: Evaluation) -> None:
         """Take the version at the actors' best mean return as the candidate, if its trial returns more than the
-        newest's by more than chance: a run may have collapsed since."""
+        newest's by more than chance: a run may have collapsed since. The newest stays, if the other cannot be tried."""
         policy = self.policies[0]
         if policy.retained is None or policy.retained.version == newest.version or self.spec.self_play.is_on:
             return
         self._candidates = [policy.workers.republish(policy.retained)]
-        with self._connect(self._action) as connections:
-            kept = hold_trial(connections, self.spec)
-        if not is_better(kept, trial):
+        try:
+            with self._connect(self._action) as connections:
+                retained = hold_trial(connections, self.spec)
+        except (ConnectionLost, InferenceError) as error:
+            self._was_not_tried(policy.retained, str(error), "the newest is registered")
+            retained = trial
+        if not is_better(retained, trial):
             self._candidates = [policy.workers.republish(newest)]
             return
-        returns = {"mean_return": kept.mean_return, "newest_mean_return": trial.mean_return}
+        returns = {"mean_return": retained.mean_return, "newest_mean_return": trial.mean_return}
         self._note("kept_version", version=policy.retained.version, newest=newest.version, **returns)
         print(f"version {policy.retained.version}, which returns more than the newest, is registered", flush=True)
 
-    def _was_not_tried(self, snapshot: WeightSnapshot, why: str) -> bool:
+    def _was_not_tried(self, snapshot: WeightSnapshot, why: str, then: str = "learning on") -> bool:
         self._note("trial_failed", version=snapshot.version, error=why)
-        print(f"version {snapshot.version} could not be tried ({why}): learning on", flush=True)
+        print(f"version {snapshot.version} could not be tried ({why}): {then}", flush=True)
         return False
 
     def _follow_until_done(self) -> None:
@@ -337,7 +341,9 @@ class LoopRun:
             self._learning_since = time.monotonic()
         if self._learning_since is not None and all(each.gateway for each in self.policies):
             self._log()
-            self._print_progress()
+            if time.monotonic() - self._printed_at >= PRINT_S:
+                self._printed_at = time.monotonic()
+                print(self._describe_progress(), flush=True)
 
     def _log(self) -> None:
         assert self._endpoint is not None
@@ -368,16 +374,11 @@ class LoopRun:
             return f"mean return {format_number(self._only.mean_return)}"
         return f"mean return {', '.join(f'{each.name} {format_number(each.mean_return)}' for each in self.policies)}"
 
-    def _print_progress(self) -> None:
-        if time.monotonic() - self._printed_at < PRINT_S:
-            return
-        self._printed_at = time.monotonic()
-        steps = sum(each.num_steps for each in self.policies)
-        if self._only is None:
-            returns = ", ".join(f"{each.name} {format_number(each.mean_return)}" for each in self.policies)
-            print(f"returns {returns} | {steps:9,} steps", flush=True)
-            return
-        print(self._only.describe_progress(), flush=True)
+    def _describe_progress(self) -> str:
+        if self._only is not None:
+            return self._only.describe_progress()
+        returns = ", ".join(f"{each.name} {format_number(each.mean_return)}" for each in self.policies)
+        return f"returns {returns} | {sum(each.num_steps for each in self.policies):9,} steps"
 
     # -- down -----------------------------------------------------------------------------------------------------
 

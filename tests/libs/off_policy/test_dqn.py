@@ -261,7 +261,7 @@ def test_values_that_have_overflowed_end_the_run_and_leave_the_weights() -> None
     with torch.no_grad():
         dqn._parameters.fill_(1e38)
     with pytest.raises(RunError, match="not finite"):
-        dqn._step()
+        dqn.learn(dqn.draw()[1])
     assert (dqn._parameters == 1e38).all()
 
 

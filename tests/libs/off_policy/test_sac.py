@@ -164,7 +164,7 @@ def test_a_loss_of_replayed_experience_that_is_not_finite_ends_the_run_and_keeps
         sac._log_alpha.fill_(np.inf)
     sac._replay.insert(make_batch(1, [4]))
     with pytest.raises(RunError, match=r"algorithm\.learning_rate"):
-        sac._step()
+        sac.learn(sac.draw())
     assert all(torch.equal(each, before[name]) for name, each in sac.model.state_dict().items())
 
 

@@ -100,12 +100,15 @@ class SAC(ReplayAlgorithm):
         self._num_owed += self._config.updates_per_step * batch.num_steps
         while self._num_owed >= 1:
             self._num_owed -= 1
-            sample = self._replay.sample(self._config.batch_size, 1, self._config.discount, beta=0.0)
-            noise = {name: self._draw_noise(self._config.batch_size).numpy() for name in ("next_noise", "noise")}
-            arrays = {**self.normalizer.apply(sample.to_arrays()), **noise}
-            share = SampleShare(arrays, 0, self._config.batch_size, self._config.batch_size)
-            metrics = self.learn(self.group.divide_sample(share, self.serialize))
+            metrics = self.learn(self.group.divide_sample(self.draw(), self.serialize))
             yield {**metrics, "learner/replay_steps": float(self._replay.num_steps)}
+
+    def draw(self) -> SampleShare:
+        """A sample of the replay, with the noise of the actions that the step draws."""
+        num_items = self._config.batch_size
+        sample = self._replay.sample(num_items, 1, self._config.discount, beta=0.0)
+        noise = {name: self._draw_noise(num_items).numpy() for name in ("next_noise", "noise")}
+        return SampleShare({**self.normalizer.apply(sample.to_arrays()), **noise}, 0, num_items, num_items)
 
     @torch.no_grad()
     def is_usable(self, segment: ExperienceBatch) -> bool:
