@@ -60,14 +60,14 @@ class OpponentDraw:
         members = self._members()
         if members is not self._drawn_from:
             self._drawn_from = members
-            self._opponents = [self._known.get(version) or self._load(version) for version in members]
+            self._opponents = []
+            for version, tensors in members.items():
+                if (opponent := self._known.get(version)) is None:
+                    opponent = Opponent(version, self._make_policy(int(self._random.integers(2**63))))
+                    opponent.policy.load(version, tensors)
+                self._opponents.append(opponent)
             self._known = {opponent.version: opponent for opponent in self._opponents}
         return self._opponents[int(self._random.integers(len(self._opponents)))]
-
-    def _load(self, version: int) -> Opponent:
-        policy = self._make_policy(int(self._random.integers(2**63)))
-        policy.load(version, self._drawn_from[version])
-        return Opponent(version, policy)
 
 
 class ParallelRunner(Runner, Protocol):
@@ -212,16 +212,13 @@ class ParallelGame(StreamGame):
             }
         for agent in self._acting_agents:
             if agent not in self._open:
-                self._open_stream(agent).start_episode(observations[agent], infos.get(agent, {}))
+                runner = self._find_runner(agent)
+                idle = self._idle.get(runner)
+                self._open[agent] = stream = idle.pop() if idle else runner.make_stream()
+                rivals = [each for other, each in self._opponents.items() if self._find_runner(other) is runner]
+                stream.opponent = rivals[0].version if rivals else 0
+                stream.start_episode(observations[agent], infos.get(agent, {}))
         self.acting = [self._open[agent] for agent in self._acting_agents]
-
-    def _open_stream(self, agent: str) -> AgentStream:
-        runner = self._find_runner(agent)
-        idle = self._idle.get(runner)
-        self._open[agent] = stream = idle.pop() if idle else runner.make_stream()
-        versions = [each.version for other, each in self._opponents.items() if self._find_runner(other) is runner]
-        stream.opponent = versions[0] if versions else 0
-        return stream
 
 
 def assign_agents(environment: Any, policies: Sequence[tuple[P, Sequence[str]]]) -> dict[Any, P]:

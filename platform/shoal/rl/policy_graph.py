@@ -26,7 +26,12 @@ def export_policy(model: nn.Module, observation: TensorSpec, num_outputs: int, r
     Its other inputs are tensors of the model's state, under their names. Raises ConfigError for a network that does not
     keep its contract (see OwnNetwork), or that actors could not compute. MissingExtra without onnx.
     """
-    _check_parameters(model, reference)
+    others = {name: each.dtype for name, each in model.named_parameters() if each.dtype != torch.float32}
+    if others:
+        name, dtype = next(iter(others.items()))
+        raise ConfigError("model", reference, f"its parameter {name} is {dtype}", "make it float32")
+    if not any(each.requires_grad for each in model.parameters()):
+        raise ConfigError("model", reference, "has no parameter to learn")
     zeros = np.zeros((3, *observation.shape), "uint8" if is_byte_tensor(observation) else "float32")
     samples = [zeros, _draw_observations(observation, zeros)]
     with torch.no_grad():
@@ -58,15 +63,6 @@ class _Outputs(nn.Module):
         found = self._compute(observation)
         outputs: Tensor = found[0] if isinstance(found, tuple) else found
         return outputs
-
-
-def _check_parameters(model: nn.Module, reference: str) -> None:
-    others = {name: each.dtype for name, each in model.named_parameters() if each.dtype != torch.float32}
-    if others:
-        name, dtype = next(iter(others.items()))
-        raise ConfigError("model", reference, f"its parameter {name} is {dtype}", "make it float32")
-    if not any(each.requires_grad for each in model.parameters()):
-        raise ConfigError("model", reference, "has no parameter to learn")
 
 
 def _draw_observations(observation: TensorSpec, zeros: np.ndarray) -> np.ndarray:

@@ -94,7 +94,15 @@ class GroupCommit:
             if group is not None:
                 if not self._upload(group):
                     return
-                self._finish_group(number, group, rows)
+                self._since_full = 0 if group.is_full else self._since_full + 1
+                self._acknowledged |= rows
+                self._num_uploaded = number
+                self._queue.admit_logged(group.end)
+                if group.is_full:
+                    try:
+                        self._log.delete_consumed(group.first_queued)
+                    except OSError as error:
+                        self.problem = str(error)  # the next full group tries again
             if is_last:
                 return
 
@@ -127,14 +135,3 @@ class GroupCommit:
                 return True
             if self._closing.wait(RETRY_S):
                 return False
-
-    def _finish_group(self, number: int, group: Group, rows: dict[ActorKey, int]) -> None:
-        self._since_full = 0 if group.is_full else self._since_full + 1
-        self._acknowledged |= rows
-        self._num_uploaded = number
-        self._queue.admit_logged(group.end)
-        if group.is_full:
-            try:
-                self._log.delete_consumed(group.first_queued)
-            except OSError as error:
-                self.problem = str(error)  # the next full group tries again

@@ -72,7 +72,9 @@ class OpponentPool:
             return
         self.versions.append(snapshot.version)
         if len(self.versions) - first_own > self._max_versions:
-            self._remove(select_closest(self.versions[first_own:]))
+            own = self.versions[first_own:]
+            triples = zip(own, own[1:], own[2:], strict=False)
+            self._remove(min(triples, key=lambda triple: triple[2] - triple[0])[1])  # its neighbours are the closest
 
     def _take_registered(self, references: Sequence[str]) -> dict[int, str]:
         """Copy the payloads of registered versions, once; returns their references by version."""
@@ -120,9 +122,3 @@ class OpponentPool:
             else:
                 return WeightSnapshot.from_payload(version, payload)
         return None
-
-
-def select_closest(versions: Sequence[int]) -> int:
-    """Of sorted versions, the one whose neighbours are the closest to each other; never the first or the last."""
-    triples = zip(versions, versions[1:], versions[2:], strict=False)
-    return min(triples, key=lambda triple: triple[2] - triple[0])[1]
