@@ -353,7 +353,7 @@ class ActorClient:
         _log.warning("the gateway answered with an error (%s: %s)", error.code, error.message)
         if error.code in _DISCARD_CODES and error.seq is not None and self._outbox.discard(error.seq):
             self._count_drop(error.code, error.message)
-            self._is_session_lost = True  # the segments behind it are numbered anew by the next welcome
+            self._is_session_lost = True  # the segments behind it are numbered by the next welcome
 
     def _reconnect(self, deadline: float) -> None:
         """Open a fresh socket, send hello, and resend every unacknowledged segment.

@@ -123,7 +123,7 @@ class _ActingPolicy:
         return make_policy(spec.policy, seed, self.client.actor_id, spec.action.shape)
 
     def draw_opponent(self) -> Opponent | None:
-        """With self-play, a past version for the other agents in an episode."""
+        """Draw, with self-play, a past version for the other agents in an episode."""
         return None if self._opponents is None else self._opponents.draw()
 
     def make_stream(self) -> AgentStream:
@@ -236,7 +236,7 @@ class _Player:
         return len(actions)
 
     def _step_by_policy(self, games: Sequence[SingleGame | ParallelGame]) -> int:
-        """Of a run of several policies: each acts at once for all agents that have it."""
+        """Take a step in a run of several policies: each acts at once for all agents that have it."""
         streams = [stream for game in games for stream in game.acting]
         chosen: dict[int, tuple[Any, float]] = {}  # by the stream's position
         for policy in (each.policy for each in self._policies):
@@ -255,11 +255,11 @@ class _Player:
         return len(streams)
 
     def _select_credited_games(self) -> Sequence[SingleGame | ParallelGame]:
-        """Of a run of several policies: share the credit of those whose actors pause among their agents that act next,
-        the least played first. A game goes on while it may record a step, or one of another agent could get credit.
+        """Select games of several policies: share the credit of those that pause actors among their agents that act
+        next, the least played first. A game goes on while it may record a step, or one of another agent could get credit.
 
         Its other agents act without a record: an actor that waited for the credit of each policy, while another has it
-        and waits for that of this one, would wait for ever. The returns of episodes that end so are sent with the next
+        and waits for that of this one, would never go on. The returns of episodes that end so are sent with the next
         segment.
         """
         games, has_credit_left = self._stream_games, False
@@ -274,8 +274,8 @@ class _Player:
         return [game for game in games if has_credit_left or any(stream.has_credit for stream in game.streams)]
 
     def _select_games(self) -> Sequence[Game]:
-        """Of a synchronous run: as far as there is credit for all segments that they have begun or would begin; those
-        that have begun come first, then the least played. Waits for credit where there is none at all."""
+        """Select games of a synchronous run, while there is credit for all segments that they have begun or begin;
+        those that have begun come first, then the least played. Waits for credit where there is none at all."""
         if all(game.is_empty for game in self._stream_games):
             self._client.wait_for_credit()
             self._pull_weights()

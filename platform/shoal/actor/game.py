@@ -153,7 +153,7 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
         return self._policy.version
 
     def act(self, observation: Any, episode: Hashable = None, mask: Any = None) -> Any:
-        """As of an EpisodeActor, sampled with the newest weights that have arrived. When the run is over, with the last
+        """Act as an EpisodeActor: sample with the newest weights that have arrived. When the run is over, with the last
         weights, and nothing is recorded any more.
 
         Raises InvalidSegment for an observation of another shape than the run's, and Refused or ConnectionLost when the

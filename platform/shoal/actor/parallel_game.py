@@ -126,7 +126,7 @@ class ParallelGame(StreamGame):
         self._advance_until_stream_acts()
 
     def _advance_until_stream_acts(self) -> None:
-        """Until a stream acts next: through the turns of opponents, ticks without observations, and into the next
+        """Step until a stream acts next: through the turns of opponents, ticks without observations, and into the next
         episode."""
         num_idle = 0
         while not self._acting_agents:
@@ -153,8 +153,8 @@ class ParallelGame(StreamGame):
         if None in drawn.values():
             return {}
         learner = agents[int(self._random.integers(len(agents)))]
-        found = {agent: drawn[self._find_runner(agent)] for agent in agents if agent != learner}
-        opponents = {agent: opponent for agent, opponent in found.items() if opponent is not None}
+        result = {agent: drawn[self._find_runner(agent)] for agent in agents if agent != learner}
+        opponents = {agent: opponent for agent, opponent in result.items() if opponent is not None}
         for agent, opponent in opponents.items():
             opponent.policy.reset((id(self), agent))  # which may play in several games
         return opponents
@@ -199,7 +199,7 @@ class ParallelGame(StreamGame):
     def _select_acting(
         self, observations: Mapping[str, Any], finished: Sequence[str], infos: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Those who have an observation act next; who is new begins an episode."""
+        """Let those act next who have an observation; who is new begins an episode."""
         self._has_started |= bool(observations)
         acting = [agent for agent in observations if agent not in finished]
         self._acting_agents, self._others = [agent for agent in acting if agent not in self._opponents], {}

@@ -138,7 +138,7 @@ class MlpPolicy:
         streams: Sequence[Hashable],
         masks: Sequence[np.ndarray | None] | None = None,
     ) -> tuple[Sequence[Any], Sequence[float]]:
-        """Of outputs [B, n]. A handful of plain floats is faster than a dozen operations on small arrays."""
+        """Sample from outputs [B, n]. A handful of plain floats is faster than a dozen operations on small arrays."""
         if len(outputs) >= MIN_ARRAY_ROWS and type(self) is MlpPolicy and masks is None:
             shifted = outputs - outputs.max(axis=1, keepdims=True)
             sums = np.exp(shifted).cumsum(axis=1)

@@ -94,8 +94,8 @@ class _ObservationEncoder(SegmentBuilder):
 
     def encode_mask(self, mask: Any, terminated: bool, truncated: bool) -> bytes | None:
         """None in a run without masks. Raises InvalidSegment, and ConfigError for a missing one."""
-        found = find_mask({} if mask is None else {INFO_KEY: mask}, self._choices, terminated, truncated)
-        return None if found is None else found.tobytes()
+        allowed = find_mask({} if mask is None else {INFO_KEY: mask}, self._choices, terminated, truncated)
+        return None if allowed is None else allowed.tobytes()
 
     def encode(self, observation: Any) -> bytes:
         """Raises InvalidSegment for one of another shape, or for other integers, than the run's."""
@@ -115,7 +115,7 @@ class _Episode(OpenEpisode):
     total: float = 0.0
 
     def advance(self) -> _Episode:
-        """The same one, at the next observation."""
+        """Move on to the next observation."""
         return replace(self, step=self.step + 1)
 
 
@@ -142,7 +142,7 @@ class RemoteActor(EpisodeActor[RemoteClient, _Episode]):
         self._next_number = 0
 
     def act(self, observation: Any, episode: Hashable = None, mask: Any = None) -> Any:
-        """As of an EpisodeActor. Raises InvalidSegment for an observation that does not fit the run, Closed when the
+        """Act as an EpisodeActor. Raises InvalidSegment for an observation that does not fit the run, Closed when the
         run is over, and Refused or ConnectionLost as the client does."""
         self.ask(observation, episode, mask)
         return self.wait_for_action(episode)

@@ -172,7 +172,7 @@ class LoopRun:
         if learner.device == "cuda":
             require_gpus(learner.num_gpus, num_learners, "learner.num_gpus or learner.replicas", of_learner)
         if learner.device == "auto" and not has_gpus:
-            for each in self.policies:  # a learner would wait for a GPU for ever
+            for each in self.policies:  # a learner would wait for a GPU without end
                 each.spec = each.spec.update({"learner": {"device": "cpu"}})
         if not list_driver_endpoints().abandoned:  # otherwise `deploy` frees what those hold
             wait_s = spec.endpoint.wait if spec.wait is None else spec.wait
@@ -310,12 +310,12 @@ class LoopRun:
             each.require_actors(self.recorder.id)
         targets = ", ".join(filter(None, (f"{each.name} {each.spec.target_return}".strip() for each in missed)))
         has_ended = any(math.isfinite(each.mean_return) for each in missed)
-        found = self._format_returns() if has_ended else "no episode has ended"
+        result = self._format_returns() if has_ended else "no episode has ended"
         tried, more = (f" ({self._failed_trial})", ", raise eval_episodes") if self._failed_trial else ("", "")
         field = "target_return" if self._only else "policies.NAME.target_return"
         raise RunError(
-            f"{found} after {self.spec.max_wall_s:.0f} s, the target is {targets}{tried}: lower {field}{more}, or go on"
-            f" with resume={self.recorder.id} and a longer max_wall_s"
+            f"{result} after {self.spec.max_wall_s:.0f} s, the target is {targets}{tried}: lower {field}{more}, or"
+            f" go on with resume={self.recorder.id} and a longer max_wall_s"
         )
 
     def _require_experience(self) -> None:
@@ -411,11 +411,11 @@ class LoopRun:
                 opened.callback(connection.close)
                 return connection
 
-            found = [{each.name: connect(each) for each in self.policies} for _ in range(NUM_CONNECTIONS)]
+            result = [{each.name: connect(each) for each in self.policies} for _ in range(NUM_CONNECTIONS)]
             for each, snapshot in zip(self.policies, self._candidates, strict=True):
                 observation, mask = each.first_inputs
-                wait_for_version(found[0][each.name], observation, snapshot.version, mask=mask)
-            yield found
+                wait_for_version(result[0][each.name], observation, snapshot.version, mask=mask)
+            yield result
 
     def shut_down(self) -> None:
         """Let the learners save, end the actors' sessions and record the last numbers, however the run ended. Waits at

@@ -159,10 +159,10 @@ class PPOConfig(AlgorithmConfig):
 
 def find_config_type(name: object) -> type[AlgorithmConfig]:
     """The configuration of the algorithm `name`. Raises ValueError."""
-    found = find_extension(str(name), GROUP, CONFIGS)
-    if not (isinstance(found, type) and issubclass(found, AlgorithmConfig)):
+    config_type = find_extension(str(name), GROUP, CONFIGS)
+    if not (isinstance(config_type, type) and issubclass(config_type, AlgorithmConfig)):
         raise ValueError(f"{name} is no subclass of shoal.extend.AlgorithmConfig")
-    return found
+    return config_type
 
 
 def find_fitting(fits: Callable[[type[AlgorithmConfig]], bool]) -> list[str]:

@@ -37,7 +37,7 @@ class BatchLease:
 
     @property
     def position(self) -> int:
-        """In the log of the run, up to which it was learnt; 0 without a log."""
+        """The position in the log of the run up to which it was learnt; 0 without a log."""
         return self._request.position
 
     @property

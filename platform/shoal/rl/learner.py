@@ -236,8 +236,8 @@ class Learner:
         num_updates, metrics = 0, self._metrics  # a batch without a step leaves them
         share = self._hub.distribute(batch, self.algorithm.serialize) if self._hub and self._divides_batches else batch
         try:
-            for found in self.algorithm.update(share):
-                metrics, num_updates = {**found}, num_updates + 1
+            for step_metrics in self.algorithm.update(share):
+                metrics, num_updates = {**step_metrics}, num_updates + 1
         except NonFiniteLoss:
             if not num_updates:  # otherwise the earlier steps stay
                 return False
@@ -325,7 +325,7 @@ class Learner:
             torch.cuda.set_rng_state(state["cuda_rng"])
         self.updates, self.steps, self.counts = state["updates"], state["steps"], dict(state["counts"])
         self._log_position = int(state.get("position", 0))  # of an earlier Shoal: none
-        skipped = tuple((kept, last) for kept, last in state.get("skipped", ()))
+        skipped = tuple((retained, last) for retained, last in state.get("skipped", ()))
         self._published = int(state["version"]), skipped
         has_moved = not reserved.exists() or int(reserved.read_text()) < state["version"]
         self._restored_version = int(state.get("reserved", state["version"]) if has_moved else state["version"])

@@ -133,13 +133,13 @@ class LearnerGroup:
         return values
 
     def gather(self, values: Tensor, share: SampleShare) -> Tensor:
-        """Of each item of the whole sample [num_items] what its learner has as `values` [b]; NaN where one has died."""
+        """Collect, for each item of the sample [num_items], `values` [b] of its learner; NaN where one has died."""
         if self.num_learners == 1:
             return values
         padded = values.new_zeros(2, share.num_items)
         padded[:, share.first : share.first + len(values)] = torch.stack([values, torch.ones_like(values)])
-        found, is_known = self.sum(padded.flatten()).view(2, -1)
-        return torch.where(is_known > 0, found, torch.nan)
+        known, is_known = self.sum(padded.flatten()).view(2, -1)
+        return torch.where(is_known > 0, known, torch.nan)
 
     def sum_gradients(
         self, parameters: Iterable[Tensor], metrics: Mapping[str, Tensor], num_mine: int, num_steps: int
@@ -209,7 +209,7 @@ class LearnerHub(LearnerGroup):
 
     @property
     def pids(self) -> list[int]:
-        """Of the other learners."""
+        """The processes of the other learners."""
         return [each.pid for each in self._members]
 
     def distribute(self, batch: ExperienceBatch, serialize: Callable[[], bytes]) -> ExperienceBatch:
@@ -221,8 +221,8 @@ class LearnerHub(LearnerGroup):
         self._learners = divide(batch.lengths, self.num_learners)
         self.lost = np.zeros(len(batch.lengths), np.bool_)
         random_state = torch.get_rng_state().numpy()
-        kept = [self._learners == number for number in range(self.num_learners)]
-        shares = [BatchShare(batch.select(each), each, batch.lengths) for each in kept]
+        masks = [self._learners == number for number in range(self.num_learners)]
+        shares = [BatchShare(batch.select(each), each, batch.lengths) for each in masks]
         messages = []
         for batch_share in shares[1:]:
             tensors = {"keep": batch_share.keep, "lengths": batch.lengths, "random_state": random_state}
@@ -239,7 +239,7 @@ class LearnerHub(LearnerGroup):
         return shares[0]
 
     def _select_working(self, num_parts: int) -> None:
-        """Those who get a share of so many parts."""
+        """Select who gets a share of so many parts."""
         self._admit()
         self._working = dict(enumerate(self._members[: num_parts - 1], 1))
         self.num_learners = 1 + len(self._working)

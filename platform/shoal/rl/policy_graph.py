@@ -60,8 +60,8 @@ class _Outputs(nn.Module):
         self._compute = model.forward
 
     def forward(self, observation: Tensor) -> Tensor:
-        found = self._compute(observation)
-        outputs: Tensor = found[0] if isinstance(found, tuple) else found
+        result = self._compute(observation)
+        outputs: Tensor = result[0] if isinstance(result, tuple) else result
         return outputs
 
 
@@ -78,13 +78,13 @@ def _draw_observations(observation: TensorSpec, zeros: np.ndarray) -> np.ndarray
 def _compute_outputs(model: nn.Module, observations: np.ndarray, num_outputs: int, reference: str) -> np.ndarray:
     """Torch's outputs, whose shape and dtype are right, as those of the value are."""
     try:
-        found = model(torch.from_numpy(observations))
+        result = model(torch.from_numpy(observations))
     except ConfigError:
         raise
     except Exception as error:  # user code may raise anything
         problem = f"forward raised {type(error).__name__} for observations {list(observations.shape)}: {error}"
         raise ConfigError("model", reference, problem) from error
-    outputs, value = found if isinstance(found, tuple) else (found, None)
+    outputs, value = result if isinstance(result, tuple) else (result, None)
     wanted = {"outputs": (outputs, (len(observations), num_outputs)), "value": (value, (len(observations),))}
     for name, (each, shape) in wanted.items():
         if each is not None and (each.shape != shape or each.dtype != torch.float32):
@@ -129,8 +129,8 @@ def _compare(
         network.load(1, tensors)
         for observations, outputs in zip(samples, expected, strict=True):
             for rows in (slice(None), slice(1)):
-                found = network.compute(observations[rows])
-                error = float(np.abs(found - outputs[rows]).max()) if found.shape == outputs[rows].shape else np.inf
+                result = network.compute(observations[rows])
+                error = float(np.abs(result - outputs[rows]).max()) if result.shape == outputs[rows].shape else np.inf
                 if not error <= TOLERANCE * max(1.0, float(np.abs(outputs).max())):
                     problem = f"onnxruntime's outputs differ from torch's by up to {error:g}"
                     remedy = "neither branch on values or on the batch's size, nor draw random numbers, in forward"

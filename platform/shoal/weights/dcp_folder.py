@@ -130,9 +130,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 def _read_metadata(folder: Path) -> Metadata:
     try:
         with (folder / METADATA).open("rb") as file:
-            found = _MetadataUnpickler(file).load()
+            metadata = _MetadataUnpickler(file).load()
     except (OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, TypeError, IndexError) as error:
         raise WeightsError(f"{folder / METADATA} cannot be read as a distributed checkpoint's ({error})") from error
-    if not isinstance(found, Metadata) or not found.storage_data:
+    if not isinstance(metadata, Metadata) or not metadata.storage_data:
         raise WeightsError(f"{folder / METADATA} describes no distributed checkpoint of files")
-    return found
+    return metadata

@@ -38,12 +38,12 @@ class AECGame:
 
     def _advance(self) -> tuple[dict[str, Any], ...]:
         """To the next agent that acts, past those that have ended, whose only action is None."""
-        found: tuple[dict[str, Any], ...] = {}, {}, {}, {}, {}
+        result: tuple[dict[str, Any], ...] = {}, {}, {}, {}, {}
         while self._environment.agents:
             agent, last = self._environment.agent_selection, self._environment.last()
-            for values, value in zip(found, last, strict=True):
+            for values, value in zip(result, last, strict=True):
                 values[agent] = value
             if not (last[2] or last[3]):
                 break
             self._environment.step(None)
-        return found
+        return result

@@ -125,7 +125,7 @@ def flatten_environment(environment: Any, name: str, ignored: Sequence[str] = ()
 
 
 def flatten_agents(environment: Any, name: str, ignored: Sequence[str] = ()) -> Any:
-    """The same of an environment of several agents, by PettingZoo's methods; an ignored part need not be each one's."""
+    """Do so for an environment of several agents, by PettingZoo's methods; an ignored part need not be each one's."""
     spaces = {agent: environment.observation_space(agent) for agent in environment.possible_agents}
     _require_parts(ignored, [part for space in spaces.values() for part in _get_parts(space)], name)
     flat = {agent: FlatSpace(space, name, ignored) for agent, space in spaces.items()}
@@ -155,7 +155,7 @@ class FlatAgents:
     def _flatten(
         self, observations: Mapping[str, Any], infos: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        flat, found = dict[str, Any](), dict(infos)
+        flat, result = dict[str, Any](), dict(infos)
         for agent, observation in observations.items():
-            flat[agent], found[agent] = self._flat[agent].flatten(observation, found.get(agent, {}))
-        return flat, found
+            flat[agent], result[agent] = self._flat[agent].flatten(observation, result.get(agent, {}))
+        return flat, result

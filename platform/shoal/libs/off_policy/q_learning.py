@@ -57,8 +57,8 @@ def make_ring_options(
 ) -> tuple[int, float, np.random.Generator, Path | None]:
     """The size in bytes, exponent, random numbers (which follow from torch's seed) and folder of a replay."""
     random = np.random.default_rng(int(torch.randint(2**62, ())))
-    place = folder / "replay" if folder is not None and config.replay_on_disk else None
-    return int(config.replay_mb * 2**20), priority_exponent, random, place
+    ring_folder = folder / "replay" if folder is not None and config.replay_on_disk else None
+    return int(config.replay_mb * 2**20), priority_exponent, random, ring_folder
 
 
 class QLearning(ReplayAlgorithm):

@@ -181,7 +181,7 @@ class R2D2(QLearning):
         observations = self._to_tensor(batch.observations)
         states = self.to_device(np.array(batch.extras[STATE]))
         offsets = np.cumsum(batch.lengths + 1) - (batch.lengths + 1)
-        found, position = states.new_empty(len(starts.segments), states.shape[1]), 0
+        result, position = states.new_empty(len(starts.segments), states.shape[1]), 0
         for row in np.unique(starts.state_rows):
             chosen = np.flatnonzero(starts.state_rows == row)
             segments = self.to_device(starts.segments[chosen])
@@ -189,8 +189,8 @@ class R2D2(QLearning):
                 rows = offsets[starts.segments[chosen]] + np.arange(position, row)[:, None]
                 states[segments] = self.model.advance(observations[rows], states[segments])
                 position = int(row)
-            found[chosen] = states[segments]
-        return found.cpu().numpy()
+            result[chosen] = states[segments]
+        return result.cpu().numpy()
 
     def _to_tensor(self, observations: np.ndarray) -> Tensor:
         """float32, in memory of its own; frames of bytes stay uint8."""

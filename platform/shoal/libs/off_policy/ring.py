@@ -48,8 +48,8 @@ class SumTree:
 
     def get(self, indices: np.ndarray) -> np.ndarray:
         """The numbers at `indices`. [K]"""
-        found: np.ndarray = self._numbers[indices]
-        return found
+        result: np.ndarray = self._numbers[indices]
+        return result
 
     def set(self, indices: np.ndarray, values: np.ndarray | float) -> None:
         """Replace the numbers at `indices` [K]; of equal indices, the last one counts."""
@@ -71,8 +71,8 @@ class SumTree:
         targets -= ends[groups] - self._sums[groups]
         inner = self._groups[groups].cumsum(1)  # [K, GROUP_SIZE]
         targets = np.minimum(targets, np.nextafter(inner[:, -1], 0))
-        found: np.ndarray = groups * GROUP_SIZE + (inner > targets[:, None]).argmax(1)
-        return found
+        result: np.ndarray = groups * GROUP_SIZE + (inner > targets[:, None]).argmax(1)
+        return result
 
 
 def padded_size(size: int) -> int:
@@ -174,7 +174,7 @@ class Ring:
 
     def _require_space(self, needed_bytes: int) -> None:
         if self._folder is None:  # the system promises more memory than it has, and kills the process as the ring fills
-            place, free_bytes, remedy = (
+            location, free_bytes, remedy = (
                 "memory",
                 psutil.virtual_memory().total,
                 ", or use algorithm.replay_on_disk=true",
@@ -182,9 +182,9 @@ class Ring:
         else:
             make_folder(self._folder)
             existing_bytes = sum(path.stat().st_size for path in self._folder.iterdir())
-            free_bytes, place, remedy = shutil.disk_usage(self._folder).free + existing_bytes, str(self._folder), ""
+            free_bytes, location, remedy = shutil.disk_usage(self._folder).free + existing_bytes, str(self._folder), ""
         if needed_bytes > free_bytes:
-            problem = f"takes {needed_bytes:,} bytes in {place}, and there are {free_bytes:,}"
+            problem = f"takes {needed_bytes:,} bytes in {location}, and there are {free_bytes:,}"
             raise ConfigError("algorithm.replay_mb", self._size_bytes / 2**20, problem, "lower it" + remedy)
 
     def _allocate(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:

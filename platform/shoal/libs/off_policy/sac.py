@@ -157,18 +157,18 @@ class SAC(ReplayAlgorithm):
         q = self._critic(observations, self._scale(sample.actions))
         loss = critic_loss(q, targets) * fraction
         metrics = {"learner/critic_loss": loss, "learner/q_value": q.mean() * fraction}
-        found = self._minimize("critic_optimizer", loss, metrics, share)
+        sums = self._minimize("critic_optimizer", loss, metrics, share)
 
         scaled_actions, log_pi = distribution.sample(self.model(observations), noise)
         alpha = self._log_alpha.detach().exp()
         loss = actor_loss(log_pi, self._critic(observations, scaled_actions), alpha) * fraction
         metrics = {"learner/actor_loss": loss, "learner/entropy": -log_pi.mean() * fraction}
-        found |= self._minimize("actor_optimizer", loss, metrics, share)
+        sums |= self._minimize("actor_optimizer", loss, metrics, share)
         loss = temperature_loss(self._log_alpha, log_pi, self._target_entropy) * fraction
         self._minimize("temperature_optimizer", loss, {"loss": loss}, share)
         with torch.no_grad():
             torch._foreach_lerp_(list(self._target.parameters()), list(self._critic.parameters()), self._config.tau)
-        return {**found, "learner/temperature": alpha.item()}
+        return {**sums, "learner/temperature": alpha.item()}
 
     def _minimize(self, name: str, loss: Tensor, metrics: Mapping[str, Tensor], share: SampleShare) -> dict[str, float]:
         """One step of an optimizer, with the other learners; returns the metrics of all, of which the loss is one.
@@ -181,11 +181,11 @@ class SAC(ReplayAlgorithm):
             parameter.grad = None  # and remains so for spare ones of a user's network
         loss.backward(inputs=parameters)  # unlike `autograd.grad`, lays gradients out as the fused optimizer needs them
         num_mine = len(share.arrays["noise"])
-        found = self.group.sum_gradients(parameters, metrics, num_mine, share.num_items)
-        if not np.isfinite(list(found.values())).all():
+        sums = self.group.sum_gradients(parameters, metrics, num_mine, share.num_items)
+        if not np.isfinite(list(sums.values())).all():
             raise RunError("the loss of replayed experience is not finite: lower algorithm.learning_rate")
         optimizer.step()
-        return found
+        return sums
 
     @torch.no_grad()
     def _compute_targets(self, returns: np.ndarray, discounts: np.ndarray, following: Tensor, noise: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class PPOTargets(NamedTuple):
     values: Tensor
 
     def select(self, chosen: Tensor) -> PPOTargets:
-        """Those of some steps."""
+        """Select those of some steps."""
         return PPOTargets(*(each[chosen] for each in self))
 
 

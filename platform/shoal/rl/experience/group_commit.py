@@ -121,7 +121,7 @@ class GroupCommit:
         return number, self._log.make_group(unlogged, changes, is_full), rows
 
     def _upload(self, group: Group) -> bool:
-        """Until it is there; False when another process has claimed the log, or at the end."""
+        """Upload a group, until it is there; False when another process has claimed the log, or at the end."""
         while True:
             try:
                 self._log.append(group)

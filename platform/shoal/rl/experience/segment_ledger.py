@@ -131,14 +131,14 @@ class Ledger:
         self._database.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
 
     def _open(self, path: Path | None) -> None:
-        found = self._database.execute("PRAGMA user_version").fetchone()[0]
-        if path is not None and is_newer_format(found, FORMAT):
-            raise RunError(describe_newer_format(path, found, FORMAT))
+        stored = self._database.execute("PRAGMA user_version").fetchone()[0]
+        if path is not None and is_newer_format(stored, FORMAT):
+            raise RunError(describe_newer_format(path, stored, FORMAT))
         self._database.execute("PRAGMA journal_mode=WAL")
         # OFF could damage the file itself at a power cut, not just lose the newest rows.
         self._database.execute("PRAGMA synchronous=NORMAL")
         self._database.executescript(_SCHEMA)
-        if found != FORMAT:
+        if stored != FORMAT:
             with suppress(sqlite3.OperationalError):  # a full disk: a later start writes it
                 self._database.execute(f"PRAGMA user_version = {FORMAT}")
         if path is not None:
@@ -148,9 +148,9 @@ class Ledger:
     def get_account(self, key: ActorKey) -> Account:
         """The account of an actor's incarnation, created if new. The caller must not change it."""
         with self.lock:
-            if (found := self._accounts.get(key)) is None:  # setdefault would create an account for every segment
-                found = self._add_account(key, Account())
-            return found
+            if (stored := self._accounts.get(key)) is None:  # setdefault would create an account for every segment
+                stored = self._add_account(key, Account())
+            return stored
 
     def newest_incarnation(self, actor_id: str) -> int | None:
         """The highest incarnation under which this actor has ever been seen."""

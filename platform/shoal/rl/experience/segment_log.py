@@ -157,14 +157,14 @@ class SegmentLog:
             del self._ends[number]
 
     def _read_group(self, key: str) -> Group:
-        place, payload = f"{self._store.url}/{key}", self._store.read(key)
+        location, payload = f"{self._store.url}/{key}", self._store.read(key)
         try:
-            found = msgspec.msgpack.decode(payload)
-            if is_newer_format(found["format"], FORMAT):
-                raise RunError(describe_newer_format(place, found["format"], FORMAT))
-            return msgspec.convert(found, Group)
+            fields = msgspec.msgpack.decode(payload)
+            if is_newer_format(fields["format"], FORMAT):
+                raise RunError(describe_newer_format(location, fields["format"], FORMAT))
+            return msgspec.convert(fields, Group)
         except (msgspec.MsgspecError, TypeError, KeyError) as error:
-            raise RunError(f"{place} is damaged ({error}): put a copy in its place, or begin a new run") from None
+            raise RunError(f"{location} is damaged ({error}): put a copy in its place, or begin a new run") from None
 
     def _assemble(self, groups: dict[int, Group]) -> Recovered:
         self._ends |= {number: group.end for number, group in groups.items()}

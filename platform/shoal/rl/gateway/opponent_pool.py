@@ -81,10 +81,10 @@ class OpponentPool:
         index = self._folder / _REGISTERED
         if not index.exists():
             registry = Registry()
-            found = [registry.get(each) for each in references]
-            for number, each in enumerate(found, 1):
+            members = [registry.get(each) for each in references]
+            for number, each in enumerate(members, 1):
                 atomic_file.replace_synced(self._folder / f"{number}{_SUFFIX}", each.snapshot().payload)
-            atomic_file.replace_synced(index, json.dumps([each.ref for each in found]).encode())
+            atomic_file.replace_synced(index, json.dumps([each.ref for each in members]).encode())
         return dict(enumerate(json.loads(index.read_text()), 1))
 
     def _remove(self, version: int) -> None:
@@ -103,11 +103,11 @@ class OpponentPool:
 
     def load_own(self) -> list[WeightSnapshot]:
         """The members that were versions of the run, oldest first."""
-        found, version = list[WeightSnapshot](), len(self.names)
+        members, version = list[WeightSnapshot](), len(self.names)
         while (member := self.find_next(version)) is not None:
-            found.append(member)
+            members.append(member)
             version = member.version
-        return found
+        return members
 
     def find_next(self, newer_than: int) -> WeightSnapshot | None:
         """The oldest member above this version, if there is one."""
