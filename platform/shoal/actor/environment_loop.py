@@ -256,7 +256,7 @@ class _Player:
 
     def _select_credited_games(self) -> Sequence[SingleGame | ParallelGame]:
         """Select games of several policies: share the credit of those that pause actors among their agents that act
-        next, the least played first. A game goes on while it may record a step, or one of another agent could get credit.
+        next, the least played first. A game goes on while it may record a step, or an agent could get credit.
 
         Its other agents act without a record: an actor that waited for the credit of each policy, while another has it
         and waits for that of this one, would never go on. The returns of episodes that end so are sent with the next

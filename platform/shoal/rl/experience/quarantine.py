@@ -6,9 +6,9 @@ by the file of a run's ledger. Knows no policy.
 The evidence. An honest actor chooses a with probability μ(a) and says so. Then the mean of π(a) / μ(a) is at most 1,
 for any other policy π and however far the actor lags behind. So exp of a segment's evidence, the product over its steps
 of 1 - λ + λ π(a) / μ(a), has a mean of at most 1, too. The sum of evidence, which starts again where it would fall
-below 0, is the CUSUM of such a process (Shin, Ramdas and Rinaldo, arXiv:2203.03532): of an honest actor it passes LIMIT once
-in e^LIMIT segments on average, or more seldom. Of an actor that claims less probability than it has, it grows with each
-step.
+below 0, is the CUSUM of such a process (Shin, Ramdas and Rinaldo, arXiv:2203.03532): of an honest actor it passes LIMIT
+once in e^LIMIT segments on average, or more seldom. Of an actor that claims less probability than it has, it grows with
+each step.
 """
 
 from __future__ import annotations
