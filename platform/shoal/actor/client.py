@@ -422,7 +422,7 @@ class ActorClient:
         """Send what a new session begins with. `changed`: it is of another run than the one before."""
         self._send_message(self._weights.make_pull())
         if welcome.spec.self_play:
-            self._send_message(self._weights.make_opponent_pull())
+            self._send_message(PullOpponent(max(self._weights.opponents, default=0)))
         self._send_pending()
 
     def _send_pending(self) -> None:

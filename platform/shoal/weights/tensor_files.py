@@ -102,7 +102,22 @@ def make_weight_file(version: int, path: Path) -> WeightFile:
     return WeightFile(version, path, digest, time.time(), parts=parts, is_verified=True)
 
 
-class TensorFiles(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name, each read when it is asked for. files: where each one is"""
+
+    files: Mapping[str, Any]
+
+    def __contains__(self, name: object) -> bool:  # Mapping would read it
+        return name in self.files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+class TensorFiles(LazyTensors):
     """The tensors of several files by name, each read when it is asked for, into memory of its own.
 
     files: which one has each
@@ -126,15 +141,6 @@ class TensorFiles(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         result: Tensor = self._open(name).get_tensor(name)
         return result.clone()  # in the file it is misaligned, which changes the last digits of products
-
-    def __contains__(self, name: object) -> bool:  # Mapping would read it
-        return name in self.files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.files)
-
-    def __len__(self) -> int:
-        return len(self.files)
 
     def describe(self) -> TensorTypes:
         """Dtype and shape of each tensor, of which none is read."""

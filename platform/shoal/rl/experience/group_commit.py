@@ -33,7 +33,8 @@ class GroupCommit:
     | that of the     | nothing:    | an upload    | uploads the rest, within CLOSE_TIMEOUT_S,      |
     | queue, segments | no credit   |              | ends the thread                               |
 
-    problem: why the store takes nothing now; "" where it does
+    problem:      why the store takes nothing now; "" where it does
+    num_uploaded: the number of the newest group that is there, of this process
     """
 
     def __init__(self, log: SegmentLog, queue: ExperienceQueue) -> None:
@@ -47,7 +48,7 @@ class GroupCommit:
         # A log that was removed has positions that a learner has seen: those of a new one are above them.
         queue.begin_log(recovered.segments, recovered.next_position or time.time_ns() // 1000)
         self._acknowledged = {key: account.next_seq for key, account in ledger.get_accounts().items()}
-        self._filling, self._num_uploaded = 1, 0  # numbers of groups of this process
+        self._filling, self.num_uploaded = 1, 0  # numbers of groups of this process
         self._is_awaited = False  # an acknowledgement waits for the group that is filling
         self._since_full, self._counted_at = GROUPS_PER_FULL, time.monotonic()
         self._wake, self._closing = threading.Event(), threading.Event()
@@ -60,10 +61,6 @@ class GroupCommit:
         with self._queue.ledger.lock:
             self._is_awaited = True
             return self._filling
-
-    @property
-    def num_uploaded(self) -> int:
-        return self._num_uploaded
 
     @property
     def is_alive(self) -> bool:
@@ -96,7 +93,7 @@ class GroupCommit:
                     return
                 self._since_full = 0 if group.is_full else self._since_full + 1
                 self._acknowledged |= rows
-                self._num_uploaded = number
+                self.num_uploaded = number
                 self._queue.admit_logged(group.end)
                 if group.is_full:
                     try:
