@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.libs.off_policy.replay.ring import Ring
+from shoal.libs.off_policy.ring import Ring
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import MASKS
@@ -42,7 +42,7 @@ class ReplaySample(NamedTuple):
     next_masks: np.ndarray | None = None
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Those that there are, by name."""
+        """Collect those that there are, by name."""
         return {name: each for name, each in self._asdict().items() if each is not None}
 
 
@@ -124,7 +124,7 @@ class Replay(Ring):
 
     @property
     def num_steps(self) -> int:
-        """That can be drawn."""
+        """The steps that can be drawn."""
         return self.num_drawable
 
     def insert(self, batch: ExperienceBatch, errors: np.ndarray | None = None) -> None:

@@ -1,8 +1,9 @@
 """R2D2: Q-learning with a recurrent core, from replayed sequences with the state that the actor had before them.
 
 Kapturowski et al., ICLR 2019 (https://openreview.net/forum?id=r1lyTjAqYX). A sequence at the beginning of a segment
-starts from its actor's state. Of the others, the learner computes the states from that one when it inserts them. Knows
-no clock, device, run or Ray. Legend: K sequences, S the size of a state, U trained steps, R rows of a sequence.
+starts from its actor's state. Of the others, the learner computes the states from that one when it inserts them. Read
+top to bottom: rescaling, targets, loss and priorities as pure functions, then the algorithm. Legend: K (of a sample: B)
+sequences, S the size of a state, U trained steps, R rows of a sequence, n steps of a target, A actions.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.libs.off_policy.q_learning import QLearning, StepLoss, find_folder, make_random
+from shoal.libs.off_policy.configs import R2D2Config
+from shoal.libs.off_policy.q_learning import QLearning, StepLoss, make_ring_options
 from shoal.libs.off_policy.q_network import RecurrentQNetwork
-from shoal.libs.off_policy.r2d2.config import R2D2Config
-from shoal.libs.off_policy.r2d2.loss import R2D2Losses, mix_errors, r2d2_loss, rescaled_targets, sum_rewards
-from shoal.libs.off_policy.replay.sequence_replay import (
+from shoal.libs.off_policy.sequence_replay import (
     SequenceReplay,
     Sequences,
     SequenceShape,
@@ -34,6 +34,78 @@ from shoal.rl.learner_group import SampleShare
 from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.wire import ExperienceSpec
 from shoal.wire.experience_spec import STATE
+
+
+class R2D2Losses(NamedTuple):
+    """`total` is minimised; errors [B, U] are the targets' distances, on the rescaled scale, 0 on padding."""
+
+    total: Tensor
+    errors: Tensor
+
+
+class StepReturns(NamedTuple):
+    """Of up to n steps from each step [B, U]: their discounted rewards; γ to their number, 0 if the last terminated the
+    episode; and the row of the observation after them, from the first step's on."""
+
+    returns: Tensor
+    discounts: Tensor
+    following: Tensor
+
+
+def rescale(x: Tensor, epsilon: float) -> Tensor:
+    """h(x) = sign(x) (√(|x| + 1) - 1) + ε x (§2.3; Pohlen et al., 1805.11593, proposition A.2)."""
+    return x.sign() * ((x.abs() + 1).sqrt() - 1) + epsilon * x
+
+
+def invert_rescaling(x: Tensor, epsilon: float) -> Tensor:
+    """h⁻¹(x) = sign(x) (((√(1 + 4 ε (|x| + 1 + ε)) - 1) / (2 ε))² - 1). In double precision: differences cancel."""
+    y = x.double()
+    root = ((1 + 4 * epsilon * (y.abs() + 1 + epsilon)).sqrt() - 1) / (2 * epsilon)
+    return (y.sign() * (root.square() - 1)).to(x.dtype)
+
+
+def sum_rewards(rewards: Tensor, num_steps: Tensor, terminated: Tensor, n: int, discount: float) -> StepReturns:
+    """n-step returns of U steps. rewards [B, U+n-1]; num_steps [B] of them exist; `terminated` [B] by the last."""
+    windows = rewards.unfold(1, n, 1)  # [B, U, n]
+    steps = torch.arange(windows.shape[1], device=windows.device)
+    num_left = num_steps[:, None] - steps
+    num_taken = num_left.clamp(0, n)
+    offsets = torch.arange(n, device=rewards.device)
+    factors = torch.where(offsets < num_taken[..., None], float(discount) ** offsets, 0.0)
+    is_terminal = terminated[:, None] & (num_taken == num_left)
+    discounts = torch.where(is_terminal, 0.0, float(discount) ** num_taken)
+    return StepReturns((factors * windows).sum(-1), discounts.to(rewards.dtype), steps + num_taken)
+
+
+def rescaled_targets(
+    returns: Tensor, discounts: Tensor, next_q: Tensor, next_target_q: Tensor, epsilon: float
+) -> Tensor:
+    """h(returns + discounts · h⁻¹(Q̄(s', argmax Q(s', ·)))): n-step double targets (§2.3). [B, U]
+
+    next_q, next_target_q [B, U, A]: by the learned network, which chooses the action, and by the target network.
+    """
+    chosen = next_q.argmax(-1, keepdim=True)
+    values = invert_rescaling(next_target_q.gather(-1, chosen).squeeze(-1), epsilon)
+    return rescale(returns + discounts * values, epsilon)
+
+
+def r2d2_loss(q: Tensor, actions: Tensor, targets: Tensor, num_trained: Tensor, weights: Tensor) -> R2D2Losses:
+    """Half the squared error of the values q [B, U, A] of `actions` [B, U], weighted [B]; differentiable in q.
+
+    The mean is over all trained steps, of which sequence b has the first num_trained[b]: each weighs the same.
+    """
+    is_trained = torch.arange(q.shape[1], device=q.device) < num_trained[:, None]
+    values = q.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+    errors = torch.where(is_trained, targets - values, 0.0)
+    total = (weights[:, None] * errors.square()).sum() / (2 * is_trained.sum())
+    return R2D2Losses(total, errors.detach())
+
+
+def mix_errors(errors: Tensor, num_trained: Tensor, mix: float) -> Tensor:
+    """η max + (1 - η) mean of the absolute errors of each sequence's trained steps (§2.3). [B]; errors [B, U] are 0 on
+    padding."""
+    magnitudes = errors.abs()
+    return mix * magnitudes.amax(1) + (1 - mix) * magnitudes.sum(1) / num_trained
 
 
 class _Evaluation(NamedTuple):
@@ -61,22 +133,15 @@ class R2D2(QLearning):
         model: RecurrentQNetwork = RecurrentQNetwork(**network_kwargs(spec, experience)).to(self.device)
         replay: SequenceReplay | None = None
         if has_replay:
-            replay = SequenceReplay(
-                experience,
-                self._shape,
-                spec.state_size,
-                int(config.replay_mb * 2**20),
-                config.priority_exponent,
-                make_random(),
-                find_folder(config, folder),
-            )
+            options = make_ring_options(config, folder, config.priority_exponent)
+            replay = SequenceReplay(experience, self._shape, spec.state_size, *options)
         super().__init__(config, model, replay)
 
     def is_usable(self, segment: ExperienceBatch) -> bool:
         with torch.no_grad():
             return bool(self._evaluate(self._normalize(self._split(segment))).mixed_errors.isfinite().all())
 
-    def _insert(self, batch: ExperienceBatch) -> None:
+    def insert(self, batch: ExperienceBatch) -> None:
         sequences = self._split(batch)
         with torch.no_grad():
             errors = self._evaluate(self._normalize(sequences)).mixed_errors
@@ -84,15 +149,15 @@ class R2D2(QLearning):
             raise NonFiniteLoss("the error of a sequence is not finite; check the rewards")
         self._replay.insert(sequences, errors.cpu().numpy())
 
-    def _count_draws(self) -> float:
+    def count_draws(self) -> float:
         return self._config.batch_size * self._replay.num_steps / self._replay.num_drawable
 
-    def _draw(self) -> tuple[np.ndarray, SampleShare]:
+    def draw(self) -> tuple[np.ndarray, SampleShare]:
         rows, sequences, weights = self._replay.sample(self._config.batch_size, self._config.beta)
         arrays = {**self.normalizer.apply(sequences.to_arrays()), "weights": weights}
         return rows, SampleShare(arrays, 0, len(rows), int(sequences.num_trained.sum()))
 
-    def _compute_loss(self, share: SampleShare) -> StepLoss:
+    def compute_loss(self, share: SampleShare) -> StepLoss:
         arrays = dict(share.arrays)
         weights = self.to_device(arrays.pop("weights"))
         sequences = Sequences(**arrays)
@@ -116,7 +181,7 @@ class R2D2(QLearning):
         observations = self._to_tensor(batch.observations)
         states = self.to_device(np.array(batch.extras[STATE]))
         offsets = np.cumsum(batch.lengths + 1) - (batch.lengths + 1)
-        found, position = states.new_empty(len(starts.segments), states.shape[1]), 0
+        result, position = states.new_empty(len(starts.segments), states.shape[1]), 0
         for row in np.unique(starts.state_rows):
             chosen = np.flatnonzero(starts.state_rows == row)
             segments = self.to_device(starts.segments[chosen])
@@ -124,8 +189,8 @@ class R2D2(QLearning):
                 rows = offsets[starts.segments[chosen]] + np.arange(position, row)[:, None]
                 states[segments] = self.model.advance(observations[rows], states[segments])
                 position = int(row)
-            found[chosen] = states[segments]
-        return found.cpu().numpy()
+            result[chosen] = states[segments]
+        return result.cpu().numpy()
 
     def _to_tensor(self, observations: np.ndarray) -> Tensor:
         """float32, in memory of its own; frames of bytes stay uint8."""

@@ -1,61 +1,104 @@
-"""PPO: several steps of the optimiser on each batch, by the clipped objective (Schulman et al., 1707.06347).
+"""PPO: several steps of the optimizer on each batch, by the clipped objective (Schulman et al., 1707.06347).
 
-Actors may lag behind: ratios are clipped around the policy that has acted. Knows no clock, device, run or Ray.
+Actors may lag behind: ratios are clipped around the policy that has acted. Knows no clock, run or Ray.
+Legend: N steps; T steps of the longest of B segments; `mask` is 1 on real steps.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shoal.models.action_distribution import mask_logits
-from shoal.models.recurrent_actor_critic import AnyActorCritic
-from shoal.rl.algorithm_config import AlgorithmConfig
-from shoal.rl.algorithms.algorithm import (
-    Algorithm,
-    Metrics,
-    NonFiniteLoss,
-    build_model,
-    find_device,
-    restore_optimizer,
-    set_learning_rate,
-)
-from shoal.rl.algorithms.normalization import Normalizer
-from shoal.rl.algorithms.ppo.config import PPOConfig
-from shoal.rl.algorithms.ppo.loss import PPOTargets, estimate_advantages, ppo_loss
+from shoal.models.action_distribution import Categorical, MultiCategorical, SquashedGaussian, mask_logits
+from shoal.rl.algorithm_config import PPOConfig
+from shoal.rl.algorithms.actor_critic import ActorCriticAlgorithm, Losses, find_non_finite
+from shoal.rl.algorithms.algorithm import Metrics
 from shoal.rl.algorithms.segments import (
-    MOMENTS,
     SegmentBatch,
-    compute_log_ratios,
+    compute_moments,
     evaluate_rows,
-    explain_variance,
     get_discounts,
     make_grid,
     to_tensors,
 )
+from shoal.rl.algorithms.vtrace import vtrace
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner_group import SINGLE, LearnerGroup, standardize
-from shoal.rl.spec import RLSpec
-from shoal.wire import ExperienceSpec
 
 
-class PPO(Algorithm):
+class PPOTargets(NamedTuple):
+    """Of each step: log μ(a|x) of the policy μ that has acted; by the weights before the batch, advantages and value
+    targets; all [N]."""
+
+    log_probabilities: Tensor
+    advantages: Tensor
+    values: Tensor
+
+    def select(self, chosen: Tensor) -> PPOTargets:
+        """Select those of some steps."""
+        return PPOTargets(*(each[chosen] for each in self))
+
+
+@torch.no_grad()
+def estimate_advantages(
+    discounts_TB: Tensor,  # γ; 0 on the step that terminated the episode
+    rewards_TB: Tensor,
+    values_T1B: Tensor,
+    mask_TB: Tensor,
+    lambda_: float,
+) -> Tensor:
+    """Generalised advantages, equation (16) of 1506.02438: Σ_l (γλ)^l δ_{s+l}, [T, B].
+
+    V-trace's targets with ρ = c = 1 are the λ-returns, and an advantage is the return without the value.
+    """
+    on_policy = torch.zeros_like(rewards_TB)
+    return (
+        vtrace(on_policy, discounts_TB, rewards_TB, values_T1B, mask_TB, lambda_=lambda_).targets_TB - values_T1B[:-1]
+    )
+
+
+def ppo_loss(
+    outputs: Tensor,  # of the distribution, [N, ...], differentiable as `values` [N]
+    values: Tensor,
+    actions: Tensor,
+    targets: PPOTargets,
+    config: PPOConfig,
+    distribution: Categorical | MultiCategorical | SquashedGaussian,
+    num_steps: int | None = None,
+) -> Losses:
+    """The clipped objective, equation (7) of 1707.06347, around the policy μ that has acted, of any age.
+
+    So a step teaches nothing more once π / μ has left the range, and π stays near the policies whose experience is on
+    its way. The gradient of a step counts at most ρ̄ times: π / μ is unbounded where the advantage is negative.
+    num_steps: of all learners, where others have the other steps of the minibatch
+    """
+    num_steps = num_steps or len(values)
+    log_pi, entropies = distribution.evaluate(outputs, actions)
+    entropy = entropies.sum() / num_steps
+    log_ratios = log_pi - targets.log_probabilities
+    ratios = log_ratios.exp()
+    clipped = ratios.clamp(1 - config.clip, 1 + config.clip)
+    gains = torch.minimum(ratios * targets.advantages, clipped * targets.advantages)
+    policy_loss = -((config.rho_bar / ratios.detach()).clamp(max=1.0) * gains).sum() / num_steps
+    value_loss = 0.5 * (values - targets.values).square().sum() / num_steps
+    total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
+    with torch.no_grad():
+        clip_fraction = ((ratios - 1).abs() > config.clip).float().sum() / num_steps
+        kl = (ratios - 1 - log_ratios).sum() / num_steps
+    moments = compute_moments(values, targets.values, num_steps)
+    return Losses(total, policy_loss, value_loss, entropy, clip_fraction, kl, moments)
+
+
+class PPO(ActorCriticAlgorithm):
     """`epochs` times over the steps of each batch, in `minibatches` at random: of steps, or of whole segments where the
     policy is recurrent."""
 
-    def __init__(self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> None:
-        assert isinstance(spec.algorithm, PPOConfig)
-        self._config = spec.algorithm
-        self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
-        self.model: AnyActorCritic = build_model(spec, experience)
-        self.model.to(self.device)
-        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=self._config.learning_rate, eps=1e-5, fused=True)
+    adam_epsilon = 1e-5
+    _config: PPOConfig
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
         tensors = to_tensors(batch, self.device)
@@ -84,8 +127,8 @@ class PPO(Algorithm):
         tensors = to_tensors(segment, self.device)
         step_rows, targets = self._prepare(tensors)
         outputs, values = (each[step_rows] for each in evaluate_rows(self.model, tensors))
-        metrics = self._compute_gradients(outputs, values, tensors.actions, targets, len(step_rows), SINGLE)
-        return _find_non_finite(metrics) == []
+        losses = ppo_loss(outputs, values, tensors.actions, targets, self._config, self.model.distribution)
+        return not find_non_finite(self.compute_gradients(losses, len(step_rows), len(step_rows), SINGLE))
 
     @torch.no_grad()
     def _prepare(self, batch: SegmentBatch, group: LearnerGroup = SINGLE) -> tuple[Tensor, PPOTargets]:
@@ -118,62 +161,6 @@ class PPO(Algorithm):
         return self._step(outputs[mine], values[mine], selected.actions[mine], targets.select(chosen), num_steps)
 
     def _step(self, outputs: Tensor, values: Tensor, actions: Tensor, targets: PPOTargets, num_steps: int) -> Metrics:
-        metrics = self._compute_gradients(outputs, values, actions, targets, num_steps, self.group)
-        if bad := _find_non_finite(metrics):
-            raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower algorithm.learning_rate or check the rewards")
-        self._optimizer.step()
-        return metrics
-
-    def _compute_gradients(
-        self,
-        outputs: Tensor,
-        values: Tensor,
-        actions: Tensor,
-        targets: PPOTargets,
-        num_steps: int,
-        group: LearnerGroup,
-    ) -> Metrics:
-        """Store the clipped gradients of the loss over some steps in the model; returns a step's metrics.
-
-        num_steps: of the minibatch, of which the other learners of the group have the others
-        """
+        """A step on some of the `num_steps` of a minibatch, of which the other learners have the others."""
         losses = ppo_loss(outputs, values, actions, targets, self._config, self.model.distribution, num_steps)
-        self.model.zero_grad(set_to_none=True)
-        losses.total.backward()
-        metrics = {
-            "learner/loss": losses.total,
-            "learner/policy_loss": losses.policy,
-            "learner/value_loss": losses.value,
-            "learner/entropy": losses.entropy,
-            "learner/clip_fraction": losses.clip_fraction,
-            "learner/kl": losses.kl,
-            **dict(zip(MOMENTS, losses.moments, strict=True)),
-        }
-        found = group.sum_gradients(self.model.parameters(), metrics, len(actions), num_steps)
-        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
-        explained = explain_variance(*(found.pop(each) for each in MOMENTS))
-        return {**found, "learner/explained_variance": explained, "learner/grad_norm": grad_norm.item()}
-
-    def compute_log_ratios(self, batch: ExperienceBatch) -> np.ndarray:
-        return compute_log_ratios(self.model, to_tensors(batch, self.device))
-
-    def configure(self, config: AlgorithmConfig) -> None:
-        assert isinstance(config, PPOConfig)
-        self._config = config
-        set_learning_rate(self._optimizer, config.learning_rate)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "normalizer": self.normalizer.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.normalizer.load_state_dict(state.get("normalizer", {}))
-        restore_optimizer(self._optimizer, state["optimizer"], self._config.learning_rate)
-
-
-def _find_non_finite(metrics: Metrics) -> list[str]:
-    return [name for name, value in metrics.items() if not math.isfinite(value)]
+        return self.take_step(self.compute_gradients(losses, len(actions), num_steps, self.group))

@@ -1,21 +1,21 @@
-"""DQN: each batch goes into a prioritised replay of steps, from which every step of the optimizer draws.
+"""DQN with the parts that last: n-step double targets, dueling, prioritised replay, an ε of each actor (1803.00933).
 
-Knows no clock, device, run or Ray.
+Read top to bottom: targets and loss as pure functions, then the algorithm. Legend: B steps of a sample, A actions.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal.libs.off_policy.dqn.config import DQNConfig
-from shoal.libs.off_policy.dqn.loss import double_targets, dqn_loss
-from shoal.libs.off_policy.q_learning import QLearning, StepLoss, find_folder, make_random
+from shoal.libs.off_policy.configs import DQNConfig
+from shoal.libs.off_policy.q_learning import QLearning, StepLoss, make_ring_options
 from shoal.libs.off_policy.q_network import QNetwork
-from shoal.libs.off_policy.replay.replay import Replay, ReplaySample, SegmentRows, sum_returns
+from shoal.libs.off_policy.replay import Replay, ReplaySample, SegmentRows, sum_returns
 from shoal.models.action_distribution import mask_logits
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, find_device
 from shoal.rl.algorithms.normalization import Normalizer
@@ -25,6 +25,33 @@ from shoal.rl.learner_group import SampleShare
 from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import MASKS
+
+
+class DQNLosses(NamedTuple):
+    """`total` is minimised; errors [B] are the targets' distances, for the priorities."""
+
+    total: Tensor
+    errors: Tensor
+
+
+def double_targets(returns: Tensor, discounts: Tensor, next_q: Tensor, next_target_q: Tensor) -> Tensor:
+    """n-step targets of double DQN (van Hasselt et al., 1509.06461, equation 4; 1803.00933, §3.1). [B]
+
+    returns and discounts [B] are of n steps, or of fewer at the end of a segment; a discount is 0 after termination.
+    next_q, next_target_q [B, A]: by the learned network, which chooses the action, and by the target network.
+    """
+    chosen = next_q.argmax(-1, keepdim=True)
+    return returns + discounts * next_target_q.gather(-1, chosen).squeeze(-1)
+
+
+def dqn_loss(q: Tensor, actions: Tensor, targets: Tensor, weights: Tensor, delta: float) -> DQNLosses:
+    """The Huber loss of the values q [B, A] of `actions` [B], weighted [B]; differentiable in q.
+
+    Divided by `delta`, from which on it is linear: so gradients are at most 1, as with Nature's clipped errors.
+    """
+    values = q.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+    per_step = nn.functional.huber_loss(values, targets, reduction="none", delta=delta) / delta
+    return DQNLosses(torch.mean(weights * per_step), (targets - values).detach())
 
 
 class DQN(QLearning):
@@ -41,33 +68,30 @@ class DQN(QLearning):
         self._config = config = spec.algorithm
         self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
         model: QNetwork = QNetwork(**network_kwargs(spec, experience)).to(self.device)
-        size_bytes, exponent, place = (
-            int(config.replay_mb * 2**20),
-            config.priority_exponent,
-            find_folder(config, folder),
-        )
-        replay = Replay(experience, size_bytes, exponent, make_random(), place) if has_replay else None
+        replay = None
+        if has_replay:
+            replay = Replay(experience, *make_ring_options(config, folder, config.priority_exponent))
         super().__init__(config, model, replay)
 
     def is_usable(self, segment: ExperienceBatch) -> bool:
         return bool(np.isfinite(self._compute_errors(segment)).all())
 
-    def _insert(self, batch: ExperienceBatch) -> None:
+    def insert(self, batch: ExperienceBatch) -> None:
         errors = self._compute_errors(batch)
         if not np.isfinite(errors).all():
             raise NonFiniteLoss("the error of a step is not finite; check the rewards")
         self._replay.insert(batch, errors)
 
-    def _count_draws(self) -> float:
+    def count_draws(self) -> float:
         return self._config.batch_size
 
-    def _draw(self) -> tuple[np.ndarray, SampleShare]:
+    def draw(self) -> tuple[np.ndarray, SampleShare]:
         config = self._config
         sample = self._replay.sample(config.batch_size, config.num_steps, config.discount, config.beta)
         arrays = self.normalizer.apply(sample.to_arrays())
         return sample.rows, SampleShare(arrays, 0, config.batch_size, config.batch_size)
 
-    def _compute_loss(self, share: SampleShare) -> StepLoss:
+    def compute_loss(self, share: SampleShare) -> StepLoss:
         sample = ReplaySample(**share.arrays)
         q = self.model(to_observations(sample.observations, self.device))
         actions, weights = self.to_device(sample.actions), self.to_device(sample.weights)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.libs.off_policy.replay.ring import Ring
+from shoal.libs.off_policy.ring import Ring
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import MASKS
@@ -53,7 +53,7 @@ class Sequences(NamedTuple):
     masks: np.ndarray | None = None
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Those that there are, by name."""
+        """Collect those that there are, by name."""
         return {name: each for name, each in self._asdict().items() if each is not None}
 
 
@@ -85,8 +85,8 @@ def split_segments(
 
     def index(offsets: np.ndarray, begin: int, count: int, last: np.ndarray) -> np.ndarray:
         steps = first_steps[:, None] + np.arange(begin, begin + count)
-        found: np.ndarray = offsets[:, None] + np.clip(steps, 0, last[:, None])
-        return found
+        result: np.ndarray = offsets[:, None] + np.clip(steps, 0, last[:, None])
+        return result
 
     is_step = np.arange(shape.sequence_length + shape.num_steps - 1) < num_steps[:, None]
     rewards = batch.rewards[index(step_offsets, 0, is_step.shape[1], lengths - 1)]
@@ -150,5 +150,5 @@ class SequenceReplay(Ring):
         Raises ValueError when it is empty.
         """
         slots, weights = self.draw(batch_size, beta)
-        found = Sequences(**{name: self._arrays[name][slots] for name in Sequences._fields if name in self._arrays})
-        return self._row_of_slot[slots], found, weights
+        result = Sequences(**{name: self._arrays[name][slots] for name in Sequences._fields if name in self._arrays})
+        return self._row_of_slot[slots], result, weights
