@@ -126,7 +126,7 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
         patch.setattr(deployment, "wait_until_routed", lambda spec: None)
         patch.setattr(deployment, "get_driver_id", lambda: LIVING)
         patch.setattr(ownership, "living_drivers", lambda: {LIVING})
-        patch.setattr(ownership, "_controllers", lambda: known)
+        patch.setattr(ownership, "list_our_actors", lambda: known)
         patch.setattr(shared_cluster, "_get_global_client", lambda: serve)
         patch.setattr(ownership, "read_owner", lambda actor: "ada@head")
         patch.setattr(removal, "is_serve_running", serve.has_serve)

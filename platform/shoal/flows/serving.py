@@ -41,7 +41,10 @@ def serve_models(spec: ServingSpec, job: str) -> None:
     Raises ClusterError, ConfigError, RegistryError, RunError.
     """
     with open_endpoint(spec, job) as (endpoint, recorder):
-        print("\n".join(_format_serving_lines(endpoint, spec)), flush=True)  # at once: a remote deploy reads it
+        versions = [(model, Registry().get(model)) for model in spec.models]
+        lines = [f"serving {ref} (now {now.ref}) at {endpoint.url}/v2/models/{now.name}" for ref, now in versions]
+        lines += [f"serving gRPC at {endpoint.grpc}"] if endpoint.grpc else []
+        print("\n".join(lines), flush=True)  # at once: a remote deploy reads it
         if not endpoint.is_detached:
             _record_until(threading.Event(), endpoint, recorder)
 
@@ -79,7 +82,10 @@ def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoin
         endpoint = deploy(endpoint_spec, served, record=partial(_record_wait, recorder))
         stays = False
         try:
-            _require_all_served(endpoint)
+            for model in endpoint.status()["models"]:
+                if model["state"] != "READY":
+                    reason = model["reason"] or model["state"].lower()
+                    raise ClusterError(f"{model['name']} cannot be served: {reason}")
             _record_endpoints(endpoint, recorder, "ready")
             stays = endpoint.is_detached
             yield endpoint, recorder
@@ -91,13 +97,6 @@ def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoin
                     endpoint.close()
 
 
-def _format_serving_lines(endpoint: DeployedEndpoint, spec: ServingSpec) -> list[str]:
-    """The served models and their addresses."""
-    versions = [(model, Registry().get(model)) for model in spec.models]
-    lines = [f"serving {ref} (now {now.ref}) at {endpoint.url}/v2/models/{now.name}" for ref, now in versions]
-    return [*lines, f"serving gRPC at {endpoint.grpc}"] if endpoint.grpc else lines
-
-
 def list_addresses(endpoint: DeployedEndpoint) -> dict[str, tuple[str, str]]:
     """The addresses for the record: name -> kind, address. The last one marks the endpoint as ready."""
     grpc = {f"{endpoint.name}/grpc": (GRPC_KIND, endpoint.grpc)} if endpoint.grpc else {}
@@ -107,13 +106,6 @@ def list_addresses(endpoint: DeployedEndpoint) -> dict[str, tuple[str, str]]:
 def _record_endpoints(endpoint: DeployedEndpoint, recorder: RunRecorder, state: str) -> None:
     for name, (kind, address) in list_addresses(endpoint).items():
         recorder.record_endpoint(name, kind, address, state)
-
-
-def _require_all_served(endpoint: DeployedEndpoint) -> None:
-    """Raises ClusterError with the reason when no replica could load a model."""
-    for model in endpoint.status()["models"]:
-        if model["state"] != "READY":
-            raise ClusterError(f"{model['name']} cannot be served: {model['reason'] or model['state'].lower()}")
 
 
 def _record_wait(recorder: RunRecorder, kind: str, **details: Any) -> None:

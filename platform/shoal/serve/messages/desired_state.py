@@ -89,7 +89,6 @@ class ModelPlan:
         return max(self.stable, 0)
 
     def is_for(self, replica: str) -> bool:
-        """Whether this replica has the model."""
         return self.replicas is None or replica in self.replicas
 
     def is_same_model(self, later: ModelPlan | None) -> bool:

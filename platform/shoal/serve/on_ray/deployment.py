@@ -114,7 +114,6 @@ class DeployedEndpoint:
         return events
 
     def controller_pid(self) -> int:
-        """The controller's process id. Raises ClusterError."""
         return int(self._call_controller("pid"))
 
     def close(self) -> None:
@@ -156,7 +155,7 @@ def deploy(
         with lock_serve():
             spec, is_first = join_serve(spec)
             if spec.ingress == EVERY_NODE and not is_first:
-                _reject_sleep_of_shared(spec, list_sleeping())
+                reject_sleep_of_shared(spec, list_sleeping())
             config, live = build_controller_config(spec, models)
             # Its name says whose the endpoint is, so it stays while that sleeps.
             idle_s = math.inf if config.may_sleep else config.idle_s
@@ -171,7 +170,11 @@ def deploy(
             is_growing = bool(find_growth())
             with _explain_failure(spec):
                 if is_first:
-                    _start_serve(spec)
+                    grpc = {} if spec.grpc_port is None else {"grpc_options": grpc_options(spec.grpc_port)}
+                    host, nodes = ("127.0.0.1", "HeadOnly") if spec.ingress != EVERY_NODE else (
+                        get_head_address(), "EveryNode"
+                    )  # fmt: skip
+                    serve.start(proxy_location=nodes, http_options={"host": host, "port": spec.port}, **grpc)
                 handle = submit_application(build_application(spec, live, controller), spec)
         with _explain_failure(spec):
             wait_until_up(spec, record if is_growing else None)
@@ -180,8 +183,8 @@ def deploy(
     return DeployedEndpoint(spec, handle, controller, is_growing)
 
 
-def _reject_sleep_of_shared(spec: EndpointSpec, sleeping: Sequence[str]) -> None:
-    """Raises ConfigError: a node that never had a replica of an endpoint does not know that it sleeps.
+def reject_sleep_of_shared(spec: EndpointSpec, sleeping: Sequence[str]) -> None:
+    """Raise ConfigError: a node that never had a replica of an endpoint does not know that it sleeps.
 
     sleeping: the other endpoints that may sleep
     """
@@ -203,14 +206,6 @@ def _explain_failure(spec: EndpointSpec) -> Iterator[None]:
         reasons = " ".join(each.message for each in status.deployments.values()) if status else ""
         why = error_summary(reasons) or reasons or error
         raise ClusterError(f"the endpoint {spec.name!r} did not start: {why}") from error
-
-
-def _start_serve(spec: EndpointSpec) -> None:
-    grpc = {"grpc_options": grpc_options(spec.grpc_port)} if spec.grpc_port is not None else {}
-    is_everywhere = spec.ingress == EVERY_NODE
-    host = get_head_address() if is_everywhere else "127.0.0.1"
-    location = "EveryNode" if is_everywhere else "HeadOnly"
-    serve.start(proxy_location=location, http_options={"host": host, "port": spec.port}, **grpc)
 
 
 def prepare_ingress_on_head() -> None:

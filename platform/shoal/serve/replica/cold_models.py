@@ -154,7 +154,6 @@ class OnDemandRequests:
 
     @property
     def num_waiting(self) -> int:
-        """The requests that wait for a load."""
         return sum(use.waiting for use in self._uses.values())
 
     def add_residency(

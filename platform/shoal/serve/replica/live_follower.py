@@ -44,7 +44,6 @@ class LiveFollower:
 
     @property
     def alive(self) -> bool:
-        """Whether the following thread is alive."""
         return self._thread.is_alive
 
     @property
@@ -59,7 +58,6 @@ class LiveFollower:
 
     @property
     def rejected(self) -> int:
-        """The newest version that did not fit; 0 for none."""
         return self._thread.rejected_version
 
     def has(self, plan: ModelPlan) -> bool:
@@ -103,7 +101,14 @@ class LiveFollower:
             plan = self._plan
             try:
                 if missing := self._versions.missing():
-                    await self._load(missing)
+                    snapshot = self._versions.snapshot(missing)
+                    snapshot = snapshot or await self._controller.fetch_weights(self._name, missing)
+                    if snapshot is not None:  # else another version is retained by now, as the next plan shows
+                        try:
+                            await asyncio.to_thread(self._versions.put, snapshot)
+                        except WeightsError as error:
+                            logger.error("older weights are rejected, serving continues: %s", error)
+                        self._rest()
                 is_wanted = plan.retained and not plan.is_retained
                 if is_wanted and (snapshot := self._versions.snapshot(plan.retained)) is not None:
                     await self._controller.store_weights(self._name, snapshot)
@@ -116,13 +121,3 @@ class LiveFollower:
                 return  # the next plan or local change tries again
             if plan is self._plan:
                 return
-
-    async def _load(self, version: int) -> None:
-        snapshot = self._versions.snapshot(version) or await self._controller.fetch_weights(self._name, version)
-        if snapshot is None:
-            return  # another version is retained by now, as the next plan shows
-        try:
-            await asyncio.to_thread(self._versions.put, snapshot)
-        except WeightsError as error:
-            logger.error("older weights are rejected, serving continues: %s", error)
-        self._rest()

@@ -50,11 +50,9 @@ class ModelMemory:
         return sum(self._loading.values()) + sum(self._loaded.values())
 
     def get_resident_bytes(self, served: Hashable) -> int:
-        """The bytes of a served model's versions."""
         return self._loaded.get(served, 0)
 
     def get_loads(self, name: str) -> ModelLoads:
-        """The loads of a model."""
         return self._loads[name]
 
     @asynccontextmanager

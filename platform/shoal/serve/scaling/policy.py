@@ -46,7 +46,8 @@ class Budget:
 
     def is_available(self, now_s: float) -> bool:
         """Whether replicas beyond `min` and the floors may run."""
-        return self.spent_s + self._reserve_s(now_s) < self._budget_s
+        reserved_s = self._reserve_until(self._find_end(now_s)) - self._reserve_until(now_s)
+        return self.spent_s + reserved_s < self._budget_s
 
     def find_rejection_end(self, now_s: float) -> float:
         """Until when it allows no replica: its next period, or the next floor; 0 when it allows one now."""
@@ -61,10 +62,6 @@ class Budget:
     def _find_start(self, now_s: float) -> float:
         now = datetime.fromtimestamp(now_s, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
         return (now.replace(day=1) if self.period == "month" else now).timestamp()
-
-    def _reserve_s(self, now_s: float) -> float:
-        """What `min` and the floors take until the end of the period."""
-        return self._reserve_until(self._find_end(now_s)) - self._reserve_until(now_s)
 
     def _find_end(self, now_s: float) -> float:
         start = datetime.fromtimestamp(self._find_start(now_s), UTC)
@@ -158,7 +155,10 @@ class ScalePolicy:
         """The number of replicas that the endpoint should have."""
         self._count(load)
         self._learn([each.curve for each in load.replicas.values() if each.curve], load.now_s)
-        rate, loop_share = self._measure_rate(load.now_s)
+        since_s, arrived, loop_s = self._history[0]
+        elapsed_s = load.now_s - since_s  # 0 at the first call
+        rate = (self._arrived - arrived) / elapsed_s if elapsed_s > 0 else 0.0
+        loop_share = (self._loop_s - loop_s) / elapsed_s if elapsed_s > 0 else 0.0
         waiting = load.unrouted + sum(each.waiting for each in load.replicas.values())
         need = self._find_need(rate, loop_share, waiting, load)
         while self._needs and self._needs[-1][1] <= need:
@@ -190,13 +190,6 @@ class ScalePolicy:
         self._history.append((load.now_s, self._arrived, self._loop_s))
         while len(self._history) > 2 and self._history[1][0] <= load.now_s - UP_WINDOW_S:
             self._history.popleft()
-
-    def _measure_rate(self, now_s: float) -> tuple[float, float]:
-        """Requests a second, and busy seconds of event loops a second."""
-        since_s, arrived, loop_s = self._history[0]
-        if now_s <= since_s:
-            return 0.0, 0.0
-        return (self._arrived - arrived) / (now_s - since_s), (self._loop_s - loop_s) / (now_s - since_s)
 
     def _learn(self, curves: Sequence[tuple[tuple[int, float], ...]], now_s: float) -> None:
         """Take the median of the replicas' curves, if it differs from the present one."""
