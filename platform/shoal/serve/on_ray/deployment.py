@@ -1,4 +1,7 @@
-"""An endpoint on Ray Serve: `deploy`, which starts replicas (`replica_worker`) behind HAProxy.
+"""An endpoint on Ray Serve: `deploy`, which starts replicas (`replica_worker`) behind HAProxy, and waits for them.
+
+Serve's own `run` waits for all replicas and without limit. Where an autoscaler may add nodes the first one is enough:
+it answers while the others wait for nodes.
 
 Called by flows, and by `serve_app` for Serve's own files. Needs a cluster started with the variables of
 `cluster.ingress.serve_environment`. The behaviour is in `replica` and `controller`.
@@ -52,6 +55,7 @@ from shoal.serve.spec.reach import EVERY_NODE
 
 logger = logging.getLogger(__name__)
 GRACE_S = 1.0  # beyond a time limit enforced by Serve
+POLL_S = 0.25
 
 
 class DeployedEndpoint:
@@ -242,9 +246,6 @@ def build_application(
         warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
         deployment = serve.deployment(serve.ingress()(ReplicaWorker)).options(**deployment_options(spec))
     return deployment.bind(spec, live, controller)
-
-
-POLL_S = 0.25
 
 
 def submit_application(application: serve.Application, spec: EndpointSpec) -> DeploymentHandle:

@@ -1,7 +1,8 @@
 """The endpoints of one cluster: the first one starts Serve, the last one ends it.
 
 Called by `deploy`. All share Serve's one address: the first has its root, and each other has its name before its paths.
-That stays so while they are up: no endpoint's address depends on which others come and go.
+That stays so while they are up: no endpoint's address depends on which others come and go. Endpoints of drivers that
+died without closing them are removed first: of what runs in Serve, only what `deploy` started.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from shoal.serve.spec.endpoint import ROOT_PATHS, EndpointSpec
 
 logger = logging.getLogger(__name__)
 
+LOCK_NAME = "serve-start"
+LOCK_TIMEOUT_S = 180.0  # for those who start or end Serve; what then takes long, the models, is outside
 SHUTDOWN_TIMEOUT_S = 60.0  # for a Serve that is ending
 POLL_S = 0.1
 
@@ -107,10 +110,6 @@ def _applications() -> tuple[set[str], bool]:
     except RayActorError:  # Serve has just ended
         return set(), True
     return set(applications), all(each.status == ApplicationStatus.DELETING for each in applications.values())
-
-
-LOCK_NAME = "serve-start"
-LOCK_TIMEOUT_S = 180.0  # for those who start or end Serve; what then takes long, the models, is outside
 
 
 @ray.remote(num_cpus=0)

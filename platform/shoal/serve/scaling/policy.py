@@ -25,9 +25,25 @@ from shoal.batching.replica_set import SustainableRates, tabulate
 from shoal.batching.simulate import ForwardTime
 from shoal.serve.spec.scale import MINUTES_PER_WEEK, ScaleSpec
 
+UP_WINDOW_S = 5.0
+DOWN_WINDOW_S = 60.0
+CATCH_UP_S = 5.0
+# The rate may rise on while a replica starts, which takes seconds (benchmarks/serving/autoscaling.py).
+RATE_MARGIN = 1.4
+MAX_LOOP_SHARE = 0.7  # of an event loop's time
+CURVE_CHANGE, RELEARN_S = 0.15, 10.0  # a smaller or sooner change of the curve leaves the rates that were found
+SETTLE_S = 10.0
+MAX_SEEN = 256  # replicas, of which a late report could still come
+Reason = Literal["load", "floor", "idle", "budget", "unmeasured"]
+
 
 class Budget:
-    """spent_s: replica-seconds, charged until `charged_s`; both may be those of an earlier object of this `period`."""
+    """The account of an endpoint's replica-hours in the present day or month, in UTC.
+
+    `min` and the floors of the rest of the period are set aside first; replicas beyond them run only on what is left.
+
+    spent_s: replica-seconds, charged until `charged_s`; both may be those of an earlier object of this `period`
+    """
 
     def __init__(self, spec: ScaleSpec, charged_s: float | None = None, spent_s: float = 0.0) -> None:
         hours, self.period = spec.budget_hours
@@ -80,18 +96,6 @@ class Budget:
 def _count_minutes(now_s: float) -> float:
     """Since the beginning of some week long ago."""
     return now_s / 60 - 4 * 24 * 60  # 1970 began on a Thursday: four days before a Monday
-
-
-UP_WINDOW_S = 5.0
-DOWN_WINDOW_S = 60.0
-CATCH_UP_S = 5.0
-# The rate may rise on while a replica starts, which takes seconds (benchmarks/serving/autoscaling.py).
-RATE_MARGIN = 1.4
-MAX_LOOP_SHARE = 0.7  # of an event loop's time
-CURVE_CHANGE, RELEARN_S = 0.15, 10.0  # a smaller or sooner change of the curve leaves the rates that were found
-SETTLE_S = 10.0
-MAX_SEEN = 256  # replicas, of which a late report could still come
-Reason = Literal["load", "floor", "idle", "budget", "unmeasured"]
 
 
 @dataclass(frozen=True)
