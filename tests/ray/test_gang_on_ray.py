@@ -91,6 +91,7 @@ def test_its_answers_are_those_of_one_process(expected: tuple[Client, np.ndarray
     np.testing.assert_allclose(client.infer("chat", {"tokens": TOKENS})["logits"], answer, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.soak
 def test_a_new_version_is_taken_by_all_workers(expected: tuple[Client, np.ndarray]) -> None:
     """As the alias moves to it, and back."""
     client, answer = expected
@@ -176,6 +177,7 @@ def list_controllers(cluster: EmbeddedCluster) -> list[int]:
     return [*pids_of(cluster, "ray::ControllerWorker"), *pids_of(cluster, "ray::ServeController")]
 
 
+@pytest.mark.soak
 def test_killed_controllers_cost_a_gang_nothing(cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]) -> None:
     client, answer = expected
     workers, replicas = list_workers(cluster), list_ready(client)
@@ -212,6 +214,7 @@ def test_a_gang_that_hangs_is_replaced_with_all_its_workers(
     assert {200, 504} <= {*statuses} <= {200, 503, 504}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("state", ["computing", "replacing its workers"])
 def test_a_gang_that_is_not_wanted_answers_what_it_has_and_leaves_nothing(
     state: str, cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]

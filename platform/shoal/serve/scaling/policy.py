@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 from statistics import median
-from typing import Literal
+from typing import Literal, Protocol
 
-from shoal.batching.replica_set import SustainableRates, tabulate
-from shoal.batching.simulate import ForwardTime
+from shoal.batching.latency_model import ForwardTime
+from shoal.plugins.find import find_extension
 from shoal.serve.spec.scale import MINUTES_PER_WEEK, ScaleSpec
 
+GROUP = "shoal.capacity"  # of entry points; the library `capacity` simulates
 UP_WINDOW_S = 5.0
 DOWN_WINDOW_S = 60.0
 CATCH_UP_S = 5.0
@@ -139,6 +140,15 @@ class Decision:
     requests_per_s: float = 0.0
 
 
+class CapacityModel(Protocol):
+    """The rates that replicas sustain, of the seconds of forwards over 1, 2, ... requests and of the seconds that the
+    99th percentile must not exceed."""
+
+    def count_replicas(self, requests_per_s: float, most: int) -> int:
+        """The least number of replicas that meets the objective at this rate; `most` where none does."""
+        ...
+
+
 class ScalePolicy:
     """`decide` is called with the present load, in the order of time, about once a second."""
 
@@ -151,7 +161,8 @@ class ScalePolicy:
         self._history: deque[tuple[float, float, float]] = deque()  # time, requests and loop time until then
         self._needs: deque[tuple[float, int]] = deque()  # time and need, later needs lower
         self._curve: tuple[tuple[int, float], ...] = ()
-        self._rates: SustainableRates | None = None
+        self._make_capacity: Callable[[list[float], float], CapacityModel] = find_extension("simulated", GROUP, {})
+        self._capacity: CapacityModel | None = None
         self._requested_s = self._learned_s = -math.inf
         self._began_s, self._planned = math.inf, -1
 
@@ -170,7 +181,7 @@ class ScalePolicy:
         self._needs.append((load.now_s, need))
         while self._needs[0][0] < load.now_s - DOWN_WINDOW_S:
             self._needs.popleft()
-        reason: Reason = "load" if self._rates is not None else "unmeasured"
+        reason: Reason = "load" if self._capacity is not None else "unmeasured"
         return self._bound(self._needs[0][1], reason, rate, load)
 
     def _count(self, load: EndpointLoad) -> None:
@@ -207,14 +218,15 @@ class ScalePolicy:
         ):
             return
         self._curve, self._learned_s = curve, now_s
-        self._rates = SustainableRates(tabulate(ForwardTime(curve), max(rows for rows, _ in curve)), self._objective_s)
+        seconds = ForwardTime(curve).tabulate(max(rows for rows, _ in curve))
+        self._capacity = self._make_capacity(seconds, self._objective_s)
 
     def _find_need(self, rate: float, loop_share: float, waiting: float, load: EndpointLoad) -> int:
-        if self._rates is None:  # as many as there are, until the first forward is measured
+        if self._capacity is None:  # as many as there are, until the first forward is measured
             return max(1, min(load.planned, self._spec.max)) if rate or waiting or load.planned else 0
         # Half an objective's worth of waiting requests is normal.
         backlog = max(0.0, waiting - rate * self._objective_s / 2)
-        need = self._rates.count_replicas(rate * RATE_MARGIN + backlog / CATCH_UP_S, self._spec.max)
+        need = self._capacity.count_replicas(rate * RATE_MARGIN + backlog / CATCH_UP_S, self._spec.max)
         return min(self._spec.max, max(need, math.ceil(loop_share / MAX_LOOP_SHARE)))
 
     def _bound(self, need: int, reason: Reason, rate: float, load: EndpointLoad) -> Decision:

@@ -181,16 +181,6 @@ class EndpointSpec(Reach):
     code: Literal["stored", "installed"] = "stored"
     trace: str = ""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_former_fields(cls, values: Any) -> Any:
-        """`max_replicas` of older records and files, which scaled from `num_replicas`."""
-        if not isinstance(values, dict) or "max_replicas" not in values:
-            return values
-        values = dict(values)
-        least, most = values.get("num_replicas", 1), values.pop("max_replicas")
-        return values if most in (None, least) else {**values, "num_replicas": 1, "scale": {"min": least, "max": most}}
-
     @model_validator(mode="wrap")
     @classmethod
     def _models_begin_as_all(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
