@@ -299,6 +299,8 @@ class ModelSlot:
                 await asyncio.sleep(DRAIN_POLL_S)
             self._close_served(served)
             self._draining.discard(task)
+            if served is self.served:
+                self.served = None
             self._host.on_changed()
 
         task = self._start(drain())
