@@ -222,7 +222,7 @@ async def test_a_model_that_is_deleted_follows_no_more(endpoint: LiveSet) -> Non
     follower = replica.manager.followers["moody"]
     await endpoint.administer(action="delete", model="moody")
     endpoint.store.publish(moody(2))
-    await until(lambda: not follower.alive)
+    await until(lambda: not follower.thread.is_alive)
     replica.check_health()
 
 

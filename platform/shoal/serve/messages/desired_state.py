@@ -79,11 +79,6 @@ class ModelPlan:
     signature: dict[str, Any] | None = None
 
     @property
-    def newest_options(self) -> dict[str, Any]:
-        """The options under which versions are to be loaded."""
-        return self.next_options if self.next_version else self.options
-
-    @property
     def pinned(self) -> int:
         """The number of the version that answers; 0 for none, or for the newest of a run."""
         return max(self.stable, 0)
