@@ -1,14 +1,15 @@
-"""Workers of a replica, each on a host of its own, read their parts of a version that is in a bucket."""
+"""Workers of a replica, on one host or several, read their parts of a version of several files, or in a bucket."""
 
 from __future__ import annotations
 
 import pickle
+import threading
 from pathlib import Path
 
 import gang_models
 import numpy as np
 import pytest
-from gang_models import OPTIONS, register_parts
+from gang_models import OPTIONS, ThreadLauncher, predictor_of, register_parts, started
 
 from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import WeightsError
@@ -18,7 +19,7 @@ from shoal.libs.gang.shard import load_shard
 from shoal.registry import ModelVersion
 from shoal.serve.model.formats.template import TemplateConfig
 from shoal.serve.spec.model_source import RegisteredModel
-from shoal.weights import WeightFile
+from shoal.weights import WeightFile, WeightPart
 
 NUM_WORKERS = 3
 
@@ -85,3 +86,37 @@ def test_a_file_that_is_gone_or_damaged_is_named(
             with pytest.raises(WeightsError, match=rf"{file} of {version.ref}.*{problem}.*register the model again"):
                 load_all(load)
             version.store.delete([key])
+
+
+def test_answers_are_those_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = gang_models.register("Transformer")
+    version = register_parts(whole, tmp_path, monkeypatch)
+    requests = [{"tokens": np.random.default_rng(0).integers(1, 12, (1, 6))} for _ in range(8)]
+    expected = predictor_of(whole, None).load(whole.snapshot()).predict_batch(requests)
+    alone = predictor_of(version, None).load(version.weight_file()).predict_batch(requests)
+    read: dict[int, set[str]] = {}  # by thread
+    verify_part = WeightFile.verify_part
+
+    def record(self: WeightFile, part: WeightPart) -> None:
+        read.setdefault(threading.get_ident(), set()).add(part.path.name)
+        verify_part(self, part)
+
+    monkeypatch.setattr(WeightFile, "verify_part", record)
+    with started(ThreadLauncher(), 3) as gang:
+        predictor = predictor_of(version, gang)
+        shared = predictor.load(version.weight_file()).predict_batch(requests)
+        for one, other, found in zip(alone, expected, shared, strict=True):
+            np.testing.assert_array_equal(one["logits"], other["logits"])
+            np.testing.assert_allclose(found["logits"], other["logits"], rtol=1e-4, atol=1e-5)
+        every = {each.file for each in version.manifest.parts}
+        assert set.union(*read.values()) == every
+        assert max(map(len, read.values())) < len(every)
+        damaged = version.weight_file().parts[1].path
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+        with pytest.raises(WeightsError, match=f"{damaged.name} is damaged"):
+            predictor.load(version.weight_file())  # by the worker that reads it: no worker has the version
+        damaged.unlink()
+        with pytest.raises(WeightsError, match=f"there is no .*{damaged.name}; .*registry at the same path"):
+            predictor.load(version.weight_file())
+    with pytest.raises(WeightsError, match=rf"weights version {version.version} cannot be read.*{damaged.name}"):
+        predictor_of(version, None).load(version.weight_file())
