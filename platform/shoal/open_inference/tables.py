@@ -22,7 +22,7 @@ import numpy as np
 from shoal.errors import DataError, needs_extra
 from shoal.frame import to_floats as to_floats64
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_values, to_floats
-from shoal.serve.tables.description import TensorDescription, format_tensor_spec
+from shoal.open_inference.messages import TensorDescription, describe_tensor
 
 with needs_extra("data"):
     import pyarrow as pa
@@ -60,7 +60,7 @@ def choose_columns(
             columns = list(there)
         if not columns:
             remedy = f"say which: --columns {spec.name}=a,b,... of {', '.join(there)}"
-            raise DataError("columns", spec.name, f"no column makes this input, {format_tensor_spec(spec)}", remedy)
+            raise DataError("columns", spec.name, f"no column makes this input, {describe_tensor(spec)}", remedy)
         missing = [column for column in columns if column not in there]
         if missing:
             lacks = "is not in the table" if len(missing) == 1 else f"and {len(missing) - 1} more are not in the table"
@@ -158,12 +158,12 @@ def _input(table: pa.Table, spec: TensorDescription, columns: Sequence[str], fir
     wanted = math.prod(shape)
     if shape.count(-1) > 1:
         problem = (
-            f"{', '.join(columns)} give {list(array.shape[1:])} for each row of this input, {format_tensor_spec(spec)}"
+            f"{', '.join(columns)} give {list(array.shape[1:])} for each row of this input, {describe_tensor(spec)}"
         )
         raise DataError("columns", spec.name, problem, "give it a column of lists of lists")
     if array.size != wanted if -1 not in shape else wanted == 0 or array.size % abs(wanted):
         each = array.size // rows if rows else 0
-        problem = f"{', '.join(columns)} give {each} values for each row of this input, {format_tensor_spec(spec)}"
+        problem = f"{', '.join(columns)} give {each} values for each row of this input, {describe_tensor(spec)}"
         raise DataError("columns", spec.name, problem, "choose the columns with --columns")
     return array.reshape(shape)
 
@@ -188,7 +188,7 @@ def _values(table: pa.Table, column: str, spec: TensorDescription, first_row: in
             lengths = np.unique(pa.compute.list_value_length(values).to_numpy(zero_copy_only=False))
             if len(lengths) > 1:
                 problem = f"its lists have from {lengths[0]} to {lengths[-1]} values"
-                raise DataError("column", column, problem, f"the input is {format_tensor_spec(spec)}")
+                raise DataError("column", column, problem, f"the input is {describe_tensor(spec)}")
             values = values.flatten()
             _require_no_nulls(values, column, len(table), first_row)
             sizes.append(int(lengths[0]) if len(lengths) else 0)

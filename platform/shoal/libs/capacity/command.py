@@ -1,4 +1,5 @@
-"""`shoal serve simulate`: the latency of a model under a load, or the cost of a trace, computed from its forward times.
+"""`shoal serve simulate`: the latency of a model under a load, computed from its forward times; with `--trace`, what
+`endpoint.scale` would have cost on recorded arrivals.
 
 Parse, call, print. The forward times are measured by a live endpoint, or given.
 """
@@ -6,6 +7,7 @@ Parse, call, print. The forward times are measured by a live endpoint, or given.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,14 +21,19 @@ from shoal.cli.support.console import make_table, print_json
 from shoal.cli.support.number_types import SECONDS, FiniteRange
 from shoal.client import Client, ModelStatus
 from shoal.client.discovery import find_endpoint, token_for
-from shoal.errors import ConfigError
-from shoal.libs.capacity.replay_command import replay_trace
+from shoal.config import Spec
+from shoal.errors import ConfigError, DataError
 from shoal.libs.capacity.simulation import SimulatedLoad, simulate
-from shoal.libs.capacity.trace_replay import MAX_REQUESTS
-from shoal.serve.spec.scale import MAX_REPLICAS
+from shoal.libs.capacity.trace_replay import MAX_REQUESTS, read_trace, replay_fixed, replay_policy
+from shoal.serve.scaling.policy import ScalePolicy
+from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S
+from shoal.serve.spec.scale import MAX_REPLICAS, ScaleSpec
 
 TIMEOUT_S = 5.0
 DEFAULT_MAX_BATCH = 64  # that of ModelOptions
+DEFAULT_MAX_REPLICAS = 4
+DEFAULT_START_S = 6.0  # a replica of a small model on a processor (benchmarks/serving/autoscaling.py)
+MAX_PERIODS_S = 10_000_000.0  # four months
 LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, without --rate
 
 
@@ -97,22 +104,24 @@ def simulate_verb(
         points, most = status.latency, max_batch or status.max_batch_rows
         count, deadline_s = replicas or num_replicas, deadline_s or status.deadline_s
     if trace is not None:
-        replay_trace(trace, points, most, replicas, deadline_s, scale_overrides, start_s, as_json)
+        _replay_trace(trace, points, most, replicas, deadline_s, scale_overrides, start_s, as_json)
         return
     capacity_per_s = ForwardTime(points).capacity_per_s(most) * count
-    wanted = rates or tuple(capacity_per_s * share for share in LOADS)
     loads = [
         (rate, simulate(points, rate / count, max_batch_rows=most, deadline_s=deadline_s, num_requests=requests))
-        for rate in wanted
+        for rate in rates or tuple(capacity_per_s * share for share in LOADS)
     ]
     if as_json:
-        rows = [{"requests_per_s": rate, **_scale_to_replicas(load, count)} for rate, load in loads]
+        of_all = (  # replicas together
+            asdict(load) | {"requests_per_s": rate, "goodput_per_s": load.goodput_per_s * count} for rate, load in loads
+        )
+        rows = [_without_nan(each) for each in of_all]
         print_json({"capacity_per_s": capacity_per_s, "replicas": count, "loads": rows})
         return
     Console(highlight=False).print(_build_table(loads, count, deadline_s))
     plural = "replicas" if count > 1 else "replica"
-    told = f"forwards of {count} {plural} take {capacity_per_s:,.0f} requests/s, in batches of up to {most}"
-    click.echo(f"{told}; what parsing and sending take comes on top")
+    capacity = f"forwards of {count} {plural} take {capacity_per_s:,.0f} requests/s, in batches of up to {most}"
+    click.echo(f"{capacity}; what parsing and sending take comes on top")
     if (largest := max(rows for rows, _ in points)) < most:
         click.echo(f"forwards were measured up to {largest} rows: what larger batches take is a guess")
 
@@ -133,23 +142,21 @@ def _parse_latency(latency: str) -> list[tuple[int, float]]:
 
 def _fetch_model_status(model: str, endpoint: str | None) -> tuple[ModelStatus, int]:
     """The model's status and the number of replicas. Raises ConfigError for a model without measurements."""
-    found = find_endpoint(endpoint)
-    with Client(found.url, token=token_for(found.url), timeout_s=TIMEOUT_S) as client:
+    address = find_endpoint(endpoint)
+    with Client(address.url, token=token_for(address.url), timeout_s=TIMEOUT_S) as client:
         status = client.status()
     models = {each.name: each for each in status.models}
     if model not in models:
-        raise ConfigError("model", model, f"is not served by {found.name}", f"models: {', '.join(models)}")
+        raise ConfigError("model", model, f"is not served by {address.name}", f"models: {', '.join(models)}")
     if not models[model].latency:
         remedy = f"send it requests (shoal predict {model} ...), or say --latency"
         raise ConfigError("model", model, "has no measured forward yet", remedy)
     return models[model], max(1, len(status.replicas))
 
 
-def _scale_to_replicas(load: SimulatedLoad, replicas: int) -> dict[str, float | None]:
-    """For JSON, and for all replicas together."""
-    values = asdict(load) | {"goodput_per_s": load.goodput_per_s * replicas}
-    del values["requests_per_s"]
-    return {name: None if math.isnan(value) else value for name, value in values.items()}
+def _without_nan(values: Mapping[str, object]) -> dict[str, object]:
+    """For JSON, which has null for it."""
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 
 
 def _build_table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadline_s: float | None) -> Table:
@@ -171,3 +178,55 @@ def _build_table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadli
 
 def _format_milliseconds(seconds: float) -> str:
     return "-" if math.isnan(seconds) else f"{seconds * 1000:.4g} ms"
+
+
+def _replay_trace(
+    path: Path,
+    measured: Sequence[tuple[int, float]],
+    max_batch: int,
+    replicas: int | None,
+    deadline_s: float | None,
+    scale_overrides: Iterable[str],
+    start_s: float | None,
+    as_json: bool,
+) -> None:
+    """Print the replay of a trace with `scale` and with fixed numbers of replicas: the given one, or 1 to its maximum.
+
+    Raises ConfigError for a `scale` or a trace that does not fit.
+    """
+    overrides = [f"scale.{each}" for each in scale_overrides]
+    spec = _Scaled(scale=ScaleSpec(max=replicas or DEFAULT_MAX_REPLICAS)).override(overrides).scale
+    objective_s = spec.objective_s or deadline_s or DEFAULT_OBJECTIVE_S
+    arrivals_s = read_trace(path)
+    span_s = float(arrivals_s[-1] - arrivals_s[0])
+    if span_s > MAX_PERIODS_S:
+        problem = f"spans {span_s / 86400:,.0f} days, and a simulation at most {MAX_PERIODS_S / 86400:,.0f}"
+        raise DataError("trace", str(path), problem, "give a part of it; times are in seconds")
+    seconds = ForwardTime(measured).tabulate(max_batch)
+    policy, start_s = ScalePolicy(spec, objective_s), DEFAULT_START_S if start_s is None else start_s
+    replays = {
+        "scale": replay_policy(arrivals_s, policy, seconds, objective_s, start_s=start_s, initial=spec.min),
+    }
+    for number in range(1, spec.max + 1) if replicas is None else (replicas,):
+        replays[str(number)] = replay_fixed(arrivals_s, number, seconds, objective_s)
+    if as_json:
+        print_json({"objective_s": objective_s, "requests": len(arrivals_s), "span_s": span_s,
+                    "replays": {name: _without_nan(asdict(each)) for name, each in replays.items()}})  # fmt: skip
+        return
+    headings = ("replicas", "replica-hours", f"within {objective_s:g} s", "p50", "p99", "rejected")
+    rows = (
+        (
+            f"{spec.min} to {spec.max}, by load" if name == "scale" else name,
+            f"{each.replica_s / 3600:,.2f}",
+            f"{each.within:.2%}",
+            *map(_format_milliseconds, (each.p50_s, each.p99_s)),
+            f"{each.rejected / each.requests:.1%}",
+        )
+        for name, each in replays.items()
+    )
+    Console(highlight=False).print(make_table(*(Column(each, justify="right") for each in headings), rows=rows))
+    click.echo(f"{len(arrivals_s):,} requests in {span_s / 3600:,.1f} hours; parsing and sending take more time")
+
+
+class _Scaled(Spec):
+    scale: ScaleSpec

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import multiprocessing
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,7 +18,7 @@ import uvicorn
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_asking import raw, request, until
-from serving.grpc_replica import LIMITS, TIMEOUT_S, served
+from serving.grpc_replica import LIMITS, TIMEOUT_S, exchange, served
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster.ingress.listening import is_listening
 from shoal.cluster.ports import find_free_port
@@ -52,10 +50,7 @@ def proxy(http_port: int) -> Iterator[HaproxyProcess]:
     impatient = (
         rf"; s/timeout server .*/timeout server {SILENCE_S:g}s/; s/timeout client 30s/timeout client {SILENCE_S:g}s/"
     )
-    with (
-        tempfile.TemporaryDirectory(prefix="x.") as folder,
-        HaproxyProcess(Path(folder), http_port, find_free_port(), UNCHECKED + impatient) as started,
-    ):
+    with HaproxyProcess(http_port, find_free_port(), UNCHECKED + impatient) as started:
         yield started
 
 
@@ -183,7 +178,11 @@ def test_large_messages_and_compressed_ones_are_whole(run: Callable[..., None]) 
     run(FakeHost(FakeModel("m", tensors(x=("UINT8", [-1, -1])))), test)
 
 
-def test_an_error_is_an_answer_and_the_stream_goes_on(run: Callable[..., None]) -> None:
+def test_an_error_is_an_answer_and_the_stream_goes_on_unless_the_client_wants_a_status(
+    run: Callable[..., None],
+) -> None:
+    model = FakeModel()
+
     async def test(stream: Stream) -> None:
         requests = [raw(id="a"), raw("nobody", id="b"), raw(id="c")]
         answers = await collected(stream(iter(requests)))
@@ -193,22 +192,20 @@ def test_an_error_is_an_answer_and_the_stream_goes_on(run: Callable[..., None]) 
         assert error.code() is grpc.StatusCode.NOT_FOUND
         assert "no model 'nobody'" in (error.details() or "")
         assert await collected(stream(iter(requests))), "the connection goes on"
-
-    run(FakeHost(), test)
-
-
-def test_a_refusal_in_the_middle_comes_after_what_was_answered(run: Callable[..., None]) -> None:
-    """While the client would go on sending."""
-
-    async def test(stream: Stream) -> None:
-        call = stream(metadata=(("triton_grpc_error", "true"),))
+        call = stream(iter([]))
+        assert (await collected(call), await call.code()) == ([], grpc.StatusCode.OK)
+        call = stream(metadata=(("triton_grpc_error", "true"),))  # whose client would go on sending
         await call.write(raw(id="a"))
         assert (await call.read()).infer_response.id == "a"
         await call.write(raw("nobody"))
         assert await call.code() is grpc.StatusCode.NOT_FOUND
-        assert "no model 'nobody'" in await call.details()
+        call = stream()
+        for model.error in (KeyError("x"), None, InferenceError(503, "not yet")):
+            await call.write(request())
+            message = (await call.read()).error_message
+            assert (str(model.error) in message) if model.error else not message
 
-    run(FakeHost(), test)
+    run(FakeHost(model), test)
 
 
 def test_a_message_that_is_too_large_ends_the_stream(run: Callable[..., None]) -> None:
@@ -225,15 +222,6 @@ def test_a_message_that_is_too_large_ends_the_stream(run: Callable[..., None]) -
         assert len(model.calls) == 2
 
     run(FakeHost(model), test)
-
-
-def test_nobody_without_a_key_is_read(run: Callable[..., None]) -> None:
-    async def test(stream: Stream) -> None:
-        call = stream()
-        error = await refused(call)
-        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
-
-    run(FakeHost(), test, access=AccessControl("a-token", []))
 
 
 async def written(call: Any, num_requests: int) -> None:
@@ -260,15 +248,6 @@ def test_what_nobody_waits_for_leaves_the_model(how: str, run: Callable[..., Non
         await asyncio.gather(writing, return_exceptions=True)
 
     run(FakeHost(model), test)
-
-
-def test_no_message_is_no_answer(run: Callable[..., None]) -> None:
-    async def test(stream: Stream) -> None:
-        call = stream(iter([]))
-        assert await collected(call) == []
-        assert await call.code() is grpc.StatusCode.OK
-
-    run(FakeHost(), test)
 
 
 def test_who_reads_is_answered_however_much_larger_answers_are(run: Callable[..., None]) -> None:
@@ -339,22 +318,6 @@ def test_nor_for_a_client_that_always_has_more(proxy: HaproxyProcess, http_port:
     asyncio.run(test())
 
 
-def test_a_bug_ends_its_request_alone(run: Callable[..., None]) -> None:
-    model = FakeModel()
-
-    async def test(stream: Stream) -> None:
-        call = stream()
-        for error in (KeyError("x"), None):
-            model.error = error
-            await call.write(request())
-            assert bool((await call.read()).error_message) is bool(error)
-        model.error = InferenceError(503, "not yet")
-        await call.write(request())
-        assert (await call.read()).error_message == "not yet"
-
-    run(FakeHost(model), test)
-
-
 def serve_until_killed(http_port: int) -> None:
     """In a process of its own."""
 
@@ -404,3 +367,70 @@ def test_what_a_killed_replica_had_in_hand_is_unavailable_so_that_a_client_repea
 
     asyncio.run(asyncio.wait_for(main(), 2 * TIMEOUT_S))
     process.join()
+
+
+# -- bodies that no client sends, and who reads nothing ---------------------------------------------------------------
+
+FRAME = b"\0\0\0\0\x03\x0a\x01m"  # a request for the model m, without tensors
+WRONG: dict[str, tuple[bytes, str, int, bytes]] = {
+    "half a head": (b"\0\0", "", 3, b"the stream ends after 2 bytes of a message"),
+    "half a message": (FRAME[:-1], "", 3, b"the stream ends after 7 bytes of a message"),
+    "no message of protobuf": (b"\0\0\0\0\x02\xff\xff", "", 3, b"not a ModelInferRequest"),
+    "what is not compressed": (b"\1" + FRAME[1:], "grpc-encoding: gzip", 3, b"the body is not gzip"),
+    "a length of 4 GB": (b"\0\xff\xff\xff\xff", "", 8, b"the message has 4294967295 bytes"),
+    "a timeout that is a word": (FRAME, "grpc-timeout: soon", 3, b"grpc-timeout"),
+}
+
+
+def test_a_wrong_stream_is_refused(http_port: int) -> None:
+    async def test() -> None:
+        async with served(FakeHost(), http_port):
+            for what, (body, header, status, words) in WRONG.items():
+                answer = await exchange(http_port, POST, body, header)
+                assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), what
+                assert b"grpc-status: %d\r\n" % status in answer, what
+                assert words in answer, what
+
+    asyncio.run(test())
+
+
+def test_a_message_that_does_not_come_on_is_not_waited_for(http_port: int) -> None:
+    async def test() -> None:
+        limits = replace(LIMITS, body_grace_s=0.3)
+        async with served(FakeHost(), http_port, limits=limits):
+            reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
+            writer.write(f"{POST}\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+            writer.write(b"8\r\n" + FRAME + b"\r\n")
+            answer = await asyncio.wait_for(reader.readuntil(b"input 'x' is missing"), TIMEOUT_S)
+            assert b"grpc-status:" not in answer
+            await asyncio.sleep(0.6)
+            writer.write(b"2\r\n" + FRAME[:2] + b"\r\n")
+            answer = await asyncio.wait_for(reader.readuntil(b"grpc-status: 4\r\n"), TIMEOUT_S)
+            writer.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("header", ["x: y", "grpc-timeout: 500m"])
+def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(header: str, http_port: int) -> None:
+    """Also when the call's deadline has passed by then, and its status is all that is left to say."""
+    made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(100_000)])
+    made.inputs.add(name="x", datatype="UINT8", shape=[1, 100_000])
+    message = made.SerializeToString()
+    chunk = b"\0" + len(message).to_bytes(4, "big") + message
+    chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)
+    model = FakeModel("m", tensors(x=("UINT8", [-1, -1])))
+
+    async def test() -> None:
+        async with served(FakeHost(model), http_port, limits=replace(LIMITS, answer_grace_s=1.0)):
+            _, writer = await asyncio.open_connection("127.0.0.1", http_port)
+            writer.write(f"{POST}\r\nhost: x\r\n{header}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+            with suppress(ConnectionError):
+                while True:
+                    writer.write(chunk)
+                    await asyncio.wait_for(writer.drain(), TIMEOUT_S)
+            # A deadline may pass before the window is full.
+            assert (STREAM_WINDOW if header == "x: y" else 0) < len(model.calls) < 1000
+            writer.close()
+
+    asyncio.run(test())
