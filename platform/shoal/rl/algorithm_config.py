@@ -93,10 +93,10 @@ class AlgorithmConfig(Spec):
 
     @classmethod
     def choose_type(cls, values: Mapping[str, Any]) -> type[Spec]:
-        return find_config_type(values.get("name"))
+        return find_algorithm_config_type(values.get("name"))
 
 
-def find_config_type(name: object) -> type[AlgorithmConfig]:
+def find_algorithm_config_type(name: object) -> type[AlgorithmConfig]:
     """The configuration of the algorithm `name`. Raises ValueError."""
     found = find_extension(str(name), GROUP, CONFIGS)
     if not (isinstance(found, type) and issubclass(found, AlgorithmConfig)):
@@ -108,7 +108,7 @@ def _parse_config(value: object) -> object:
     if isinstance(value, str):
         value = {"name": value}
     if isinstance(value, Mapping):
-        return find_config_type(value.get("name")).parse(value)
+        return find_algorithm_config_type(value.get("name")).parse(value)
     return value
 
 

@@ -94,7 +94,7 @@ class SyncConfig(Spec):
 
     @classmethod
     def choose_type(cls, values: Mapping[str, Any]) -> type[Spec]:
-        return find_config_type(values.get("kind", _DEFAULT))
+        return find_sync_config_type(values.get("kind", _DEFAULT))
 
     @classmethod
     def expand_choice(cls, choice: str) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class HogwildConfig(SyncConfig):
 _DEFAULT = "all_reduce"
 
 
-def find_config_type(kind: object) -> type[SyncConfig]:
+def find_sync_config_type(kind: object) -> type[SyncConfig]:
     """The configuration of the synchronizer `kind`. Raises ValueError."""
     found = find_extension(str(kind), GROUP, CONFIGS)
     if not (isinstance(found, type) and issubclass(found, SyncConfig)):
@@ -212,7 +212,7 @@ def _parse_config(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     kind = value.get("kind", _DEFAULT)
-    chosen = find_config_type(kind)
+    chosen = find_sync_config_type(kind)
     fields = {name: each for name, each in value.items() if name in chosen.model_fields}
     for name in [each for each in value if each not in fields]:
         if any(field.default == value[name] for field in _find_owners(name).values()):

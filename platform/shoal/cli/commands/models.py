@@ -69,7 +69,7 @@ def list_models(name: str | None, as_json: bool) -> None:
       shoal models list cartpole
       shoal models list --json
     """
-    found = Registry().list(name)
+    found = _open_registry().list(name)
     if as_json:
         print_json([_as_dict(each) for each in found])
         return
@@ -86,6 +86,13 @@ def list_models(name: str | None, as_json: bool) -> None:
         Column("metrics", overflow="fold"),
     ]
     console.print(make_table(*columns, rows=map(_make_cells, found)))
+
+
+def _open_registry() -> Registry:
+    """For verbs that only read: a store that does not answer is reported at once, and not after a minute."""
+    registry = Registry()
+    registry.store = registry.store.without_waiting()
+    return registry
 
 
 def _make_cells(version: ModelVersion) -> list[str | Text]:
@@ -110,7 +117,7 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
       shoal models show cartpole@champion --json
       shoal models show ranker@3 --code
     """
-    registry = Registry()
+    registry = _open_registry()
     found = registry.get(model)
     if as_json:
         print_json(_as_dict(found))
@@ -168,7 +175,8 @@ def diff(before: str, after: str) -> None:
       shoal models diff ranker@1 ranker@2
       shoal models diff ranker@champion ranker
     """
-    old, new = Registry().get(before), Registry().get(after)
+    registry = _open_registry()
+    old, new = registry.get(before), registry.get(after)
     facts, others = _list_facts(old), _list_facts(new)
     for name in sorted({*facts, *others}):
         if facts.get(name) != others.get(name):
