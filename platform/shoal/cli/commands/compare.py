@@ -17,7 +17,7 @@ from rich.text import Text
 
 from shoal.cli.support.console import make_table, print_json
 from shoal.errors import ConfigError
-from shoal.runs import Run, load
+from shoal.runs import load
 from shoal.runs.formatting import format_duration, format_number
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _save_plot(columns: list[Column], plot: Path | None) -> Path:
     from shoal.runs.report.plots import to_png
 
     path = plot or columns[0].run.folder / "comparison.png"
-    drawn = to_png(plot_comparison(columns, _format_labels([column.run for column in columns])))
+    drawn = to_png(plot_comparison(columns, [f"{column.run.id} {column.run.title}" for column in columns]))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(drawn)
@@ -100,10 +100,6 @@ def _save_plot(columns: list[Column], plot: Path | None) -> Path:
         problem = f"cannot be written: {error.strerror}"
         raise ConfigError("--plot", str(path), problem, "name a file in a folder where you may write") from None
     return path
-
-
-def _format_labels(runs: list[Run]) -> list[str]:
-    return [f"{run.id} {run.title}" for run in runs]
 
 
 def _to_dict(column: Column, reached: TargetReached | None) -> dict[str, object]:

@@ -284,9 +284,9 @@ def run_checks() -> Iterator[Finding]:
     yield check_shadowing(list(dict.fromkeys(folders)))
     yield check_cores(count_usable_cores())
     yield check_memory(memory.total, memory_limit_bytes(), memory.available)
-    found = check_home()
-    yield found
-    has_home = found.level is Level.OK
+    finding = check_home()
+    yield finding
+    has_home = finding.level is Level.OK
     if has_home:
         yield check_disk(home(), "runs and models")
     yield check_disk(Path("/tmp"), "Ray's files")
@@ -322,17 +322,14 @@ def doctor(as_json: bool) -> None:
     for finding in run_checks():
         findings.append(finding)
         if not as_json:
-            _show(finding)
+            colour = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}[finding.level]
+            level = click.style(finding.level.value.ljust(4), fg=colour)
+            click.echo(f"{level}  {finding.check.ljust(13)}  {finding.detail}")
+            if finding.remedy:
+                click.echo(f"{'':21}{finding.remedy}")
     num_failed = sum(finding.level is Level.FAIL for finding in findings)
     if as_json:
         print_json({"ok": num_failed == 0, "findings": [asdict(finding) for finding in findings]})
     elif num_failed:
         click.secho(f"{num_failed} of {len(findings)} checks failed", fg="red")
     sys.exit(1 if num_failed else 0)
-
-
-def _show(finding: Finding) -> None:
-    colour = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}[finding.level]
-    click.echo(f"{click.style(finding.level.value.ljust(4), fg=colour)}  {finding.check.ljust(13)}  {finding.detail}")
-    if finding.remedy:
-        click.echo(f"{'':21}{finding.remedy}")

@@ -9,9 +9,7 @@ import difflib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -99,7 +97,8 @@ def _make_cells(version: ModelVersion) -> list[str | Text]:
     manifest = version.manifest
     age, size = format_age(time.time() - manifest.created_at), format_size(manifest.size_bytes)
     numbers = ", ".join(f"{key} {format_number(value)}" for key, value in manifest.metrics.items())
-    return [version.ref, _format_aliases(version), age, size, manifest.run_id or "-", numbers or "-"]
+    aliases = Text(", ".join(version.aliases) or "-", style="green" if version.aliases else "default")
+    return [version.ref, aliases, age, size, manifest.run_id or "-", numbers or "-"]
 
 
 @models.command()
@@ -136,7 +135,10 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
         shapes = snapshot.shapes()
         num_values = sum(math.prod(shape) for shape in shapes.values())
         payload = f"{len(shapes)} tensors, {num_values:,} values, {payload}"
-        built_by = f"{manifest.model.factory} {json.dumps(_shorten_kwargs(manifest.model.kwargs))}"
+        kwargs = manifest.model.kwargs  # of which a Task's source is a long text
+        lines = {name: value.count("\n") for name, value in kwargs.items() if isinstance(value, str) and "\n" in value}
+        shown = {**kwargs, **{name: f"({count} lines, see --json)" for name, count in lines.items()}}
+        built_by = f"{manifest.model.factory} {json.dumps(shown)}"
     since = format_age(time.time() - manifest.created_at)
     facts = [
         ("model", found.ref),
@@ -144,7 +146,8 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
         ("registered", f"{format_timestamp(manifest.created_at)}, {since} ago"),
         ("from run", f"{manifest.run_id or '-'}, weights version {manifest.weights_version}"),
         ("built by", built_by),
-        *((f"{hook} by", reference) for hook, reference in _list_hooks(manifest.model) if reference),
+        *([("preprocess by", manifest.model.preprocess)] if manifest.model.preprocess else []),
+        *([("postprocess by", manifest.model.postprocess)] if manifest.model.postprocess else []),
         *([("actions", "sampled")] if manifest.model.action == "sampled" else []),
         *(("input", _format_tensor(each)) for each in manifest.signature.inputs),
         *(("output", _format_tensor(each)) for each in manifest.signature.outputs),
@@ -285,9 +288,9 @@ def promote(model: str, alias: str) -> None:
       shoal models promote cartpole@3 --alias candidate
     """
     found = Registry().promote(model, alias)
-    click.echo(
-        f"{found.name}@{alias} is {found.ref} now. Back to the one before: {_format_rollback_command(found, alias)}"
-    )
+    option = "" if alias == "champion" else f" --alias {alias}"
+    back = f"shoal models rollback {found.name}{option}"
+    click.echo(f"{found.name}@{alias} is {found.ref} now. Back to the one before: {back}")
 
 
 @models.command()
@@ -366,7 +369,12 @@ def prune(name: str | None, keep: int | None, older_than: float | None, dry_run:
     if keep is None and older_than is None:
         raise ConfigError("prune", "", "needs --keep, --older-than, or both", "as in shoal models prune --keep 5")
     registry = Registry()
-    old = _choose_old_versions(registry.list(name), keep or 0, time.time() - (older_than or 0.0))
+    by_name: dict[str, list[ModelVersion]] = {}
+    for version in registry.list(name):
+        by_name.setdefault(version.name, []).append(version)
+    beyond = [each for versions in by_name.values() for each in versions[: max(0, len(versions) - (keep or 0))]]
+    before_s = time.time() - (older_than or 0.0)
+    old = [each for each in beyond if not each.aliases and each.manifest.created_at < before_s]
     served = find_served_versions(home() / "endpoints", registry.location)
     bases = registry.find_dependents()
     references = [each.ref for each in old if (each.name, each.version) not in served and each.ref not in bases]
@@ -378,15 +386,6 @@ def prune(name: str | None, keep: int | None, older_than: float | None, dry_run:
         registry.remove(each)
     registry.remove_leftovers()
     click.echo(f"removed: {len(references)}")
-
-
-def _choose_old_versions(found: Sequence[ModelVersion], keep: int, before: float) -> list[ModelVersion]:
-    """Versions without an alias, registered before a time, except the `keep` newest of each model."""
-    by_name: dict[str, list[ModelVersion]] = {}
-    for each in found:
-        by_name.setdefault(each.name, []).append(each)
-    old = [each for versions in by_name.values() for each in versions[: max(0, len(versions) - keep)]]
-    return [each for each in old if not each.aliases and each.manifest.created_at < before]
 
 
 def _choose_format(file: Path, format_name: str | None) -> ModelFormat:
@@ -454,28 +453,9 @@ def _list_facts(found: ModelVersion) -> dict[str, object]:
     return facts
 
 
-def _shorten_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace long texts, such as the source of a Task, by their number of lines."""
-    long = {name: value.count("\n") for name, value in kwargs.items() if isinstance(value, str) and "\n" in value}
-    return {**kwargs, **{name: f"({count} lines, see --json)" for name, count in long.items()}}
-
-
-def _format_rollback_command(found: ModelVersion, alias: str) -> str:
-    option = "" if alias == "champion" else f" --alias {alias}"
-    return f"shoal models rollback {found.name}{option}"
-
-
 def _as_dict(found: ModelVersion) -> dict[str, object]:
     described = json.loads(found.manifest.model_dump_json())
     return {**described, "aliases": list(found.aliases), "location": found.location}
-
-
-def _format_aliases(found: ModelVersion) -> Text:
-    return Text(", ".join(found.aliases) or "-", style="green" if found.aliases else "default")
-
-
-def _list_hooks(model: ModelFactory) -> list[tuple[str, str]]:
-    return [("preprocess", model.preprocess), ("postprocess", model.postprocess)]
 
 
 def _format_lineage(value: object) -> str:

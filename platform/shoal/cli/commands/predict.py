@@ -18,8 +18,8 @@ import numpy as np
 from rich.table import Column
 
 from shoal.cli.support import input_readers as read
-from shoal.cli.support.ca_option import ca_option
 from shoal.cli.support.console import make_literal_console, make_table, print_json
+from shoal.cli.support.options import ca_option
 from shoal.client import Answer, Client
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.client.payload import ArrayLike

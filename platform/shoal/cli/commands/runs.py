@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import click
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 from shoal.cli.display import run_view
@@ -101,7 +100,10 @@ def show(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
     if run is not None:
         found = load(run)
         if follow:
-            _follow(console, found)
+            try:
+                _show(console, run_view.follow_run(found, make_literal_console()))
+            except KeyboardInterrupt:
+                click.echo(f"{found.id} goes on: shoal runs {found.id} --follow")
         elif as_json:
             print_json(found.to_dict())
         else:
@@ -113,7 +115,15 @@ def show(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
     elif not listed:
         console.print("There are no runs yet. Start one:\n\n  shoal run --help", highlight=False)
     else:
-        console.print(_build_table(listed))
+        is_short = all(len(each.id) <= MAX_UNFOLDED_ID_LENGTH for each in listed)
+        columns = [
+            Column("run", no_wrap=is_short, overflow="fold"),
+            Column("job", overflow="fold"),
+            Column("status", no_wrap=True),
+            *map(make_number_column, ("age", "duration")),
+            Column("best", overflow="fold"),
+        ]
+        console.print(make_table(*columns, rows=map(_make_cells, listed)))
         console.print(f"One of them: shoal runs {listed[0].id}", style="dim", highlight=False)
 
 
@@ -236,45 +246,22 @@ def release(run: str, actor: str) -> None:
     click.echo(f"{actor} is released: run {found.id} takes its segments again")
 
 
-def _follow(console: Console, run: Run) -> None:
-    """Show it until it has ended, and how, or until Ctrl-C."""
-    try:
-        ended = run_view.follow_run(run, make_literal_console())
-    except KeyboardInterrupt:
-        click.echo(f"{run.id} goes on: shoal runs {run.id} --follow")
-        return
-    _show(console, ended)
-
-
-def _build_table(listed: list[Run]) -> Table:
-    is_short = all(len(each.id) <= MAX_UNFOLDED_ID_LENGTH for each in listed)
-    columns = [
-        Column("run", no_wrap=is_short, overflow="fold"),
-        Column("job", overflow="fold"),
-        Column("status", no_wrap=True),
-        *map(make_number_column, ("age", "duration")),
-        Column("best", overflow="fold"),
-    ]
-    return make_table(*columns, rows=map(_make_cells, listed))
-
-
 def _make_cells(run: Run) -> list[str | Text]:
     best = run.best()
     judged = f"{format_number(best[1])} {best[0]}" if best else "-"  # the number is not folded even if the name is
     age, duration = format_age(time.time() - run.created_at), format_duration(run.duration_s)
-    return [run.id, run.title, _format_status(run), age, duration, judged]
-
-
-def _format_status(run: Run) -> Text:
-    if run.read_queue_entry() is not None:
-        return Text(WAITING, style="yellow")
     host = "" if run.copied_from is None else f" on {run.copied_from}"
-    return Text(f"{run.status.value}{host}", style=_COLOURS.get(run.status, "default"))
+    status = Text(f"{run.status.value}{host}", style=_COLOURS.get(run.status, "default"))
+    if run.read_queue_entry() is not None:
+        status = Text(WAITING, style="yellow")
+    return [run.id, run.title, status, age, duration, judged]
 
 
 def _show(console: Console, run: Run) -> None:
     dirty = ", with uncommitted changes" if run.git_dirty else ""
-    status, colour = _describe_status(run)
+    entry = run.read_queue_entry()
+    status = run.status.value if entry is None else f"{WAITING}: {format_warning(WAITING, entry)}"
+    colour = _COLOURS.get(run.status) if entry is None else "yellow"
     facts = [
         ("run", run.id),
         ("job", run.title),
@@ -289,14 +276,15 @@ def _show(console: Console, run: Run) -> None:
     ]
     print_facts(facts)
     _show_record(console, run)
-    _show_next(console, run)
-
-
-def _describe_status(run: Run) -> tuple[str, str | None]:
-    """In words, and the colour."""
-    if (entry := run.read_queue_entry()) is not None:
-        return f"{WAITING}: {format_warning(WAITING, entry)}", "yellow"
-    return run.status.value, _COLOURS.get(run.status)
+    console.print(Text("\nWhat to type next", style="bold"))
+    commands = [f"shoal report {run.id}"]
+    if run.latest():
+        commands.append(f"tensorboard --logdir {shlex.quote(str(run.folder / 'tensorboard'))}")
+    commands += [f"shoal models show {row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
+    if run.status in (Status.FAILED, Status.LOST, Status.STOPPED):
+        commands.append(format_resume_command(run))
+    for command in commands:
+        click.echo(f"  {command}")
 
 
 def _print_section(console: Console, title: str, rows: Sequence[Sequence[str | Text]]) -> None:
@@ -324,12 +312,11 @@ def _show_record(console: Console, run: Run) -> None:
         (f"{each['name']}@{each['version']}", ", ".join(each["aliases"])) for each in run.models().to_dict("records")
     ]
     _print_section(console, "Registered models (aliases then)", models)
-    _print_section(console, "Last events", list(map(_make_event_cells, events)))
-
-
-def _make_event_cells(event: Mapping[Any, Any]) -> tuple[str | Text, ...]:
-    details = "  ".join(f"{name}={format_value(value)}" for name, value in event["details"].items() if name != "at")
-    return Text(format_duration(event["time"]), style="dim", justify="right"), event["kind"], details
+    rows = []
+    for event in events:
+        details = "  ".join(f"{name}={format_value(value)}" for name, value in event["details"].items() if name != "at")
+        rows.append((Text(format_duration(event["time"]), style="dim", justify="right"), event["kind"], details))
+    _print_section(console, "Last events", rows)
 
 
 def format_resume_command(run: Run) -> str:
@@ -345,33 +332,16 @@ def format_resume_command(run: Run) -> str:
         return f"python -m shoal.train resume={run.id}"
     job = typed[2] if is_job and len(typed) > 2 else run.job
     names = ("--actors", "--envs", "--runtime-env", "--pip", "--image", "--env", "--address")
-    options = [word for name in names for word in _find_option(typed, name)]
+    options: list[str] = []
+    for name in names:
+        for index, word in enumerate(typed):
+            if word == name:
+                options += typed[index : index + 2]
+            if word.startswith(f"{name}="):
+                options += [name, word.partition("=")[2]]
     return shlex.join(["shoal", "run", job, *options, f"resume={run.id}"])
 
 
 def is_resumable(run: Run) -> bool:
     """Whether its job has the field `resume`."""
     return run.kind in _RESUMABLE or "resume" in infer_fields(run.spec)
-
-
-def _find_option(typed: Sequence[str], name: str) -> list[str]:
-    """An option and its value as typed, each time that it was; empty if it was not."""
-    found: list[str] = []
-    for index, word in enumerate(typed):
-        if word == name:
-            found += typed[index : index + 2]
-        if word.startswith(f"{name}="):
-            found += [name, word.partition("=")[2]]
-    return found
-
-
-def _show_next(console: Console, run: Run) -> None:
-    console.print(Text("\nWhat to type next", style="bold"))
-    words = [f"shoal report {run.id}"]
-    if run.latest():
-        words.append(f"tensorboard --logdir {shlex.quote(str(run.folder / 'tensorboard'))}")
-    words += [f"shoal models show {row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
-    if run.status in (Status.FAILED, Status.LOST, Status.STOPPED):
-        words.append(format_resume_command(run))
-    for word in words:
-        click.echo(f"  {word}")

@@ -18,7 +18,6 @@ import click
 
 import shoal.runs
 from shoal.cli.display.serve_display import format_shares
-from shoal.cli.support.ca_option import ca_option
 from shoal.cli.support.job_output import (
     describe_failure,
     end_on_interrupt,
@@ -26,7 +25,7 @@ from shoal.cli.support.job_output import (
     job_environment,
     new_run_id,
 )
-from shoal.cli.support.number_types import SECONDS
+from shoal.cli.support.options import SECONDS, ca_option
 from shoal.cli.support.predict_hint import suggest_predict_command
 from shoal.client import Client
 from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND, FoundEndpoint, find_endpoint, list_endpoints, token_for

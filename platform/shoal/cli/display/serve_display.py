@@ -114,18 +114,15 @@ def _format_address(status: EndpointStatus, url: str) -> str:
     return f"{url}, gRPC at {status.grpc}" if status.grpc else url
 
 
-def _format_live_source(model: ModelStatus) -> list[str]:
-    return _format_following(model) if model.phase == LIVE else []
-
-
 def format_shares(model: ModelStatus) -> str:
     """Which versions answer, in one line: `90% by 3 (stable), 10% by 4 (candidate)`."""
-    told = [
+    parts = [
         f"{_format_share(version.share)} by {version.version} ({version.track})"
         for version in sorted(model.versions, key=_sort_key)
         if version.track
     ]
-    return ", ".join(told + _format_live_source(model)) or f"{model.state.lower()} {model.reason}".rstrip()
+    parts += _format_following(model) if model.phase == LIVE else []
+    return ", ".join(parts) or f"{model.state.lower()} {model.reason}".rstrip()
 
 
 def _render_versions(status: EndpointStatus) -> RenderableType:

@@ -64,7 +64,11 @@ def from_json(path: str, inputs: Sequence[TensorDescription], *, has_rows: bool 
 
     has_rows: whether the tensors of a request have rows, in dimension 0; else a request is one
     """
-    text = _read_text(path)
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text()
+    except (OSError, ValueError) as error:  # ValueError: not text, or a NUL in the name
+        problem, remedy = f"cannot be read: {_error_summary(error)}", "give a file, or - for standard input"
+        raise DataError("json", path, problem, remedy) from None
     content = _parse_json("json", path, text)
     if isinstance(content, dict) and isinstance(content.get("inputs"), list):
         return _parse_request(path, content["inputs"], has_rows)
@@ -214,15 +218,14 @@ def from_images(
     if white is not None and not math.isfinite(white):
         raise DataError("white", white, "is no number of a pixel", "for example 1 or 255")
     scale = (white if white is not None else 255.0 if is_integer(spec) else 1.0) / 255.0
-    pictures = [_scale_pixels(_load_picture(path, spec), scale, spec) for path in paths]
+    dtype = np.float32 if spec.datatype == "BF16" else NUMPY_DTYPES[spec.datatype]
+    pictures = [_load_picture(path, spec) for path in paths]
+    if not is_integer(spec):
+        pictures = [(picture * scale).astype(dtype) for picture in pictures]
+    elif scale != 1.0:  # the client checks the range
+        pictures = [np.rint(picture * scale).astype(np.int64) for picture in pictures]
     is_one_size = len({picture.shape for picture in pictures}) == 1
     return {spec.name: np.stack(pictures) if is_one_size else pictures}
-
-
-def _scale_pixels(picture: np.ndarray, scale: float, spec: TensorDescription) -> np.ndarray:
-    if is_integer(spec):  # the client checks the range
-        return picture if scale == 1.0 else np.rint(picture * scale).astype(np.int64)
-    return (picture * scale).astype(np.float32 if spec.datatype == "BF16" else NUMPY_DTYPES[spec.datatype])
 
 
 def is_integer(spec: TensorDescription) -> bool:
@@ -351,15 +354,6 @@ def _parse_json(field: str, argument: str, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError also for numbers with thousands of digits
         raise DataError(field, argument, f"is not JSON: {error}", "for example [[1, 2], [3, 4]]") from None
-
-
-def _read_text(path: str) -> str:
-    try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text()
-    except (OSError, ValueError) as error:  # ValueError: not text, or a NUL in the name
-        raise DataError(
-            "json", path, f"cannot be read: {_error_summary(error)}", "give a file, or - for standard input"
-        ) from None
 
 
 def split_requests(arrays: Mapping[str, ArrayLike], max_rows: int) -> list[dict[str, ArrayLike]]:

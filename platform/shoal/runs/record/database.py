@@ -77,7 +77,11 @@ def connect(home: Path) -> sqlite3.Connection:
         if found == 0:  # one after the other: SQLite rejects a second change of the journal mode without waiting
             with file_lock(home / "runs.lock", BUSY_TIMEOUT_S):
                 if _read_schema_version(connection) == 0:
-                    _create_tables(connection)
+                    connection.execute("PRAGMA journal_mode = WAL")
+                    with transaction(connection):
+                        for statement in _SCHEMA.split(";"):
+                            connection.execute(statement)
+                        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     except (sqlite3.Error, OSError) as error:
         if connection is not None:
             connection.close()
@@ -107,14 +111,6 @@ def translate_read_errors(home: Path) -> Iterator[None]:
 
 def _read_schema_version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
-
-
-def _create_tables(connection: sqlite3.Connection) -> None:
-    connection.execute("PRAGMA journal_mode = WAL")
-    with transaction(connection):
-        for statement in _SCHEMA.split(";"):
-            connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def add_missing_columns(connection: sqlite3.Connection) -> None:

@@ -200,22 +200,22 @@ class RunSession:
         return outcome
 
     def _poll(self) -> ray_jobs.JobStatus | None:
-        """Read the run; returns the job's final state when it is over."""
+        """Read the run; returns the job's final state when it is over.
+
+        Raises RunError when all started actors have failed before the run received any experience.
+        """
         assert self._job is not None
         time.sleep(run_view.REFRESH_S)
         self._read_record()
         outcome = self._job.poll_outcome()  # first, so that the job's last output is not missed
         if self._view is None or not (self._view.metrics or self._view.phase == train_display.TRAINING):
-            self._print_new_lines(is_over=outcome is ray_jobs.JobStatus.SUCCEEDED)
-            if outcome is None:
-                self._require_actors()
+            assert self._job_log is not None
+            for line in self._job_log.read_new_lines(is_over=outcome is ray_jobs.JobStatus.SUCCEEDED):
+                self._console.print(self._typed.environment.mask(line))  # not every job records metrics
+            if outcome is None and self._actors is not None and self._actors.are_all_dead:
+                lost = "no actor is left, and none has sent anything"
+                raise RunError("\n".join((lost, *self._take_new_notes(), self.format_resume_hint())))
         return outcome
-
-    def _print_new_lines(self, is_over: bool) -> None:
-        """Print the job's output while its record has nothing to show: not every job records metrics."""
-        assert self._job_log is not None
-        for line in self._job_log.read_new_lines(is_over=is_over):
-            self._console.print(self._typed.environment.mask(line))
 
     def _read_record(self) -> None:
         try:
@@ -236,8 +236,8 @@ class RunSession:
             return
         for note in self._take_new_notes():
             self._console.print(note)
-        if said := self._line_throttle.format_if_due(self._view):
-            self._console.print(said)
+        if line := self._line_throttle.format_if_due(self._view):
+            self._console.print(line)
 
     def _take_new_notes(self) -> list[str]:
         """The problems not printed yet."""
@@ -270,12 +270,6 @@ class RunSession:
 
     def _describe_dead_actors(self) -> list[str]:
         return self._actors.describe_dead() if self._actors is not None else []
-
-    def _require_actors(self) -> None:
-        """Raise RunError when all started actors have failed before the run received any experience."""
-        if self._actors is not None and self._actors.are_all_dead:
-            said = ("no actor is left, and none has sent anything", *self._take_new_notes(), self.format_resume_hint())
-            raise RunError("\n".join(said))
 
     def _end_actors(self) -> None:
         if self._actors is not None:
