@@ -16,8 +16,7 @@ from shoal.config import format_override, last_override, merge, parse_overrides
 from shoal.errors import ConfigError
 from shoal.flows.serving_spec import ServingSpec
 from shoal.home import load_access_token, ray_token_path
-from shoal.libs.kube.manifests import make_cluster, make_endpoint, make_job, make_secret
-from shoal.libs.kube.pods import Document
+from shoal.libs.kube.manifests import Document, make_cluster, make_endpoint, make_job, make_secret
 from shoal.libs.kube.spec import MAX_NAME_CHARS, KubeSpec
 from shoal.recipes import recipe_folder
 from shoal.registry import split_ref
