@@ -469,7 +469,6 @@ def test_every_help_has_examples(command: click.Command) -> None:
     ("job", "words", "problem"),
     [
         ("actor_learner", ["algorithm=ppo", "algorithm.synchronous=true"], "does not pause while the learner updates"),
-        ("actor_learner", ["env=chase:Chase", "self_play.snapshot_every=9"], "draws no opponents"),
         ("actor_learner", ["--envs", "2"], "is for actors that run the policy themselves"),
     ],
 )
