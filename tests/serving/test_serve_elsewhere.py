@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,7 +20,6 @@ from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, ConfigError, RunError
 from shoal.flows.serving_spec import READY
 
-batch_predict = import_module("shoal.cli.commands.batch_predict")  # the verb of this name is in its package
 URL = "http://head.example:8265"
 
 
@@ -241,26 +239,3 @@ def test_nothing_to_serve_is_said_here(cluster: FakeCluster) -> None:
     assert isinstance(error, ConfigError)
     assert "there is nothing to serve" in str(error)
     assert not cluster.jobs
-
-
-def test_batch_predict_asks_for_files_and_models_of_the_cluster(
-    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def done(job: FakeJob) -> None:
-        job.said, job.state = "12 rows in 0.1 s: /data/out\n", JobStatus.SUCCEEDED
-
-    cluster.begin = done
-    monkeypatch.setattr(batch_predict, "find_cluster", lambda address: ClusterHandle(URL, URL, "token", {}))
-    for name, stand_in in {"submit": cluster.submit, "JobHandle": cluster.job}.items():
-        monkeypatch.setattr(batch_predict, name, stand_in)
-    for name in ("interrupt_on_termination", "ignore_further_interrupts"):
-        monkeypatch.setattr(batch_predict, name, lambda: None)
-    words = ["batch-predict", "tumours", "/data/in", "/data/out", "--address", URL]
-    result = CliRunner().invoke(cli, words)
-    assert result.exit_code == 0, result.exception
-    assert "12 rows in 0.1 s: /data/out" in result.output
-    (job,) = cluster.jobs.values()
-    assert shlex.split(job.entrypoint)[:3] == ["python", "-m", "shoal.flows.batch_predict"]
-    assert {"model=tumours", "input=/data/in", "output=/data/out"} <= set(shlex.split(job.entrypoint))
-    assert "SHOAL_HOME" not in job.env
-    assert cluster.folders == [tmp_path]

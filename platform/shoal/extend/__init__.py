@@ -8,6 +8,7 @@
 | `Tracker`                            | `track=my_tracker.py:MyTracker`                 | `shoal.trackers`      |
 | `shoal.sources.StreamSource`         | `shoal.Data(train=MySource())`                  |                       |
 | `Library`: verbs and displays        | `shoal VERB`                                    | `shoal.libraries`     |
+| a function of Task and TrainSpec     | `shoal inspect`, the predicted cost of a run    | `shoal.estimators`    |
 
 Names are imported at their first use: some need torch.
 """
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from shoal.plugins.find import find_extension
 
 if TYPE_CHECKING:
     from shoal.plugins.library import Library
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
     from shoal.runs.tracking.tracker import Tracker
     from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
     from shoal.sync.config import SyncConfig
-    from shoal.sync.peers import PeerSync
     from shoal.sync.rank_signals import RankSignals
     from shoal.sync.synchronizer import AllReduce, Replica, Synchronizer
     from shoal.wire import ExperienceSpec
@@ -79,7 +81,6 @@ _HOMES = {
     "Library": "shoal.plugins.library",
     "ModelFormat": "shoal.registry.model_format",
     "Normalizer": "shoal.rl.algorithms.normalization",
-    "PeerSync": "shoal.sync.peers",
     "RLSpec": "shoal.rl.spec",
     "RankSignals": "shoal.sync.rank_signals",
     "SyncConfig": "shoal.sync.config",
@@ -90,4 +91,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in __all__:
+        return find_extension(name, "shoal.extend", {})
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,7 +32,6 @@ PLAIN_INTERVAL_S = 2.0
 DISPLAYS: dict[str, str] = {
     RunKind.LOOP: "shoal.cli.display.rl_display",
     RunKind.TRAINING: "shoal.cli.display.train_display",
-    RunKind.SWEEP: "shoal.cli.display.sweep_display",
 }
 # The alternative for a kind of run that has no picture.
 KINDS_WITHOUT_DISPLAY = {
