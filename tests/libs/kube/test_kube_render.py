@@ -11,7 +11,7 @@ import yaml
 from click.testing import CliRunner
 from kube_schemas import CRDS, find_problems
 
-from shoal.cli.support.job_lookup import validate_overrides
+from shoal.cli.support.jobs import validate_overrides
 from shoal.errors import ConfigError, RunError
 from shoal.libs.kube import command
 from shoal.libs.kube.command import kube

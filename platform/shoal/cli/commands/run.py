@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from shoal.cli.commands.launch.session import RunArguments, launch_run
+from shoal.cli.commands.run_session import RunArguments, launch_run
 from shoal.cluster.runtime_env import format_options, parse_job_environment
 
 FILE = click.Path(path_type=Path)

@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 import click
 
 import shoal.runs
+from shoal.cli.commands.predict import suggest_predict_command
 from shoal.cli.display.serve_display import format_shares
-from shoal.cli.support.job_output import (
+from shoal.cli.support.jobs import (
     describe_failure,
     end_on_interrupt,
     interrupt_on_termination,
@@ -26,7 +27,6 @@ from shoal.cli.support.job_output import (
     new_run_id,
 )
 from shoal.cli.support.options import SECONDS, ca_option
-from shoal.cli.support.predict_hint import suggest_predict_command
 from shoal.client import Client
 from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND, FoundEndpoint, find_endpoint, list_endpoints, token_for
 from shoal.cluster.attach import find_cluster

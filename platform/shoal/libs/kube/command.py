@@ -11,7 +11,7 @@ import click
 import yaml
 
 from shoal.atomic_file import create_private
-from shoal.cli.support.job_lookup import find_job, validate_overrides
+from shoal.cli.support.jobs import find_job, validate_overrides
 from shoal.config import format_override, last_override, merge, parse_overrides
 from shoal.errors import ConfigError
 from shoal.flows.serving_spec import ServingSpec

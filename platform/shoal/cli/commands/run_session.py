@@ -24,15 +24,17 @@ from shoal.cli.commands.runs import is_resumable
 from shoal.cli.display import run_view, train_display
 from shoal.cli.display.panels import RunView
 from shoal.cli.support.console import make_literal_console
-from shoal.cli.support.job_lookup import find_job, split_secret_overrides, validate_overrides
-from shoal.cli.support.job_output import (
+from shoal.cli.support.jobs import (
     JobLogReader,
     describe_failure,
+    find_job,
     follow_lines,
     ignore_further_interrupts,
     interrupt_on_termination,
     job_environment,
     new_run_id,
+    split_secret_overrides,
+    validate_overrides,
 )
 from shoal.cluster import jobs as ray_jobs
 from shoal.cluster.attach import find_cluster
