@@ -19,9 +19,7 @@ def test_steps_and_versions_have_whole_ticks(last: int) -> None:
         plots.draw_curves("", [plots.Panel("loss", "step", [("train", curve)], more_is_better)])
         for more_is_better in (None, True)
     ]
-    figures += [
-        plots.draw_small_plot(curve, 0.0, float(last)),
-    ]
+    figures += [plots.draw_small_plot(curve, 0.0, float(last))]
     wide = plots.draw_wide_plot(Curve.from_points(np.linspace(0, 1, last + 1), range(last + 1)))
     for axis in (*(figure.axes[0].xaxis for figure in figures), wide.axes[0].yaxis):
         ticks = axis.get_ticklocs()

@@ -32,11 +32,7 @@ examples:
     help="External actor processes to start on this machine.",
 )
 @click.option(
-    "--envs",
-    default=1,
-    type=click.IntRange(min=1),
-    show_default=True,
-    help="Environments of each of these processes.",
+    "--envs", default=1, type=click.IntRange(min=1), show_default=True, help="Environments of each of these processes."
 )
 @click.option(
     "--inference",

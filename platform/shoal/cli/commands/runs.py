@@ -48,12 +48,7 @@ ANY_NUMBER = -1  # of SQLite's LIMIT
 TRACKER_GRACE_S = 300.0  # for a tracker's server that does not answer: a person waits, and may end it
 _RESUMABLE = frozenset({RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM})
 MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
-_COLOURS = {
-    Status.RUNNING: "blue",
-    Status.FINISHED: "green",
-    Status.FAILED: "red",
-    Status.LOST: "yellow",
-}
+_COLOURS = {Status.RUNNING: "blue", Status.FINISHED: "green", Status.FAILED: "red", Status.LOST: "yellow"}
 
 
 @click.group(cls=DefaultCommandGroup)

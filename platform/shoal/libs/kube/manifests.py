@@ -174,11 +174,7 @@ def _probe(endpoint: EndpointSpec) -> Document:
 def _make_gateway_service(spec: KubeSpec) -> Document:
     selector = {NAME_LABEL: spec.name, "ray.io/group": DRIVER_GROUP}
     ports = [{"name": "gateway", "port": spec.gateway_port, "targetPort": spec.gateway_port}]
-    metadata = {
-        "name": f"{spec.name}-gateway",
-        "namespace": spec.namespace,
-        "annotations": spec.service_annotations,
-    }
+    metadata = {"name": f"{spec.name}-gateway", "namespace": spec.namespace, "annotations": spec.service_annotations}
     made = {"type": spec.service_type, "selector": selector, "ports": ports}
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": made}
 

@@ -118,13 +118,7 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
 
 @contextmanager
 def recording(
-    spec: str,
-    job: str,
-    *,
-    begun: str,
-    kind: RunKind | None = None,
-    resumed: str = "",
-    run_id: str | None = None,
+    spec: str, job: str, *, begun: str, kind: RunKind | None = None, resumed: str = "", run_id: str | None = None
 ) -> Iterator[RunRecorder]:
     """Record the run `resumed`, or a new one. The end of the body is the end of the run.
 
