@@ -45,12 +45,12 @@ def compare(runs: tuple[str, ...], metric: str | None, target: str | None, plot:
     """
     from shoal.cost.compare.comparison import build_column, find_common_metric
 
-    found = list({run.id: run for run in map(load, runs)}.values())
-    if len(found) < 2:
+    records = list({run.id: run for run in map(load, runs)}.values())
+    if len(records) < 2:
         raise ConfigError("run", " ".join(runs), "is one run", "name two or more: `shoal runs` lists them")
-    columns = [build_column(run, metric or find_common_metric(found)) for run in found]
+    columns = [build_column(run, metric or find_common_metric(records)) for run in records]
     if metric and not any(column.headline for column in columns):
-        known = sorted({name for run in found for name in run.latest()})
+        known = sorted({name for run in records for name in run.latest()})
         raise ConfigError("--metric", metric, "is in none of these runs", f"they have {', '.join(known)}")
     reached = [_find_reached(column, target) if target else None for column in columns]
     path = _save_plot(columns, plot)
@@ -141,13 +141,13 @@ def _build_table(columns: list[Column], reached: list[TargetReached | None], tar
         )
     for name, (unit, meaning) in ROWS.items():
         known = [(column, column.values.get(name, math.nan)) for column in columns]
-        told = [
+        cells = [
             ("~" if name in column.predicted else "")
             + (format_duration(value) if name == "lived_s" else format_value(value, unit))
             if math.isfinite(value)
             else "-"
             for column, value in known
         ]
-        rows.append([meaning, *told])
+        rows.append([meaning, *cells])
     headings = (TableColumn(Text(each.run.id), justify="right", overflow="fold") for each in columns)
     return make_table("", *headings, rows=(row for row in rows if {*row[1:]} != {"-"}))

@@ -91,11 +91,11 @@ def check_packages(
     """The installed packages against those that the extra needs; a version outside of its range is a failure."""
     num_fitting, remedy = 0, _install(extra)
     for requirement in _required(list(map(Requirement, requirements)), extra):
-        found = installed(requirement.name)
-        if found is None:
+        installed_version = installed(requirement.name)
+        if installed_version is None:
             yield Finding("packages", Level.FAIL, f"{requirement.name} is not installed", remedy)
-        elif not requirement.specifier.contains(found, prereleases=True):
-            detail = f"{requirement.name} {found} is installed, {requirement.specifier} is needed"
+        elif not requirement.specifier.contains(installed_version, prereleases=True):
+            detail = f"{requirement.name} {installed_version} is installed, {requirement.specifier} is needed"
             yield Finding("packages", Level.FAIL, detail, remedy)
         else:
             num_fitting += 1
@@ -166,10 +166,10 @@ def check_disk(folder: Path, what: str) -> Finding:
     usage = shutil.disk_usage(folder)
     detail = f"{format_size(usage.free)} free in {folder} ({what})"
     remedy = f"make room on the disk of {folder}"
-    found = grade_finding("disk", usage.free, detail, warn_below=5 * GIB, fail_below=GIB, remedy=remedy)
-    if found.level is Level.OK and usage.free < 0.05 * usage.total:
+    finding = grade_finding("disk", usage.free, detail, warn_below=5 * GIB, fail_below=GIB, remedy=remedy)
+    if finding.level is Level.OK and usage.free < 0.05 * usage.total:
         return Finding("disk", Level.WARN, f"{detail}, more than 95 % full", remedy)
-    return found
+    return finding
 
 
 def check_shared_memory(folder: Path) -> Finding:

@@ -67,12 +67,12 @@ def list_models(name: str | None, as_json: bool) -> None:
       shoal models list cartpole
       shoal models list --json
     """
-    found = _open_registry().list(name)
+    versions = _open_registry().list(name)
     if as_json:
-        print_json([_as_dict(each) for each in found])
+        print_json([_as_dict(each) for each in versions])
         return
     console = Console()
-    if not found:
+    if not versions:
         console.print(
             "There are no models yet. A job registers what it trained:\n\n  shoal run --help", highlight=False
         )
@@ -83,7 +83,7 @@ def list_models(name: str | None, as_json: bool) -> None:
         Column("run", overflow="fold", no_wrap=True),  # which may be copied
         Column("metrics", overflow="fold"),
     ]
-    console.print(make_table(*columns, rows=map(_make_cells, found)))
+    console.print(make_table(*columns, rows=map(_make_cells, versions)))
 
 
 def _open_registry() -> Registry:
@@ -117,16 +117,16 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
       shoal models show ranker@3 --code
     """
     registry = _open_registry()
-    found = registry.get(model)
+    version = registry.get(model)
     if as_json:
-        print_json(_as_dict(found))
+        print_json(_as_dict(version))
         return
     if shows_code:
-        for path, text in _list_code(found).items():
+        for path, text in _list_code(version).items():
             click.echo(f"{click.style(f'# {path}', bold=True)}\n{text}")
         return
-    is_module, manifest = found.manifest.model.format == "module", found.manifest
-    snapshot = found.weight_file() if is_module else found.snapshot()
+    is_module, manifest = version.manifest.model.format == "module", version.manifest
+    snapshot = version.weight_file() if is_module else version.snapshot()
     files = f" in {len(manifest.parts)} files" if manifest.parts else ""
     payload = f"{format_size(manifest.size_bytes)}{files}, whole"
     kind = manifest.model.format
@@ -141,8 +141,8 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
         built_by = f"{manifest.model.factory} {json.dumps(shown)}"
     since = format_age(time.time() - manifest.created_at)
     facts = [
-        ("model", found.ref),
-        ("aliases", ", ".join(found.aliases) or "-"),
+        ("model", version.ref),
+        ("aliases", ", ".join(version.aliases) or "-"),
         ("registered", f"{format_timestamp(manifest.created_at)}, {since} ago"),
         ("from run", f"{manifest.run_id or '-'}, weights version {manifest.weights_version}"),
         ("built by", built_by),
@@ -157,9 +157,9 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
         *_describe_code(manifest.model.code),
         ("weights" if is_module else "program", payload),
         ("sha256", manifest.sha256),
-        ("files", found.location),
+        ("files", version.location),
     ]
-    for alias, moves in sorted(registry.aliases(found.name).moves.items()):
+    for alias, moves in sorted(registry.aliases(version.name).moves.items()):
         facts += [
             (f"{alias} moved", f"by {each.kind} to {each.version}, {format_timestamp(each.time)}")
             for each in moves[-NUM_MOVES:]
@@ -223,14 +223,14 @@ def add(file: Path, name: str | None, alias: str, signature_file: Path | None, f
     except OSError as error:
         raise ConfigError("file", str(file), f"cannot be read ({error})") from error
     signature = _read_signature(kind, payload, str(file), signature_file)
-    found = Registry().register(
+    version = Registry().register(
         name or file.stem.lower(),
         WeightSnapshot.from_payload(1, payload),
         model=ModelFactory(format=kind.name),
         signature=signature,
         aliases=(alias,),
     )
-    click.echo(f"{found.name}@{alias} is {found.ref} now.")
+    click.echo(f"{version.name}@{alias} is {version.ref} now.")
     for verb, tensors in (("takes", signature.inputs), ("gives", signature.outputs)):
         click.echo(f"It {verb} {'; '.join(map(_format_tensor, tensors))}")
     if without := [spec for spec in (*signature.inputs, *signature.outputs) if not has_batch_first(spec)]:
@@ -240,7 +240,7 @@ def add(file: Path, name: str | None, alias: str, signature_file: Path | None, f
             " dimension of the batch where you serve it: endpoint.model.batch_dim='{TENSOR: 1}'"
         )
     unbatched = " endpoint.model.max_batch_size=0" if without else ""
-    click.echo(f"Serve it: shoal serve deploy {found.name}@{alias}{unbatched}")
+    click.echo(f"Serve it: shoal serve deploy {version.name}@{alias}{unbatched}")
 
 
 @models.command()
@@ -262,15 +262,15 @@ def export(model: str, folder: Path) -> None:
     from shoal.weights.dcp_folder import write_dcp  # torch takes a second to load
     from shoal.weights.tensor_files import open_weight_file
 
-    found = Registry().get(model)
-    if (kind := found.manifest.model.format) != "module":
-        raise ConfigError("model", found.ref, f"is a program of the format {kind}, which has no tensors by name")
+    version = Registry().get(model)
+    if (kind := version.manifest.model.format) != "module":
+        raise ConfigError("model", version.ref, f"is a program of the format {kind}, which has no tensors by name")
     if folder.exists():
         raise ConfigError("dcp", str(folder), "exists", "name another folder, or remove it")
-    tensors = open_weight_file(found.weight_file())
+    tensors = open_weight_file(version.weight_file())
     with draft_folder(folder) as draft:
         write_dcp(draft, tensors.describe(), tensors)
-    click.echo(f"{folder} has the {len(tensors)} tensors of {found.ref}. Begin a run with them: init={folder}")
+    click.echo(f"{folder} has the {len(tensors)} tensors of {version.ref}. Begin a run with them: init={folder}")
 
 
 @models.command()
@@ -287,10 +287,10 @@ def promote(model: str, alias: str) -> None:
       shoal models promote cartpole@candidate
       shoal models promote cartpole@3 --alias candidate
     """
-    found = Registry().promote(model, alias)
+    version = Registry().promote(model, alias)
     option = "" if alias == "champion" else f" --alias {alias}"
-    back = f"shoal models rollback {found.name}{option}"
-    click.echo(f"{found.name}@{alias} is {found.ref} now. Back to the one before: {back}")
+    back = f"shoal models rollback {version.name}{option}"
+    click.echo(f"{version.name}@{alias} is {version.ref} now. Back to the one before: {back}")
 
 
 @models.command()
@@ -306,8 +306,8 @@ def rollback(name: str, alias: str) -> None:
       shoal models rollback cartpole
       shoal models rollback cartpole --alias candidate
     """
-    found = Registry().rollback(name, alias)
-    click.echo(f"{found.name}@{alias} is {found.ref} now.")
+    version = Registry().rollback(name, alias)
+    click.echo(f"{version.name}@{alias} is {version.ref} now.")
 
 
 @models.command("rm")
@@ -328,9 +328,9 @@ def remove(references: tuple[str, ...], yes: bool) -> None:
     served = find_served_versions(home() / "endpoints", registry.location)
     names: dict[str, None] = {}  # as they are now: `latest` may be another version when the answer comes
     for each in references:
-        found = [registry.get(each)] if "@" in each else registry.list(each)
-        names[found[0].ref if "@" in each else each] = None
-        for version in found:
+        versions = [registry.get(each)] if "@" in each else registry.list(each)
+        names[versions[0].ref if "@" in each else each] = None
+        for version in versions:
             if (path := served.get((version.name, version.version))) is not None:
                 endpoint = path.stem.rpartition("-")[0]
                 remedy = (
@@ -342,7 +342,7 @@ def remove(references: tuple[str, ...], yes: bool) -> None:
             if "@" in each and version.aliases:
                 remedy = f"move it with `shoal models promote {version.name}@N --alias {version.aliases[0]}`"
                 raise ConfigError("model", version.ref, f"is {' and '.join(version.aliases)}", remedy)
-        registry.require_no_dependents([version.ref for version in found])
+        registry.require_no_dependents([version.ref for version in versions])
     confirm_removal(list(names), "models", yes)
     for each in names:
         registry.remove(each)
@@ -391,7 +391,7 @@ def prune(name: str | None, keep: int | None, older_than: float | None, dry_run:
 def _choose_format(file: Path, format_name: str | None) -> ModelFormat:
     if format_name is not None:
         return find_format(format_name)
-    if (found := find_format_of_file(file.suffix)) is None:
+    if (model_format := find_format_of_file(file.suffix)) is None:
         remedy = (
             "a model is a .pt2 file of torch.export.save, an .onnx file, or a .pt file of torch.jit.save; a module is"
             " registered in Python, by the job that trains it or with shoal.registry.Registry().register; give --format"
@@ -399,7 +399,7 @@ def _choose_format(file: Path, format_name: str | None) -> ModelFormat:
         )
         suffixes = ", ".join(suffix for each in FORMATS.values() for suffix in each.suffixes)
         raise ConfigError("file", str(file), f"is not one of {suffixes}", remedy)
-    return found
+    return model_format
 
 
 def _read_signature(kind: ModelFormat, payload: bytes, file: str, given: Path | None) -> Signature:
@@ -409,8 +409,8 @@ def _read_signature(kind: ModelFormat, payload: bytes, file: str, given: Path | 
     if kind.signature:
         if given is not None:
             raise ConfigError("signature", str(given), f"is not for {file}, which has its own", "leave it out")
-        found: Signature = load_reference(kind.signature)(payload, file)
-        return found
+        signature: Signature = load_reference(kind.signature)(payload, file)
+        return signature
     if given is None:
         remedy = (
             "give --signature FILE, a YAML file of `inputs: [{name: x, datatype: FP32, shape: [-1, 3]}]` in the order"

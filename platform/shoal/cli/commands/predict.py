@@ -110,8 +110,8 @@ def predict(
     given = [kind for kind, (value, _) in kinds.items() if value]
     if len(given) != 1:
         raise ConfigError("inputs", " ".join(given), "is not one kind of input", f"give one of {', '.join(kinds)}")
-    found = find_endpoint(endpoint)
-    with Client(found.url, token=key or token_for(found.url)) as client:
+    target = find_endpoint(endpoint)
+    with Client(target.url, token=key or token_for(target.url)) as client:
         signature = client.metadata(name)
         has_rows = all(map(has_batch_first, signature.inputs))
         inputs = kinds[given[0]][1](signature.inputs if has_rows else read.add_rows(signature.inputs))

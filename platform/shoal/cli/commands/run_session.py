@@ -96,12 +96,12 @@ def launch_run(typed: RunArguments, *, plain: bool) -> None:
             if typed.has_remote_inference and typed.num_environments > 1:
                 problem, remedy = "is for actors that run the policy themselves", "with --inference remote: --actors"
                 raise ConfigError("envs", typed.num_environments, problem, remedy)
-            found = find_cluster(typed.address)
-            if found is not None and not found.is_local:
-                _run_remote(found, typed, path, console)
+            cluster = find_cluster(typed.address)
+            if cluster is not None and not cluster.is_local:
+                _run_remote(cluster, typed, path, console)
                 return
             session = RunSession(typed, path, console, plain or not console.is_terminal)
-            session.run(found, stack)
+            session.run(cluster, stack)
         except KeyboardInterrupt:
             ignore_further_interrupts()
             console.print("stopping what was started for this run ...")
@@ -167,12 +167,12 @@ class RunSession:
         if self._actors is not None:
             self._actors.finish(ACTORS_END_S)
         if outcome is not ray_jobs.JobStatus.SUCCEEDED:
-            said = (
+            lines = (
                 added.mask(describe_failure(self._job, f"the job of run {self.run_id}", outcome)),
                 *notes,
                 self.format_resume_hint(),
             )
-            raise RunError("\n".join(said).rstrip())
+            raise RunError("\n".join(lines).rstrip())
         self._print_summary()
 
     def format_resume_hint(self) -> str:
@@ -244,13 +244,13 @@ class RunSession:
     def _take_new_notes(self) -> list[str]:
         """The problems not printed yet."""
         seen = self._view.notes if self._view is not None else ()
-        found = [
+        new = [
             note
             for note in dict.fromkeys((*self._notes, *self._describe_dead_actors(), *seen))
             if note not in self._printed_notes
         ]
-        self._printed_notes += found
-        return found
+        self._printed_notes += new
+        return new
 
     # -- actors ---------------------------------------------------------------------------------------------------
 
@@ -299,22 +299,22 @@ class RunSession:
             say(shown[1])
         if "solved" in events:
             seconds, steps = events["solved"]["seconds"], events["solved"]["steps"]
-            told = f" {seconds:.1f} s after the first segment, with {steps:,} environment steps"
-            say(Text.assemble(("solved", "green"), told))
+            details = f" {seconds:.1f} s after the first segment, with {steps:,} environment steps"
+            say(Text.assemble(("solved", "green"), details))
         for model in models:
             ref = (f"{model['name']}@{model['version']}", "bold")
             aliases = f" ({', '.join(model['aliases'])})" if model["aliases"] else ""
             say(Text.assemble("registered ", ref, aliases))
         if "evaluated" in events:
             played = events["evaluated"]
-            told = f" over {len(played['returns'])} episodes played through the endpoint's HTTP interface"
+            details = f" over {len(played['returns'])} episodes played through the endpoint's HTTP interface"
             mean = (f"{played['mean_return']:.1f}", "bold")
-            say(Text.assemble("mean return ", mean, f"{told} ({played['requests']} requests)"))
+            say(Text.assemble("mean return ", mean, f"{details} ({played['requests']} requests)"))
         if "policies_evaluated" in events:
             for name, returns in events["policies_evaluated"]["returns"].items():
                 mean = (f"{statistics.fmean(returns):.3g}", "bold")
-                told = f" over {len(returns)} episodes played through the endpoint"
-                say(Text.assemble(f"mean return of {name} ", mean, told))
+                details = f" over {len(returns)} episodes played through the endpoint"
+                say(Text.assemble(f"mean return of {name} ", mean, details))
         say(f"run folder      {record.folder}")
         for label, name in (("report", "report.html"), ("learning curve", "learning_curve.png")):
             if (record.folder / name).exists():

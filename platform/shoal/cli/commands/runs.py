@@ -93,16 +93,16 @@ def show(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
             "follow", run or "", "needs one run, and no --json", "for example: shoal runs latest --follow"
         )
     if run is not None:
-        found = load(run)
+        record = load(run)
         if follow:
             try:
-                _show(console, run_view.follow_run(found, make_literal_console()))
+                _show(console, run_view.follow_run(record, make_literal_console()))
             except KeyboardInterrupt:
-                click.echo(f"{found.id} goes on: shoal runs {found.id} --follow")
+                click.echo(f"{record.id} goes on: shoal runs {record.id} --follow")
         elif as_json:
-            print_json(found.to_dict())
+            print_json(record.to_dict())
         else:
-            _show(console, found)
+            _show(console, record)
         return
     listed = list_runs(limit)
     if as_json:
@@ -136,11 +136,11 @@ def remove(names: tuple[str, ...], yes: bool) -> None:
       shoal runs rm latest
       shoal runs rm 20261120-064501-3f2a 20261119-0900 --yes
     """
-    found = list({run.id: run for run in map(load, names)}.values())
-    reject_running_runs(found)
-    confirm_removal([run.id for run in found], _describe_removal(), yes)
-    remove_runs(found)
-    for run in found:
+    records = list({run.id: run for run in map(load, names)}.values())
+    reject_running_runs(records)
+    confirm_removal([run.id for run in records], _describe_removal(), yes)
+    remove_runs(records)
+    for run in records:
         click.echo(f"{run.id} is removed")
 
 
@@ -159,11 +159,11 @@ def track(run: str, tracker: str) -> None:
       shoal runs track 20261120-0645 --to wandb
     """
     follow = load_tracker(tracker)
-    found = load(run)
-    state = Follower(found, tracker, follow, grace_s=TRACKER_GRACE_S).follow()
+    record = load(run)
+    state = Follower(record, tracker, follow, grace_s=TRACKER_GRACE_S).follow()
     if not state.is_complete:
-        raise RunError(f"{tracker} lacks values of run {found.id}: {state.problem or 'the run was resumed'}")
-    click.echo(f"{found.id} is in {tracker} ({state.sent:,} values): {state.url}")
+        raise RunError(f"{tracker} lacks values of run {record.id}: {state.problem or 'the run was resumed'}")
+    click.echo(f"{record.id} is in {tracker} ({state.sent:,} values): {state.url}")
 
 
 def _describe_removal() -> str:
@@ -212,12 +212,12 @@ def report(run: str, open_path: bool) -> None:
       shoal report 20261120-064501-3f2a
       xdg-open "$(shoal report latest --open-path)"
     """
-    found = load(run)
-    path = write_report(found)
+    record = load(run)
+    path = write_report(record)
     if open_path:
         click.echo(path)
         return
-    click.echo(f"The report of {found.id} ({found.status.value}): {path}")
+    click.echo(f"The report of {record.id} ({record.status.value}): {path}")
     picture = path.with_name("learning_curve.png")
     if picture.exists():
         click.echo(f"Its learning curve: {picture}")
@@ -233,12 +233,12 @@ def release(run: str, actor: str) -> None:
     Examples:
       shoal release latest actor-3
     """
-    found = load(run)
-    released = [release_actor(ledger, actor) for ledger in find_ledgers(found.folder)]  # at all gateways of the run
+    record = load(run)
+    released = [release_actor(ledger, actor) for ledger in find_ledgers(record.folder)]  # at all gateways of the run
     if not any(released):
-        names = ", ".join(sorted(read_run_quarantine(found.folder))) or "none"
-        raise ConfigError("actor", actor, f"is not in quarantine in run {found.id}", f"these are: {names}")
-    click.echo(f"{actor} is released: run {found.id} takes its segments again")
+        names = ", ".join(sorted(read_run_quarantine(record.folder))) or "none"
+        raise ConfigError("actor", actor, f"is not in quarantine in run {record.id}", f"these are: {names}")
+    click.echo(f"{actor} is released: run {record.id} takes its segments again")
 
 
 def _make_cells(run: Run) -> list[str | Text]:

@@ -61,9 +61,9 @@ for verb in (deploy, delete):
 @contextmanager
 def connect_client(endpoint: str | None, timeout_s: float = STATUS_TIMEOUT_S) -> Iterator[tuple[FoundEndpoint, Client]]:
     """The requested endpoint, and a client for it."""
-    found = find_endpoint(endpoint)
-    with Client(found.url, token=token_for(found.url), timeout_s=timeout_s, num_retries=NUM_RETRIES) as client:
-        yield found, client
+    target = find_endpoint(endpoint)
+    with Client(target.url, token=token_for(target.url), timeout_s=timeout_s, num_retries=NUM_RETRIES) as client:
+        yield target, client
 
 
 # -- looking ----------------------------------------------------------------------------------------------------------

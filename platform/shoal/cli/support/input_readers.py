@@ -34,7 +34,7 @@ def parse_arguments(arguments: Sequence[str], inputs: Sequence[TensorDescription
 
     A text for BYTES is one value, commas and blanks included, unless it is a JSON list.
     """
-    found: dict[str, ArrayLike] = {}
+    arrays: dict[str, ArrayLike] = {}
     for argument in arguments:
         spec, text = _split_target("input", argument, inputs)
         values = (
@@ -43,13 +43,13 @@ def parse_arguments(arguments: Sequence[str], inputs: Sequence[TensorDescription
             else _parse_values(argument, text, spec)
         )
         rows = _reshape_rows("input", argument, values, spec)
-        if (before := found.get(spec.name)) is not None:
+        if (before := arrays.get(spec.name)) is not None:
             rows = [*before, *rows]
             if len({np.shape(row) for row in rows}) > 1 and -1 not in spec.shape[1:]:
                 problem = f"has rows of another shape than {spec.name}=... before it"
                 raise DataError("input", argument, problem, f"the input is {format_tensor_spec(spec)}")
-        found[spec.name] = rows
-    return found
+        arrays[spec.name] = rows
+    return arrays
 
 
 def add_rows(inputs: Sequence[TensorDescription]) -> list[TensorMetadata]:
@@ -85,17 +85,17 @@ def from_json(path: str, inputs: Sequence[TensorDescription], *, has_rows: bool 
 
 def _parse_request(path: str, tensors: list[Any], has_rows: bool) -> dict[str, ArrayLike]:
     try:
-        found = {
+        arrays = {
             each["name"]: np.array(each["data"], _choose_numpy_dtype(each.get("datatype"))).reshape(each["shape"])
             for each in tensors
         }
     except (KeyError, TypeError, ValueError) as error:
         raise DataError("json", path, f"is no request of the protocol: {error!r}") from None
     if not has_rows:
-        return {name: array[None] for name, array in found.items()}
-    if alone := [name for name, array in found.items() if not array.ndim]:
+        return {name: array[None] for name, array in arrays.items()}
+    if alone := [name for name, array in arrays.items() if not array.ndim]:
         raise DataError("json", path, f"the input {alone[0]!r} has the shape [], which has no rows", "give [rows, ...]")
-    return {**found}
+    return {**arrays}
 
 
 def _parse_named_inputs(
@@ -131,19 +131,19 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
 
     from shoal.serve.tables.table import build_inputs, choose_columns, infer_csv_types, parse_columns, split_by_length
 
-    said = parse_columns(columns, inputs)
+    named = parse_columns(columns, inputs)
     try:
         if path.suffix.lower() in (".csv", ".tsv", ".txt"):
             parsing = pa.csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
             alone = pa.csv.ReadOptions(use_threads=False)  # with threads, errors lack the row number
             with pa.csv.open_csv(path, read_options=alone, parse_options=parsing) as reader:
                 seen = reader.schema
-            chosen = choose_columns(inputs, seen.names, said)
+            chosen = choose_columns(inputs, seen.names, named)
             types = pa.csv.ConvertOptions(column_types=infer_csv_types(inputs, chosen, seen))
             table = pa.csv.read_csv(path, read_options=alone, parse_options=parsing, convert_options=types)
         else:
             table = pa.parquet.read_table(path, partitioning=None)  # a folder named day=3 is not a column
-            chosen = choose_columns(inputs, table.column_names, said)
+            chosen = choose_columns(inputs, table.column_names, named)
     except (OSError, pa.ArrowException) as error:
         raise DataError(
             "file", str(path), f"cannot be read: {_error_summary(error)}", "give a CSV or a Parquet file"
@@ -340,13 +340,13 @@ def _to_ragged_rows(field: str, argument: str, rows: Sequence[Any], spec: Tensor
     """Rows of different lengths, each by itself. Raises DataError when the input does not allow them."""
     inner = spec.shape[1:]
     try:
-        found = [np.array(row, dtype=_choose_numpy_dtype(spec.datatype)) for row in rows]
-        is_open = -1 in inner and all(row.ndim == len(inner) for row in found)
+        arrays = [np.array(row, dtype=_choose_numpy_dtype(spec.datatype)) for row in rows]
+        is_open = -1 in inner and all(row.ndim == len(inner) for row in arrays)
     except ValueError:
         is_open = False
     if not is_open:
         raise DataError(field, argument, "has rows of different lengths", f"the input is {format_tensor_spec(spec)}")
-    return found
+    return arrays
 
 
 def _parse_json(field: str, argument: str, text: str) -> Any:

@@ -70,11 +70,11 @@ def validate_overrides(
     environment = {**os.environ, **variables, CHECKED_RUN: "print"}
     checked = subprocess.run(command, capture_output=True, text=True, env=environment)
     if checked.returncode:
-        said = checked.stderr.strip() or "it said nothing"
-        _, is_typed, error = f"\n{said}".rpartition("\nerror: ")
-        raise RunError(error if is_typed else said)  # an untyped error is the user's own, with its traceback
-    found = [line.removeprefix(_PREFIX) for line in checked.stdout.splitlines() if line.startswith(_PREFIX)]
-    return {CHECKED_RUN: found[-1]} if found and len(found[-1]) < _MAX_VARIABLE_CHARS else {}
+        message = checked.stderr.strip() or "it said nothing"
+        _, is_typed, error = f"\n{message}".rpartition("\nerror: ")
+        raise RunError(error if is_typed else message)  # an untyped error is the user's own, with its traceback
+    results = [line.removeprefix(_PREFIX) for line in checked.stdout.splitlines() if line.startswith(_PREFIX)]
+    return {CHECKED_RUN: results[-1]} if results and len(results[-1]) < _MAX_VARIABLE_CHARS else {}
 
 
 def _supports_check(path: Path) -> bool:

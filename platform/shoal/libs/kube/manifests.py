@@ -51,7 +51,7 @@ def make_job(spec: KubeSpec, program: Sequence[str]) -> list[Document]:
         words += ["gateway.host=0.0.0.0", "gateway.curve=true", f"gateway.port={spec.gateway_port}"]
         words.append(f"gateway.advertise={host}:{spec.gateway_port}")
         entry = {"entrypointResources": json.dumps({DRIVER_RESOURCE: 1})}
-    made: Document = {
+    job: Document = {
         "entrypoint": shlex.join(words),
         **entry,
         "submissionMode": "K8sJobMode",
@@ -60,13 +60,13 @@ def make_job(spec: KubeSpec, program: Sequence[str]) -> list[Document]:
         "rayClusterSpec": _make_cluster_spec(spec, groups, {}),
     }
     if spec.pull_secrets:
-        made["submitterPodTemplate"] = _make_submitter(spec)
+        job["submitterPodTemplate"] = _make_submitter(spec)
     if spec.deadline_s:
-        made["activeDeadlineSeconds"] = spec.deadline_s
+        job["activeDeadlineSeconds"] = spec.deadline_s
     if spec.working_dir:
-        made["runtimeEnvYAML"] = yaml.safe_dump({"working_dir": spec.working_dir})
+        job["runtimeEnvYAML"] = yaml.safe_dump({"working_dir": spec.working_dir})
     services = [_make_gateway_service(spec)] if spec.gateway_port else []
-    return [_wrap(spec, API, "RayJob", made), *services]
+    return [_wrap(spec, API, "RayJob", job), *services]
 
 
 def make_endpoint(spec: KubeSpec, models: Sequence[str], fields: dict[str, Any]) -> list[Document]:
@@ -106,13 +106,13 @@ def make_endpoint(spec: KubeSpec, models: Sequence[str], fields: dict[str, Any])
     }
     groups = [_make_worker_group(spec, group, _probe(parsed)) for group in spec.all_groups]
     service = {"metadata": {"annotations": spec.service_annotations}, "spec": {"type": spec.service_type}}
-    made = {
+    endpoint = {
         "serveConfigV2": yaml.safe_dump(config, sort_keys=False),
         "excludeHeadPodFromServeSvc": True,  # it computes nothing, so it has no replica and no ingress
         "serveService": service,
         "rayClusterConfig": _make_cluster_spec(spec, groups, {"serve": SERVE_PORT}),
     }
-    return [_wrap(spec, API, "RayService", made)]
+    return [_wrap(spec, API, "RayService", endpoint)]
 
 
 def make_cluster(spec: KubeSpec) -> list[Document]:
@@ -175,8 +175,8 @@ def _make_gateway_service(spec: KubeSpec) -> Document:
     selector = {NAME_LABEL: spec.name, "ray.io/group": DRIVER_GROUP}
     ports = [{"name": "gateway", "port": spec.gateway_port, "targetPort": spec.gateway_port}]
     metadata = {"name": f"{spec.name}-gateway", "namespace": spec.namespace, "annotations": spec.service_annotations}
-    made = {"type": spec.service_type, "selector": selector, "ports": ports}
-    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": made}
+    service = {"type": spec.service_type, "selector": selector, "ports": ports}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service}
 
 
 def _wrap(spec: KubeSpec, api: str, kind: str, content: Document) -> Document:
@@ -224,11 +224,11 @@ def _make_worker_group(spec: KubeSpec, group: WorkerGroup, readiness: Document |
 def _make_driver_group(spec: KubeSpec) -> Document:
     """One pod for the driver of a job and its gateway, of the head's size, at which a Service points."""
     size = {name: getattr(spec.head, name) for name in PodSpec.model_fields}
-    made = _make_worker_group(
+    group = _make_worker_group(
         spec, WorkerGroup.model_construct(**size, name=DRIVER_GROUP, gpus=0, min=1, max=1, spot="")
     )
-    made["rayStartParams"]["resources"] = f"'{{\"{DRIVER_RESOURCE}\": 1}}'"
-    return made
+    group["rayStartParams"]["resources"] = f"'{{\"{DRIVER_RESOURCE}\": 1}}'"
+    return group
 
 
 def _make_submitter(spec: KubeSpec) -> Document:
@@ -241,7 +241,7 @@ def _make_submitter(spec: KubeSpec) -> Document:
 
 def _make_cluster_spec(spec: KubeSpec, groups: list[Document], ports: dict[str, int]) -> Document:
     """The spec of a RayCluster: with the token of the Secret, and with the autoscaler where it is on."""
-    made = {
+    cluster = {
         "rayVersion": version("ray"),
         "authOptions": {"mode": "token", "secretName": _get_secret_name(spec)},
         "enableInTreeAutoscaling": spec.autoscale,
@@ -249,8 +249,8 @@ def _make_cluster_spec(spec: KubeSpec, groups: list[Document], ports: dict[str, 
         "workerGroupSpecs": groups,
     }
     if spec.autoscale:
-        made["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": spec.idle_s}
-    return made
+        cluster["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": spec.idle_s}
+    return cluster
 
 
 def _get_secret_name(spec: KubeSpec) -> str:
@@ -264,7 +264,7 @@ def _make_container(spec: KubeSpec, pod: PodSpec, role: str, gpus: int) -> Docum
     if not gpus:
         variables["NVIDIA_VISIBLE_DEVICES"] = "void"  # an image of CUDA sees all GPUs of its machine otherwise
     limits: Document = {"cpu": str(pod.cpus), "memory": pod.memory, **({spec.gpu_resource: str(gpus)} if gpus else {})}
-    made: Document = {
+    container: Document = {
         "name": f"ray-{role}",
         "image": spec.image,
         "command": [SET_ENVIRONMENT],
@@ -276,10 +276,10 @@ def _make_container(spec: KubeSpec, pod: PodSpec, role: str, gpus: int) -> Docum
         "volumeMounts": [{"name": "home", "mountPath": HOME}],
     }
     if spec.credentials:
-        made["envFrom"] = [{"secretRef": {"name": spec.credentials}}]
+        container["envFrom"] = [{"secretRef": {"name": spec.credentials}}]
     if spec.tls_secret:
-        made["volumeMounts"].append({"name": "tls", "mountPath": TLS_FOLDER, "readOnly": True})
-    return made
+        container["volumeMounts"].append({"name": "tls", "mountPath": TLS_FOLDER, "readOnly": True})
+    return container
 
 
 def _make_template(spec: KubeSpec, pod: PodSpec, container: Document) -> Document:
@@ -287,21 +287,21 @@ def _make_template(spec: KubeSpec, pod: PodSpec, container: Document) -> Documen
     volumes: list[Document] = [{"name": "home", **claim}]
     if spec.tls_secret:
         volumes.append({"name": "tls", "secret": {"secretName": spec.tls_secret}})
-    made: Document = {
+    pod_spec: Document = {
         "containers": [container],
         "volumes": volumes,
         "restartPolicy": "Never",
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
     }
     if spec.service_account:
-        made["serviceAccountName"] = spec.service_account
+        pod_spec["serviceAccountName"] = spec.service_account
     if spec.pull_secrets:
-        made["imagePullSecrets"] = [{"name": name} for name in spec.pull_secrets]
+        pod_spec["imagePullSecrets"] = [{"name": name} for name in spec.pull_secrets]
     if pod.node_selector:
-        made["nodeSelector"] = dict(pod.node_selector)
+        pod_spec["nodeSelector"] = dict(pod.node_selector)
     if pod.tolerations:
-        made["tolerations"] = _list_tolerations(pod)
-    return {"metadata": {"labels": {NAME_LABEL: spec.name}}, "spec": made}
+        pod_spec["tolerations"] = _list_tolerations(pod)
+    return {"metadata": {"labels": {NAME_LABEL: spec.name}}, "spec": pod_spec}
 
 
 def _list_tolerations(pod: PodSpec) -> list[Document]:

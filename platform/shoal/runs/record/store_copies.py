@@ -175,8 +175,8 @@ def _copy_record(
     connection.execute("ATTACH ':memory:' AS copy")
     try:
         connection.deserialize(zlib.decompress(payload), name="copy")
-        found = connection.execute("PRAGMA copy.user_version").fetchone()[0]
-        reject_newer_format(head.id, found, SCHEMA_VERSION)
+        version = connection.execute("PRAGMA copy.user_version").fetchone()[0]
+        reject_newer_format(head.id, version, SCHEMA_VERSION)
         if [row["id"] for row in connection.execute("SELECT id FROM copy.runs")] != [head.id]:
             raise RunError(f"{head.record} in {store.url} is damaged: it is of another run")
         files = [(row["path"], row["payload"]) for row in connection.execute("SELECT * FROM copy.files")]

@@ -54,9 +54,9 @@ class Curve:
     def from_points(cls, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Curve:
         """Drop values that are not finite or beyond MAX_DRAWN_VALUE, and sort by x."""
         x_all, y_all = np.asarray(x, float), np.asarray(y, float)
-        kept = (np.abs(x_all) <= MAX_DRAWN_VALUE) & (np.abs(y_all) <= MAX_DRAWN_VALUE)
-        order = np.argsort(x_all[kept], kind="stable")
-        return cls(x_all[kept][order], y_all[kept][order])
+        is_drawn = (np.abs(x_all) <= MAX_DRAWN_VALUE) & (np.abs(y_all) <= MAX_DRAWN_VALUE)
+        order = np.argsort(x_all[is_drawn], kind="stable")
+        return cls(x_all[is_drawn][order], y_all[is_drawn][order])
 
     def downsample(self, max_points: int = MAX_POINTS) -> Curve:
         """At most `max_points`, keeping the lowest and highest of each stretch, so that no spike is hidden."""
@@ -65,8 +65,10 @@ class Curve:
             return self
         size = -(-len(self.x) // num_buckets)
         starts = range(0, len(self.y), size)
-        kept = {start + int(pick(self.y[start : start + size])) for start in starts for pick in (np.argmin, np.argmax)}
-        indices = sorted(kept)
+        extremes = {
+            start + int(pick(self.y[start : start + size])) for start in starts for pick in (np.argmin, np.argmax)
+        }
+        indices = sorted(extremes)
         return Curve(self.x[indices], self.y[indices])
 
 
