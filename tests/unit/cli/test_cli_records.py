@@ -453,6 +453,15 @@ def test_a_model_of_half_precision_is_shown() -> None:
     assert "1 tensors, 6 values, " in typed(models, "show", "half")
 
 
+def test_a_store_that_does_not_answer_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    for name, value in {**environment, "SHOAL_STORE": "s3://bucket/models", "SHOAL_STORE_TIMEOUT_S": "600"}.items():
+        monkeypatch.setenv(name, value)
+    for words in (["list"], ["show", "cartpole@1"]):
+        refused = CliRunner().invoke(models, words).exception
+        assert "s3://bucket/models/registry cannot be used" in str(refused)
+
+
 def test_an_unknown_model_is_a_registry_error() -> None:
     with pytest.raises(RegistryError, match="shoal models list"):
         typed(models, "show", "cartpole@1")
