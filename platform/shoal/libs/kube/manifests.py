@@ -187,17 +187,6 @@ def _wrap(spec: KubeSpec, api: str, kind: str, content: Document) -> Document:
 # -- pods -------------------------------------------------------------------------------------------------------------
 
 
-def _make_head(spec: KubeSpec, ports: dict[str, int]) -> Document:
-    """The head group: Ray's own servers, and no CPU for work. ports: by name, in addition to Ray's"""
-    container = _make_container(spec, spec.head, "head", 0)
-    ports = {"gcs": GCS_PORT, "dashboard": DASHBOARD_PORT, "metrics": METRICS_PORT, **ports}
-    container["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
-    return {
-        "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
-        "template": _make_template(spec, spec.head, container),
-    }
-
-
 def _make_worker_group(spec: KubeSpec, group: WorkerGroup, readiness: Document | None = None) -> Document:
     """A worker group. readiness: the probe of pods that serve"""
     container = _make_container(spec, group, "worker", group.gpus)
@@ -240,12 +229,21 @@ def _make_submitter(spec: KubeSpec) -> Document:
 
 
 def _make_cluster_spec(spec: KubeSpec, groups: list[Document], ports: dict[str, int]) -> Document:
-    """The spec of a RayCluster: with the token of the Secret, and with the autoscaler where it is on."""
+    """The spec of a RayCluster: with the token of the Secret, and with the autoscaler where it is on.
+
+    Its head has Ray's own servers, and no CPU for work. ports: of the head by name, in addition to Ray's
+    """
+    container = _make_container(spec, spec.head, "head", 0)
+    ports = {"gcs": GCS_PORT, "dashboard": DASHBOARD_PORT, "metrics": METRICS_PORT, **ports}
+    container["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
     cluster = {
         "rayVersion": version("ray"),
         "authOptions": {"mode": "token", "secretName": _get_secret_name(spec)},
         "enableInTreeAutoscaling": spec.autoscale,
-        "headGroupSpec": _make_head(spec, ports),
+        "headGroupSpec": {
+            "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
+            "template": _make_template(spec, spec.head, container),
+        },
         "workerGroupSpecs": groups,
     }
     if spec.autoscale:
