@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import shoal.runs
-from shoal.cli.commands.launch.session import RunArguments, RunSession
+from shoal.cli.commands.run_session import RunArguments, RunSession
 from shoal.cli.support.console import make_literal_console
 from shoal.errors import ConfigError, DataError
 from shoal.libs.som import network as engine
