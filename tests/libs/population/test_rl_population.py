@@ -12,7 +12,7 @@ import torch
 import shoal.runs
 from shoal.errors import ConfigError
 from shoal.flows.rl_policy import inspect_environment
-from shoal.libs.population.flow.continuation import choose_spec
+from shoal.libs.population.flow.rounds import choose_spec
 from shoal.libs.population.loop import run
 from shoal.libs.population.loop.members import LoopMember, is_finite, shrink_and_perturb
 from shoal.libs.population.loop.run import check_rl_population, run_rl_population

@@ -21,17 +21,17 @@ _ARGS = (
 
 def translate(overrides: Iterable[str]) -> list[str]:
     """Overrides of a TrainSpec: `model=X` is `args.model=X`, and `kind=causal_lm` the Task. Raises ConfigError."""
-    found = []
+    translated = []
     for each in overrides:
         name, _, value = each.partition("=")
         if name == "kind":
             if value not in KINDS:
                 raise ConfigError("kind", value, "is unknown", f"give one of {', '.join(KINDS)}")
-            found.append(f"task={KINDS[value]}")
+            translated.append(f"task={KINDS[value]}")
         else:
             each = f"{name}={make_absolute(value)}" if name in ("model", "data", "validation") else each
-            found.append(f"args.{each}" if name.partition(".")[0] in _ARGS else each)
-    return found
+            translated.append(f"args.{each}" if name.partition(".")[0] in _ARGS else each)
+    return translated
 
 
 def make_spec(overrides: list[str]) -> TrainSpec:

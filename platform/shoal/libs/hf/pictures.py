@@ -24,8 +24,8 @@ class Processed:
     processor: Any
 
     def __call__(self, picture: Image.Image) -> Tensor:
-        made: Tensor = self.processor(images=picture, return_tensors="pt")["pixel_values"][0]
-        return made
+        pixels: Tensor = self.processor(images=picture, return_tensors="pt")["pixel_values"][0]
+        return pixels
 
 
 @dataclass(frozen=True)

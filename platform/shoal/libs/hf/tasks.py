@@ -145,8 +145,8 @@ class HuggingFaceTask(Transferable):
         if self._merge:
             return Registration(args, files, {**lineage, "lora": self.lora.model_dump()}, self.merge_weights)
         base = register_base(self, self._model)
-        found = {**args, "base": base.ref, "lora": self.lora.model_dump()}
-        return Registration(found, files, {"base": base.ref, "base_sha256": base.manifest.sha256})
+        adapted = {**args, "base": base.ref, "lora": self.lora.model_dump()}
+        return Registration(adapted, files, {"base": base.ref, "base_sha256": base.manifest.sha256})
 
     def merge_weights(self, adapters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         with torch.device("meta"):
@@ -169,8 +169,8 @@ class HuggingFaceTask(Transferable):
 
     @property
     def _datatype_name(self) -> str:
-        word = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
-        return word if self._dtype == "auto" else self._dtype
+        configured = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
+        return configured if self._dtype == "auto" else self._dtype
 
     @property
     def _output_shape(self) -> list[int]:
@@ -225,16 +225,13 @@ class _TextTask(HuggingFaceTask):
 
     def data(self) -> Data:
         """The rows, which this process makes once."""
-        key = self._make_key()
+        paths = [Path(each) for each in (self._data, self._validation) if isinstance(each, str) and each]
+        stats = [each.stat() for each in paths if each.is_file()]  # a change of a file is one of its size or time
+        versions = [(each.st_size, each.st_mtime_ns) for each in stats]
+        key = (type(self), repr(self.args), str(self.folder), *versions)
         if _newest.get("key") != key:
             _newest.update(key=key, rows=self.load_rows())
         return Data(*_newest["rows"])
-
-    def _make_key(self) -> tuple[Any, ...]:
-        """What the rows follow from: a change of a file is one of its size or time."""
-        paths = [Path(each) for each in (self._data, self._validation) if isinstance(each, str) and each]
-        stats = [each.stat() for each in paths if each.is_file()]
-        return (type(self), repr(self.args), str(self.folder), *((each.st_size, each.st_mtime_ns) for each in stats))
 
     def encode(self, records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:
         """The samples. Raises DataError."""
@@ -263,17 +260,13 @@ class _TextTask(HuggingFaceTask):
         assert train is not None
         rows = TokenRows(train, pad, row_length)
         held_rows = None if validation is None else TokenRows(validation, pad, row_length)
-        self._check_width(max(each.width for each in (rows, held_rows) if each is not None))
-        return rows, held_rows
-
-    def _check_width(self, width: int) -> None:
-        """Raises ConfigError for rows longer than the positions that the model has learnt."""
+        width = max(each.width for each in (rows, held_rows) if each is not None)
         with torch.device("meta"):
-            network = self._build()
-        limit = count_positions(network)
+            limit = count_positions(self._build())
         if limit is not None and width > limit:
             problem = f"lets rows have {width} tokens, and the model has learnt {limit} positions"
             raise ConfigError("max_length", self._max_length, problem, f"give max_length={limit}")
+        return rows, held_rows
 
 
 _newest: dict[str, Any] = {}  # the rows that were made last: a run's check makes them, and then the run
@@ -356,22 +349,23 @@ class ImageClassification(HuggingFaceTask):
     def data(self) -> Data:
         if not self._data:
             raise ConfigError("data", self._data, "is not given", "name a folder with one folder for each class")
-        found = self._open(self._data)
+        pictures = self._open(self._data)
         if isinstance(self._validation, str) and self._validation:
-            return Data(found, self._open(self._validation))
+            return Data(pictures, self._open(self._validation))
         if not self._validation:
-            return Data(found)
-        order = np.random.default_rng(0).permutation(len(found))
-        size = max(1, round(float(self._validation) * len(found)))
-        return Data(Subset(found, order[size:].tolist()), Subset(found, order[:size].tolist()))
+            return Data(pictures)
+        order = np.random.default_rng(0).permutation(len(pictures))
+        size = max(1, round(float(self._validation) * len(pictures)))
+        return Data(Subset(pictures, order[size:].tolist()), Subset(pictures, order[:size].tolist()))
 
     def _open(self, folder: str) -> Any:
         prepare = make_picture_transform(self.folder, self.config)
-        found = ImageFolder(folder, transform=prepare, mode="L" if self.config.get("num_channels", 3) == 1 else "RGB")
-        if found.classes != list(self.label_numbers):
-            problem = f"are {', '.join(self.label_numbers)}, and the folder has {', '.join(found.classes)}"
-            raise ConfigError("labels", self._labels, problem, f"give labels=[{','.join(found.classes)}]")
-        return found
+        is_grey = self.config.get("num_channels", 3) == 1
+        pictures = ImageFolder(folder, transform=prepare, mode="L" if is_grey else "RGB")
+        if pictures.classes != list(self.label_numbers):
+            problem = f"are {', '.join(self.label_numbers)}, and the folder has {', '.join(pictures.classes)}"
+            raise ConfigError("labels", self._labels, problem, f"give labels=[{','.join(pictures.classes)}]")
+        return pictures
 
     def inputs(self, batch: Any) -> tuple[Tensor, ...]:
         return (batch[0].to(getattr(torch, self._datatype_name)),)

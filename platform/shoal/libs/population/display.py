@@ -112,7 +112,11 @@ def _render_members(view: PopulationView) -> Table:
     for member in ranked[:MAX_ROWS]:
         score = Text(format_score(view.last["scores"][member]), "bold" if member == ranked[0] else "")
         cells = (format_score(each[member]) for each in values.values())
-        rows.append([str(member), score, *cells, _format_lineage(view.last["ancestors"][member])])
+        copied = [  # whom it copied, the last ones when there are many
+            f"{source if source >= 0 else 'new weights'} in round {number}"
+            for number, source in view.last["ancestors"][member][-2:]
+        ]
+        rows.append([str(member), score, *cells, Text(", ".join(copied) or "first generation", "dim")])
     rows += [["", f"and {len(ranked) - MAX_ROWS} more"]] if len(ranked) > MAX_ROWS else []
     numbers = map(make_number_column, ("member", view.setting["metric"], *map(_shorten, values)))
     return make_table(*numbers, Column("copied", overflow="fold"), rows=rows)
@@ -120,14 +124,6 @@ def _render_members(view: PopulationView) -> Table:
 
 def _shorten(path: str) -> str:
     return path.rpartition(".")[2].replace("_", " ")
-
-
-def _format_lineage(ancestors: Sequence[Sequence[int]]) -> Text:
-    """`11 in round 3, 5 in round 6`: whom it copied, the last ones when there are many."""
-    shown = [
-        f"{source if source >= 0 else 'new weights'} in round {round_number}" for round_number, source in ancestors[-2:]
-    ]
-    return Text(", ".join(shown) if shown else "first generation", "dim")
 
 
 def format_score(value: float | None) -> str:

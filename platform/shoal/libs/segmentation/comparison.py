@@ -42,9 +42,13 @@ def encode_comparison(
     rows = _wrap([size for *_, size in legend], canvas_width, line)
     canvas = Image.new("RGB", (canvas_width, line + height + line * len(rows)), PAPER)
     draw = ImageDraw.Draw(canvas)
+    table = np.array([ImageColor.getrgb(colour)[:3] for colour in colours], np.float32)
     for left, title, classes in ((0, "found", found), (right, "true", truth)):
         draw.text((left, line // 2), title, INK, font, "lm")
-        canvas.paste(Image.fromarray(_overlay(picture, classes, colours)), (left, line))
+        is_class = (classes > 0) & (classes != IGNORED)
+        shown = picture.transpose(1, 2, 0).astype(np.float32)
+        shown[is_class] = (1 - OPACITY) * shown[is_class] + OPACITY * table[classes[is_class]]
+        canvas.paste(Image.fromarray(shown.round().astype(np.uint8)), (left, line))
     entries = iter(legend)
     for number, places in enumerate(rows):
         middle = line + height + line * number + line // 2
@@ -54,16 +58,6 @@ def encode_comparison(
     written = io.BytesIO()
     canvas.save(written, "PNG", optimize=True)
     return written.getvalue()
-
-
-def _overlay(picture: np.ndarray, classes: np.ndarray, colours: Sequence[str]) -> np.ndarray:
-    """uint8 [H, W, 3]"""
-    table = np.array([ImageColor.getrgb(colour)[:3] for colour in colours], np.float32)
-    is_class = (classes > 0) & (classes != IGNORED)
-    shown = picture.transpose(1, 2, 0).astype(np.float32)
-    shown[is_class] = (1 - OPACITY) * shown[is_class] + OPACITY * table[classes[is_class]]
-    rounded: np.ndarray = shown.round().astype(np.uint8)
-    return rounded
 
 
 def _wrap(sizes: Sequence[int], width: int, gap: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ a picture is background.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -76,13 +76,8 @@ def score_pictures(pairs: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequen
         score.update(*(torch.from_numpy(each) for each in (predicted, real, skeleton)))
         lengths.append([sum(measure_lengths(each, len(names) + 1)) for each in (predicted, real)])
     table = np.array(lengths)  # [pictures, 2]
+    is_correlated = len(table) >= 3 and table.std(0).all()
     return score.compute() | {
-        "length_r2": _squared_correlation(table),
+        "length_r2": float(np.corrcoef(table.T)[0, 1] ** 2) if is_correlated else float("nan"),
         "length_ratio": float(table[:, 0].sum() / max(table[:, 1].sum(), 1.0)),
     }
-
-
-def _squared_correlation(table: np.ndarray[Any, Any]) -> float:
-    if len(table) < 3 or not table.std(0).all():
-        return float("nan")
-    return float(np.corrcoef(table.T)[0, 1] ** 2)

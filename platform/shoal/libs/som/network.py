@@ -157,7 +157,11 @@ class UnitSearch:
         if rows.is_cuda:
             return self._score(moved, self.nodes).argmin(1)
         is_screened = self.rank < rows.shape[1]
-        hits = self._screen(moved, self.basis, self.shadows, self.slack) if is_screened else self._find_least(moved)
+        if is_screened:
+            hits = self._screen(moved, self.basis, self.shadows, self.slack)
+        else:  # [B, K]: 1 where a node has the least score, else 0
+            scores = self._score(moved, self.nodes)
+            hits = torch.le(scores, scores.amin(1, keepdim=True), out=scores)
         # argmin takes four times as long as a minimum, a comparison and a product with a vector
         code = hits @ self.codes
         unit = (code - self.base).long()
@@ -165,11 +169,6 @@ class UnitSearch:
         if len(several):
             unit[several] = self._compare(rows, several, hits) if is_screened else hits[several].argmax(1)
         return unit
-
-    def _find_least(self, moved: Tensor) -> Tensor:
-        """[B, K]: 1 where a node has the least score, else 0."""
-        scores = self._score(moved, self.nodes)
-        return torch.le(scores, scores.amin(1, keepdim=True), out=scores)
 
     def _screen(self, moved: Tensor, basis: Tensor, shadows: Tensor, slack: Tensor) -> Tensor:
         """[B, K]: 1 where a node may be the nearest, 0 where it cannot."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import math
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,12 @@ class ReplaySource:
     """
 
     def __init__(self, files: Sequence[str], width: int = 1) -> None:
-        self._paths = _find_files(files)
+        self._paths = [Path(path) for pattern in files for path in sorted(glob.glob(pattern)) or [pattern]]
+        for path in self._paths:
+            if path.suffix not in SUFFIXES:
+                raise DataError("files", str(path), "is of another kind", f"there is {', '.join(SUFFIXES)}")
+            if not path.is_file():
+                raise DataError("files", str(path), "there is no such file")
         self._width = width
         self._rows: Iterator[Message | MalformedPayload] = iter(())
         self._num_delivered = 0
@@ -52,10 +57,10 @@ class ReplaySource:
 
     def example(self) -> Message:
         """The first message of the files."""
-        found = next((row.content for row in self._read_all() if isinstance(row.content, Message)), None)
-        if found is None:
-            raise DataError("files", str(self._paths[0]), "has no row with a value")
-        return found
+        for row in self._read_all():
+            if isinstance(row.content, Message):
+                return row.content
+        raise DataError("files", str(self._paths[0]), "has no row with a value")
 
     def open(self, state: StreamState) -> None:
         """Begin after the rows that `state` has learnt."""
@@ -77,8 +82,7 @@ class ReplaySource:
         self._rows = iter(())
 
     def _read_all(self) -> Iterator[_Row]:
-        for path in self._paths:
-            yield from self._read(path)
+        return chain.from_iterable(map(self._read, self._paths))
 
     def _read(self, path: Path) -> Iterator[_Row]:
         table = _load_table(path)
@@ -104,16 +108,6 @@ class ReplaySource:
                 problem = f"value or time is not {wanted}"
                 malformed = MalformedPayload(f"{path.name}, row {number}", problem, text)
                 yield _Row(str(publisher), int(sequence), malformed)
-
-
-def _find_files(files: Sequence[str]) -> list[Path]:
-    found = [Path(path) for pattern in files for path in sorted(glob.glob(pattern)) or [pattern]]
-    for path in found:
-        if path.suffix not in SUFFIXES:
-            raise DataError("files", str(path), "is of another kind", f"there is {', '.join(SUFFIXES)}")
-        if not path.is_file():
-            raise DataError("files", str(path), "there is no such file")
-    return found
 
 
 def _load_table(path: Path) -> Any:

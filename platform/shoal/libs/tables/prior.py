@@ -107,22 +107,23 @@ class TablePrior:
         ]
         frequencies = torch.tensor([frequency for frequency, _ in families])
         family = torch.multinomial(frequencies, B, replacement=True, generator=self.generator)
-        share = self._range(self.spec.relevant, B, 1, 1)
+        low, high = self.spec.relevant
+        share = low + (high - low) * self._uniform(B, 1, 1)
         relevant = self._uniform(B, 1, D) < share
         relevant |= torch.arange(D) == self._integers(D, B, 1, 1)
         inputs = features * relevant
         if D < 4:
             inputs = torch.cat([inputs, features.new_zeros(B, R, 4 - D)], -1)
-        found = features.new_empty(B, R, T)
+        signals = features.new_empty(B, R, T)
         for index, (_, function) in enumerate(families):
             rows = (family == index).nonzero().squeeze(1)
             if len(rows):
                 own = factors[rows] if index == 4 else inputs[rows]
-                found[rows] = torch.cat([standardise(function(own)) for _ in range(T)], -1)
+                signals[rows] = torch.cat([standardise(function(own)) for _ in range(T)], -1)
         angle = self._uniform(B, 1, 1) * math.pi / 2  # how much later targets share with the first
         sign = 1 - 2 * self._chance(0.3, B, 1, 1)
-        shared = found[..., :1] * angle.cos() * sign
-        return torch.cat([found[..., :1], standardise(shared + found[..., 1:] * angle.sin())], -1)
+        shared = signals[..., :1] * angle.cos() * sign
+        return torch.cat([signals[..., :1], standardise(shared + signals[..., 1:] * angle.sin())], -1)
 
     def _linear(self, x: Tensor) -> Tensor:
         """Heavy-tailed weights; for some tables bent, or with a product or a square: [B, R, D] to [B, R, 1]."""
@@ -215,9 +216,6 @@ class TablePrior:
     def _chance(self, probability: float, *shape: int) -> Tensor:
         """Ones and zeros, float32."""
         return (self._uniform(*shape) < probability).float()
-
-    def _range(self, edges: Range, *shape: int) -> Tensor:
-        return edges[0] + (edges[1] - edges[0]) * self._uniform(*shape)
 
 
 def standardise(values: Tensor) -> Tensor:

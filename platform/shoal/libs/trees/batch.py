@@ -80,7 +80,13 @@ class TreeBatch(SampleBatch):
         sizes: nodes of each graph; the children of a node are in the order of its edges
         inputs, labels, errors: see `from_parents`
         """
-        pairs = [_as_pairs(graph, index) for index, graph in enumerate(edges)]
+        pairs = []
+        for index, graph in enumerate(edges):
+            ends = _as_ints(graph, index, "the edges")
+            if ends.size and (ends.ndim != 2 or ends.shape[1] != 2):
+                problem = f"has the edges in the shape {[*ends.shape]}"
+                raise TreeError(index, None, problem, "give (child, parent) pairs")
+            pairs.append(ends.reshape(-1, 2))
         sizes_T = _as_ints(sizes, None, "the sizes", 1)
         if len(pairs) != len(sizes_T):
             raise TreeError(None, None, f"has edges of {len(pairs)} graphs and sizes of {len(sizes_T)}")
@@ -112,9 +118,9 @@ class TreeBatch(SampleBatch):
         of = children or (lambda node: node if isinstance(node, tuple | list) else ())
         parents, nodes = [], []
         for index, tree in enumerate(trees):
-            above, found = _flatten(tree, of, index, max_depth)
+            above, below = _flatten(tree, of, index, max_depth)
             parents.append(above)
-            nodes += found
+            nodes += below
 
         def read(functions: Mapping[str, Callable[[Any], Any]] | None) -> Values:
             return {
@@ -216,13 +222,15 @@ class TreeBatch(SampleBatch):
             for tree, (value, size) in enumerate(zip(values, self.sizes, strict=False)):
                 if len(value) != size:
                     raise TreeError(tree, None, f"has {size} nodes and {len(value)} values of {name!r}")
-            values = _join(values, name)
+            with _name_values(name):
+                values = torch.cat([torch.as_tensor(np.array(v) if isinstance(v, np.ndarray) else v) for v in values])
         array = values if isinstance(values, np.ndarray | Tensor) else _stack(values, name)
         if array.ndim == 0 or len(array) != self.num_nodes:
             count = f"{len(array)} values" if array.ndim else "one value"
             raise TreeError(None, None, f"has {self.num_nodes} nodes and {count} of {name!r}")
         if isinstance(array, np.ndarray):
-            return _to_tensor(array.take(nodes, 0), name)
+            with _name_values(name):
+                return torch.from_numpy(array.take(nodes, 0))
         return array.index_select(0, self._indices(nodes, array))
 
     def in_node_order(self, outputs: Tensor) -> Tensor:
@@ -328,15 +336,6 @@ def _as_ints(values: Any, tree: int | None, what: str, ndim: int | None = None) 
     return array.astype(np.int64)
 
 
-def _as_pairs(edges: Any, graph: int) -> Ints:
-    pairs = _as_ints(edges, graph, "the edges")
-    if not pairs.size:
-        return np.zeros((0, 2), np.int64)
-    if pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise TreeError(graph, None, f"has the edges in the shape {[*pairs.shape]}", "give (child, parent) pairs")
-    return pairs
-
-
 def _stack(values: Any, name: str) -> Tensor | np.ndarray:
     """One value of each node, as one tensor or array; Python's floats have torch's default type."""
     with _name_values(name):
@@ -344,17 +343,6 @@ def _stack(values: Any, name: str) -> Tensor | np.ndarray:
         if isinstance(first, np.ndarray | np.generic):
             return np.array(values)
         return torch.stack([*values]) if isinstance(first, Tensor) else torch.as_tensor(values)
-
-
-def _join(values: Sequence[Any], name: str) -> Tensor:
-    """The values of each tree, one tree after the other."""
-    with _name_values(name):
-        return torch.cat([torch.as_tensor(np.array(v) if isinstance(v, np.ndarray) else v) for v in values])
-
-
-def _to_tensor(array: np.ndarray, name: str) -> Tensor:
-    with _name_values(name):
-        return torch.from_numpy(array)
 
 
 @contextmanager

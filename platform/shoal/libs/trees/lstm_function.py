@@ -146,7 +146,8 @@ def _differentiate(
         d_sum = product(d_gates[at], U[w:, :width])  # [m, width]
         d_h_e += d_sum.reshape(-1, H) if seen is None else _expand(d_sum, piece.arity, parent)
         d_h_e += product(d_f.reshape(-1, width), U[:width, :width]).reshape(-1, H)
-    d_f_n = _sum_children(d_forget, *_uniform(plan))  # [n, H]: W_f x serves all children of a node
+    arity = plan.max_arity if int(plan.arity.min()) == plan.max_arity else None
+    d_f_n = _sum_children(d_forget, arity, plan.first_edge[:-1])  # [n, H]: W_f x serves all children of a node
     d_W = np.concatenate([product(d_f_n.T, x[L:]), product(d_gates.T, x)])
     d_b = np.concatenate([d_f_n.sum(0), d_gates.sum(0)])
     if seen is None:
@@ -174,11 +175,6 @@ def _gradient_by_arity(d_forget: Array, d_gates: Array, h: Array, U: Array, plan
         d_U[:width, :width] += product(d_f_n.T, h_n)
         d_U[w:, :width] += product(d_gates[nodes].T, h_n)
     return d_U
-
-
-def _uniform(plan: TreePlan) -> tuple[int | None, Ints]:
-    is_uniform = int(plan.arity.min()) == plan.max_arity
-    return (plan.max_arity if is_uniform else None), plan.first_edge[:-1]
 
 
 def _sum_children(values: Array, arity: int | None, first: Ints | None) -> Array:

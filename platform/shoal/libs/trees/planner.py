@@ -48,7 +48,12 @@ def plan_graphs(sizes: Ints, edge_sizes: Ints, children: Ints, parents: Ints, ma
 def _plan_forest(sizes: Ints, parents: Ints, max_depth: int) -> TreePlan:
     trees = _Numbering(sizes)
     N = trees.num_nodes
-    _require_within(trees, parents, "its parent", lowest=-1)
+    own_sizes = trees.sizes[trees.tree_of_node]
+    missing = np.flatnonzero((parents < -1) | (parents >= own_sizes))
+    if missing.size:
+        node = int(missing[0])
+        problem = f"its parent, node {parents[node]}, is missing: there are {own_sizes[node]} nodes"
+        raise trees.error(node, problem)
     is_root = parents < 0
     parent = np.where(is_root, N, parents + trees.first_of_node)  # N stands above every root
     height, up, step = np.zeros(N + 1, np.int64), np.append(parent, N), 1
@@ -59,7 +64,10 @@ def _plan_forest(sizes: Ints, parents: Ints, max_depth: int) -> TreePlan:
         up, step = up[up], 2 * step
     height = height[:N]
     trees.require_one_root(np.flatnonzero(is_root))
-    _require_depth(trees, height, max_depth)
+    deep = np.flatnonzero(height > max_depth)
+    if deep.size:
+        node = int(deep[np.argmax(height[deep])])
+        raise _depth_error(trees, node, max_depth, int(height[node]))
     arity = np.bincount(parent, minlength=N + 1)[:N]
     by_level = np.lexsort((arity, height))  # stable: then by node
     num_leaves = int(np.searchsorted(height[by_level], 1))
@@ -162,21 +170,6 @@ class _Numbering:
         if bad.size:
             second = roots[self.tree_of_node[roots] == bad[0]][1]
             raise self.error(int(second), "is a second root", "put a node above both, or give two trees")
-
-
-def _require_within(trees: _Numbering, ends: Ints, what: str, lowest: int) -> None:
-    sizes = trees.sizes[trees.tree_of_node]
-    bad = np.flatnonzero((ends < lowest) | (ends >= sizes))
-    if bad.size:
-        node = int(bad[0])
-        raise trees.error(node, f"{what}, node {ends[node]}, is missing: there are {sizes[node]} nodes")
-
-
-def _require_depth(trees: _Numbering, height: Ints, max_depth: int) -> None:
-    bad = np.flatnonzero(height > max_depth)
-    if bad.size:
-        node = int(bad[np.argmax(height[bad])])
-        raise _depth_error(trees, node, max_depth, int(height[node]))
 
 
 def _depth_error(trees: _Numbering, node: int, max_depth: int, depth: int | None = None) -> TreeError:

@@ -181,8 +181,5 @@ def _find_token(node: ast.AST) -> int:
     return _TOKEN[word] if word in _TOKEN else _TOKEN.get(kind, _TOKEN["other"])
 
 
-def _find_kind(token: int) -> int:
-    return KINDS.index(TOKENS[token].partition(" ")[0]) if token != MASKED else KINDS.index("other")
-
-
-KIND_OF_TOKEN = np.array([_find_kind(token) for token in range(len(TOKENS))])  # [tokens]: places in KINDS
+# [tokens]: places in KINDS
+KIND_OF_TOKEN = np.array([KINDS.index("other"), *(KINDS.index(token.partition(" ")[0]) for token in TOKENS[1:])])

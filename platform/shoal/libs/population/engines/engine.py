@@ -89,8 +89,8 @@ class DifferentiableEngine(MemberEngine):
         buffers, generators = chunk.rows.buffers, chunk.generators
         outputs = self.forward(leaves, buffers, inputs, is_own=batch.is_own, generators=generators)
         losses = self.objective.find_losses(outputs, batch)
-        found = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
-        for view, gradient in zip(chunk.rows.gradient_views.values(), found, strict=True):
+        gradients = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
+        for view, gradient in zip(chunk.rows.gradient_views.values(), gradients, strict=True):
             view.zero_() if gradient is None else view.copy_(gradient)
         return losses.detach()
 

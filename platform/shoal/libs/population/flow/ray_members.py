@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,13 @@ class RayMembers:
     def train(self, batches: Iterable[Any]) -> Iterator[ChunkResult]:
         """As Population.train; yields a worker's chunks when it is ready."""
         contents = list(batches)
+
+        def take(batch: Any, share: range) -> Any:
+            return map_tensors(batch, lambda tensor: tensor[share.start : share.stop].clone())  # a view is sent whole
+
         shared = ray.put(contents) if self._order == "shared" else None
         waiting = [
-            worker.train.remote(shared if shared is not None else [_take(each, share) for each in contents])
+            worker.train.remote(shared if shared is not None else [take(each, share) for each in contents])
             for worker, share in zip(self._workers, self._shares, strict=True)
         ]
         while waiting:
@@ -181,12 +185,3 @@ class RayMembers:
         except RayActorError as error:
             raise RankLost("a worker with members of the population died; the last round is saved") from error
         return found
-
-
-def make_ray_members(spec: PopulationSpec) -> Callable[[Values], RayMembers]:
-    """What `PopulationTrainer` calls for its members."""
-    return lambda values: RayMembers(spec, values)
-
-
-def _take(batch: Any, share: range) -> Any:
-    return map_tensors(batch, lambda tensor: tensor[share.start : share.stop].clone())  # a view is sent whole

@@ -69,8 +69,11 @@ def plan_blocks(chain: LayerChain) -> NetworkPlan:
         raise EngineMisfit(f"cannot be lanes because its samples are no images [C, H, W]: {list(chain.input_shape)}")
     layers = list(chain.layers)
     first = next((at for at, each in enumerate(layers) if isinstance(each, FlattenLayer)), len(layers))
-    while first < len(layers) and first and _drops_numbers(layers[first - 1]):
-        first -= 1  # the same on features
+    while 0 < first < len(layers):
+        last = layers[first - 1]
+        if not isinstance(last, DropoutLayer) or last.drops_channels:
+            break
+        first -= 1  # single numbers are dropped: the same on features
     blocks = _merge(layers[:first], chain.input_shape)
     if not any(block.conv for block in blocks):
         raise EngineMisfit("cannot be lanes because it has no convolution: stacked members are as fast")
@@ -101,10 +104,6 @@ def _merge(layers: list[Layer], shape: Shape) -> list[LaneBlock]:
             current = replace(begin() if operation else current, operation=layer)
     begin()
     return blocks
-
-
-def _drops_numbers(layer: Layer) -> bool:
-    return isinstance(layer, DropoutLayer) and not layer.drops_channels
 
 
 def _is_relu(layer: Layer | None) -> bool:

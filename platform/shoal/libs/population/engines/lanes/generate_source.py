@@ -285,7 +285,9 @@ class _Generator:
                 break
             body += self._emit_operation_backward(i, block)
             if block.norm:
-                lines += [*self._loop([*body, self._sum_moments(i, block)]), *self._emit_norm_gradients(i, block)]
+                arrays = f"{self._inner(i, block)[0]}, {self._middle(i, True)}, mean{i}, dbeta{i}, dgamma{i}"
+                body.append(f"sum_moments<{self._moment_sizes(i, block)}>({arrays});")
+                lines += [*self._loop(body), *self._emit_norm_gradients(i, block)]
                 body = [] if is_read_only else self._emit_operation_backward(i, block)
             if is_read_only:
                 break
@@ -329,10 +331,6 @@ class _Generator:
     def _moment_sizes(self, i: int, block: LaneBlock) -> str:
         c, h, w = block.middle_shape
         return f"{h}, {w}, {c}, {self._inner(i, block)[1]}, {w}"
-
-    def _sum_moments(self, i: int, block: LaneBlock) -> str:
-        arrays = f"{self._inner(i, block)[0]}, {self._middle(i, True)}, mean{i}, dbeta{i}, dgamma{i}"
-        return f"sum_moments<{self._moment_sizes(i, block)}>({arrays});"
 
     def _emit_norm_gradients(self, i: int, block: LaneBlock) -> list[str]:
         """Gradients of the factor and offset, and from their sums what the second loop needs."""

@@ -1,6 +1,7 @@
-"""A chain of layers for many members at once: blocks as compiled lanes, then stacked matrix products.
+"""The engine of members as lanes: chains of layers as blocks of compiled lanes, then stacked matrix products.
 
-Owns a model's library and the workspaces of its calls. Called by `LanesEngine`; holds no weights.
+On a CPU it wins for networks of small convolutions. A `LaneNetwork` of each input shape owns a model's library and the
+workspaces of its calls; it is compiled at its first batch, and holds no weights. Called through MemberEngine.
 Legend: k members, B samples, L lanes.
 """
 
@@ -10,21 +11,55 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from shoal.differentiation import is_plain_backward_needed
-from shoal.libs.population.engines.engine import EngineMisfit
+from shoal.differentiation import is_each_operation_needed, is_plain_backward_needed
+from shoal.libs.population.engines.engine import DifferentiableEngine, EngineMisfit
 from shoal.libs.population.engines.lanes.blocks import plan_blocks
 from shoal.libs.population.engines.lanes.compile_kernels import load_kernels
 from shoal.libs.population.engines.lanes.generate_source import generate_source
 from shoal.libs.population.engines.lanes.layer_graph import read_layer_graph
 from shoal.libs.population.engines.lanes.layers import DropoutLayer
 from shoal.libs.population.engines.lanes.stacked_head import apply_head, draw_mask, update_statistics
+from shoal.libs.population.objective import Objective
 
 MAX_DIMS = 5
+
+
+class LanesEngine(DifferentiableEngine):
+    """Raises EngineMisfit, at the first batch too, for a model that is no chain of known layers, with the reason."""
+
+    name: ClassVar[str] = "lanes"
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__(objective)
+        self.model = model
+        self._networks: dict[tuple[int, ...], LaneNetwork] = {}
+
+    def forward(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: tuple[Any, ...],
+        *,
+        is_own: bool,
+        generators: Sequence[torch.Generator] | None,
+    ) -> Tensor:
+        if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+            raise EngineMisfit("cannot be lanes because its input is not one tensor")
+        samples = inputs[0][0] if is_own else inputs[0]
+        if samples.device.type != "cpu":
+            raise EngineMisfit(f"cannot be lanes because its device is {samples.device.type}, not a CPU")
+        if samples.requires_grad or is_each_operation_needed():
+            raise EngineMisfit("cannot be lanes because its inputs need gradients: engine=auto takes another")
+        shape = tuple(samples.shape[1:])
+        if shape not in self._networks:
+            self._networks[shape] = LaneNetwork(self.model, samples)
+        network = self._networks[shape]
+        return network.forward(parameters, buffers, inputs[0], is_own=is_own, generators=generators)
 
 
 class LaneNetwork:
@@ -43,7 +78,15 @@ class LaneNetwork:
         self.library = load_kernels(source.text, options)
         self.library.workspace_bytes.restype = ctypes.c_long
         self.num_lanes: int = self.library.count_lanes()
-        self.names = self._name_tensors()  # {slot: name of the parameter}
+        self.names: dict[str, str] = {}  # {slot: name of the parameter}
+        for index, block in enumerate(self.plan.blocks):
+            if block.conv:
+                self.names[f"{index}.weight"] = f"{block.conv.name}.weight"
+                if block.conv.has_bias:
+                    self.names[f"{index}.bias"] = f"{block.conv.name}.bias"
+            if block.norm and block.norm.is_affine:
+                norm = block.norm.name
+                self.names |= {f"{index}.gamma": f"{norm}.weight", f"{index}.beta": f"{norm}.bias"}
         self._spaces: dict[int, list[Tensor]] = {}
 
     def forward(
@@ -74,51 +117,30 @@ class LaneNetwork:
         if generators is not None:
             arguments = (self, is_own, inputs, others, list(tensors), *tensors.values())
             features: Tensor = _Blocks.apply(*arguments)  # type: ignore[no-untyped-call]
-            self._update_statistics(buffers, others, batch)
+            for index, block in enumerate(self.plan.blocks):
+                if block.norm:
+                    count = batch * prod(block.middle_shape[1:])
+                    mean, variance = others[f"{index}.mean"], others[f"{index}.variance"]
+                    update_statistics(block.norm, buffers, mean, variance, count)
         else:
-            features = self._evaluate(is_own, inputs, {**tensors, **others})
+            features = torch.empty(k, batch, *self.plan.feature_shape)
+            call = _Call(self, is_own, inputs, {**tensors, **others, "features": features})
+            space = self.take_space(1)
+            for start in range(0, k, self.num_lanes):
+                call.run("evaluate", start, min(self.num_lanes, k - start), space)
+            self.give_space(1, space)
         return apply_head(self.plan.head, features, parameters, buffers, generators)
-
-    def _name_tensors(self) -> dict[str, str]:
-        names = {}
-        for index, block in enumerate(self.plan.blocks):
-            if block.conv:
-                names[f"{index}.weight"] = f"{block.conv.name}.weight"
-                if block.conv.has_bias:
-                    names[f"{index}.bias"] = f"{block.conv.name}.bias"
-            if block.norm and block.norm.is_affine:
-                names |= {f"{index}.gamma": f"{block.norm.name}.weight", f"{index}.beta": f"{block.norm.name}.bias"}
-        return names
 
     def _statistics(self, k: int, buffers: Mapping[str, Tensor], is_training: bool) -> dict[str, Tensor]:
         """Of batch norm: in training tensors [k, C] that the kernels fill, else the running ones."""
-        found = {}
+        statistics = {}
         for index, block in enumerate(self.plan.blocks):
-            if not block.norm:
+            if block.norm is None:
                 continue
-            for kind in ("mean", "variance"):
-                if is_training:
-                    found[f"{index}.{kind}"] = torch.empty(k, block.middle_shape[0])
-                else:
-                    suffix = "mean" if kind == "mean" else "var"
-                    found[f"{index}.{kind}"] = buffers[f"{block.norm.name}.running_{suffix}"]
-        return found
-
-    def _update_statistics(self, buffers: Mapping[str, Tensor], found: Mapping[str, Tensor], batch: int) -> None:
-        for index, block in enumerate(self.plan.blocks):
-            if block.norm:
-                count = batch * prod(block.middle_shape[1:])
-                update_statistics(block.norm, buffers, found[f"{index}.mean"], found[f"{index}.variance"], count)
-
-    def _evaluate(self, is_own: bool, inputs: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        k, batch = len(next(iter(tensors.values()))), inputs.shape[1 if is_own else 0]
-        features = torch.empty(k, batch, *self.plan.feature_shape)
-        call = _Call(self, is_own, inputs, {**tensors, "features": features})
-        space = self.take_space(1)
-        for start in range(0, k, self.num_lanes):
-            call.run("evaluate", start, min(self.num_lanes, k - start), space)
-        self.give_space(1, space)
-        return features
+            for kind, suffix in (("mean", "mean"), ("variance", "var")):
+                running = buffers[f"{block.norm.name}.running_{suffix}"]
+                statistics[f"{index}.{kind}"] = torch.empty(running.shape) if is_training else running
+        return statistics
 
     def take_space(self, batch: int) -> Tensor:
         """A workspace for a batch; what it stores between samples' borders is zero, and stays so."""
@@ -195,16 +217,16 @@ class _Blocks(torch.autograd.Function):
         network: LaneNetwork = ctx.network
         k, batch = gradient.shape[:2]
         named = dict(zip(ctx.slots, tensors, strict=True))
-        found = {slot: _empty_like(tensor) for slot, tensor in named.items() if not slot.endswith("mask")}
+        slopes = {slot: _empty_like(tensor) for slot, tensor in named.items() if not slot.endswith("mask")}
         call = _Call(network, ctx.is_own, inputs, named)
         for start, space in zip(range(0, k, network.num_lanes), ctx.spaces, strict=True):
             count = min(network.num_lanes, k - start)
-            call.run("train_backward", start, count, space, {**found, "features": gradient})
+            call.run("train_backward", start, count, space, {**slopes, "features": gradient})
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             for space in ctx.spaces:
                 network.give_space(batch, space)
             ctx.spaces = []
-        return None, None, None, None, None, *(found.get(slot) for slot in ctx.slots)
+        return None, None, None, None, None, *(slopes.get(slot) for slot in ctx.slots)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

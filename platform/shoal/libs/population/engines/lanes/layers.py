@@ -121,8 +121,18 @@ def _slide(shape: Shape, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
     return height, width
 
 
+class _SameShape:
+    """A layer whose output has the shape of its input."""
+
+    input_shape: Shape
+
+    @property
+    def output_shape(self) -> Shape:
+        return self.input_shape
+
+
 @dataclass(frozen=True)
-class ActivationLayer:
+class ActivationLayer(_SameShape):
     """kind: "relu", "tanh", "sigmoid", "gelu" or "silu"."""
 
     kind: str
@@ -133,13 +143,9 @@ class ActivationLayer:
         """Whether its gradient is a function of what it was given, not of what it gave."""
         return self.kind in ("gelu", "silu")
 
-    @property
-    def output_shape(self) -> Shape:
-        return self.input_shape
-
 
 @dataclass(frozen=True)
-class BatchNormLayer:
+class BatchNormLayer(_SameShape):
     """momentum: None for the mean over all batches."""
 
     name: str
@@ -148,22 +154,14 @@ class BatchNormLayer:
     momentum: float | None
     is_affine: bool
 
-    @property
-    def output_shape(self) -> Shape:
-        return self.input_shape
-
 
 @dataclass(frozen=True)
-class LayerNormLayer:
+class LayerNormLayer(_SameShape):
     name: str
     input_shape: Shape
     epsilon: float
     has_weight: bool
     has_bias: bool
-
-    @property
-    def output_shape(self) -> Shape:
-        return self.input_shape
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ class LinearLayer:
 
 
 @dataclass(frozen=True)
-class DropoutLayer:
+class DropoutLayer(_SameShape):
     """drops_channels: all numbers of a channel together."""
 
     probability: float
@@ -189,10 +187,6 @@ class DropoutLayer:
     @property
     def mask_shape(self) -> Shape:
         return (self.input_shape[0], 1, 1) if self.drops_channels else self.input_shape
-
-    @property
-    def output_shape(self) -> Shape:
-        return self.input_shape
 
 
 @dataclass(frozen=True)
