@@ -59,7 +59,7 @@ def outputs_and_gradients(rnn: TreeRNN, parents: list[list[int]]) -> list[Tensor
     return [outputs, *torch.autograd.grad((outputs * torch.randn_like(outputs)).sum(), [x, *rnn.parameters()])]
 
 
-@pytest.mark.parametrize("make", [Gated, partial(Levels, 3, 4)])
+@pytest.mark.parametrize("make", [Gated, pytest.param(partial(Levels, 3, 4), marks=pytest.mark.soak)])
 def test_values_and_gradients_are_those_of_the_cell(make: type[Cell]) -> None:
     cell = make().double()
     for parents in (WIDE, OTHER):

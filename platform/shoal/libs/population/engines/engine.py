@@ -18,6 +18,10 @@ from torch import Tensor
 from shoal.libs.population.member_rows import MemberRows
 from shoal.libs.population.objective import MemberBatch, Objective
 
+Tensors = Mapping[str, Tensor]
+Inputs = tuple[Any, ...]
+Generators = Sequence[torch.Generator] | None  # one a member in training; None in evaluation
+
 
 class EngineMisfit(Exception):
     """An engine cannot compute this model; the message says why. Caught where the engine is chosen."""
@@ -68,13 +72,7 @@ class DifferentiableEngine(MemberEngine):
 
     @abstractmethod
     def forward(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        inputs: tuple[Any, ...],
-        *,
-        is_own: bool,
-        generators: Sequence[torch.Generator] | None,
+        self, parameters: Tensors, buffers: Tensors, inputs: Inputs, *, is_own: bool, generators: Generators
     ) -> Any:
         """Outputs [k, B, ...].
 

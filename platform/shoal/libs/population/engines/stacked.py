@@ -7,14 +7,14 @@ Legend: k members of a chunk, B samples of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from shoal.libs.population.engines.engine import DifferentiableEngine, EngineMisfit
+from shoal.libs.population.engines.engine import DifferentiableEngine, EngineMisfit, Generators, Inputs, Tensors
 from shoal.libs.population.engines.member_dropout import MemberDropout, replace_dropout
 from shoal.libs.population.objective import Objective
 
@@ -35,13 +35,7 @@ class VmapEngine(DifferentiableEngine):
         self.model, self._dropout = replace_dropout(model)
 
     def forward(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        inputs: tuple[Any, ...],
-        *,
-        is_own: bool,
-        generators: Sequence[torch.Generator] | None,
+        self, parameters: Tensors, buffers: Tensors, inputs: Inputs, *, is_own: bool, generators: Generators
     ) -> Any:
         self.model.train(generators is not None)
         self._dropout.generators = generators or ()
@@ -83,13 +77,7 @@ class StackedEngine(DifferentiableEngine):
             raise EngineMisfit("layers share weights")
 
     def forward(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        inputs: tuple[Any, ...],
-        *,
-        is_own: bool,
-        generators: Sequence[torch.Generator] | None,
+        self, parameters: Tensors, buffers: Tensors, inputs: Inputs, *, is_own: bool, generators: Generators
     ) -> Any:
         is_training = generators is not None
         self.model.train(is_training)

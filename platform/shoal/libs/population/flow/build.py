@@ -1,4 +1,4 @@
-"""The members of a population run, built from its spec; and the contract of whatever holds them.
+"""The members of a population run, built from its spec.
 
 Called by `run` for members of this process, and by `ray_members` in workers that hold a share each.
 Legend: K members, k of a share.
@@ -7,9 +7,9 @@ Legend: K members, k of a share.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -18,10 +18,7 @@ from shoal import checkpoint
 from shoal.errors import CheckpointError, ConfigError
 from shoal.libs.population import Population
 from shoal.libs.population.augmentation import augment_batch
-from shoal.libs.population.engines.select_engine import EngineChoice
 from shoal.libs.population.evolution import ARCHITECTURE
-from shoal.libs.population.flow.rounds import EvolvedMembers
-from shoal.libs.population.population import ChunkResult
 from shoal.libs.population.row_optimizer import RowOptimizer
 from shoal.libs.population.spec import PopulationSpec
 from shoal.runs import load
@@ -29,27 +26,6 @@ from shoal.train.initial_weights import load_initial_weights
 from shoal.train.task import Task, build_model, make_task
 
 Values = Sequence[Mapping[str, Any]]  # of the space, for each member
-
-
-class MemberSet(EvolvedMembers, Protocol):
-    """What a run needs of its members: a Population, or several in workers."""
-
-    @property
-    def choices(self) -> Sequence[EngineChoice | None]: ...
-
-    def train(self, batches: Iterable[Any]) -> Iterator[ChunkResult]: ...
-
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, Tensor]: ...
-
-    def find_failed(self) -> list[int]: ...
-
-    def load_member(self, member: int, state: Mapping[str, Tensor]) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def divide_members(spec: PopulationSpec) -> list[range]:

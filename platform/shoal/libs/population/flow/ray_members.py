@@ -82,7 +82,7 @@ class MemberShare:
 
 
 class RayMembers:
-    """The members of all workers, as one set: see `MemberSet`. Raises RankLost when a worker has died."""
+    """The members of all workers, called as a Population is. Raises RankLost when a worker has died."""
 
     def __init__(self, spec: PopulationSpec, values: Values) -> None:
         self._shares = divide_members(spec)

@@ -12,79 +12,38 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import shoal.runs
 from shoal import checkpoint
 from shoal.cluster.job_main import expected_run_id
 from shoal.config import last_override
 from shoal.errors import ConfigError, SpecMismatch
-from shoal.libs.population.evolution import ARCHITECTURE, Decisions, EvolutionSpec, ShrinkAndPerturb, build_evolution
+from shoal.libs.population.evolution import ARCHITECTURE, Decisions, ShrinkAndPerturb, build_evolution
 from shoal.random_state import preserve_rng
 from shoal.registry import Registry
 from shoal.runs import RunKind, RunRecorder, Status
 from shoal.runs.lineage import Lineage
 from shoal.runs.report.event_messages import NO_CHECKPOINT
-from shoal.search.space import SearchSpace
 from shoal.train.reporting.console import ConsoleLog
 from shoal.train.reporting.event_log import EventLog
 from shoal.weights import WeightSnapshot
 
+if TYPE_CHECKING:
+    from shoal.libs.population.flow.ray_members import RayMembers
+    from shoal.libs.population.loop.members import LoopMembers
+    from shoal.libs.population.loop.spec import RLPopulationSpec
+    from shoal.libs.population.population import Population
+    from shoal.libs.population.spec import PopulationSpec
+
 FRESH = -1  # in a line of descent: new weights, of no other member
 
 
-class EvolvedSpec(Protocol):
-    """What the specs of both kinds of runs have."""
-
-    members: int
-    rounds: int
-    steps_per_round: int
-    space: dict[str, Any]
-    evolution: EvolutionSpec
-    seed: int
-    keep_checkpoints: int
-    aliases: tuple[str, ...]
-    resume: str
-
-    @property
-    def metric(self) -> str: ...
-
-    @property
-    def search_space(self) -> SearchSpace: ...
-
-    @property
-    def is_higher_better(self) -> bool: ...
-
-    @property
-    def total_steps(self) -> int: ...
-
-    @classmethod
-    def from_record(cls, text: str, overrides: Iterable[str] = ()) -> Self: ...
-
-    def override(self, overrides: Iterable[str]) -> Self: ...
-
-    def to_record(self) -> str: ...
-
-
-class EvolvedMembers(Protocol):
-    """What decisions do to members of either kind. exploit: each loser of (loser, winner) copies its winner."""
-
-    def exploit(self, pairs: Iterable[tuple[int, int]]) -> None: ...
-
-    def retire(self, member: int) -> None: ...
-
-    def set_hyper_parameters(self, member: int, values: Mapping[str, Any]) -> None: ...
-
-    def member_state_dict(self, member: int) -> dict[str, Tensor]: ...
-
-
-SpecT = TypeVar("SpecT", bound=EvolvedSpec)
+SpecT = TypeVar("SpecT", "PopulationSpec", "RLPopulationSpec")
 
 
 def choose_spec(recipe: SpecT, overrides: Sequence[str]) -> SpecT:
@@ -100,7 +59,7 @@ def choose_spec(recipe: SpecT, overrides: Sequence[str]) -> SpecT:
     return spec
 
 
-def require_continuation(spec: EvolvedSpec, unchanged: Sequence[str]) -> None:
+def require_continuation(spec: PopulationSpec | RLPopulationSpec, unchanged: Sequence[str]) -> None:
     """Raise ConfigError for a run that has ended, SpecMismatch for one in which a field of `unchanged` differs."""
     before = shoal.runs.load(spec.resume)
     recorded = type(spec).from_record(before.spec)
@@ -114,7 +73,7 @@ def require_continuation(spec: EvolvedSpec, unchanged: Sequence[str]) -> None:
 
 
 @contextmanager
-def recorded_population(spec: EvolvedSpec, job: str) -> Iterator[RunRecorder]:
+def recorded_population(spec: PopulationSpec | RLPopulationSpec, job: str) -> Iterator[RunRecorder]:
     """The record of a run while it lasts; writes the report at its end."""
     with shoal.runs.recording(
         spec.to_record(),
@@ -186,10 +145,11 @@ class PopulationRun(ABC, Generic[SpecT]):
     population: the members, which a subclass makes
     """
 
-    population: EvolvedMembers
+    population: Population | RayMembers | LoopMembers
 
     def __init__(self, spec: SpecT, folder: Path, log: EventLog) -> None:
-        self.spec, self._log, self._folder = spec, log, folder / "checkpoints"
+        self.spec: SpecT = spec
+        self._log, self._folder = log, folder / "checkpoints"
         self._evolution = build_evolution(
             spec.evolution, spec.search_space, spec.members, num_rounds=spec.rounds, seed=spec.seed
         )
@@ -301,8 +261,9 @@ class PopulationRun(ABC, Generic[SpecT]):
         state, restart, population = self.state, decisions.restart, self.population
         population.exploit(decisions.copies)
         state.apply_descent(decisions)
-        renewed = [(member, None) for member in decisions.fresh]
-        for member, mixture in [*renewed, *((each, restart) for each in (restart.members if restart else ()))]:
+        renewed: list[tuple[int, ShrinkAndPerturb | None]] = [(member, None) for member in decisions.fresh]
+        renewed += [(member, restart) for member in (restart.members if restart else ())]
+        for member, mixture in renewed:
             with preserve_rng((self.spec.seed + (state.round << 32) + member) % 2**63):  # another for each round
                 self.begin_afresh(member, mixture)
         for member, values in decisions.changes.items():

@@ -24,7 +24,7 @@ from shoal.config import last_override
 from shoal.errors import ConfigError
 from shoal.libs.population.ensemble import Ensemble, make_ensemble_factory
 from shoal.libs.population.evolution import build_evolution, list_architectures
-from shoal.libs.population.flow.build import MemberSet, Values, build_network, make_member_tasks
+from shoal.libs.population.flow.build import Values, build_network, make_member_tasks
 from shoal.libs.population.flow.rounds import (
     RoundLog,
     choose_spec,
@@ -52,6 +52,7 @@ from shoal.weights import WeightSnapshot
 
 if TYPE_CHECKING:
     from shoal.cluster.admission import RunAdmission
+    from shoal.libs.population.flow.ray_members import RayMembers
 
 JOB = "population"
 UNCHANGED = ("task", "args", "members", "space", "augmentation", "optimizer", "evolution", "order", "steps_per_round",
@@ -164,7 +165,7 @@ def run_population(spec: PopulationSpec, job: str = JOB, *, registers: bool = Tr
 
 def _choose_workers(
     spec: PopulationSpec, admission: RunAdmission | None, record: Callable[..., None]
-) -> tuple[PopulationSpec, torch.device, Callable[[Values], MemberSet] | None]:
+) -> tuple[PopulationSpec, torch.device, Callable[[Values], RayMembers] | None]:
     """The spec with the members' device, the device of this process, and what starts workers, unless members are here.
 
     On a cluster the workers reserve GPUs, and this process has none. Raises PlanError when the cluster has no room for

@@ -12,21 +12,25 @@ import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shoal.data import Data, Loader
 from shoal.libs.population.evolution import ShrinkAndPerturb
-from shoal.libs.population.flow.build import MemberSet, Values, build_network, build_population, make_member_tasks
+from shoal.libs.population.flow.build import Values, build_network, build_population, make_member_tasks
 from shoal.libs.population.flow.rounds import PopulationRun, rank_members
 from shoal.libs.population.objective import stack_trees
+from shoal.libs.population.population import Population
 from shoal.libs.population.spec import PopulationSpec
 from shoal.random_state import seed_everything
 from shoal.train.loop.components import BatchStream
 from shoal.train.reporting.event_log import EventLog
 from shoal.train.task import Task, build_model
+
+if TYPE_CHECKING:
+    from shoal.libs.population.flow.ray_members import RayMembers
 
 STEPS_AT_ONCE = 50  # of each member, between two reports; their batches are in memory together
 
@@ -46,12 +50,12 @@ class PopulationTrainer(PopulationRun[PopulationSpec]):
         device: torch.device,
         folder: Path,
         log: EventLog,
-        make_members: Callable[[Values], MemberSet] | None = None,
+        make_members: Callable[[Values], RayMembers] | None = None,
     ) -> None:
         super().__init__(spec, folder, log)
         self.task, self.data, self.device = task, data, device
         seed_everything(spec.seed)
-        self.population: MemberSet = (
+        self.population: Population | RayMembers = (
             build_population(spec, task, device, self.state.values)
             if make_members is None
             else make_members(self.state.values)

@@ -8,7 +8,7 @@ Legend: k members, B samples, L lanes.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.differentiation import is_each_operation_needed, is_plain_backward_needed
-from shoal.libs.population.engines.engine import DifferentiableEngine, EngineMisfit
+from shoal.libs.population.engines.engine import DifferentiableEngine, EngineMisfit, Generators, Inputs, Tensors
 from shoal.libs.population.engines.lanes.blocks import plan_blocks
 from shoal.libs.population.engines.lanes.compile_kernels import load_kernels
 from shoal.libs.population.engines.lanes.generate_source import generate_source
@@ -40,13 +40,7 @@ class LanesEngine(DifferentiableEngine):
         self._networks: dict[tuple[int, ...], LaneNetwork] = {}
 
     def forward(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        inputs: tuple[Any, ...],
-        *,
-        is_own: bool,
-        generators: Sequence[torch.Generator] | None,
+        self, parameters: Tensors, buffers: Tensors, inputs: Inputs, *, is_own: bool, generators: Generators
     ) -> Tensor:
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             raise EngineMisfit("cannot be lanes because its input is not one tensor")
@@ -91,12 +85,12 @@ class LaneNetwork:
 
     def forward(
         self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
+        parameters: Tensors,
+        buffers: Tensors,
         inputs: Tensor,
         *,
         is_own: bool = False,
-        generators: Sequence[torch.Generator] | None,
+        generators: Generators,
     ) -> Tensor:
         """Outputs [k, B, ...]; differentiable in the parameters in training.
 
