@@ -98,7 +98,7 @@ def read_rounds(run_id: str) -> dict[int, dict[str, Any]]:
     return {each["round"]: each for each in events[events["kind"] == "round"]["details"]}
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("folder", "drawn_report")
 def test_a_run_has_a_record_of_every_round_and_registers_the_best_member_and_the_ensemble() -> None:
     result = run_population(make_spec())
     run = shoal.runs.load(result.run_id)

@@ -59,6 +59,7 @@ def test_what_cannot_work_is_refused(fields: dict[str, Any], problem: str) -> No
         check_rl_population(spec_of(**fields))
 
 
+@pytest.mark.usefixtures("drawn_report")
 def test_a_population_learns_although_one_learner_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     begin_round, rounds, replaced = LoopMember.begin_round, [0], []
 

@@ -27,7 +27,7 @@ def _use_float64() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
+@pytest.mark.parametrize("subject", [SUBJECTS[name] for name in ("child-sum", "n-ary", "sum")])
 def test_a_chain_of_1100_nodes(subject: Subject) -> None:
     parents = [chain(1100)]
     assert_equals_recursion(

@@ -28,8 +28,7 @@ from torch.utils.data import DataLoader
 
 from shoal.data import Data
 from shoal.errors import ConfigError
-from shoal.train import Callback, Task
-from shoal.train.callback import TrainingState
+from shoal.train import Callback, Task, TrainingState
 
 Interval = Literal["epoch", "step"]
 

@@ -57,8 +57,8 @@ from shoal.libs.stream.batch_log import BatchLog, LoggedBatch
 from shoal.libs.stream.messages import Message
 from shoal.libs.stream.spec import CommitSpec
 from shoal.libs.stream.trainer import OnlineTrainer, PrequentialTotals, SensorForecast
+from shoal.sources import Delivery, StreamSource, StreamState
 from shoal.sources.deduplicator import Deduplicator
-from shoal.sources.source import Delivery, StreamSource, StreamState
 
 POLL_S = 0.05  # how long an idle loop waits before it looks whether to stop or to commit
 PAUSE_S = 0.005  # without a message for so long, what is pending is learnt

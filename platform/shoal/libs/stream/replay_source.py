@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from shoal.errors import DataError, needs_extra
 from shoal.frame import to_floats
 from shoal.libs.stream.messages import Message, are_usable
-from shoal.sources.source import Delivery, MalformedPayload, StreamState
+from shoal.sources import Delivery, MalformedPayload, StreamState
 
 SENSOR, VALUE, TIME, PUBLISHER, SEQUENCE = "sensor", "value", "time", "publisher", "sequence"
 SUFFIXES = (".parquet", ".csv", ".jsonl")

@@ -42,11 +42,11 @@ from shoal.parallel.comm.world import choose_device
 from shoal.parallel.loss import get_value, split_mean
 from shoal.registry import ModelFactory
 from shoal.runs import RunRecorder
+from shoal.train import TrainSpec
 from shoal.train.export.model_entry import make_factory, make_model_name
 from shoal.train.launch.validate import ValidatedRun, validate_run
 from shoal.train.reporting.console import format_metrics
 from shoal.train.reporting.event_log import RecordLog
-from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, load_data, make_task, unload_if_changed
 from shoal.weights import WeightSnapshot
 
