@@ -14,8 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
-from shoal.libs.population.engines.lanes.blocks import LaneBlock, NetworkPlan
-from shoal.libs.population.engines.lanes.layers import ActivationLayer, DropoutLayer, PoolLayer
+from shoal.libs.population.engines.lanes.layers import (
+    ActivationLayer,
+    DropoutLayer,
+    LaneBlock,
+    NetworkPlan,
+    PoolLayer,
+)
 
 STRIP_BYTES = 12288
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from shoal.libs.population.engines.lanes.layers import (
     DropoutLayer,
     FlattenLayer,
     Layer,
+    LayerChain,
     LayerNormLayer,
     LinearLayer,
     PoolLayer,
@@ -37,18 +37,6 @@ ACTIVATIONS: dict[Any, str] = {
     **dict.fromkeys((nn.GELU, functional.gelu), "gelu"),
     **dict.fromkeys((nn.SiLU, functional.silu), "silu"),
 }
-
-
-@dataclass(frozen=True)
-class LayerChain:
-    """The layers of a model in their order, for samples of `input_shape` (without the batch)."""
-
-    input_shape: Shape
-    layers: tuple[Layer, ...]
-
-    @property
-    def output_shape(self) -> Shape:
-        return self.layers[-1].output_shape if self.layers else self.input_shape
 
 
 def read_layer_graph(model: nn.Module, input_shape: Shape) -> LayerChain:
