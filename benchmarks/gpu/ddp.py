@@ -26,8 +26,7 @@ from benchmarks.gpu.turns import Setting, Turn, describe_ratios, synchronize, ta
 from benchmarks.result import Row, compare
 from shoal.data import Data
 from shoal.parallel import ParallelDims, ParallelModel, ParallelSpec, World
-from shoal.parallel.comm.mesh import make_data_group
-from shoal.parallel.comm.world import backend_for
+from shoal.parallel.comm.world import backend_for, make_data_group
 from shoal.parallel.spmd.ddp import DdpModel
 from shoal.train import Callback, Task, TrainSpec
 from shoal.train.callback import TrainingState

@@ -15,9 +15,9 @@ from benchmarks.gpu.networks import NAMES, make_network
 from benchmarks.gpu.turns import Setting
 from benchmarks.result import Row
 from shoal.parallel import ParallelDims, ParallelModel, ParallelSpec, World
-from shoal.parallel.comm.mesh import make_data_group, make_mesh
+from shoal.parallel.comm.world import make_data_group, make_mesh
 from shoal.parallel.spmd.fsdp import FsdpModel
-from shoal.parallel.spmd.fsdp_blocks import find_blocks
+from shoal.parallel.spmd.fsdp_layout import find_blocks
 from shoal.train import Task
 
 

@@ -26,7 +26,7 @@ from shoal.parallel import World
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.ddp import DdpModel
-from shoal.parallel.spmd.fsdp_blocks import find_blocks
+from shoal.parallel.spmd.fsdp_layout import find_blocks
 from shoal.train import Task
 
 BLOCK, WARM_TURNS = 20, 3  # steps of a turn

@@ -18,7 +18,7 @@ from shoal.parallel.layers.compile import compile_forward
 from shoal.parallel.layers.dropout import DropoutRng, SeededDropout, TensorPart, mix_seed, seed_dropout
 from shoal.parallel.layers.precision import LossScale
 from shoal.parallel.spmd.base import SingleProcessModel
-from shoal.parallel.spmd.fsdp_blocks import find_blocks
+from shoal.parallel.spmd.fsdp_layout import find_blocks
 from shoal.parallel.state import gradients
 from shoal.parallel.state import state_dict as state
 from shoal.parallel.state.module_snapshot import preserve_module

@@ -11,17 +11,16 @@ from typing import Any
 from torch import nn
 
 from shoal.errors import PlanError
-from shoal.parallel.comm.mesh import make_data_group, make_mesh
-from shoal.parallel.comm.world import World
+from shoal.parallel.comm.world import World, make_data_group, make_mesh
 from shoal.parallel.deferred.weights import DeferredWeights
-from shoal.parallel.layers.memory_format import use_channels_last
+from shoal.parallel.layers.precision import use_channels_last
 from shoal.parallel.model import ParallelModel, TaskProtocol
 from shoal.parallel.pipeline.model import build_pipeline
 from shoal.parallel.spec import ParallelDims, ParallelSpec
 from shoal.parallel.spmd.base import SingleProcessModel
 from shoal.parallel.spmd.ddp import DdpModel
 from shoal.parallel.spmd.fsdp import FsdpModel
-from shoal.parallel.state.frozen_weights import restore_parameters
+from shoal.parallel.state.module_snapshot import restore_parameters
 from shoal.parallel.state.state_dict import sum_in_double
 from shoal.parallel.tensor.apply import build_tensor_parallel
 from shoal.parallel.validate import check_plan
@@ -46,16 +45,19 @@ def parallelize(
     Raises PlanError on every rank, with the remedy, when the model does not fit the plan.
     """
     if degrees.workers != world.size:
-        raise PlanError(
-            "workers", world.size, f"does not fit {degrees.description}", f"start {degrees.workers} processes"
-        )
+        problem, remedy = f"does not fit {degrees.description}", f"start {degrees.workers} processes"
+        raise PlanError("workers", world.size, problem, remedy)
     check_plan(model, learnable, spec, degrees, device=world.device.type)
-    if degrees.is_sharded or degrees.tensor > 1 or degrees.pipeline > 1:
+    splits_layers = degrees.tensor > 1 or degrees.pipeline > 1
+    if degrees.is_sharded or splits_layers:
         restore_parameters(model)
-    if degrees.shard or degrees.tensor > 1 or degrees.pipeline > 1:
-        _check_same_weights(
-            model, world, deferred
-        )  # replicas take rank 0's weights; parts of one model must already be equal
+    if degrees.shard or splits_layers:  # replicas take rank 0's weights; parts of one model must already be equal
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        sums: dict[str, object] = {name: sum_in_double(each) for name, each in tensors if not each.is_meta}
+        sums |= {} if deferred is None else deferred.fingerprint()
+        sums["the list of its tensors"] = list(sums)
+        remedy = "let Task.model() draw from torch's generator only, which is seeded alike everywhere"
+        _require_same(sums, model, world, remedy)
     if spec.channels_last:
         use_channels_last(model)
     if degrees.pipeline == 1 and world.size == 1:
@@ -75,20 +77,10 @@ def parallelize(
     return parallel
 
 
-def _check_same_weights(model: nn.Module, world: World, deferred: DeferredWeights | None) -> None:
-    """Raises PlanError when ranks have built models with different weights. Collective."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    found: dict[str, object] = {name: sum_in_double(each) for name, each in tensors if not each.is_meta}
-    found |= {} if deferred is None else deferred.fingerprint()
-    found["the list of its tensors"] = list(found)
-    remedy = "let Task.model() draw from torch's generator only, which is seeded alike everywhere"
-    _require_same(found, model, world, remedy)
-
-
-def _require_same(found: Mapping[str, object], model: nn.Module, world: World, remedy: str) -> None:
-    """Raises PlanError when two ranks have found something else for a tensor of both. Collective."""
-    for rank, theirs in enumerate(world.gather(found)):
-        for name in [name for name in found if name in theirs]:
-            if repr(theirs.get(name)) != repr(found.get(name)):
+def _require_same(mine: Mapping[str, object], model: nn.Module, world: World, remedy: str) -> None:
+    """Raises PlanError when two ranks have another value for a tensor of both. Collective."""
+    for rank, theirs in enumerate(world.gather(mine)):
+        for name in [name for name in mine if name in theirs]:
+            if repr(theirs[name]) != repr(mine[name]):
                 problem = f"{name} is not the same on ranks {world.rank} and {rank}"
                 raise PlanError("model", type(model).__name__, problem, remedy)

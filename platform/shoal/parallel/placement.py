@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shoal.parallel.spec import ParallelDims
-from shoal.parallel.spmd.fsdp_blocks import find_blocks
+from shoal.parallel.spmd.fsdp_layout import find_blocks
 
 if TYPE_CHECKING:
     from shoal.parallel.tensor.plan import TensorPlan

@@ -9,12 +9,11 @@ from torch.nn.parameter import UninitializedParameter
 
 from shoal.errors import PlanError
 from shoal.parallel.layers.batch_norm import check_batch_norm
-from shoal.parallel.layers.memory_format import check_channels_last
-from shoal.parallel.layers.precision import check_precision
+from shoal.parallel.layers.precision import check_channels_last, check_precision
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.spec import ParallelDims, ParallelSpec
 from shoal.parallel.spmd.activation_checkpointing import check_activation_checkpointing
-from shoal.parallel.spmd.fsdp_options import check_fsdp_options
+from shoal.parallel.spmd.fsdp_layout import check_fsdp_options
 from shoal.parallel.state.module_snapshot import has_hooks
 from shoal.parallel.task_step import get_train_step
 

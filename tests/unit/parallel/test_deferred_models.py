@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.parallel.deferred.build import build_deferred, pause_recording
 from shoal.parallel.deferred.weights import DeferredWeights
-from shoal.parallel.state.frozen_weights import freeze_parameters, restore_parameters
+from shoal.parallel.state.module_snapshot import freeze_parameters, restore_parameters
 from shoal.parallel.state.skeleton import lend_values
 from shoal.train.initial_weights import load_initial_weights
 

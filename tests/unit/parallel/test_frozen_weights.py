@@ -7,8 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from shoal.parallel.state.frozen_weights import freeze_parameters, iter_frozen, restore_parameters
-from shoal.parallel.state.module_snapshot import snapshot_module
+from shoal.parallel.state.module_snapshot import freeze_parameters, iter_frozen, restore_parameters, snapshot_module
 
 
 def make_model() -> nn.Module:

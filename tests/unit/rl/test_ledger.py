@@ -42,17 +42,6 @@ def test_a_segment_moves_from_received_to_queued_to_consumed() -> None:
     }
 
 
-def test_a_drop_under_its_former_word_is_counted_under_the_present_one(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    ledger.record_received(A, 0, DropReason.INVALID_FRAMES)
-    ledger.close()
-    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database, database:
-        database.execute("UPDATE accounts SET dropped = '{\"malformed\": 1}'")
-    again = Ledger(tmp_path / "ledger.sqlite")
-    again.record_received(A, 1, DropReason.INVALID_FRAMES)
-    assert again.get_totals().dropped == {"invalid_frames": 2}
-
-
 def test_a_lease_is_settled_once_and_saying_it_again_is_no_mistake(tmp_path: Path) -> None:
     """The answer to a settlement may be lost with the gateway that gave it: the learner then asks again."""
     ledger = Ledger(tmp_path / "ledger.sqlite")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.serve.scaling.budget import Budget
+from shoal.serve.scaling.policy import Budget
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.scale import ScaleSpec
 
@@ -107,13 +107,3 @@ def test_a_fixed_number_and_scale_exclude_each_other_and_words_choose_scale() ->
         EndpointSpec(name="m").override(["max_replicas=3"])
     fixed = EndpointSpec(name="m", num_replicas=2)
     assert (fixed.least_replicas, fixed.most_replicas) == (2, 2)
-
-
-def test_an_older_record_scales_as_it_did(caplog: pytest.LogCaptureFixture) -> None:
-    def read(text: str) -> EndpointSpec:
-        return EndpointSpec.from_record(f"name: m\n{text}")
-
-    assert read("num_replicas: 2\nmax_replicas: 4").scale == ScaleSpec(min=2, max=4)
-    assert read("num_replicas: 2\nmax_replicas: null") == read("num_replicas: 2\nmax_replicas: 2")
-    assert read("num_replicas: 2\nmax_replicas: null") == EndpointSpec(name="m", num_replicas=2)
-    assert not caplog.records

@@ -76,7 +76,10 @@ class ShmAllReduce:
             if self.size == 2:
                 torch.add(rows[0], rows[1], out=part)
             else:
-                self._sum_share(rows)
+                # Each rank adds up one part, in the first row, where no other rank reads that part.
+                total, *others = (row.tensor_split(self.size)[self._rank] for row in rows)
+                for other in others:
+                    total.add_(other)
                 self._sync_peers(message)
                 part.copy_(rows[0])
             if factor != 1.0:
@@ -84,12 +87,6 @@ class ShmAllReduce:
         self.sent_bytes += 2 * values.nbytes * (self.size - 1) / self.size
         self.waited_s += time.perf_counter() - began_s
         return values
-
-    def _sum_share(self, rows: list[Tensor]) -> None:
-        """With many rows, each rank adds up one part, in the first row, where no other rank reads that part."""
-        total, *others = (row.tensor_split(self.size)[self._rank] for row in rows)
-        for other in others:
-            total.add_(other)
 
     def gather(self, mine: Tensor) -> Tensor:
         """Every rank's values, [n, *mine], of at most CHUNK_BYTES each. Collective; raises as `sum` does."""

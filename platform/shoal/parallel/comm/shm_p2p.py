@@ -149,24 +149,20 @@ class ShmP2P:
             line.send_header(0, 0)
             return _CompletedSend()
         free = next((each for each in line.buffers_by_size[size] if line.buffers[each].flag[0] == _FREE), None)
-        if free is None:
-            self._send_in_new_buffer(line, tensor)
-        else:
+        if free is not None:
             _fill_buffer(line.buffers[free], tensor)
             line.send_header(free, size)
-        return _CompletedSend()
-
-    @staticmethod
-    def _send_in_new_buffer(line: _Channel, tensor: Tensor) -> None:
+            return _CompletedSend()
         descriptor, number = os.memfd_create("shoal-messages"), len(line.buffers)
         try:
-            os.truncate(descriptor, _HEAD_BYTES + tensor.nbytes)
-            line.buffers.append(_ShmBuffer(os.dup(descriptor), tensor.nbytes))
-            line.buffers_by_size[tensor.nbytes].append(number)
+            os.truncate(descriptor, _HEAD_BYTES + size)
+            line.buffers.append(_ShmBuffer(os.dup(descriptor), size))
+            line.buffers_by_size[size].append(number)
             _fill_buffer(line.buffers[number], tensor)
-            line.send_header(number, tensor.nbytes, descriptor)
+            line.send_header(number, size, descriptor)
         finally:
             os.close(descriptor)
+        return _CompletedSend()
 
     def receive(self, tensor: Tensor, sender: int) -> _PendingReceive:
         """Receive the next message of a rank of the group; it is in `tensor`, contiguous, after `wait()`."""
@@ -176,18 +172,11 @@ class ShmP2P:
 
     def redirect_ops(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """The messages of torch's schedules, sent this way instead of by the group."""
-        ours = {dist.isend: self._isend, dist.irecv: self._irecv}
-        for op in ops:
-            op.op = ours[op.op]
+        ours = {dist.isend: self.send, dist.irecv: self.receive}
+        for op in ops:  # torch calls any function other than its own two with the other rank as `group_src`
+            transfer = ours[op.op]
+            op.op = lambda tensor, *, group_src, transfer=transfer, **_: transfer(tensor.detach(), group_src)
         return ops
-
-    # torch calls any function other than its own two with the other rank as `group_src`.
-
-    def _isend(self, tensor: Tensor, *, group_src: int, **others: Any) -> _CompletedSend:
-        return self.send(tensor.detach(), group_src)
-
-    def _irecv(self, tensor: Tensor, *, group_src: int, **others: Any) -> _PendingReceive:
-        return self.receive(tensor.detach(), group_src)
 
     def close(self) -> None:
         """Leave; ranks that wait for this one are notified. Idempotent."""

@@ -39,16 +39,19 @@ def rendezvous(
         listener = closing.enter_context(socket.socket(socket.AF_UNIX, kind))
         listener.bind("")  # an abstract name, chosen by Linux, without a file
         listener.listen(dist.get_world_size(group))
-        found = _all_gather((_host_id(), listener.getsockname(), secrets.token_bytes(16)), group)
-        if len({host for host, _, _ in found}) > 1:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            # Equal for two processes that can reach each other's sockets and memory.
+            host = f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+        ranks = _all_gather((host, listener.getsockname(), secrets.token_bytes(16)), group)
+        if len({host for host, _, _ in ranks}) > 1:
             return None
-        made: T | None = None
+        result: T | None = None
         with suppress(OSError):
-            made = _connect_peers(dist.get_rank(group), listener, [(name, token) for _, name, token in found], make)
-        if all(_all_gather(made is not None, group)):
-            return made
-        if made is not None:
-            undo(made)
+            result = _connect_peers(dist.get_rank(group), listener, [(name, token) for _, name, token in ranks], make)
+        if all(_all_gather(result is not None, group)):
+            return result
+        if result is not None:
+            undo(result)
         return None
 
 
@@ -67,12 +70,12 @@ def _connect_peers(
         while len(peers) < len(known) - 1:
             peer = undo.enter_context(listener.accept()[0])
             peer.settimeout(_CONNECT_TIMEOUT_S)
-            said = peer.recv(20, socket.MSG_WAITALL)
-            if said[:16] == known[rank][1]:  # any process on this host can connect
-                peers[_RANK_STRUCT.unpack(said[16:])[0]] = peer
-        made = make(rank, {other: peers[other] for other in sorted(peers)})
+            greeting = peer.recv(20, socket.MSG_WAITALL)
+            if greeting[:16] == known[rank][1]:  # any process on this host can connect
+                peers[_RANK_STRUCT.unpack(greeting[16:])[0]] = peer
+        result = make(rank, {other: peers[other] for other in sorted(peers)})
         undo.pop_all()
-    return made
+    return result
 
 
 def set_socket_timeouts(peers: Peers) -> None:
@@ -82,13 +85,7 @@ def set_socket_timeouts(peers: Peers) -> None:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(TIMEOUT_S), 0))
 
 
-def _host_id() -> str:
-    """An id that is equal for two processes that can reach each other's sockets and memory."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-
-
 def _all_gather(value: T, group: dist.ProcessGroup) -> list[T]:
-    found: list[T] = [value] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    values: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

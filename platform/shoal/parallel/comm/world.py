@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from shoal.errors import ConfigError, PlanError
 from shoal.network_address import EXTERNAL_PROBE_HOST, find_local_address, is_loopback
+from shoal.parallel.spec import Coordinates, ParallelDims
 
 T = TypeVar("T")
 CUDA_BACKEND = "cpu:gloo,cuda:nccl"
@@ -174,3 +176,25 @@ def set_network_interface_towards(first_host: str, has_others: bool) -> None:
         address = find_local_address(EXTERNAL_PROBE_HOST)
     if address is not None:
         set_network_interface(address)
+
+
+def make_mesh(degrees: ParallelDims, world: World) -> DeviceMesh:
+    """The ranks as [pipeline, replicate, shard, tensor]. Collective.
+
+    Without `shard`, each of the `data` ranks is a copy.
+    """
+    copies = degrees.replicate if degrees.shard else degrees.data
+    shape = (degrees.pipeline, copies, degrees.data // copies, degrees.tensor)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
+
+
+def make_data_group(degrees: ParallelDims, world: World) -> dist.ProcessGroup:
+    """The ranks with the same part of the model as this one, and other samples. Collective."""
+    if degrees.data == world.size:
+        world_group = dist.group.WORLD
+        assert world_group is not None
+        return world_group
+    firsts = [Coordinates(stage, 0, part) for stage in range(degrees.pipeline) for part in range(degrees.tensor)]
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration([degrees.peers(degrees.rank(first), "data") for first in firsts])
+    return group

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.parallel.deferred.tape import Call, CannotDefer, Region, Tape
 from shoal.parallel.deferred.weights import DeferredWeights
 from shoal.parallel.state.module_snapshot import has_hooks
-from shoal.parallel.state.skeleton import is_used_elsewhere
+from shoal.parallel.state.skeleton import is_meta, is_used_elsewhere, replace_registered
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _TRUNCATED = "_no_grad_trunc_normal_"
@@ -41,7 +40,7 @@ def build_deferred(make: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredWe
     disguise = _Disguise()
     recorder = _Recorder(disguise)
     try:
-        with disguise, recorder, _register_on_meta(recorder), _record_truncation(recorder):
+        with disguise, recorder, replace_registered(recorder.defer), _record_truncation(recorder):
             model = make()
         recorder.finish()
         _require_inside(model, recorder)
@@ -54,7 +53,7 @@ def build_deferred(make: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredWe
 def copy_when_filled(target: Tensor, values: Mapping[str, Tensor], name: str) -> None:
     """Copy `values[name]` into a tensor of a model; of one without memory, when it is filled: it is read then."""
     recorder = _find_recorder()
-    if recorder is not None and _is_meta(target):
+    if recorder is not None and is_meta(target):
         recorder.record_reading(target, values, name)
     else:
         target.copy_(values[name])
@@ -71,7 +70,7 @@ def pause_recording() -> Iterator[None]:
         if recorder is None:
             yield
             return
-        with torch.utils._python_dispatch._disable_current_modes(), recorder.pause_disguise():
+        with torch.utils._python_dispatch._disable_current_modes(), recorder.disguise.pause():
             yield
 
 
@@ -86,7 +85,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, disguise: _Disguise) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape, self._disguise = Tape(), disguise
+        self.tape, self.disguise = Tape(), disguise
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of meta tensors, kept so that none is reused
         self._fresh: dict[int, torch.UntypedStorage] = {}  # of real tensors that nothing has been written to
         self._unwritten: dict[int, StorageWeakRef] = {}  # of parameters that had no value yet
@@ -97,30 +96,27 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            return self._dispatch(func, args, kwargs)
+            with self.disguise.pause():
+                return self._run(func, args, kwargs or {})
         except CannotDefer as error:  # the model's code may go on in another way
             self._problem = self._problem or error
             raise
 
-    def pause_disguise(self) -> AbstractContextManager[None]:
-        return self._disguise.pause()
-
-    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        with self._disguise.pause():
-            return self._run(func, args, kwargs or {})
-
     def _run(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        tensors = list(_iter_tensors((args, kwargs)))
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if kwargs.get("device") == _META and func._schema.name not in _OF_INDEXING:
             raise CannotDefer("the model's own code builds on the meta device")
-        if kwargs.get("device") == _META or any(_is_meta(each) for each in tensors):
+        if kwargs.get("device") == _META or any(is_meta(each) for each in tensors):
             return self._record(func, args, kwargs)
         for number in [] if func.is_view else [each.untyped_storage()._cdata for each in tensors]:
             self._fresh.pop(number, None)
             if number in self._unwritten and not self._unwritten.pop(number).expired():
                 raise CannotDefer("a tensor in the memory of a parameter was changed after the parameter was made")
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            self._draw_pending()
+            if self._follows:  # the generator gives the numbers of the recorded calls before it gives the next ones
+                with torch.utils._python_dispatch._disable_current_modes():
+                    self._require_generator()
+                    self.tape.draw(self._undrawn)
             self._follows = False
         found = func(*args, **kwargs)
         if func._schema.name in _FRESH:
@@ -129,12 +125,14 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def defer(self, parameter: nn.Parameter) -> None:
-        """Move a real parameter to the meta device; its value so far goes to the tape."""
+        """Move a real parameter to the meta device, as the object that it is; its value so far goes to the tape."""
+        if _find_recorder() is None:  # paused
+            return
         if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
             raise CannotDefer(f"a parameter is a {type(parameter).__name__} on {parameter.layout}")
         if has_hooks(parameter):
             raise CannotDefer("a parameter has a hook")
-        with torch.utils._python_dispatch._disable_current_modes(), self._disguise.pause():
+        with torch.utils._python_dispatch._disable_current_modes(), self.disguise.pause():
             other = nn.Parameter(torch.empty_like(parameter, device=_META), parameter.requires_grad)
         other.__dict__.update(parameter.__dict__)
         index, number = self._add(other), parameter.untyped_storage()._cdata
@@ -162,7 +160,7 @@ class _Recorder(TorchDispatchMode):
 
     def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         for value in _iter_written(func, args, kwargs):
-            if isinstance(value, Tensor) and not _is_meta(value):
+            if isinstance(value, Tensor) and not is_meta(value):
                 raise CannotDefer(f"{func} writes a parameter's value into another tensor")
         if kwargs.get("generator") is not None:
             raise CannotDefer(f"{func} draws from a generator of its own")
@@ -201,7 +199,7 @@ class _Recorder(TorchDispatchMode):
         reads, writes = set[int](), set[int]()
 
         def locate(tensor: Tensor) -> Region | Tensor:
-            if not _is_meta(tensor):
+            if not is_meta(tensor):
                 return self.tape.record_version(tensor)
             region = self.find_region(tensor)
             if region is None:
@@ -215,8 +213,9 @@ class _Recorder(TorchDispatchMode):
         for value in _iter_written(func, args, kwargs):
             if isinstance(value, Region):
                 writes.add(value.storage)
-                others = [each for each in _iter_regions((args, kwargs)) if each is not value]
-                if self.tape.overwrites(func, value) and all(each.storage != value.storage for each in others):
+                regions = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Region)]
+                is_alone = all(each is value or each.storage != value.storage for each in regions)
+                if self.tape.overwrites(func, value) and is_alone:
                     reads.discard(value.storage)
         new = []
         for index, output in enumerate(_as_tuple(found)):
@@ -269,29 +268,6 @@ class _Recorder(TorchDispatchMode):
         """Whether it has a value on the tape."""
         return tensor.untyped_storage()._cdata in self._storages
 
-    def _draw_pending(self) -> None:
-        """Let the generator give the numbers of the recorded calls, before a real operation takes the next ones."""
-        if self._follows:
-            with torch.utils._python_dispatch._disable_current_modes():
-                self._require_generator()
-                self.tape.draw(self._undrawn)
-
-
-@contextmanager
-def _register_on_meta(recorder: _Recorder) -> Iterator[None]:
-    plain = nn.Module.register_parameter
-
-    def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not is_lazy(param) and not _is_meta(param) and _find_recorder() is not None:
-            recorder.defer(param)
-        plain(module, name, param)
-
-    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = plain  # type: ignore[method-assign]
-
 
 @contextmanager
 def _record_truncation(recorder: _Recorder) -> Iterator[None]:
@@ -300,7 +276,7 @@ def _record_truncation(recorder: _Recorder) -> Iterator[None]:
 
     def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         assert plain is not None
-        if not _is_meta(tensor):
+        if not is_meta(tensor):
             return plain(tensor, *args, **kwargs)  # type: ignore[no-any-return]
         recorder.record_function(plain, tensor, *args, **kwargs)
         return tensor
@@ -325,7 +301,7 @@ class _Disguise:
 
     def __enter__(self) -> None:
         def get_device(tensor: Tensor) -> torch.device:
-            if self._is_on and _is_meta(tensor):
+            if self._is_on and is_meta(tensor):
                 return _CPU
             found: torch.device = _get_device(tensor)
             return found
@@ -348,18 +324,13 @@ class _Disguise:
             self._is_on = before
 
 
-def _is_meta(tensor: Tensor) -> bool:
-    """By the dispatcher: `Tensor.device` may be asked of another mode, which asks the disguise."""
-    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Meta)
-
-
 def _require_inside(model: nn.Module, recorder: _Recorder) -> None:
     """Raises CannotDefer when a tensor without memory is used outside the model: nothing would ever fill it."""
     own = {id(each) for each in [*model.parameters(), *model.buffers()]}
 
     def is_stray(each: object) -> bool:
         is_tensor = type(each) in (Tensor, nn.Parameter)
-        return is_tensor and id(each) not in own and _is_meta(each) and recorder.is_known(each)  # type: ignore[arg-type]
+        return is_tensor and id(each) not in own and is_meta(each) and recorder.is_known(each)  # type: ignore[arg-type]
 
     if any(map(is_stray, gc.get_objects())):
         gc.collect()  # what is left of modules that were given up
@@ -370,7 +341,7 @@ def _require_inside(model: nn.Module, recorder: _Recorder) -> None:
 
 
 def _to_meta(tensor: Tensor) -> Tensor:
-    return tensor if _is_meta(tensor) else tensor.to(_META)
+    return tensor if is_meta(tensor) else tensor.to(_META)
 
 
 def _describe(tensor: Tensor, storage: int) -> Region:
@@ -386,11 +357,3 @@ def _iter_written(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Iterat
 
 def _as_tuple(found: Any) -> tuple[Any, ...]:
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)
-
-
-def _iter_tensors(values: Any) -> Iterator[Tensor]:
-    return (each for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, Tensor))
-
-
-def _iter_regions(values: Any) -> Iterator[Region]:
-    return (each for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, Region))

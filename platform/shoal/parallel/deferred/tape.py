@@ -20,19 +20,10 @@ from shoal.parallel.state.state_dict import sum_in_double
 
 NUM_SAMPLED = 1024
 Sink = Callable[[Tensor], None]
-_FILLING = (
-    "normal",
-    "uniform",
-    "random",
-    "exponential",
-    "geometric",
-    "cauchy",
-    "log_normal",
-    "bernoulli",
-    "zero",
-    "fill",
-)
-_OVERWRITING = frozenset(f"aten::{name}_" for name in (*_FILLING, "copy"))  # they read nothing of their own tensor
+_DRAWN = ("normal", "uniform", "random", "exponential", "geometric", "cauchy", "log_normal", "bernoulli")
+_OVERWRITING = frozenset(
+    f"aten::{name}_" for name in (*_DRAWN, "zero", "fill", "copy")
+)  # they do not read their tensor
 
 
 class CannotDefer(RuntimeError):
@@ -137,7 +128,11 @@ class Tape:
         without `keeps_rng`, numbers that no target needs are not drawn.
         """
         plan = self._plan(targets, keeps_rng)
-        last_use = self._find_last_uses(plan, targets)
+        last_use = dict.fromkeys(targets, -1)
+        for index, (call, is_live) in enumerate(zip(self.calls, plan, strict=True)):
+            if is_live:
+                used = call.reads | call.writes | {region.storage for _, region in call.new}
+                last_use |= dict.fromkeys(used, index)
         due: dict[int, list[int]] = {}
         for storage, at in last_use.items():
             due.setdefault(at, []).append(storage)
@@ -170,14 +165,6 @@ class Tape:
             draws = (draws or (is_live and call.is_random)) and (keeps_rng or call.state is None)
         return plan
 
-    def _find_last_uses(self, plan: list[bool | None], targets: Iterable[int]) -> dict[int, int]:
-        last = dict.fromkeys(targets, -1)
-        for index, (call, is_live) in enumerate(zip(self.calls, plan, strict=True)):
-            if is_live:
-                for storage in call.reads | call.writes | {region.storage for _, region in call.new}:
-                    last[storage] = index
-        return last
-
     def _release(
         self, storages: Iterable[int], live: dict[int, torch.UntypedStorage], targets: Mapping[int, Sink]
     ) -> None:
@@ -200,21 +187,20 @@ class Tape:
         spare, self._spare = self._spare, None
         return spare if spare is not None and spare.nbytes() == num_bytes else torch.UntypedStorage(num_bytes)
 
-    def _draw(self, region: Region) -> Tensor:
-        """A tensor for random numbers that are overwritten later."""
-        storage = self._allocate(self.sizes[region.storage])
-        found = region.view(storage)
-        self._spare = storage
-        return found
-
     def _run(self, call: Call, live: dict[int, torch.UntypedStorage], is_live: bool) -> None:
         if call.state is not None:
             torch.set_rng_state(call.state)
-        find = (lambda region: region.view(self._find(region.storage, live))) if is_live else self._draw
-        args, kwargs = tree_map_only(Region, find, (call.args, call.kwargs))
-        found = call.func(*args, **kwargs)
+
+        def locate(region: Region) -> Tensor:
+            if is_live:
+                return region.view(self._find(region.storage, live))
+            self._spare = self._allocate(self.sizes[region.storage])  # for random numbers that are overwritten later
+            return region.view(self._spare)
+
+        args, kwargs = tree_map_only(Region, locate, (call.args, call.kwargs))
+        result = call.func(*args, **kwargs)
         for index, region in call.new if is_live else ():
-            output: Tensor = found[index] if isinstance(found, (tuple, list)) else found
+            output: Tensor = result[index] if isinstance(result, (tuple, list)) else result
             if output.stride() != region.stride:  # the meta device may lay it out otherwise
                 output = region.allocate().copy_(output)
             live[region.storage] = output.untyped_storage()
@@ -233,7 +219,11 @@ class Tape:
         """A hash of the tape up to each call, equal where the values are."""
         state = hashlib.sha256()
         for call in self.calls:
-            described = tree_map_only(Tensor, _describe, (call.args, call.kwargs, call.state))
+            described = tree_map_only(
+                Tensor,
+                lambda each: (each.dtype, tuple(each.shape), repr(sum_in_double(each))),
+                (call.args, call.kwargs, call.state),
+            )
             state.update(repr((call.func.__name__, described)).encode())
             yield state.hexdigest()
 
@@ -241,7 +231,3 @@ class Tape:
 def _fingerprint(tensor: Tensor) -> str:
     """The version alone would miss what is written through `.data` or NumPy."""
     return f"{tensor._version} {sum_in_double(tensor)!r}"
-
-
-def _describe(tensor: Tensor) -> tuple[object, ...]:
-    return (tensor.dtype, tuple(tensor.shape), repr(sum_in_double(tensor)))

@@ -1,19 +1,25 @@
 """The values of parameters on the meta device: drawn, or read from a file, and given one after the other.
 
-Made by `build`; filled into a sharded model by its plan. No more than one whole tensor is in memory at a time, besides
-those that the draw of another needs.
+Made by `build`; filled into a sharded model by its plan. No more than one full tensor is in memory at a time, besides
+those that the draw of another needs. `decide_plan` finds such a plan, while the model runs with arbitrary values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import summarize_error
+from shoal.parallel.comm.world import World
 from shoal.parallel.deferred.tape import CannotDefer, Region, Tape
-from shoal.parallel.state.module_snapshot import has_hooks, preserve_parameter_attributes
+from shoal.parallel.state.module_snapshot import has_hooks, preserve_module, preserve_parameter_attributes
+from shoal.parallel.state.skeleton import lend_values
 from shoal.parallel.state.state_dict import copy_into, sum_in_double
+from shoal.random_state import preserve_rng
 
 
 class DeferredWeights:
@@ -88,20 +94,14 @@ class DeferredWeights:
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
         tensors = dict[str, Tensor]([*model.named_parameters(), *model.named_buffers(remove_duplicate=False)])
-        sinks: dict[int, list[tuple[Region, Tensor]]] = {}
         given = {self._first_names.get(name, name) for name in self.given}
-        for name, region in self._regions.items():
-            if name not in given and name not in absent:
-                sinks.setdefault(region.storage, []).append((region, tensors[name]))
 
-        def sink(pairs: list[tuple[Region, Tensor]]) -> Callable[[Tensor], None]:
-            def fill(value: Tensor) -> None:
-                for region, tensor in pairs:
-                    copy_into(tensor.data, region.view(value.untyped_storage()))
+        def fill(name: str, region: Region, value: Tensor) -> None:
+            copy_into(tensors[name].data, region.view(value.untyped_storage()))
 
-            return fill
-
-        self._tape.replay({storage: sink(pairs) for storage, pairs in sinks.items()}, keeps_rng=not self.given)
+        drawn = {name: each for name, each in self._regions.items() if name not in given and name not in absent}
+        sinks = {region.storage: partial(fill, name, region) for name, region in drawn.items()}
+        self._tape.replay(sinks, keeps_rng=not self.given)
         for name in self.given:
             if (first := self._first_names.get(name, name)) in absent:
                 continue
@@ -111,3 +111,30 @@ class DeferredWeights:
 def move_to_device(model: nn.Module, device: torch.device) -> None:
     """Move all that has memory."""
     model._apply(lambda each: each if each.is_meta else each.to(device))
+
+
+T = TypeVar("T")
+
+
+def decide_plan(
+    find: Callable[[], T], model: nn.Module, deferred: DeferredWeights | None, world: World, device: torch.device
+) -> T:
+    """What `find` returns on rank 0, on every rank. Collective. Raises its PlanError, on every rank.
+
+    A plan follows from what a model does with values, not from the values: arbitrary ones stand in for those of
+    `deferred`. If `find` fails with them, each rank fills the whole model, and `deferred` has the reason.
+    """
+    if deferred is not None and not deferred.is_filled:
+        result: tuple[T | None, str] = None, ""
+        if world.is_first:
+            try:
+                with lend_values(model, device), preserve_module(model), preserve_rng():
+                    result = find(), ""
+            except Exception as error:  # noqa: BLE001 - any error of the user's module, which may need its own values
+                result = None, summarize_error(error)
+        plan, reason = world.broadcast(result)
+        if plan is not None:
+            return plan
+        deferred.fill(model, device)
+        deferred.eager_reason = f"its plan is not found without its weights: {reason}"
+    return world.decide(find)

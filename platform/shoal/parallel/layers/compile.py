@@ -34,7 +34,7 @@ def compile_forward(module: nn.Module) -> None:
 
 def _compile_function(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
     shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
-    kind = _make_shared_code(function.__code__, f"{module} {shapes}")
+    kind = _share_code(function.__code__, f"{module} {shapes}")
     compiled = torch.compile(FunctionType(kind.code, function.__globals__, closure=function.__closure__))
     before = _count_graphs()
 
@@ -65,10 +65,9 @@ class _SharedCode:
 
 
 @cache
-def _make_shared_code(code: CodeType, description: str) -> _SharedCode:
-    return _SharedCode(
-        code.replace(co_name=f"compiled_{next(_code_ids)}")
-    )  # torch remembers by name which sizes have changed
+def _share_code(code: CodeType, description: str) -> _SharedCode:
+    """The code of modules of this description, by a name of its own: torch remembers by it which sizes have changed."""
+    return _SharedCode(code.replace(co_name=f"compiled_{next(_code_ids)}"))
 
 
 def _count_graphs() -> int:

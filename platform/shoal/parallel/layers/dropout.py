@@ -75,7 +75,14 @@ class DropoutRng:
 
         part: this rank's part of a dimension that tensor ranks split
         """
-        self._generator.manual_seed(self._get_call_seed(layer))
+        # Recomputing by activation checkpointing restores the state of PyTorch's own generator: a token drawn from it
+        # identifies the call. A layer called again draws another mask.
+        token = int(torch.empty((), dtype=torch.int64).random_().item())
+        if token not in self._seeds_by_token:
+            key = (*self._key, layer)
+            self._calls[key] = self._calls.get(key, -1) + 1
+            self._seeds_by_token[token] = mix_seed(*key, self._calls[key])
+        self._generator.manual_seed(self._seeds_by_token[token])
         full = list(shape)
         if part is not None and shape[part.dim] == 1:  # a mask of full channels, which are not split
             part = None
@@ -90,19 +97,6 @@ class DropoutRng:
         if part is not None:
             mask = mask.narrow(part.dim, part.which * shape[part.dim], shape[part.dim])
         return mask
-
-    def _get_call_seed(self, layer: int) -> int:
-        """A layer called again draws another mask, but not when activation checkpointing recomputes a call.
-
-        Recomputing restores the state of PyTorch's own generator: a token drawn from it identifies the call.
-        """
-        token = int(torch.empty((), dtype=torch.int64).random_().item())
-        seed = self._seeds_by_token.get(token)
-        if seed is None:
-            key = (*self._key, layer)
-            call = self._calls[key] = self._calls.get(key, -1) + 1
-            seed = self._seeds_by_token[token] = mix_seed(*key, call)
-        return seed
 
     def _sample_dim(self, shape: torch.Size) -> int | None:
         """The dimension of the samples: the first, of which each sample may have several rows, or the second."""

@@ -1,7 +1,7 @@
-"""Reduced precision: autocast, and the scale that keeps fp16 gradients from vanishing.
+"""Reduced precision: autocast, and the scale that keeps fp16 gradients from vanishing. And images channels last.
 
 Parameters, gradients and the optimiser stay in fp32 in every plan; autocast computes its listed operations in bf16 or
-fp16. With `bf16_params` the forward pass also has its weights in bf16, see `spmd.fsdp_options`. Called by every plan.
+fp16. With `bf16_params` the forward pass also has its weights in bf16, see `spmd.fsdp_layout`. Called by every plan.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor, nn
 
 from shoal.errors import PlanError
 from shoal.parallel.spec import Precision
@@ -63,3 +64,28 @@ class LossScale:
             return True
         self.value /= 2
         return False
+
+
+CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+
+
+def check_channels_last(model: nn.Module) -> None:
+    """Raises PlanError unless there is a convolution that supports it."""
+    if not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
+        problem = f"{type(model).__name__} has no convolution of two dimensions"
+        raise PlanError("parallel.channels_last", True, problem, "leave it out")
+
+
+def use_channels_last(model: nn.Module) -> None:
+    """Let each convolution read its images channels last; the layers that follow keep the format of their input."""
+    for module in model.modules():
+        if isinstance(module, CONVOLUTIONS):
+            module.register_forward_pre_hook(_convert_images)
+
+
+def _convert_images(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    images, *others = inputs
+    if images.ndim == 3 or images.stride(1) == 1:  # one image without [B]; or already channels last
+        return inputs
+    # Not `contiguous`: an image of one channel is channels last in any case, and convolutions decide by strides.
+    return images.clone(memory_format=torch.channels_last), *others

@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 
 from shoal.batch_tree import count_samples
 from shoal.errors import PlanError
-from shoal.parallel.comm.mesh import make_mesh
 from shoal.parallel.comm.shm_p2p import ShmP2P
-from shoal.parallel.comm.world import World
+from shoal.parallel.comm.world import World, make_mesh
 from shoal.parallel.deferred.weights import DeferredWeights, move_to_device
 from shoal.parallel.layers.batch_norm import DataGroup, globalise_batch_norm
 from shoal.parallel.layers.dropout import seed_dropout
@@ -35,9 +34,14 @@ from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_
 from shoal.parallel.pipeline.groups import PipelineGroups, receive_tensor, send_tensor
 from shoal.parallel.pipeline.partition import StagePartition, partition_model
 from shoal.parallel.pipeline.schedules import SPLIT_BACKWARD, check_schedule, get_stage_ranks
-from shoal.parallel.pipeline.stage_blocks import compile_blocks, find_gated_modules, shard_blocks
 from shoal.parallel.pipeline.stage_forward import StageForward, build_stage_slices
-from shoal.parallel.pipeline.stage_weights import StageWeights, check_copied_weights
+from shoal.parallel.pipeline.stage_weights import (
+    StageWeights,
+    check_copied_weights,
+    compile_blocks,
+    find_gated_modules,
+    shard_blocks,
+)
 from shoal.parallel.pipeline.stages import (
     ScheduleCache,
     StageClock,
@@ -47,8 +51,7 @@ from shoal.parallel.pipeline.stages import (
     shape_key,
 )
 from shoal.parallel.spec import ParallelDims, ParallelSpec, Precision
-from shoal.parallel.spmd.buffer_consistency import check_buffers
-from shoal.parallel.spmd.fsdp_consistency import BlockUsageCheck
+from shoal.parallel.spmd.rank_consistency import BlockUsageCheck, check_buffers
 from shoal.parallel.state import gradients, state_dict
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.tensor.apply import agree_on_tensor_plan, split_dropouts, split_layers

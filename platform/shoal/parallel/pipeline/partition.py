@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from shoal.errors import PlanError
 from shoal.parallel.comm.world import World
-from shoal.parallel.deferred.plan_search import decide_plan
-from shoal.parallel.deferred.weights import DeferredWeights
+from shoal.parallel.deferred.weights import DeferredWeights, decide_plan
 from shoal.parallel.loss import Mean, get_value
 from shoal.parallel.loss_trace import find_means
 from shoal.parallel.model import TaskProtocol, compute_loss_and_metrics

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from shoal.errors import PlanError
 from shoal.parallel.spec import ActivationCheckpointing, ParallelDims, ParallelSpec
-from shoal.parallel.spmd.fsdp_blocks import find_blocks
+from shoal.parallel.spmd.fsdp_layout import find_blocks
 from shoal.parallel.state.module_snapshot import snapshot_module
 
 FIELD = "parallel.activation_checkpointing"
@@ -63,20 +63,16 @@ def _recompute(block: nn.Module, forward: Callable[..., Any], is_selective: bool
     """The `forward` of `block`, which the backward pass runs again."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    contexts = partial(create_selective_checkpoint_contexts, _KEPT_OPERATORS) if is_selective else None
-    options: dict[str, Any] = {"context_fn": partial(_make_contexts, block, contexts)}
+    selective = partial(create_selective_checkpoint_contexts, _KEPT_OPERATORS)
     if torch.compiler.is_compiling():  # contexts of others would break the graph
-        options = {"context_fn": contexts} if contexts is not None else {}
-    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        context_fn = selective if is_selective else noop_context_fn
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
+    def make_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, again = selective() if is_selective else (nullcontext(), nullcontext())
+        return first, _preserve_buffers(block, again, snapshot_module(block))
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
-
-def _make_contexts(block: nn.Module, contexts: Callable[[], Contexts] | None) -> Contexts:
-    """Those of the forward pass and of the recomputation."""
-    first, again = contexts() if contexts is not None else (nullcontext(), nullcontext())
-    return first, _preserve_buffers(block, again, snapshot_module(block))
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=make_contexts, **kwargs)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from shoal.parallel.micro_batches import split_micro_batches
 from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.activation_checkpointing import checkpoint_activations
-from shoal.parallel.spmd.buffer_consistency import check_buffers
+from shoal.parallel.spmd.rank_consistency import check_buffers
 from shoal.parallel.state import gradients
 from shoal.parallel.state import state_dict as state
 from shoal.parallel.state.module_snapshot import eval_mode, get_trainable_parameters, snapshot_module
@@ -74,7 +74,7 @@ class SpmdModel(ParallelModel):
         self.loss_reader = LossReader(model, spec.accumulate > 1 or self.num_data_ranks > 1)
         self._summed: list[nn.Parameter] = []
         self._summing_group: dist.ProcessGroup | None = None
-        self._collect_trainable()
+        self.collect_parameters()
 
     # -- a step
 
@@ -89,29 +89,37 @@ class SpmdModel(ParallelModel):
                 return loss
             take_back()  # running statistics must count this batch only once
 
-    def _collect_trainable(self) -> None:
+    def collect_parameters(self) -> None:
+        """Note the parameters to train, which a plan may have replaced."""
         self._trainable = get_trainable_parameters(self.module)
         self._frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
 
     def _compute_gradients(self, batch: Any, step: int, share: float) -> Tensor:
-        for parameter in self._frozen:
-            if parameter.requires_grad:
-                self._raise_thawed()
+        if any(parameter.requires_grad for parameter in self._frozen):
+            frozen = {id(parameter) for parameter in self._frozen}
+            name = next(name for name, each in self.named_parameters() if id(each) in frozen and each.requires_grad)
+            raise PlanError("model", name, "was frozen when the run began, and is not now", "thaw it in Task.model()")
         for parameter in self._trainable:
             parameter.grad = None
         self.step_losses, self.step_weight = {}, 1.0
         self._counts.begin()
-        micro_batches = self._split_batch(batch, share)
+        micro_batches = self._split_weighted(batch, share)
         if self._phase_parameters:
             return self._run_phases(micro_batches, step)
         losses = []
         for index, (part, weight) in enumerate(micro_batches):
+            num_samples = count_samples(part)
             with self._gradient_sync_context(index == len(micro_batches) - 1):
-                losses.append(self._micro_step(part, step, index, weight))
+                self._dropout_rng.begin_micro_step(step, index, num_samples)
+                with autocast(self._spec.precision, self._world.device):
+                    loss = self._compute_loss(part, weight)
+                weighted = self._counts.weigh(LOSS, loss, weight, num_samples)
+                self._backward(weighted if self._loss_scale is None else weighted * self._loss_scale.value)
+            losses.append(weighted.detach())
         self._exchange_gradients()
         return self._finish_losses(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), LOSS)
 
-    def _split_batch(self, batch: Any, share: float) -> list[tuple[Any, float]]:
+    def _split_weighted(self, batch: Any, share: float) -> list[tuple[Any, float]]:
         """The micro-batches of a step, and the weight of each one's mean loss."""
         accumulate = self._spec.accumulate
         if accumulate == 1:
@@ -141,10 +149,10 @@ class SpmdModel(ParallelModel):
             for micro_step, (each, (part, weight)) in enumerate(zip(steps, micro_batches, strict=True), index):
                 self._dropout_rng.begin_micro_step(step, micro_step, count_samples(part))
                 with autocast(self._spec.precision, self._world.device):
-                    found = self.loss_reader.read(partial(next_phase, each, name))
-                if found is None:
+                    phase = self.loss_reader.read(partial(next_phase, each, name))
+                if phase is None:
                     return total
-                name, loss = found
+                name, loss = phase
                 weighted = self._counts.weigh(f"{name}_loss", loss, weight, count_samples(part))
                 weighted.backward(inputs=get_phase_parameters(self._phase_parameters, name))
                 summed += weighted.detach()
@@ -156,30 +164,14 @@ class SpmdModel(ParallelModel):
             self._take_step(name)
         raise AssertionError
 
-    def _raise_thawed(self) -> NoReturn:
-        frozen = {id(parameter) for parameter in self._frozen}
-        name = next(name for name, each in self.named_parameters() if id(each) in frozen and each.requires_grad)
-        raise PlanError("model", name, "was frozen when the run began, and is not now", "thaw it in Task.model()")
-
-    def _micro_step(self, batch: Any, step: int, index: int, weight: float) -> Tensor:
-        num_samples = count_samples(batch)
-        self._dropout_rng.begin_micro_step(step, index, num_samples)
-        with autocast(self._spec.precision, self._world.device):
-            loss = self._compute_loss(batch, weight)
-        weighted = self._counts.weigh(LOSS, loss, weight, num_samples)
-        self._backward(weighted if self._loss_scale is None else weighted * self._loss_scale.value)
-        return weighted.detach()
-
     def _compute_loss(self, batch: Any, weight: float) -> Loss:
         if self._train_step is None:
             outputs = self.loss_reader.read_outputs(lambda: self._forward(*self._learnable.inputs(batch)))
             return require_loss(self.loss_reader.read(partial(self._learnable.loss, outputs, batch)))
-        result = self.loss_reader.read(partial(self._train_step, self.module, batch))
-        loss, named = split_losses(result)
+        loss, named = split_losses(self.loss_reader.read(partial(self._train_step, self.module, batch)))
         size = count_samples(batch)
-        self._add_losses(
-            {name: self._counts.weigh(name, value, weight, size).detach() for name, value in named.items()}
-        )
+        parts = {name: self._counts.weigh(name, value, weight, size).detach() for name, value in named.items()}
+        self._add_losses(parts)
         return loss
 
     def _finish_losses(self, summed: Tensor, name: str) -> Tensor:

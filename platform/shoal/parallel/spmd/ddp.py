@@ -2,7 +2,7 @@
 
 By PyTorch's DistributedDataParallel as they appear; between CPU ranks of one host all at once, see `gradient_buffer`.
 Buffers are not broadcast: running statistics of batch normalisation are equal on every rank, and other buffers that
-training changes must be, see `batch_norm` and `buffer_consistency`. Called by `parallelize`.
+training changes must be, see `batch_norm` and `rank_consistency`. Called by `parallelize`.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class DdpModel(SpmdModel):
         )
         if spec.compile:
             compile_module(self._ddp)
-        if order:
-            order[-1].register_post_accumulate_grad_hook(self._on_last_gradient)
+        if order:  # after the last one nothing is left to compute: the rest of backward waits for the other ranks
+            order[-1].register_post_accumulate_grad_hook(lambda _: setattr(self, "_complete", self._waits.begin()))
 
     def _exchange_gradients(self) -> None:
         if not self._may_skip and any(parameter.grad is None for parameter in self._trainable):
@@ -89,10 +89,6 @@ class DdpModel(SpmdModel):
             self._flat_gradients.average(self._may_skip)
             if not self._shm_all_reduce:  # which keeps its own time
                 self._waits.end(began)
-
-    def _on_last_gradient(self, parameter: Tensor) -> None:
-        """Nothing is left to compute: the rest of backward is waiting for the other ranks."""
-        self._complete = self._waits.begin()
 
     def _backward(self, loss: Tensor) -> None:
         self._complete = None
@@ -112,9 +108,9 @@ def _broadcast_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Copy the first rank's parameters and buffers to all. Collective."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            whole = tensor.contiguous()  # may be the tensor itself
-            dist.broadcast(whole.view(-1).view(torch.uint8), group_src=0, group=group)  # Gloo lacks some types
-            tensor.copy_(whole)
+            values = tensor.contiguous()  # may be the tensor itself
+            dist.broadcast(values.view(-1).view(torch.uint8), group_src=0, group=group)  # Gloo lacks some types
+            tensor.copy_(values)
 
 
 def _find_gradient_order(model: nn.Module, learnable: TaskProtocol, batch: Any) -> list[nn.Parameter]:

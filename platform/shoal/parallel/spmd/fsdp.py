@@ -8,7 +8,7 @@ with one rank for each copy this is plain data parallel, for layers that are alr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,9 +26,8 @@ from shoal.parallel.loss_trace import MeasuredLoss
 from shoal.parallel.model import Observer, TaskProtocol
 from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.base import TimedCollectivesMixin
-from shoal.parallel.spmd.fsdp_blocks import find_blocks
-from shoal.parallel.spmd.fsdp_consistency import BlockUsageCheck
-from shoal.parallel.spmd.fsdp_options import PARAMS_DTYPE, autocast_forward, make_fsdp_options
+from shoal.parallel.spmd.fsdp_layout import PARAMS_DTYPE, autocast_forward, find_blocks, make_fsdp_options
+from shoal.parallel.spmd.rank_consistency import BlockUsageCheck
 from shoal.parallel.state.module_snapshot import preserve_parameter_attributes
 
 
@@ -61,7 +60,7 @@ class FsdpModel(TimedCollectivesMixin):
                 deferred.fill(model, world.device if spec.offload == "none" else torch.device("cpu"))
             if spec.offload == "none":  # otherwise FSDP has moved what is not sharded
                 model.to(world.device)  # the unsharded part: buffers
-        self._collect_trainable()
+        self.collect_parameters()
         assert self._ranks is not None
         self._usage_check = BlockUsageCheck([*blocks, ("", model)], self._ranks, spec.dynamic)
         if spec.precision == "bf16_params":
@@ -84,16 +83,15 @@ class FsdpModel(TimedCollectivesMixin):
         return loss
 
     @contextmanager
-    def _defer_gradient_sync(self) -> Iterator[None]:
+    def _gradient_sync_context(self, last: bool) -> Iterator[None]:
         assert isinstance(self.module, FSDPModule)
-        self.module.set_requires_gradient_sync(False)
+        if not last:
+            self.module.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self.module.set_requires_gradient_sync(True)
-
-    def _gradient_sync_context(self, last: bool) -> AbstractContextManager[Any]:
-        return super()._gradient_sync_context(last) if last else self._defer_gradient_sync()
+            if not last:
+                self.module.set_requires_gradient_sync(True)
 
 
 def apply_fsdp(parts: Sequence[nn.Module], mesh: DeviceMesh, spec: ParallelSpec) -> None:
@@ -103,7 +101,7 @@ def apply_fsdp(parts: Sequence[nn.Module], mesh: DeviceMesh, spec: ParallelSpec)
     """
     names = ("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)
     for part in parts:
-        part.register_forward_hook(_prepare_outputs)
+        part.register_forward_hook(lambda module, args, output: tree_map_only(Tensor, _prepare_output, output))
         if spec.precision == "bf16_params":
             autocast_forward(part, mesh.device_type)
         sharded = fully_shard(part, mesh=mesh[names], **make_fsdp_options(spec, part is parts[-1]))
@@ -112,10 +110,6 @@ def apply_fsdp(parts: Sequence[nn.Module], mesh: DeviceMesh, spec: ParallelSpec)
         elif spec.dynamic:
             problem = f"needs an exchange of unused parameters, which torch {torch.__version__} lacks in FSDP2"
             raise PlanError("parallel.dynamic", spec.dynamic, problem, "use torch 2.13 or newer, or parallel=ddp")
-
-
-def _prepare_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    return tree_map_only(Tensor, _prepare_output, output)
 
 
 def _prepare_output(output: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ the model. Called by `DdpModel`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,10 @@ class FlatGradients:
             flat = torch.zeros(sum(each.numel() for each in alike), dtype=dtype, device=alike[0].device)
             begin = 0
             for parameter in alike:
-                place = _view_like(parameter, flat[begin : begin + parameter.numel()])
-                parameter.register_post_accumulate_grad_hook(_make_copy_hook(place))
-                self._views.append((parameter, place))
+                like = torch.empty_like(parameter)  # dense, in the parameter's memory order, as an optimiser's state
+                view = flat[begin : begin + parameter.numel()].as_strided(like.shape, like.stride(), begin)
+                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, view))
+                self._views.append((parameter, view))
                 begin += parameter.numel()
             self._flat.append(flat)
 
@@ -50,36 +51,21 @@ class FlatGradients:
 
         A parameter that no rank has used keeps None. Without `may_skip` every rank must have all of them.
         """
-        used = self._find_used() if may_skip else None
+        used = torch.ones(len(self._views), dtype=torch.int32, device=self._flat[0].device)
+        for index, (parameter, view) in enumerate(self._views if may_skip else ()):
+            if parameter.grad is None:
+                view.zero_()
+                used[index] = 0
+        counts = self._all_reduce.sum(used).tolist() if may_skip else ()
         for flat in self._flat:
             self._all_reduce.sum(flat, 1.0 / self._all_reduce.size)
-        if used is not None:
-            for (parameter, place), by_any in zip(self._views, used, strict=True):
-                parameter.grad = place if by_any else None
-
-    def _find_used(self) -> list[bool]:
-        used = torch.zeros(len(self._views), dtype=torch.int32, device=self._flat[0].device)
-        for index, (parameter, place) in enumerate(self._views):
-            if parameter.grad is None:
-                place.zero_()
-            else:
-                used[index] = 1
-        return [bool(count) for count in self._all_reduce.sum(used).tolist()]
+        for (parameter, view), count in zip(self._views, counts, strict=False):
+            parameter.grad = view if count else None
 
 
-def _view_like(parameter: nn.Parameter, flat: Tensor) -> Tensor:
-    """`flat`, in the parameter's shape and memory order, like an optimiser's own state."""
-    like = torch.empty_like(parameter)  # dense, in the parameter's memory order
-    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
-
-
-def _make_copy_hook(destination: Tensor) -> Callable[[Tensor], None]:
-    """A hook that moves a new gradient into `destination`; later micro-steps of the same step add to it there."""
-
-    def put(parameter: Tensor) -> None:
-        if parameter.grad is not destination:
-            assert parameter.grad is not None
-            destination.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
-            parameter.grad = destination
-
-    return put
+def _move_gradient(destination: Tensor, parameter: Tensor) -> None:
+    """Move a new gradient into `destination`; later micro-steps of the same step add to it there."""
+    if parameter.grad is not destination:
+        assert parameter.grad is not None
+        destination.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+        parameter.grad = destination

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -33,50 +33,59 @@ PERIOD, OFFSET = 1_000_003, 7919  # primes: numbers after which they come again,
 
 
 class _Building(threading.local):
-    """What this thread has replaced, while it builds a skeleton."""
+    """Within `replace_registered`, what is called in this thread with each parameter that a module gets."""
 
-    replaced: WeakIdKeyDictionary | None = None
+    take: Callable[[nn.Parameter], nn.Parameter | None] | None = None
 
 
 _building = _Building()
 
 
-def _drop_memory(module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
+def _replace(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
     """torch calls this for each parameter that a module gets, in any thread, and takes what it returns instead."""
-    replaced = _building.replaced
-    if replaced is None or parameter is None or parameter.is_meta or isinstance(parameter, UninitializedParameter):
-        return None
-    if parameter not in replaced:  # a tied one stays tied
-        replaced[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    found: nn.Parameter = replaced[parameter]
-    return found
+    take = _building.take
+    return None if take is None or parameter is None or is_lazy(parameter) or is_meta(parameter) else take(parameter)
 
 
 # Once, since other threads may be going through torch's table; its type leaves out what a hook may return.
-register_module_parameter_registration_hook(_drop_memory)  # type: ignore[arg-type]
+register_module_parameter_registration_hook(_replace)  # type: ignore[arg-type]
+
+
+@contextmanager
+def replace_registered(take: Callable[[nn.Parameter], nn.Parameter | None]) -> Iterator[None]:
+    """Within, in this thread, modules get what `take` returns in place of a real parameter; None: the parameter."""
+    before, _building.take = _building.take, take
+    try:
+        yield
+    finally:
+        _building.take = before
+
+
+def is_meta(tensor: Tensor) -> bool:
+    """By the dispatcher: `Tensor.device` may be asked of another mode, or disguised."""
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Meta)
 
 
 def build_skeleton(build: Callable[[], nn.Module]) -> nn.Module:
     """What `build` returns, in evaluation mode, with its parameters on the meta device: each is dropped as soon as a
     module has it. Raises PlanError for one that cannot be built so."""
-    _building.replaced = WeakIdKeyDictionary()
-    try:
+    replaced = WeakIdKeyDictionary()
+
+    def drop(parameter: nn.Parameter) -> nn.Parameter:
+        if parameter not in replaced:  # a tied one stays tied
+            replaced[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return replaced[parameter]  # type: ignore[no-any-return]
+
+    with replace_registered(drop):
         model = build()
-    finally:
-        _building.replaced = None
-    _require_plain(model)
-    if is_used_elsewhere(model):
-        raise PlanError("model", type(model).__name__, "has a parameter in a list or an object, too", _REMEDY)
-    return model.eval()
-
-
-def _require_plain(model: nn.Module) -> None:
-    """Raises PlanError unless the parameters, and nothing else, are without memory."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if isinstance(tensor, UninitializedParameter):
+        if is_lazy(tensor):
             raise PlanError("model", name, "has no shape before the first call", _REMEDY)
         if isinstance(tensor, nn.Parameter) != tensor.is_meta:
             raise PlanError("model", name, "is computed from parameters, or not a module's own", _REMEDY)
+    if is_used_elsewhere(model):
+        raise PlanError("model", type(model).__name__, "has a parameter in a list or an object, too", _REMEDY)
+    return model.eval()
 
 
 def set_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -163,15 +172,15 @@ class _ValueReads(TorchDispatchMode):
         self._derived = WeakIdKeyDictionary(dict.fromkeys(tensors, True))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if given and all(each in self._derived for each in given):
-            outputs = tree_leaves(found)
-            self.has_read |= not all(isinstance(each, Tensor) for each in outputs)
-            for each in outputs:
+            for each in tree_leaves(result):
                 if isinstance(each, Tensor):
                     self._derived[each] = True
-        return found
+                else:
+                    self.has_read = True
+        return result
 
 
 def _make_arbitrary(like: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:

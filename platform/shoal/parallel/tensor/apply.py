@@ -14,10 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from shoal.parallel.comm.mesh import make_data_group, make_mesh
-from shoal.parallel.comm.world import World
-from shoal.parallel.deferred.plan_search import decide_plan
-from shoal.parallel.deferred.weights import DeferredWeights, move_to_device
+from shoal.parallel.comm.world import World, make_data_group, make_mesh
+from shoal.parallel.deferred.weights import DeferredWeights, decide_plan, move_to_device
 from shoal.parallel.layers.compile import compile_module
 from shoal.parallel.layers.dropout import SeededDropout, TensorPart
 from shoal.parallel.model import ParallelModel, TaskProtocol

@@ -24,7 +24,6 @@ from shoal.parallel.loss import get_value
 from shoal.parallel.model import TaskProtocol
 from shoal.parallel.state.module_snapshot import has_hooks, preserve_module
 from shoal.parallel.tensor.dataflow import is_activation_used_elsewhere, is_weight_used_elsewhere
-from shoal.parallel.tensor.model_plan import read_model_plan
 from shoal.parallel.tensor.trace import LinearCall, ModelTrace, Pair, trace_model
 from shoal.parallel.tensor.verify import PairSplit, verify_pair
 
@@ -70,8 +69,8 @@ class TensorPlan:
         self.dropouts |= split.dropouts
         self.summed |= split.entering
 
-    def restrict(self, model: nn.Module) -> TensorPlan:
-        """The plan for a model that lacks some of the layers."""
+    def for_layers_of(self, model: nn.Module) -> TensorPlan:
+        """The part of the plan for a model that has some of the layers."""
         names, parameters = dict(model.named_modules()), dict(model.named_parameters())
         return TensorPlan(
             styles={name: style for name, style in self.styles.items() if name in names},
@@ -332,3 +331,23 @@ def _add_reasons(model: nn.Module, plan: TensorPlan) -> None:
         elif next(iter(module.parameters(recurse=False)), None) is not None:
             reasons = (reason for kind, reason in _REASONS.items() if isinstance(module, kind))
             plan.unsplit.setdefault(name, next(reasons, "no pair of linear layers that it belongs to"))
+
+
+# Styles of transformers (5.23, `transformers.distributed.tensor_parallel`), and ours. Its styles for experts and packed
+# parameters are of no layers of torch: such modules stay unsplit. What it does for normalisations of heads is seen in
+# the trace of the model.
+_STYLES = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "column_gathered",
+    "colwise_rep": "column_gathered",
+    "rowwise_split_input": "row_split",
+    "embedding_rowwise": "vocabulary",
+}
+
+
+def read_model_plan(model: nn.Module) -> dict[str, str]:
+    """{pattern of names: style}, as `Task.tensor_plan` gives it; {} for a model without a plan."""
+    plans = {f"{name}.": getattr(module, "_tp_plan", None) for name, module in model.named_modules()}
+    name, plan = next(((name, plan) for name, plan in plans.items() if isinstance(plan, dict) and plan), ("", {}))
+    return {f"{name.removeprefix('.')}{pattern}": _STYLES[style] for pattern, style in plan.items() if style in _STYLES}

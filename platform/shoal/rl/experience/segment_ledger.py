@@ -434,10 +434,7 @@ class Ledger:
     def _load_accounts(self, rows: Iterable[Sequence[Any]], queued: Mapping[ActorKey, int]) -> None:
         """Add accounts; of their segments that were queued, `queued` still are."""
         for actor_id, incarnation, next_seq, received, consumed, duplicates, dropped in rows:
-            reasons = json.loads(dropped)
-            if former := reasons.pop("malformed", 0):  # the former word, in older records
-                reasons[DropReason.INVALID_FRAMES.value] = reasons.get(DropReason.INVALID_FRAMES.value, 0) + former
-            account = Account(next_seq, received, consumed, 0, duplicates, Counter(reasons))
+            account = Account(next_seq, received, consumed, 0, duplicates, Counter(json.loads(dropped)))
             self._add_account((actor_id, incarnation), account)
         leased = Counter(key for lease in self._leases.values() for key in lease.keys)
         for key, account in self._accounts.items():

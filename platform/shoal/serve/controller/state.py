@@ -25,8 +25,7 @@ from shoal.atomic_file import (
     make_folder,
 )
 from shoal.errors import RunError, WeightsError
-from shoal.serve.controller.rollout import FOLLOWING, Phase, Rollout, repoint
-from shoal.serve.messages.desired_state import NEWEST, TrafficShares
+from shoal.serve.controller.rollout import Phase, Rollout
 from shoal.serve.messages.replica_report import RejectedVersion
 from shoal.weights import WeightSnapshot
 
@@ -203,8 +202,6 @@ class StateFile:
             document = msgspec.json.decode(self._path.read_bytes(), type=dict[str, Any])
             if is_newer_format(found := document.get("format"), FORMAT):
                 raise RunError(describe_newer_format(self._path, found, FORMAT))
-            for model in document["models"].values():
-                _upgrade(model)
             state = msgspec.convert(document, ControllerState)
             self._unknown = _find_unknown(document)
             paths = (f"{model}.{name}" if model else name for model, each in self._unknown.items() for name in each)
@@ -320,22 +317,6 @@ def _find_unknown(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
         name: {field: value for field, value in part.items() if field not in names}
         for name, (names, part) in known.items()
     }
-
-
-def _upgrade(model: dict[str, Any]) -> None:
-    """Upgrade an older file, in which a model that follows a run had a state `live` instead of a rollout."""
-    live, rollout = model.pop("live", None), model["rollout"]
-    if live is None:
-        return
-    if model["deployment"]["registry"]:
-        rollout["shares"] = {name: rollout.pop(name) for name in ("percent", "shadow_percent")}
-        model["rejected"] = [model["refused"]] if model["refused"] else []
-        return
-    renamed = {"left": "rejected", "kept": "retained", "last": "last_rejected"}
-    model |= {renamed.get(name, name): live[name] for name in ("left", "kept", "last", "unrecorded", "recorded_at")}
-    moved = repoint(FOLLOWING, live["pinned"] or NEWEST, msgspec.convert(live["newest"], TrafficShares | None), 0.0)
-    moved = replace(moved, attempt=live["era"], lost_replicas=live["lost_replicas"])
-    model["rollout"] = msgspec.to_builtins(moved)
 
 
 def _weights_folder(state: Path) -> Path:

@@ -24,10 +24,10 @@ from shoal.cluster.job_main import expected_run_id
 from shoal.config import last_override
 from shoal.errors import ConfigError, SpecMismatch
 from shoal.libs.population.evolution import ARCHITECTURE, Decisions, ShrinkAndPerturb, build_evolution
+from shoal.libs.population.lineage import Lineage
 from shoal.random_state import preserve_rng
 from shoal.registry import Registry
 from shoal.runs import RunKind, RunRecorder, Status
-from shoal.runs.lineage import Lineage
 from shoal.runs.report.event_messages import NO_CHECKPOINT
 from shoal.train.reporting.console import ConsoleLog
 from shoal.train.reporting.event_log import EventLog
