@@ -59,10 +59,10 @@ class Tag:
             if not (agent == PREY and self._rests):
                 self._positions[agent] = np.clip(before[agent] + MOVES[int(action)], 0, SIZE - 1)
         self._steps += 1
-        prey, left = self._positions[PREY], before[PREY]
+        prey, former = self._positions[PREY], before[PREY]
         is_caught = any(  # on one field, or passed each other
             bool((self._positions[hunter] == prey).all())
-            or bool((self._positions[hunter] == left).all() and (prey == before[hunter]).all())
+            or bool((self._positions[hunter] == former).all() and (prey == before[hunter]).all())
             for hunter in HUNTERS
         )
         is_late = not is_caught and self._steps >= MAX_STEPS

@@ -242,13 +242,13 @@ class _TextTask(HuggingFaceTask):
         tokenizer = load_tokenizer(self.folder)
         if not self._data:
             raise ConfigError("data", self._data, "is not given", "name a file of samples, as in data=texts.jsonl")
-        records, held = texts.read_records(Path(self._data)), None
+        records, held_out = texts.read_records(Path(self._data)), None
         if isinstance(self._validation, str):
-            held = texts.read_records(Path(self._validation)) if self._validation else None
+            held_out = texts.read_records(Path(self._validation)) if self._validation else None
         elif not 0 <= self._validation < 1:
             raise ConfigError("validation", self._validation, "is no share of the samples", "give 0.1, say, or a file")
         elif self._validation:
-            records, held = texts.split_records(records, self._validation)
+            records, held_out = texts.split_records(records, self._validation)
         vocabulary = getattr(make_config(self.config).get_text_config(), "vocab_size", None)
         spec = TextSpec(tokenizer, self._max_length, self._truncate, vocabulary)
         pad = get_pad(tokenizer)
@@ -256,7 +256,7 @@ class _TextTask(HuggingFaceTask):
             problem = f"has a tokenizer that pads with token {pad}, and a vocab_size of {vocabulary}"
             raise ConfigError("model", str(self.folder), problem, "set its pad_token to a token that the model has")
         row_length = self._max_length if self._is_packed else None
-        train, validation = (None if each is None else self.encode(each, spec) for each in (records, held))
+        train, validation = (None if each is None else self.encode(each, spec) for each in (records, held_out))
         assert train is not None
         rows = TokenRows(train, pad, row_length)
         held_rows = None if validation is None else TokenRows(validation, pad, row_length)

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from shoal.cli.display.panels import RunView, extend_history, find_phase, render_fact
 from shoal.cli.support.console import make_number_column, make_table
+from shoal.libs.population.lineage import rank_members
 from shoal.runs import Run
 from shoal.runs.formatting import format_number
 
@@ -57,12 +58,7 @@ class PopulationView(RunView):
 
     def rank_members(self) -> list[int]:
         """The members of the last round, best first; those without a finite score last."""
-        sign = -1.0 if self.setting.get("is_higher_better", True) else 1.0
-        finite = [score is not None and math.isfinite(score) for score in self.last.get("scores", [])]
-        keys = [
-            sign * self.last["scores"][member] if is_finite else math.inf for member, is_finite in enumerate(finite)
-        ]
-        return sorted(range(len(keys)), key=keys.__getitem__)
+        return rank_members(self.last.get("scores", []), self.setting.get("is_higher_better", True))
 
     def list_panels(self) -> Iterator[RenderableType]:
         at, end = str(self.last.get("round", 0)), str(self.setting.get("rounds"))

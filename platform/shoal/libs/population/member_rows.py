@@ -190,8 +190,8 @@ class MemberRows:
             saved = state.get(name)
             shape = [len(rows), self._columns_of(name).num_packed] if rows.ndim == 2 else list(rows.shape)
             if saved is None or list(saved.shape) != shape:
-                found = None if saved is None else list(saved.shape)
-                raise SpecMismatch(f"population.{name}", found, f"the population has {shape}")
+                saved_shape = None if saved is None else list(saved.shape)
+                raise SpecMismatch(f"population.{name}", saved_shape, f"the population has {shape}")
         for name, rows in self.state().items():
             self._columns_of(name).unpack(state[name], rows) if rows.ndim == 2 else rows.copy_(state[name])
 

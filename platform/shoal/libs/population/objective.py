@@ -108,10 +108,10 @@ class Objective:
         num_samples = count_samples(batch.of_member(0))
 
         def measure_member(outputs: Any, content: Any) -> dict[str, Tensor]:
-            found = {"loss": self.loss(outputs, content)}
+            values = {"loss": self.loss(outputs, content)}
             if self.metrics is not None:
-                found |= self.metrics(outputs, content)
-            return {name: split_mean(value, num_samples) for name, value in found.items()}
+                values |= self.metrics(outputs, content)
+            return {name: split_mean(value, num_samples) for name, value in values.items()}
 
         measured: dict[str, Tensor] = self._apply_to_outputs(measure_member, outputs, batch)
         return measured

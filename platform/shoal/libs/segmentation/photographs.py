@@ -164,10 +164,10 @@ def _make_decoding_error(kind: str, name: str, error: Exception) -> DataError:
 
 
 def _match_numbers(values: np.ndarray, path: Path, kind: MaskFormat) -> np.ndarray:
-    found = np.unique(values)
-    if len(kind.classes) == 1 and set(found.tolist()) <= {0, 255}:
+    numbers = np.unique(values)
+    if len(kind.classes) == 1 and set(numbers.tolist()) <= {0, 255}:
         return (values > 0).astype(np.uint8)
-    unknown = [value for value in found.tolist() if value > len(kind.classes) and value != IGNORED]
+    unknown = [value for value in numbers.tolist() if value > len(kind.classes) and value != IGNORED]
     if unknown:
         problem = f"has the value {unknown[0]} in {(values == unknown[0]).sum():,} pixels"
         known = ", ".join(f"{number} {name}" for number, name in enumerate(("background", *kind.classes)))

@@ -36,9 +36,9 @@ class SegmentationScore:
         """Count classes as predicted and as they are, integers [..., H, W], with the skeleton of the latter, bool."""
         is_known = classes != IGNORED
         for number in range(len(self.names)):
-            found, real = (predicted == number + 1) & is_known, classes == number + 1
+            claimed, real = (predicted == number + 1) & is_known, classes == number + 1
             line = real & skeleton
-            values = ((found & real).sum(), (found | real).sum(), (found & line).sum(), line.sum(), real.sum())
+            values = ((claimed & real).sum(), (claimed | real).sum(), (claimed & line).sum(), line.sum(), real.sum())
             self._counts[:, number] += torch.stack(values).double().cpu()
 
     def merge_state(self, incoming_state: Self) -> None:

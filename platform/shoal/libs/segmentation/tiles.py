@@ -67,7 +67,7 @@ def _find_starts(size: int, tile: int, overlap: float) -> list[int]:
     """The first pixel of each tile along one side: evenly spaced, at most (1 - overlap) tiles apart."""
     step = max(round(tile * (1 - overlap)), 1)
     count = -(-(size - tile) // step) + 1
-    return [round(place * (size - tile) / max(count - 1, 1)) for place in range(count)]
+    return [round(index * (size - tile) / max(count - 1, 1)) for index in range(count)]
 
 
 def remove_background(pictures: Tensor, kernel: int) -> Tensor:

@@ -73,7 +73,7 @@ class Grid:
         """Pairs of adjacent nodes, int64 [2, pairs]: every pair in both orders."""
         node = torch.arange(self.num_nodes)
         row, column = node // self.columns, node % self.columns
-        found = []
+        pairs_by_direction = []
         for down in (-1, 0, 1):
             for right in (-1, 0, 1):
                 other_row, other_column = row + down, column + right
@@ -83,8 +83,8 @@ class Grid:
                     (other_row >= 0) & (other_row < self.rows) & (other_column >= 0) & (other_column < self.columns)
                 )
                 other = other_row * self.columns + other_column
-                found.append(torch.stack([node, other])[:, inside & (other != node)])
-        pairs = torch.cat(found, 1).unique(dim=1)
+                pairs_by_direction.append(torch.stack([node, other])[:, inside & (other != node)])
+        pairs = torch.cat(pairs_by_direction, 1).unique(dim=1)
         first, second = pairs[:, self.are_adjacent(pairs[0], pairs[1])]
         return first, second
 
@@ -109,8 +109,8 @@ class Grid:
 
     def _kernel(self, size: int, distance: float, sigma: float, like: Tensor, shift: float = 0.0) -> Tensor:
         """[size, size]: the Gaussian along one axis; `shift` moves the targets."""
-        place = torch.arange(size, device=like.device, dtype=torch.float64) * distance
-        squared = self._wrap(place[:, None] + shift - place, size * distance)
+        position = torch.arange(size, device=like.device, dtype=torch.float64) * distance
+        squared = self._wrap(position[:, None] + shift - position, size * distance)
         return (squared / (-2 * sigma**2)).exp().to(like.dtype)
 
     def _wrap(self, difference: Tensor, period: float) -> Tensor:

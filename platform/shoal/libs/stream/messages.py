@@ -67,8 +67,8 @@ def match_wildcards(topic_filter: str, topic: str) -> str:
     is_match = is_match and all(one in ("+", level) for one, level in zip(fixed, levels, strict=False))
     if not is_match or not (has_rest or "+" in fixed):
         return levels[-1]
-    found = [level for one, level in zip(fixed, levels, strict=False) if one == "+"]
-    return "/".join(found + levels[len(fixed) :])
+    matched = [level for one, level in zip(fixed, levels, strict=False) if one == "+"]
+    return "/".join(matched + levels[len(fixed) :])
 
 
 class MessageParser:

@@ -129,10 +129,10 @@ class TablePrior:
         """Heavy-tailed weights; for some tables bent, or with a product or a square: [B, R, D] to [B, R, 1]."""
         B, _, D = x.shape
         weights = self._normal(B, D, 1) / (self._normal(B, D, 1).abs() + 0.2) ** self._uniform(B, 1, 1)
-        found = standardise(x @ weights)
+        values = standardise(x @ weights)
         squares = standardise((x @ self._normal(B, D, 1)) * (x @ self._normal(B, D, 1)))
-        found = found + squares * self._uniform(B, 1, 1) * self._chance(0.25, B, 1, 1)
-        return torch.where(self._chance(0.15, B, 1, 1) > 0, (2 * found).tanh(), found)
+        values = values + squares * self._uniform(B, 1, 1) * self._chance(0.25, B, 1, 1)
+        return torch.where(self._chance(0.15, B, 1, 1) > 0, (2 * values).tanh(), values)
 
     def _gaussian_process(self, x: Tensor, M: int = 64) -> Tensor:
         """Random features (Rahimi and Recht, 2007) of kernels with normal to Cauchy spectra, over all columns together
@@ -150,14 +150,14 @@ class TablePrior:
         """Two sparse layers of tanh, ReLU, absolute values or waves: [B, R, D] to [B, R, 1]."""
         B, _, D = x.shape
         kind = self._uniform(B, 1, 1)
-        found = x
+        values = x
         for width in (D, M):
             weights = self._normal(B, width, M) * self._chance(0.6, B, width, M)
-            sums = standardise(found @ weights) * (0.5 + self._uniform(B, 1, 1)) + 0.7 * self._normal(B, 1, M)
-            found = sums.tanh()
+            sums = standardise(values @ weights) * (0.5 + self._uniform(B, 1, 1)) + 0.7 * self._normal(B, 1, M)
+            values = sums.tanh()
             for edge, bent in ((0.6, sums.relu()), (0.25, sums.abs()), (0.12, (2 * sums).sin())):
-                found = torch.where(kind < edge, bent, found)
-        return found @ self._normal(B, M, 1)
+                values = torch.where(kind < edge, bent, values)
+        return values @ self._normal(B, M, 1)
 
     def _trees(self, x: Tensor, num_trees: int = 6, depth: int = 3) -> Tensor:
         """A sum of trees that split at values of rows, each level by one column: [B, R, D] to [B, R, 1]."""

@@ -167,8 +167,8 @@ class TreeBatch(SampleBatch):
         except TreeError as error:
             if error.tree is None or error.node is None:
                 raise
-            place = int(np.flatnonzero(exists[error.tree])[error.node])
-            raise TreeError(error.tree, place, error.problem, error.remedy) from None
+            position = int(np.flatnonzero(exists[error.tree])[error.node])
+            raise TreeError(error.tree, position, error.problem, error.remedy) from None
 
         def read(values: Mapping[str, np.ndarray | Tensor] | None) -> Values:
             for name, value in (values or {}).items():
@@ -276,8 +276,8 @@ class TreeBatch(SampleBatch):
         """Outputs [N, ...] as [T, most nodes, ...], nodes as they came, `pad_value` behind them."""
         padded = outputs.new_full((self.num_trees, int(self.sizes.max()), *outputs.shape[1:]), pad_value)
         within = np.arange(self.num_nodes) - self.plan.first_node[self.plan.tree_of_node]
-        places = self._indices(self.plan.tree_of_node * padded.shape[1] + within, outputs)
-        return padded.flatten(0, 1).index_copy(0, places, self.in_node_order(outputs)).view(padded.shape)
+        positions = self._indices(self.plan.tree_of_node * padded.shape[1] + within, outputs)
+        return padded.flatten(0, 1).index_copy(0, positions, self.in_node_order(outputs)).view(padded.shape)
 
     @staticmethod
     def _indices(indices: Ints, like: Tensor) -> Tensor:
@@ -299,24 +299,24 @@ class TreeBatch(SampleBatch):
         """Some of the trees, planned anew. Raises TreeError for none of them, and ValueError for a step below 1."""
         if part.step is not None and part.step < 1:
             raise ValueError(f"the step of a slice of trees is {part.step}, and must be at least 1")
-        plan, kept = self.plan, np.arange(self.num_trees)[part]
-        is_kept = np.isin(self.plan.tree_of_node, kept)
-        sizes = self.sizes[kept]
+        plan, chosen = self.plan, np.arange(self.num_trees)[part]
+        is_chosen = np.isin(self.plan.tree_of_node, chosen)
+        sizes = self.sizes[chosen]
         within = np.arange(self.num_nodes) - self.plan.first_node[self.plan.tree_of_node]
         rows = np.arange(len(plan.edge_parent)) if plan.child_row is None else plan.child_row
         child, parent = plan.node_of_row[rows], plan.order[plan.num_leaves + plan.edge_parent]
         if plan.is_forest:
             parents = np.full(self.num_nodes, -1)
             parents[child] = within[parent]
-            new = plan_forest(sizes, parents[is_kept], self.num_nodes)
+            new = plan_forest(sizes, parents[is_chosen], self.num_nodes)
         else:
-            edges = np.flatnonzero(is_kept[child])
+            edges = np.flatnonzero(is_chosen[child])
             edges = edges[np.argsort(self.plan.tree_of_node[child[edges]], kind="stable")]
-            edge_sizes = np.bincount(self.plan.tree_of_node[child[edges]], minlength=self.num_trees)[kept]
+            edge_sizes = np.bincount(self.plan.tree_of_node[child[edges]], minlength=self.num_trees)[chosen]
             new = plan_graphs(sizes, edge_sizes, within[child[edges]], within[parent[edges]], self.num_nodes)
 
         def of(values: dict[str, Tensor], node_of_position: Ints) -> dict[str, Tensor]:
-            positions = np.argsort(node_of_position)[is_kept]
+            positions = np.argsort(node_of_position)[is_chosen]
             return {name: each.index_select(0, self._indices(positions, each)) for name, each in values.items()}
 
         return type(self)(new)._with(of(self.inputs, plan.order), of(self.labels, plan.node_of_row))

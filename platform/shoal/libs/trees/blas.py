@@ -107,5 +107,5 @@ def _set_threads(numbers: list[int]) -> None:
 @cache
 def _numpy_libraries() -> list[Any]:
     """NumPy's BLAS among the libraries of this process; a library of torch's follows torch's setting already."""
-    found = ThreadpoolController().select(user_api="blas").lib_controllers
-    return [each for each in found if "numpy" in each.filepath]
+    libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+    return [each for each in libraries if "numpy" in each.filepath]

@@ -72,9 +72,9 @@ def _plan_forest(sizes: Ints, parents: Ints, max_depth: int) -> TreePlan:
     by_level = np.lexsort((arity, height))  # stable: then by node
     num_leaves = int(np.searchsorted(height[by_level], 1))
     inner = by_level[num_leaves:]
-    place = np.full(N + 1, N)
-    place[inner] = np.arange(len(inner))
-    node_of_row = np.argsort(place[parent], kind="stable")  # roots last, in the order of their trees
+    position = np.full(N + 1, N)
+    position[inner] = np.arange(len(inner))
+    node_of_row = np.argsort(position[parent], kind="stable")  # roots last, in the order of their trees
     leaves = node_of_row[height[node_of_row] == 0]  # in the order of their parents
     order = np.concatenate([leaves, inner])
     row_of_node = np.empty(N, np.int64)
@@ -107,9 +107,9 @@ def _plan_graphs(sizes: Ints, edge_sizes: Ints, children: Ints, parents: Ints, m
     graphs.require_one_root(roots)
     order = np.lexsort((arity, height))
     num_leaves = int(np.searchsorted(height[order], 1))
-    place = np.empty(N, np.int64)
-    place[order] = np.arange(N)
-    by_parent = np.argsort(place[parent], kind="stable")
+    position = np.empty(N, np.int64)
+    position[order] = np.arange(N)
+    by_parent = np.argsort(position[parent], kind="stable")
     inner = order[num_leaves:]
     return TreePlan(
         sizes=graphs.sizes,
@@ -118,8 +118,8 @@ def _plan_graphs(sizes: Ints, edge_sizes: Ints, children: Ints, parents: Ints, m
         row=np.arange(N),
         arity=arity[inner],
         level_start=_level_starts(height[inner]),
-        child_row=place[child][by_parent],
-        root_row=place[roots],
+        child_row=position[child][by_parent],
+        root_row=position[roots],
     )
 
 

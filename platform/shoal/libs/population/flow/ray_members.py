@@ -54,26 +54,26 @@ class MemberShare:
 
     def call(self, name: str, *arguments: Any) -> Any:
         """A method of the share, or a property."""
-        found = getattr(self._members, name)
-        return found(*arguments) if callable(found) else found
+        attribute = getattr(self._members, name)
+        return attribute(*arguments) if callable(attribute) else attribute
 
     def state_dict(self) -> dict[str, Any]:
         """Of the share, in host memory: who gets it may have no GPU."""
-        found: dict[str, Any] = tree_map_only(Tensor, Tensor.cpu, self._members.state_dict())
-        return found
+        state: dict[str, Any] = tree_map_only(Tensor, Tensor.cpu, self._members.state_dict())
+        return state
 
     def get_row(self, member: int) -> Row:
         """Everything of a member but its hyper-parameters and its generator, in host memory."""
         group, row = self._find(member)
         return {name: rows[row].cpu().clone() for name, rows in group.rows.state().items()}  # a view is sent whole
 
-    def set_row(self, member: int, found: Row) -> None:
+    def set_row(self, member: int, source: Row) -> None:
         """What `get_row` gave, of another worker perhaps. A retired member is trained again."""
         group, _ = self._find(member)
         group.set_active(member - self._first, True)
         row = group.find_row(member - self._first)
         for name, rows in group.rows.state().items():
-            rows[row].copy_(found[name])
+            rows[row].copy_(source[name])
 
     def _find(self, member: int) -> tuple[Any, int]:
         local = member - self._first
@@ -97,8 +97,8 @@ class RayMembers:
     @property
     def choices(self) -> Sequence[EngineChoice | None]:
         """The first worker's."""
-        found: Sequence[EngineChoice | None] = self._get([self._workers[0].call.remote("choices")])[0]
-        return found
+        choices: Sequence[EngineChoice | None] = self._get([self._workers[0].call.remote("choices")])[0]
+        return choices
 
     def train(self, batches: Iterable[Any]) -> Iterator[ChunkResult]:
         """As Population.train; yields a worker's chunks when it is ready."""
@@ -120,13 +120,13 @@ class RayMembers:
     def evaluate(self, batches: Iterable[Any]) -> dict[str, Tensor]:
         """As Population.evaluate; a worker whose members are all retired answers nothing, which counts as NaN."""
         contents = ray.put(list(batches))
-        found = self._get([worker.call.remote("evaluate", contents) for worker in self._workers])
+        measured = self._get([worker.call.remote("evaluate", contents) for worker in self._workers])
         sizes = [len(share) for share in self._shares]
         return {
             name: torch.cat(
-                [each.get(name, example.new_full((n,), math.nan)) for each, n in zip(found, sizes, strict=True)]
+                [each.get(name, example.new_full((n,), math.nan)) for each, n in zip(measured, sizes, strict=True)]
             )
-            for name, example in next(filter(None, found), {}).items()
+            for name, example in next(filter(None, measured), {}).items()
         }
 
     def exploit(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -142,15 +142,15 @@ class RayMembers:
         self._call(member, "set_hyper_parameters", dict(values))
 
     def member_state_dict(self, member: int) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._call(member, "member_state_dict")
-        return {name: tensor.cpu() for name, tensor in found.items()}
+        state: dict[str, Tensor] = self._call(member, "member_state_dict")
+        return {name: tensor.cpu() for name, tensor in state.items()}
 
     def load_member(self, member: int, state: Mapping[str, Tensor]) -> None:
         self._call(member, "load_member", dict(state))
 
     def find_failed(self) -> list[int]:
-        found = self._get([worker.call.remote("find_failed") for worker in self._workers])
-        return [share.start + each for share, members in zip(self._shares, found, strict=True) for each in members]
+        failed = self._get([worker.call.remote("find_failed") for worker in self._workers])
+        return [share.start + each for share, members in zip(self._shares, failed, strict=True) for each in members]
 
     def state_dict(self) -> dict[str, Any]:
         """With one worker as of members in this process: a later attempt may have them there."""
@@ -181,7 +181,7 @@ class RayMembers:
 
     def _get(self, references: Sequence[Any]) -> list[Any]:
         try:
-            found: list[Any] = ray.get(list(references))
+            results: list[Any] = ray.get(list(references))
         except RayActorError as error:
             raise RankLost("a worker with members of the population died; the last round is saved") from error
-        return found
+        return results

@@ -24,7 +24,7 @@ from shoal.cluster.job_main import expected_run_id
 from shoal.config import last_override
 from shoal.errors import ConfigError, SpecMismatch
 from shoal.libs.population.evolution import ARCHITECTURE, Decisions, ShrinkAndPerturb, build_evolution
-from shoal.libs.population.lineage import Lineage
+from shoal.libs.population.lineage import Lineage, rank_members
 from shoal.random_state import preserve_rng
 from shoal.registry import Registry
 from shoal.runs import RunKind, RunRecorder, Status
@@ -315,12 +315,6 @@ class PopulationRun(ABC, Generic[SpecT]):
             metrics=metrics,
         )
         return detail
-
-
-def rank_members(scores: Sequence[float], is_higher_better: bool) -> list[int]:
-    """Members, best first; those whose score is not finite last."""
-    sign = -1.0 if is_higher_better else 1.0
-    return sorted(range(len(scores)), key=lambda k: sign * scores[k] if math.isfinite(scores[k]) else math.inf)
 
 
 def describe_decisions(decisions: Decisions) -> dict[str, Any]:

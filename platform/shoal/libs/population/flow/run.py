@@ -29,11 +29,11 @@ from shoal.libs.population.flow.rounds import (
     RoundLog,
     choose_spec,
     print_line,
-    rank_members,
     recorded_population,
     require_continuation,
 )
 from shoal.libs.population.flow.trainer import PopulationTrainer
+from shoal.libs.population.lineage import rank_members
 from shoal.libs.population.member_rows import RowLayout
 from shoal.libs.population.row_optimizer import RowOptimizer
 from shoal.libs.population.row_store import plan_resident

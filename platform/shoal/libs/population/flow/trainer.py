@@ -20,7 +20,8 @@ from torch import Tensor
 from shoal.data import Data, Loader
 from shoal.libs.population.evolution import ShrinkAndPerturb
 from shoal.libs.population.flow.build import Values, build_network, build_population, make_member_tasks
-from shoal.libs.population.flow.rounds import PopulationRun, rank_members
+from shoal.libs.population.flow.rounds import PopulationRun
+from shoal.libs.population.lineage import rank_members
 from shoal.libs.population.objective import stack_trees
 from shoal.libs.population.population import Population
 from shoal.libs.population.spec import PopulationSpec

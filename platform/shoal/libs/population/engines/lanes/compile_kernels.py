@@ -52,8 +52,8 @@ def find_compiler() -> list[str]:
             raise EngineMisfit(f"cannot be lanes because CXX = {given!r} is no program")
         return command
     for name in ("g++", "clang++"):
-        if found := shutil.which(name):
-            return [found]
+        if path := shutil.which(name):
+            return [path]
     raise EngineMisfit("cannot be lanes because there is no C++ compiler: install g++, or set CXX")
 
 
