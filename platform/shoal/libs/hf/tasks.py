@@ -156,16 +156,13 @@ class HuggingFaceTask(Transferable):
 
     def signature(self) -> Signature | None:
         return Signature(
-            inputs=[TensorSignature(name=name, datatype="INT64", shape=[-1, -1]) for name in self.served_names],
+            inputs=[
+                TensorSignature(name=name, datatype="INT64", shape=[-1, -1]) for name in ("input_ids", "attention_mask")
+            ],
             outputs=[
                 TensorSignature(name="logits", datatype=_DATATYPES[self._datatype_name], shape=self._output_shape)
             ],
         )
-
-    @property
-    def served_names(self) -> tuple[str, ...]:
-        """The inputs at an endpoint, where nothing is packed."""
-        return ("input_ids", "attention_mask")
 
     @property
     def _datatype_name(self) -> str:

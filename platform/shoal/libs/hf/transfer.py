@@ -168,12 +168,6 @@ def find_task(version: ModelVersion) -> Transferable:
     return _make_task(kwargs["task"], kwargs["args"])
 
 
-def read_full_weights(version: ModelVersion, task: Transferable) -> Mapping[str, Tensor]:
-    """The weights of the network without adapters: those of a version with adapters are merged."""
-    tensors = read_state_dict(version.ref)
-    return tensors if task.lora is None else task.merge_weights(tensors)
-
-
 def write_folder(version: ModelVersion, folder: Path) -> None:
     """Write a version as `save_pretrained` does: config.json, safetensors, and the files of its tokenizer."""
     task = find_task(version)
@@ -182,7 +176,9 @@ def write_folder(version: ModelVersion, folder: Path) -> None:
     buffers = [
         (module, name) for module in network.modules() for name, each in module._buffers.items() if each is not None
     ]
-    tensors = read_full_weights(version, task)
+    tensors: Mapping[str, Tensor] = read_state_dict(version.ref)
+    if task.lora is not None:
+        tensors = task.merge_weights(tensors)
     network.load_state_dict(dict(tensors), assign=True)
     network.tie_weights()
     for module, name in buffers:

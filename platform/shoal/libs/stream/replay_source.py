@@ -86,13 +86,17 @@ class ReplaySource:
 
     def _read(self, path: Path) -> Iterator[_Row]:
         table = _load_table(path)
+        from pyarrow import types
+
         if VALUE not in table.column_names:
             problem = f"{path.name} has the columns {', '.join(table.column_names)}"
             raise DataError("files", str(path), problem, f"name the one to learn {VALUE!r}")
         columns = {name: table[name].to_pylist() for name in table.column_names}
         count = table.num_rows
         sensors = columns.get(SENSOR, [path.stem] * count)
-        times = _read_times(table)
+        times: Sequence[Any] = columns.get(TIME, range(count))
+        if TIME in columns and types.is_temporal(table[TIME].type):  # dates as seconds
+            times = to_floats("files", table.select([TIME]))[:, 0].tolist()
         publishers = columns.get(PUBLISHER, [path.name] * count)
         sequences = columns.get(SEQUENCE, range(1, count + 1))
         rows = zip(sensors, columns[VALUE], times, publishers, sequences, strict=True)
@@ -120,17 +124,6 @@ def _load_table(path: Path) -> Any:
         return readers[path.suffix](path)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise DataError("files", str(path), f"cannot be read: {error}") from None
-
-
-def _read_times(table: Any) -> Sequence[Any]:
-    """Dates as seconds; the number of the row where there is no time."""
-    from pyarrow import types
-
-    if TIME not in table.column_names:
-        return range(table.num_rows)
-    has_dates = types.is_temporal(table[TIME].type)
-    times: list[Any] = to_floats("files", table.select([TIME]))[:, 0].tolist() if has_dates else table[TIME].to_pylist()
-    return times
 
 
 def _to_float(value: object) -> float:

@@ -63,21 +63,19 @@ class TreeRNN(nn.Module):
             tree = int(plan.tree_of_node[number])
             problem = f"has {plan.arity[inner]} children, and the cell takes at most {cell.max_arity}"
             raise TreeError(tree, number - int(plan.first_node[tree]), problem)
-        outputs = cell.run_batch(x, plan)
-        return _run_levels(cell, plan, cell.project(x), self.compile_cell) if outputs is None else outputs
-
-
-def _run_levels(cell: Cell, plan: TreePlan, x: Tensor, compile_cell: bool) -> Tensor:
-    levels = _Levels(cell, plan, x.device, compile_cell)
-    if is_each_operation_needed() or has_saved_tensor_hooks():  # a tape would pass none of its tensors to them
-        return compute_plainly(cell, plan, x, levels.pieces)
-    parameters = {name: parameter for name, parameter in cell.named_parameters() if parameter.requires_grad}
-    if torch.is_grad_enabled() and (x.requires_grad or parameters):
-        arguments = (levels, [*parameters], x, *parameters.values())
-        outputs: Tensor = _LevelFunction.apply(*arguments)  # type: ignore[no-untyped-call]
-        return outputs
-    with torch.no_grad():
-        return levels.run(x)[0]
+        if (outputs := cell.run_batch(x, plan)) is not None:
+            return outputs
+        x = cell.project(x)
+        levels = _Levels(cell, plan, x.device, self.compile_cell)
+        if is_each_operation_needed() or has_saved_tensor_hooks():  # a tape would pass none of its tensors to them
+            return compute_plainly(cell, plan, x, levels.pieces)
+        parameters = {name: parameter for name, parameter in cell.named_parameters() if parameter.requires_grad}
+        if torch.is_grad_enabled() and (x.requires_grad or parameters):
+            arguments = (levels, [*parameters], x, *parameters.values())
+            differentiable: Tensor = _LevelFunction.apply(*arguments)  # type: ignore[no-untyped-call]
+            return differentiable
+        with torch.no_grad():
+            return levels.run(x)[0]
 
 
 class _Levels:
@@ -101,8 +99,13 @@ class _Levels:
                 x_m.requires_grad_(x.requires_grad)
                 for state in below:
                     state.requires_grad_(state.is_floating_point())
+            # How many children each node has, or else the parent of each child, within the piece. A compiled cell has
+            # one graph for all numbers of children.
+            arity, parent = piece.arity, None
+            if arity is None or (arity and self.is_compiled and self.cell.max_arity is None):
+                arity, parent = None, self._edge_parent[piece.edges] - (piece.positions.start - self.plan.num_leaves)
             with torch.set_grad_enabled(tape is not None):
-                states = self._compute(self.cell, x_m, below, len(x_m), *self._arity_and_parent(piece))
+                states = self._compute(self.cell, x_m, below, len(x_m), arity, parent)
             check_states(self.cell, states, len(x_m))
             if not buffers:
                 buffers = [state.new_empty(self.plan.num_nodes, *state.shape[1:]) for state in states]
@@ -111,13 +114,6 @@ class _Levels:
             if tape is not None:
                 tape.append((x_m, below, states))
         return buffers
-
-    def _arity_and_parent(self, piece: Piece) -> tuple[int | None, Tensor | None]:
-        """How many children each node has, or else the parent of each child, within the piece."""
-        is_any = self.is_compiled and self.cell.max_arity is None  # one graph for all numbers of children
-        if piece.arity == 0 or (piece.arity is not None and not is_any):
-            return piece.arity, None
-        return None, self._edge_parent[piece.edges] - (piece.positions.start - self.plan.num_leaves)
 
     def read_children(self, buffer: Tensor, piece: Piece) -> Tensor:
         if self._child_row is None:

@@ -43,10 +43,11 @@ if TYPE_CHECKING:
 FRESH = -1  # in a line of descent: new weights, of no other member
 
 
-SpecT = TypeVar("SpecT", "PopulationSpec", "RLPopulationSpec")
+SpecT = TypeVar("SpecT", bound="PopulationSpec | RLPopulationSpec")
+EitherSpec = TypeVar("EitherSpec", "PopulationSpec", "RLPopulationSpec")
 
 
-def choose_spec(recipe: SpecT, overrides: Sequence[str]) -> SpecT:
+def choose_spec(recipe: EitherSpec, overrides: Sequence[str]) -> EitherSpec:
     """The resumed run's spec, or the recipe, with `overrides`.
 
     Raises ConfigError for a fixed value of what the space has too: it would have no effect.
@@ -128,14 +129,6 @@ class PopulationState:
     rounds: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
-
-    def apply_descent(self, decisions: Decisions) -> None:
-        """The ancestors of members that copy others, or begin with new weights."""
-        before = [list(each) for each in self.ancestors]
-        for loser, winner in decisions.copies:
-            self.ancestors[loser] = [*before[winner], [self.round, winner]]
-        for member in decisions.fresh:
-            self.ancestors[member] = [*before[member], [self.round, FRESH]]
 
 
 class PopulationRun(ABC, Generic[SpecT]):
@@ -260,7 +253,11 @@ class PopulationRun(ABC, Generic[SpecT]):
         """Copies, new weights, a restart, changes and stops, in this order."""
         state, restart, population = self.state, decisions.restart, self.population
         population.exploit(decisions.copies)
-        state.apply_descent(decisions)
+        before = [list(each) for each in state.ancestors]
+        for loser, winner in decisions.copies:
+            state.ancestors[loser] = [*before[winner], [state.round, winner]]
+        for member in decisions.fresh:
+            state.ancestors[member] = [*before[member], [state.round, FRESH]]
         renewed: list[tuple[int, ShrinkAndPerturb | None]] = [(member, None) for member in decisions.fresh]
         renewed += [(member, restart) for member in (restart.members if restart else ())]
         for member, mixture in renewed:

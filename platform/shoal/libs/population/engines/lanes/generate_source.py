@@ -164,7 +164,11 @@ class _Generator:
             if block.norm and is_training:
                 size, channels = prod(block.middle_shape[1:]), block.middle_shape[0]
                 body.append(f"merge_moments<{size}, {channels}>({self._middle(i, True)}, b, mean{i}, variance{i});")
-                lines += [*self._loop(body), *self._emit_statistics(i, block)]
+                lines += self._loop(body)  # and then means and variances of the batch
+                lines.append(f"for (int c = 0; c < {channels}; c++) variance{i}[c] *= 1.f / ((float)B * {size});")
+                lines.append(self._find_factors(i, block))
+                names = ("mean", "variance")
+                lines += [f"write_rows({self._slot(f'{i}.{n}')}, k, {channels}, {n}{i});" for n in names]
                 body = []
             body += self._emit_operation(i, block, is_training)
         (c, h, w), last = self.plan.feature_shape, self._at(f"x{len(self.blocks)}", is_training)
@@ -197,13 +201,6 @@ class _Generator:
         assert block.norm
         names = ", ".join(f"{name}{i}" for name in ("gamma", "beta", "inverse", "factor", "offset"))
         return f"find_factors({block.middle_shape[0]}, mean{i}, variance{i}, {block.norm.epsilon!r}f, {names});"
-
-    def _emit_statistics(self, i: int, block: LaneBlock) -> list[str]:
-        """After the loop over samples: means and variances of the batch."""
-        channels, size = block.middle_shape[0], prod(block.middle_shape[1:])
-        lines = [f"for (int c = 0; c < {channels}; c++) variance{i}[c] *= 1.f / ((float)B * {size});"]
-        lines.append(self._find_factors(i, block))
-        return lines + [f"write_rows({self._slot(f'{i}.{n}')}, k, {channels}, {n}{i});" for n in ("mean", "variance")]
 
     def _emit_input(self, i: int, block: LaneBlock, is_training: bool) -> list[str]:
         """The image of the first block: floats where members share it and a convolution reads it, else lanes."""
@@ -378,7 +375,8 @@ def _boolean(value: object) -> str:
 
 
 def _needs_input(block: LaneBlock) -> bool:
-    return isinstance(block.operation, ActivationLayer) and block.operation.needs_input
+    """Whether the operation's gradient is a function of what it was given, not of what it gave."""
+    return isinstance(block.operation, ActivationLayer) and block.operation.kind in ("gelu", "silu")
 
 
 def _has_strips(block: LaneBlock) -> bool:

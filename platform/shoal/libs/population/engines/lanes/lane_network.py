@@ -327,7 +327,7 @@ def update_statistics(
 
 def draw_mask(layer: DropoutLayer, k: int, batch: int, generators: Sequence[torch.Generator]) -> Tensor:
     """[k, B, *sample]: zero where a number is dropped, else 1 / (1 - p); each member's from its own generator."""
-    shape = (batch, *layer.mask_shape)
+    shape = (batch, layer.input_shape[0], 1, 1) if layer.drops_channels else (batch, *layer.input_shape)
     masks = torch.zeros(k, *shape)
     if layer.probability < 1:
         masks = draw_masks(shape, layer.probability, generators, masks)

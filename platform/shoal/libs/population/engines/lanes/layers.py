@@ -140,11 +140,6 @@ class ActivationLayer(_SameShape):
     kind: str
     input_shape: Shape
 
-    @property
-    def needs_input(self) -> bool:
-        """Whether its gradient is a function of what it was given, not of what it gave."""
-        return self.kind in ("gelu", "silu")
-
 
 @dataclass(frozen=True)
 class BatchNormLayer(_SameShape):
@@ -185,10 +180,6 @@ class DropoutLayer(_SameShape):
     probability: float
     input_shape: Shape
     drops_channels: bool = False
-
-    @property
-    def mask_shape(self) -> Shape:
-        return (self.input_shape[0], 1, 1) if self.drops_channels else self.input_shape
 
 
 @dataclass(frozen=True)
