@@ -97,10 +97,8 @@ def run_stream(spec: StreamSpec, job: str = JOB) -> str:
             monitor = _Monitor(here, recorder, stack.enter_context(shutdown_event()))
             source = make_source(here, monitor.report)
             publish = getattr(source, "publish_forecasts", lambda answers: None)
-            registrar = _Registrar(here, recorder, monitor.report)
-            loop = StreamLoop(
-                OnlineTrainer(here.online), source, recorder.folder, here.commit, publish, monitor.report, registrar
-            )
+            trainer, report, on_saved = OnlineTrainer(here.online), monitor.report, monitor.take_saved
+            loop = StreamLoop(trainer, source, recorder.folder, here.commit, publish, report, on_saved)
             # To go through all that libraries have made takes the garbage collector a tenth of a second, in which
             # nothing is answered: it passes over what exists now.
             gc.collect()
@@ -108,7 +106,6 @@ def run_stream(spec: StreamSpec, job: str = JOB) -> str:
             stack.callback(gc.unfreeze)
             loop.run(lambda: monitor.check(loop))
         monitor.finish(loop)
-        registrar.register(loop.trainer.state_dict())
         if monitor.asked.is_set():
             raise KeyboardInterrupt
     shoal.runs.write_report_at_end(recorder.id)
@@ -149,7 +146,7 @@ def _run_fleet(spec: StreamSpec, broker: str, recorder: RunRecorder) -> Iterator
 
 
 class _Monitor:
-    """Prints and records how the stream goes, and says when it is to end.
+    """Prints and records how the stream goes, registers its weights, and says when it is to end.
 
     asked: set by SIGTERM and Ctrl-C: the loop ends between two batches, and all that was learnt is committed
     """
@@ -159,7 +156,7 @@ class _Monitor:
         self._record = RecordLog(recorder)
         self._event_log = ConsoleLog(self._record, _print_line)
         self._began_s = self._reported_s = time.monotonic()
-        self._has_started = False
+        self._has_started, self._registered_s = False, -spec.register_every_s
         self._drifting: dict[str, None] = {}  # sensors, in the order of their drifts
 
     def report(self, kind: str, **details: Any) -> None:
@@ -206,8 +203,35 @@ class _Monitor:
             names, self._drifting = list(self._drifting), {}
             self._event_log.record_event("drift", count=len(names), sensors=names[:MAX_SHOWN_SENSORS])
 
+    def take_saved(self, state: dict[str, Any]) -> None:
+        """Register the weights of a durable checkpoint when it is time; from the writer's thread."""
+        if time.monotonic() - self._registered_s >= self._spec.register_every_s:
+            self._register(state)
+
+    def _register(self, state: dict[str, Any]) -> None:
+        """Register a trainer's state as the next version. A registry that cannot be written is reported."""
+        self._registered_s = time.monotonic()
+        num_batches, num_updates = state["counts"]
+        totals = state["totals"]
+        tensors = {name: tensor.numpy() for name, tensor in state["network"].items()}
+        metrics = {"mae": totals["absolute_error"] / max(totals["num_forecasts"], 1), "updates": float(num_updates)}
+        factory, signature = describe_network(self._spec.online)
+        try:
+            version = Registry().register(
+                self._spec.name,
+                WeightSnapshot.of(num_batches, tensors),
+                model=factory,
+                signature=signature,
+                run_id=self._recorder.id,
+                metrics=metrics,
+                aliases=self._spec.aliases,
+            )
+            self._recorder.record_model(version.name, version.version, version.aliases)
+        except (RegistryError, RecordUnwritable) as error:
+            self.report("register_failed", error=str(error))
+
     def finish(self, loop: StreamLoop) -> None:
-        """Record the end."""
+        """Record the end, and register the last weights."""
         self._log(loop)
         totals, seconds = loop.trainer.totals, time.monotonic() - self._began_s
         num_forecasts = max(totals.num_forecasts, 1)
@@ -225,6 +249,7 @@ class _Monitor:
             },
         )
         _print_line(f"run {self._recorder.id}: {detail}, {seconds:.1f} s")
+        self._register(loop.trainer.state_dict())
 
 
 def _print_line(line: str) -> None:
@@ -249,40 +274,6 @@ def format_stream_line(num_messages: int, metrics: dict[str, float]) -> str:
         f"{name.replace('_', ' ')} {metrics[key]:,.0f}" for name in counts if metrics.get(key := f"stream/{name}")
     ]
     return " | ".join(parts)
-
-
-class _Registrar:
-    """Registers the weights of a durable checkpoint, at most every `register_every_s`; from the writer's thread."""
-
-    def __init__(self, spec: StreamSpec, recorder: RunRecorder, report: Callable[..., None]) -> None:
-        self._spec, self._recorder, self._report = spec, recorder, report
-        self._registered_s = -spec.register_every_s
-
-    def __call__(self, state: dict[str, Any]) -> None:
-        if time.monotonic() - self._registered_s >= self._spec.register_every_s:
-            self.register(state)
-
-    def register(self, state: dict[str, Any]) -> None:
-        """Register a trainer's state as the next version. A registry that cannot be written is reported."""
-        self._registered_s = time.monotonic()
-        num_batches, num_updates = state["counts"]
-        totals = state["totals"]
-        tensors = {name: tensor.numpy() for name, tensor in state["network"].items()}
-        metrics = {"mae": totals["absolute_error"] / max(totals["num_forecasts"], 1), "updates": float(num_updates)}
-        factory, signature = describe_network(self._spec.online)
-        try:
-            version = Registry().register(
-                self._spec.name,
-                WeightSnapshot.of(num_batches, tensors),
-                model=factory,
-                signature=signature,
-                run_id=self._recorder.id,
-                metrics=metrics,
-                aliases=self._spec.aliases,
-            )
-            self._recorder.record_model(version.name, version.version, version.aliases)
-        except (RegistryError, RecordUnwritable) as error:
-            self._report("register_failed", error=str(error))
 
 
 def describe_network(spec: OnlineSpec) -> tuple[ModelFactory, Signature]:
