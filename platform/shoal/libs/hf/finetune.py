@@ -35,7 +35,7 @@ def translate(overrides: Iterable[str]) -> list[str]:
 
 
 def make_spec(overrides: list[str]) -> TrainSpec:
-    """One epoch of AdamW with warm-up and cosine, or what the record of a resumed run says. Raises ConfigError."""
+    """Make one epoch of AdamW with warm-up and cosine, or what the record of a resumed run says. Raises ConfigError."""
     if last_override(overrides, "resume"):
         return spec_from_overrides(overrides)
     model = last_override(overrides, "args.model")

@@ -41,7 +41,7 @@ class Resized:
 
 
 def make_picture_transform(folder: Path, config: Mapping[str, Any]) -> Callable[[Image.Image], Tensor]:
-    """From a picture to [C, H, W]. Raises ConfigError."""
+    """Make one from a picture to [C, H, W]. Raises ConfigError."""
     if (folder / PROCESSOR).is_file():
         from transformers import AutoImageProcessor
 

@@ -90,7 +90,7 @@ class HuggingFaceTask(Transferable):
 
     @cached_property
     def folder(self) -> Path:
-        """Of the model. Raises ConfigError, and RegistryError for an unknown version."""
+        """The model's. Raises ConfigError, and RegistryError for an unknown version."""
         is_version = "@" in self._model and not Path(self._model).exists()
         return unpack_version(Registry().get(self._model)) if is_version else find_folder(self._model)
 
@@ -235,7 +235,7 @@ class _TextTask(HuggingFaceTask):
         raise NotImplementedError
 
     def load_rows(self) -> tuple[TokenRows, TokenRows | None]:
-        """For training and validation. Raises DataError."""
+        """Load those for training and validation. Raises DataError."""
         tokenizer = load_tokenizer(self.folder)
         if not self._data:
             raise ConfigError("data", self._data, "is not given", "name a file of samples, as in data=texts.jsonl")

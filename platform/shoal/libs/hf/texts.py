@@ -44,7 +44,7 @@ class Record:
         return DataError("data", self.where, problem, remedy)
 
     def make_field_error(self, remedy: str) -> DataError:
-        """Of fields that are missing, or are no texts."""
+        """Make one of fields that are missing, or are no texts."""
         for name in _TEXTS:
             if name in self.values and not isinstance(self.values[name], str):
                 value = self.values[name]

@@ -62,7 +62,7 @@ class Transferable(Task):
 
     @property
     def folder(self) -> Path:
-        """Of the model."""
+        """The model's."""
         raise NotImplementedError
 
     @property

@@ -47,7 +47,7 @@ class Lineage:
 
     @classmethod
     def from_events(cls, events: Iterable[tuple[str, Mapping[str, Any]]]) -> Self:
-        """From (kind, details) of a record, oldest first; other kinds are passed over.
+        """Read (kind, details) of a record, oldest first; other kinds are passed over.
 
         A round that a resumed run records again replaces what was recorded of it and of later rounds.
         """

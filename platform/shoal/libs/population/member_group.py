@@ -152,7 +152,7 @@ class MemberGroup:
         return make_engine(choice.engine, self.model, objective, draws_randomly=draws_randomly)
 
     def train(self, part: Part, find_batches: BatchSource) -> Tensor:
-        """One update for each batch. Returns the losses before each, [steps, k]."""
+        """Make one update for each batch. Returns the losses before each, [steps, k]."""
         members = self.members_of(part)
         generators = [self.generators[member] for member in members]
         columns = {

@@ -121,7 +121,7 @@ class Objective:
         return self._apply(function, size, outputs, batch.content, in_dims=(0, 0 if batch.is_own else None))
 
     def _apply(self, function: Callable[..., Any], size: int, *arguments: Any, in_dims: tuple[int | None, ...]) -> Any:
-        """Under torch.vmap, or, for few members on a CPU, for each: vmap's first call loads 45 MB of modules."""
+        """Call it under torch.vmap; for few members on a CPU once for each: vmap's first call loads 45 MB."""
         device = next(iter(tensors_of(arguments[0]))).device
         if self.is_stacked and (size > FEW or device.type != "cpu"):
             try:

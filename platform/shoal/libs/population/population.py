@@ -155,14 +155,14 @@ class Population:
         return member_groups
 
     def step(self, batch: Any) -> Tensor:
-        """One update of every member that is not retired. Returns the losses before it, [K]; NaN for retired ones."""
+        """Update every member that is not retired once. Returns the losses before it, [K]; NaN for retired ones."""
         losses = torch.full((self.num_members,), torch.nan, device=self.device)
         for result in self.train([batch]):
             losses[list(result.members)] = result.losses[0].to(losses.dtype)
         return losses
 
     def train(self, batches: Iterable[Any] | Callable[[Sequence[int]], Iterable[Any]]) -> Iterator[ChunkResult]:
-        """One update for each batch, of every member that is not retired. Yields each chunk as it is ready.
+        """Make one update for each batch, of every member that is not retired. Yields each chunk as it is ready.
 
         batches: of all members, [B, ...], or [K, B, ...] where the order is own; or a function of members which yields
                  their batches, [B, ...] or [k, B, ...]: called once a chunk, from the chunk's thread
@@ -189,7 +189,7 @@ class Population:
         return measured
 
     def exploit(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """For each (loser, winner): the loser continues from a copy of the winner's weights, state and buffers.
+        """Let the loser of each (loser, winner) continue from a copy of the winner's weights, state and buffers.
 
         Its hyper-parameters and its generator stay. A retired loser is trained again. The pairs happen at once: a
         winner that also loses is copied as it was. Raises ConfigError for members of different structure.

@@ -154,7 +154,7 @@ def _copy(sources: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
 def plan_resident(
     layouts: Sequence[tuple[RowLayout, int]], num_slots: int, device: torch.device, memory_bytes: int | None
 ) -> list[int | None]:
-    """For each (layout, members), how many members may be on the device at once; None: all.
+    """Find for each (layout, members) how many members may be on the device at once; None: all.
 
     num_slots:    of the optimizer
     memory_bytes: of the device for rows; None: on a CUDA device 0.8 of what is free, on a CPU whatever is free

@@ -154,7 +154,7 @@ class PopulationSpec(Spec):
 
     @property
     def total_steps(self) -> int:
-        """Of each member."""
+        """The steps of each member."""
         return self.rounds * self.steps_per_round
 
     @property

@@ -296,7 +296,7 @@ def fit_epoch(
 
 
 def measure_distances(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows [N, D] in a map [K, D]: the best and second-best unit, int64 [2, N], and the distance to the best [N]."""
+    """Find for rows [N, D] in a map [K, D] the best and second-best unit, int64 [2, N], and the best distance [N]."""
     both, distances = [], []
     centre = weights.mean(0)
     nodes = weights - centre
@@ -309,7 +309,7 @@ def measure_distances(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measure_errors(rows: Tensor, weights: Tensor, grid: Grid) -> dict[str, float]:
-    """Of a map [K, D].
+    """Measure those of a map [K, D].
 
     quantisation_error: the mean distance of a row to its best-matching unit
     topographic_error:  the share of rows whose best and second-best unit are not adjacent on the grid
@@ -360,7 +360,7 @@ class SelfOrganisingMap(nn.Module):
         self.scale: Tensor
 
     def forward(self, rows: Tensor) -> dict[str, Tensor]:
-        """Of rows [B, D]: `row` and `column` of the best-matching unit, int64 [B], and the `distance` to it [B]."""
+        """Find of rows [B, D] `row` and `column` of the best-matching unit, int64 [B], and the `distance` to it [B]."""
         scaled = ((rows - self.shift) / self.scale).float()
         nodes = self.weights - (centre := self.weights.mean(0))
         unit = torch.addmm(nodes.square().sum(1), scaled - centre, nodes.T, alpha=-2).argmin(1)

@@ -94,7 +94,7 @@ class Fleet:
 
     @property
     def latencies_ms(self) -> list[float | None]:
-        """Of each published message, in order; None where no answer has come."""
+        """One for each published message, in order; None where no answer has come."""
         return [self._latencies_ms.get(sequence) for sequence in range(1, self.num_published + 1)]
 
     def close(self) -> None:

@@ -257,7 +257,7 @@ def _print_line(line: str) -> None:
 
 
 def format_stream_line(num_messages: int, metrics: dict[str, float]) -> str:
-    """One line for a terminal or a log file."""
+    """Format one line for a terminal or a log file."""
 
     def show(name: str) -> str:
         return format_number(metrics[name]) if name in metrics else "-"

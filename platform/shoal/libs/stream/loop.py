@@ -12,7 +12,7 @@
    no clock, no chance. Where the clock decides, in a pause of the stream, it makes a batch without messages, which is
    logged like any other and learns what is pending.
 3. `snapshot`: what is pending is learnt, by such a batch; then the trainer and the deduplicator are copied in memory.
-   Learning goes on.
+   Learning continues.
 4. `save`, in a thread: the log is fsynced; then the copy is written beside the older checkpoints, fsynced and renamed.
 5. `commit`: the deliveries that the snapshot accounts for are acknowledged.
 
@@ -240,7 +240,7 @@ class StreamLoop:
         return self._group
 
     def _save(self, step: int, state: dict[str, Any], descriptor: int | None) -> None:
-        """In the writer's thread: make the log durable, then the checkpoint; then drop the log that none needs."""
+        """Make the log durable, then the checkpoint; then drop the log that none needs. In the writer's thread."""
         self._log.sync(descriptor)
         files.save(self._checkpoints, step, state, self._spec.keep_checkpoints)
         if not self._spec.keep_log:

@@ -114,8 +114,8 @@ class MessageParser:
         return Message(sensor, values, time_s, publisher, sequence)
 
     def _name_sensor(self, topic: str, payload: bytes) -> str | None:
-        """None where the field is missing or empty, or is no name that a forecast's topic can have: the broker would
-        end the connection, and deliver the message again. Raises DecodeError."""
+        """Return None where the field is missing or empty, or is no name that a forecast's topic can have: the
+        broker would end the connection, and deliver the message again. Raises DecodeError."""
         if not self._sensor_field:
             name = match_wildcards(self._topic_filter, topic)
             is_name = True  # the broker has checked its characters

@@ -53,7 +53,7 @@ class SensorSource(MqttSource):
         self._answers = spec.answers
 
     def publish_forecasts(self, forecasts: Sequence[SensorForecast]) -> None:
-        """One that comes late is of no use: each is sent at most once."""
+        """Send each at most once."""
         for forecast in forecasts if self._answers else ():
             message = forecast.message
             content = {

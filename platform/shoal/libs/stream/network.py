@@ -120,7 +120,7 @@ class StepWeights(NamedTuple):
 
     @classmethod
     def view(cls, network: StreamNetwork) -> StepWeights:
-        """Of a network on the CPU; follows its updates."""
+        """Make them of a network on the CPU; follows its updates."""
         of_input, of_state, input_bias, state_bias, head, head_bias = (
             parameter.detach().numpy() for parameter in network.parameters()
         )
@@ -129,7 +129,7 @@ class StepWeights(NamedTuple):
     def step(
         self, features: np.ndarray, state: tuple[np.ndarray, np.ndarray]
     ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-        """One step of features [B, D + 1] and state ([B, H], [B, H]): outputs [B], and the next state."""
+        """Take one step of features [B, D + 1] and state ([B, H], [B, H]): outputs [B], and the next state."""
         hidden, cell = state
         gates = features @ self.of_input
         gates += hidden @ self.of_state

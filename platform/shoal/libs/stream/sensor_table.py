@@ -65,7 +65,7 @@ class SensorTable:
 
     @property
     def names(self) -> list[str]:
-        """Of the sensors, in the order of their rows."""
+        """The sensors', in the order of their rows."""
         return list(self._rows)
 
     def find_rows(self, names: list[str]) -> np.ndarray:
@@ -79,7 +79,7 @@ class SensorTable:
         return np.array(rows, np.int64)
 
     def read_moments(self, rows: np.ndarray) -> RunningMoments[np.ndarray]:
-        """Of these sensors."""
+        """Read those of these sensors."""
         return RunningMoments(self.counts[rows], self.means[rows], self.variances[rows], self.change_variances[rows])
 
     def read_state(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

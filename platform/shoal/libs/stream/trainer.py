@@ -170,7 +170,7 @@ class OnlineTrainer:
         return [names[row] for row in drifting]
 
     def _learn(self) -> None:
-        """One update from the windows of the sensors that are pending; none if none is."""
+        """Make one update from the windows of the sensors that are pending; none if none is."""
         if not self._pending:
             return
         window = self.table.read_window(np.array(list(self._pending)))

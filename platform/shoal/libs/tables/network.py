@@ -149,7 +149,7 @@ def student_log_masses(degrees: float = 5.0) -> Tensor:
 
 
 def log_density(outputs: Mapping[str, Tensor], y: Tensor) -> Tensor:
-    """Of y [B, Q, T], in its units; NaN where y is. The outermost bins stand for all values beyond them."""
+    """Compute it of y [B, Q, T], in its units; NaN where y is. The outermost bins stand for all values beyond them."""
     u = torch.asinh((y - outputs["centre"]) / outputs["scale"]).to(outputs["logits"].dtype)
     width = 2 * REACH / NUM_BINS
     bins = ((u + REACH) / width).nan_to_num(0.0).long().clamp(0, NUM_BINS - 1)

@@ -186,7 +186,7 @@ class TablePrior:
         return signals + size * noise * growth ** self._chance(self.spec.heteroscedastic, B, 1, 1)
 
     def _reshape(self, targets: Tensor) -> Tensor:
-        """For some tables a skewed target, or one with a few values only."""
+        """Give some tables a skewed target, or one with a few values only."""
         B = len(targets)
         targets = standardise(targets)
         bent = (targets.clamp(-5, 5) * (0.3 + 0.7 * self._uniform(B, 1, 1))).exp()

@@ -52,7 +52,7 @@ class TreeBatch(SampleBatch):
         labels: Values | None = None,
         max_depth: int = MAX_DEPTH,
     ) -> Self:
-        """From the parent of each node, for each tree; -1: the root. Siblings are in the order of their numbers.
+        """Make a batch from each node's parent, for each tree; -1: the root. Siblings keep the order of their numbers.
 
         inputs, labels: for each name the nodes' values, of all trees one after the other: an array or tensor [N, ...],
                         or a list with one array for each tree. Rows of pandas must be in the order of their index
@@ -105,7 +105,7 @@ class TreeBatch(SampleBatch):
         labels: Mapping[str, Callable[[Any], Any]] | None = None,
         max_depth: int = MAX_DEPTH,
     ) -> Self:
-        """From objects that hold their children: nested tuples and lists, or anything with a `children` function.
+        """Make a batch from objects that hold their children: nested sequences, or anything with a `children` function.
 
             TreeBatch.from_nested([((1, 2), 3)], inputs={"token": lambda node: node if isinstance(node, int) else 0})
 
@@ -139,7 +139,7 @@ class TreeBatch(SampleBatch):
         labels: Mapping[str, np.ndarray | Tensor] | None = None,
         max_depth: int = MAX_DEPTH,
     ) -> Self:
-        """From rectangular arrays [T, most nodes], as requests have them: the nodes of a row that exist are a tree.
+        """Make a batch from rectangular arrays [T, most nodes], as in requests: a row's nodes that exist are a tree.
 
         exists:         whether each place has a node
         inputs, labels: for each name [T, most nodes, ...]
@@ -296,7 +296,7 @@ class TreeBatch(SampleBatch):
         return replace(self, inputs=inputs, labels=labels)
 
     def slice_samples(self, part: slice) -> Self:
-        """Some of the trees, planned anew. Raises TreeError for none of them, and ValueError for a step below 1."""
+        """Some of the trees, planned again. Raises TreeError for none of them, and ValueError for a step below 1."""
         if part.step is not None and part.step < 1:
             raise ValueError(f"the step of a slice of trees is {part.step}, and must be at least 1")
         plan, chosen = self.plan, np.arange(self.num_trees)[part]
@@ -337,7 +337,7 @@ def _as_ints(values: Any, tree: int | None, what: str, ndim: int | None = None) 
 
 
 def _stack(values: Any, name: str) -> Tensor | np.ndarray:
-    """One value of each node, as one tensor or array; Python's floats have torch's default type."""
+    """Join one value of each node, as one tensor or array; Python's floats have torch's default type."""
     with _name_values(name):
         first = values[0] if isinstance(values, list | tuple) and values else None
         if isinstance(first, np.ndarray | np.generic):

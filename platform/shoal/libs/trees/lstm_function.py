@@ -205,24 +205,24 @@ def _expand(values: Array, arity: int | None, parent: Ints | None) -> Array:
 
 
 def _sigmoid(values: Array) -> None:
-    """In place."""
+    """Apply it in place."""
     torch.from_numpy(values).sigmoid_()
 
 
 def _finish_tanh(values: Array) -> None:
-    """In place, from sigmoid(2 x) to tanh(x)."""
+    """Turn sigmoid(2 x), in place, into tanh(x)."""
     values *= 2
     values -= 1
 
 
 def _sigmoid_backward(gradients: Array, outputs: Array) -> None:
-    """In place: the gradients before the function, from those after it."""
+    """Find, in place, the gradients before the function, from those after it."""
     d = torch.from_numpy(gradients)
     torch.ops.aten.sigmoid_backward.grad_input(d, torch.from_numpy(outputs), grad_input=d)
 
 
 def _tanh_backward(gradients: Array, outputs: Array) -> None:
-    """In place, like the one for the sigmoid."""
+    """Find them, in place, as for the sigmoid."""
     d = torch.from_numpy(gradients)
     torch.ops.aten.tanh_backward.grad_input(d, torch.from_numpy(outputs), grad_input=d)
 

@@ -51,7 +51,7 @@ class TreePlan:
 
     @property
     def num_levels(self) -> int:
-        """With the leaves."""
+        """The number of levels, with the leaves."""
         return len(self.level_start)
 
     @property

@@ -231,6 +231,6 @@ def _cached(make: Callable[[], TreePlan], *key: bytes | Ints | int) -> TreePlan:
 
 
 def _size_bytes(plan: TreePlan) -> int:
-    """With what is computed later, and some for the objects themselves."""
+    """Count also what is computed later, and some for the objects themselves."""
     num_edges = plan.num_nodes - plan.num_trees if plan.child_row is None else len(plan.child_row)
     return 4096 + 8 * (8 * plan.num_nodes + 3 * plan.num_inner + 2 * num_edges + 4 * plan.num_trees)

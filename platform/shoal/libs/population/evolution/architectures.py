@@ -116,7 +116,7 @@ class ArchitectureEvolution(Evolution):
         )  # fmt: skip
 
     def _complete(self, member: int, values: Mapping[str, Any]) -> Values:
-        """With the member's architecture, in the order of the space."""
+        """Add the member's architecture, in the order of the space."""
         complete = {**values, **self.architectures[member % len(self.architectures)]}
         return {path: complete[path] for path in self.space}
 
@@ -136,8 +136,8 @@ def _collect(parts: Iterable[Iterable[int]]) -> tuple[int, ...]:
 def build_evolution(
     spec: EvolutionSpec, space: SearchSpace, num_members: int, *, num_rounds: int | None = None, seed: int = 0
 ) -> Evolution:
-    """With arguments of the Task in the space, one for each architecture. Raises ConfigError where the evolution needs
-    more members, or a number of rounds."""
+    """Build one; with arguments of the Task in the space, one for each architecture. Raises ConfigError where the
+    evolution needs more members, or a number of rounds."""
     has_architectures = any(path.startswith(ARCHITECTURE) for path in space)
     make = ArchitectureEvolution if has_architectures else EVOLUTIONS[spec.name]
     return make(spec, space, num_members, num_rounds=num_rounds, seed=seed)

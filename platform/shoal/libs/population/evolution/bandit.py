@@ -183,7 +183,7 @@ def _draw_candidates(
     local = low + uniform * (high - low)
     is_local = np.ones(NUM_CANDIDATES, bool) if width else np.arange(NUM_CANDIDATES) % 2 == 0
     candidates = np.where(is_local[:, None], local, uniform)
-    for column, distribution in enumerate(space.values()):  # options have no neighbours: one in four is drawn anew
+    for column, distribution in enumerate(space.values()):  # options have no neighbours: one in four is drawn again
         if isinstance(distribution, Options) and not distribution.is_ordered:
             is_parents = is_local & (rng.random(NUM_CANDIDATES) < 0.75)
             candidates[:, column] = np.where(is_parents, parent[column], rng.random(NUM_CANDIDATES))

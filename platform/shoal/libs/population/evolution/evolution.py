@@ -134,7 +134,7 @@ class Evolution(ABC):
         """The decisions; every failed member is among the retired ones."""
 
     def begin_again(self, round_number: int) -> None:  # noqa: B027 - not every one has something to forget
-        """After this round no member has a score, and all begin with new weights. In place of `next`."""
+        """Forget: after this round no member has a score, and all begin with new weights. In place of `next`."""
 
     def state_dict(self) -> dict[str, Any]:
         """What later decisions depend on: numbers, and lists of them."""

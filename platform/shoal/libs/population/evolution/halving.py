@@ -1,7 +1,7 @@
 """Successive halving with early stopping, within a population (1810.05934).
 
-At the ages of every · η^i rounds a member goes on if its score is among the best 1/η of all scores seen at that age so
-far. With `refill`, a new member with new weights takes the row of a stopped one; without, the row stays empty.
+At the ages of every · η^i rounds a member continues if its score is among the best 1/η of those seen so far at that
+age. With `refill`, a new member with new weights takes the row of a stopped one; without, the row stays empty.
 
 Not of the paper: its trials are paused at an age and promoted later, ours go on or end at once; members are trained in
 step, so that those of one age are compared after all have arrived. A member whose score is no number is stopped.
@@ -62,4 +62,4 @@ class Halving(Evolution):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._scores, self._births = [list(each) for each in state["scores"]], list(state["births"])
-        self._scores += [[] for _ in self.rungs[len(self._scores) :]]  # a run that goes on for more rounds has more
+        self._scores += [[] for _ in self.rungs[len(self._scores) :]]  # a run that continues for more rounds has more

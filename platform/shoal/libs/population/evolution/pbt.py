@@ -4,7 +4,7 @@ PBT (1711.09846):
 
     exploit: a member of the worst `quantile` copies one of the best `quantile`, drawn uniformly (section 4.1.1,
              truncation selection; the paper's quantile is 0.2)
-    explore: each hyper-parameter that it copied is drawn anew with the probability `resample`, else multiplied by one
+    explore: each hyper-parameter that it copied is drawn again with the probability `resample`, else multiplied by one
              of `factors` (section 4.1.1; the paper uses one or the other, never both)
 
 PB2 (2002.02518) asks a Gaussian process to explore, see `bandit`; until it has observations, losers perturb.

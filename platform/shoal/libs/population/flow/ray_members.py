@@ -58,7 +58,7 @@ class MemberShare:
         return attribute(*arguments) if callable(attribute) else attribute
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the share, in host memory: who gets it may have no GPU."""
+        """Return the share's, in host memory: who gets it may have no GPU."""
         state: dict[str, Any] = tree_map_only(Tensor, Tensor.cpu, self._members.state_dict())
         return state
 
@@ -153,7 +153,7 @@ class RayMembers:
         return [share.start + each for share, members in zip(self._shares, failed, strict=True) for each in members]
 
     def state_dict(self) -> dict[str, Any]:
-        """With one worker as of members in this process: a later attempt may have them there."""
+        """Return with one worker the state of members in this process: a later attempt may have them there."""
         shares = self._get([worker.state_dict.remote() for worker in self._workers])
         return {"shares": shares} if len(shares) > 1 else shares[0]
 

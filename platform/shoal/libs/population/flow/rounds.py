@@ -271,7 +271,7 @@ class PopulationRun(ABC, Generic[SpecT]):
             population.retire(member)
 
     def get_scores(self) -> list[float]:
-        """Of each member, after the last round; NaN for those without one."""
+        """List those of each member, after the last round; NaN for those without one."""
         return [math.nan if score is None else score for score in self.state.rounds[-1]["scores"]]
 
     # -- the end --------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class PopulationRun(ABC, Generic[SpecT]):
 
 
 def describe_decisions(decisions: Decisions) -> dict[str, Any]:
-    """For the record."""
+    """Describe them for the record."""
     described: dict[str, Any] = {
         "copies": [list(pair) for pair in decisions.copies],
         "fresh": list(decisions.fresh),

@@ -63,7 +63,7 @@ def population_main(recipe: PopulationSpec) -> None:
     """The main function of jobs/population.py and of a recipe's own file."""
 
     def choose(overrides: list[str]) -> PopulationSpec:
-        """Of the recipe, or for another Task of the defaults."""
+        """Take the recipe, or for another Task of the defaults."""
         task = last_override(overrides, "task")
         return choose_spec(recipe if task in ("", recipe.task) else PopulationSpec(task=task), overrides)
 

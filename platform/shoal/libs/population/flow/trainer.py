@@ -134,7 +134,8 @@ class PopulationTrainer(PopulationRun[PopulationSpec]):
     # -- decisions ------------------------------------------------------------------------------------------------
 
     def begin_afresh(self, member: int, mixture: ShrinkAndPerturb | None) -> None:
-        """With a mixture: shrink * old + perturb * new for parameters (1910.08475, section 4); buffers stay."""
+        """Load new weights; with a mixture shrink * old + perturb * new for parameters (1910.08475, section 4).
+        Buffers stay."""
         task = self._tasks[member]
         state = new = build_model(task, self.spec.task).to(self.device).state_dict()
         if mixture is not None:

@@ -108,7 +108,7 @@ class RLPopulation(PopulationRun[RLPopulationSpec]):
         return scores
 
     def _learn(self, first_step: int) -> None:
-        """Until each member's round is over; those that are over earlier wait for the others."""
+        """Learn until each member's round is over; those that are over earlier wait for the others."""
         spec = self.spec
         if not self._is_engine_reported:
             self._is_engine_reported = True

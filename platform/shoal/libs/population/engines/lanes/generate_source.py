@@ -350,7 +350,7 @@ class _Generator:
         return lines
 
     def _emit_convolution_backward(self, i: int, block: LaneBlock) -> list[str]:
-        """With what batch norm does to the gradient before it."""
+        """Include what batch norm does to the gradient before it."""
         lines, (d, _) = [], self._inner(i, block)
         if block.norm:
             arrays = f"{d}, {self._middle(i, True)}, mean{i}, factor{i}, slope{i}, level{i}"

@@ -135,7 +135,7 @@ class LaneNetwork:
         return apply_head(self.plan.head, features, parameters, buffers, generators)
 
     def _statistics(self, k: int, buffers: Mapping[str, Tensor], is_training: bool) -> dict[str, Tensor]:
-        """Of batch norm: in training tensors [k, C] that the kernels fill, else the running ones."""
+        """Return batch norm's: in training tensors [k, C] that the kernels fill, else the running ones."""
         statistics = {}
         for index, block in enumerate(self.plan.blocks):
             if block.norm is None:
@@ -166,7 +166,7 @@ class _Call:
     def run(
         self, function: str, start: int, count: int, space: Tensor, gradients: Mapping[str, Tensor] | None = None
     ) -> None:
-        """For members `start` to `start + count`."""
+        """Call the function for members `start` to `start + count`."""
         inputs = self.inputs if self.is_own else self.inputs.unsqueeze(0)
         batch = inputs.shape[1]
         rows = self._table({**self.tensors, "input": inputs}, start)
@@ -175,7 +175,7 @@ class _Call:
         self.network.library[function](batch, count, int(not self.is_own), rows, slopes, pointer)
 
     def _table(self, tensors: Mapping[str, Tensor], start: int) -> Any:
-        """Of each slot the address and the strides, which is `Rows` in the source."""
+        """List each slot's address and strides, which are `Rows` in the source."""
         numbers = [0] * ((MAX_DIMS + 1) * len(self.network.slots))
         for slot, tensor in tensors.items():
             at = self.network.slots[slot] * (MAX_DIMS + 1)
@@ -233,7 +233,7 @@ class _Blocks(torch.autograd.Function):
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    """With the tensor's order of dimensions in memory, so that a copy into a row is one of runs."""
+    """Keep the tensor's order of dimensions in memory, so that a copy into a row is one of runs."""
     if tensor.dim() != MAX_DIMS:
         return torch.empty(tensor.shape)
     k, o, c, kh, kw = tensor.shape

@@ -189,7 +189,7 @@ def _bind(node: fx.Node, **defaults: Any) -> list[Any]:
 
 
 def _describe_layer(name: str, module: Any, shape: Shape) -> Layer | None:
-    """Of a layer of torch.nn; None where it does nothing. Raises ValueError, which says what is wrong."""
+    """Describe a layer of torch.nn; None where it does nothing. Raises ValueError, which says what is wrong."""
     match type(module):
         case nn.Conv2d:
             return ConvLayer.of(name, module, shape)

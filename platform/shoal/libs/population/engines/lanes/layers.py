@@ -250,7 +250,7 @@ class LaneBlock:
 
     @property
     def middle_shape(self) -> Shape:
-        """Of what the operation gets."""
+        """The shape of what the operation gets."""
         return self.conv.output_shape if self.conv else self.input_shape
 
     @property
@@ -272,7 +272,7 @@ class NetworkPlan:
 
     @property
     def feature_shape(self) -> Shape:
-        """Of what the last block gives."""
+        """The shape of what the last block gives."""
         return self.blocks[-1].output_shape
 
 
