@@ -124,22 +124,17 @@ class Registry:
                 files={each: hashlib.sha256(content).hexdigest() for each, content in files.items()},
             )
             contents |= {f"{FILES}/{each}": content for each, content in files.items()}
-            self._write_version(manifest, contents, aliases)
+            with self._undo_on_failure(name, version, contents):
+                for file, content in contents.items():
+                    self.store.write(f"{name}/{version}/{file}", content)
+                described = manifest.model_dump_json(indent=2, exclude=None if parts else {"parts"})
+                self.store.create(f"{name}/{version}/{_MANIFEST}", described.encode())  # the last one
+                self._update_aliases(
+                    name, lambda now: now.with_version(version).with_promotion(version, aliases, time.time())
+                )
         except OSError as error:
             raise RegistryError(f"{name!r} cannot be registered in {self.location}: {error}") from error
         return self.get(f"{name}@{version}")
-
-    def _write_version(self, manifest: Manifest, contents: Mapping[str, bytes | Path], aliases: Sequence[str]) -> None:
-        """The manifest comes last; nothing stays of a version that cannot be written."""
-        name, version = manifest.name, manifest.version
-        with self._undo_on_failure(name, version, contents):
-            for file, content in contents.items():
-                self.store.write(f"{name}/{version}/{file}", content)
-            described = manifest.model_dump_json(indent=2, exclude=None if manifest.parts else {"parts"})
-            self.store.create(f"{name}/{version}/{_MANIFEST}", described.encode())
-            self._update_aliases(
-                name, lambda now: now.with_version(version).with_promotion(version, aliases, time.time())
-            )
 
     @_convert_os_errors()
     def get(self, ref: str) -> ModelVersion:

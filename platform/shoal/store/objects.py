@@ -82,7 +82,14 @@ class ObjectStore(Store):
 
     def __init__(self, url: str, timeout_s: float | None = None) -> None:
         self.url = url.rstrip("/")
-        self.timeout_s = _read_timeout() if timeout_s is None else timeout_s
+        if timeout_s is None:
+            text = os.environ.get("SHOAL_STORE_TIMEOUT_S", "").strip() or str(TIMEOUT_S)
+            try:
+                timeout_s = float(text)
+            except ValueError:
+                remedy = "write the seconds for which calls wait for a store that is away"
+                raise ConfigError("SHOAL_STORE_TIMEOUT_S", text, "is no number", remedy) from None
+        self.timeout_s = timeout_s
         self._client, self._bulk = self._open_client(REQUEST_TIMEOUT), self._open_client(BULK_TIMEOUT)
 
     def _open_client(self, timeout: str) -> Any:
@@ -278,15 +285,6 @@ class _Reader(io.RawIOBase):
 
 
 _REMEDY = "check the URL, the credentials (AWS_*, GOOGLE_* or AZURE_* in the environment) and the network"
-
-
-def _read_timeout() -> float:
-    text = os.environ.get("SHOAL_STORE_TIMEOUT_S", "").strip() or str(TIMEOUT_S)
-    try:
-        return float(text)
-    except ValueError:
-        remedy = "write the seconds for which calls wait for a store that is away"
-        raise ConfigError("SHOAL_STORE_TIMEOUT_S", text, "is no number", remedy) from None
 
 
 def _to_entry(meta: Any) -> Entry:

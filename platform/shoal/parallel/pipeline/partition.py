@@ -21,13 +21,7 @@ from shoal.parallel.deferred.weights import DeferredWeights, decide_plan
 from shoal.parallel.loss import Mean, get_value
 from shoal.parallel.loss_trace import find_means
 from shoal.parallel.model import TaskProtocol, compute_loss_and_metrics
-from shoal.parallel.pipeline.split_points import (
-    ModuleCall,
-    SplitPoint,
-    SplitProfile,
-    profile_splits,
-    select_splits,
-)
+from shoal.parallel.pipeline.split_points import ModuleCall, SplitPoint, SplitProfile, profile_splits, select_splits
 from shoal.parallel.pipeline.stage_forward import StageForward, build_stage_slices, mask_parameters
 from shoal.parallel.state.module_snapshot import eval_mode, hook_modules, preserve_module
 from shoal.random_state import preserve_rng
@@ -111,17 +105,13 @@ def find_partition(
             split_point = _find_invalid_split(model, learnable, batch, found, split_points, context)
             if split_point is None:
                 return _build_partition(found, split_points, True in kinds)
-            refused = split_point, _make_plan_error(split_point)
+            problem = "what follows needs more of what came before than the tensor that is handed on"
+            remedy = "let blocks hand on one tensor, and derive masks and positions from the inputs; or use ddp or fsdp"
+            refused = split_point, PlanError("parallel.pipeline", split_point.module, problem, remedy)
         split_point, rejection = refused
         if wanted is not None:
             raise rejection
         found = _remove_split_point(found, split_point)
-
-
-def _make_plan_error(split_point: SplitPoint) -> PlanError:
-    problem = "what follows needs more of what came before than the tensor that is handed on"
-    remedy = "let blocks hand on one tensor, and derive masks and positions from the inputs; or use ddp or fsdp"
-    return PlanError("parallel.pipeline", split_point.module, problem, remedy)
 
 
 def _find_invalid_split(

@@ -22,12 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.errors import PlanError
 from shoal.parallel.comm.world import read_clock_s
-from shoal.parallel.state.module_snapshot import (
-    eval_mode,
-    get_trainable_parameters,
-    hook_modules,
-    preserve_module,
-)
+from shoal.parallel.state.module_snapshot import eval_mode, get_trainable_parameters, hook_modules, preserve_module
 from shoal.random_state import preserve_rng
 
 UNFIT_REASON = "is recomputed in the backward pass, or not called in evaluation"
@@ -106,7 +101,14 @@ def select_splits(found: SplitProfile, num_stages: int, wanted: Sequence[str] | 
     """
     if wanted is not None:
         return _resolve_wanted(found, num_stages, wanted)
-    places = _find_useful_splits(found)
+    used = {part for parts in found.parameters.values() for part in parts}
+    places: list[int] = []  # with parameters between any two
+    begin = 0
+    for place, split_point in enumerate(found.split_points):
+        is_between = any(begin <= part <= place for part in used) and any(part > place for part in used)
+        if split_point.module not in found.unfit and is_between:
+            places.append(place)
+            begin = place + 1
     if len(places) + 1 < num_stages:
         named = ", ".join(found.split_points[place].module for place in places) or "none"
         problem = (
@@ -120,20 +122,6 @@ def select_splits(found: SplitProfile, num_stages: int, wanted: Sequence[str] | 
     edges = [0, *(place + 1 for place in places), len(found.cost_s)]
     costs = [sum(map(sum, found.cost_s[begin:end])) for begin, end in pairwise(edges)]
     return [found.split_points[places[end - 1]] for end in balance_stages(costs, num_stages)]
-
-
-def _find_useful_splits(found: SplitProfile) -> list[int]:
-    """Split points with parameters between any two."""
-    used = {part for parts in found.parameters.values() for part in parts}
-    places: list[int] = []
-    begin = 0
-    for place, split_point in enumerate(found.split_points):
-        if split_point.module in found.unfit:
-            continue
-        if any(begin <= part <= place for part in used) and any(part > place for part in used):
-            places.append(place)
-            begin = place + 1
-    return places
 
 
 def balance_stages(costs: Sequence[float], num_stages: int) -> list[int]:
@@ -170,12 +158,8 @@ def _resolve_wanted(found: SplitProfile, num_stages: int, wanted: Sequence[str])
         if name not in known:
             called = any(call.module == name for call in found.calls)
             problem = "more than its first tensor is handed on there" if called else "no module of this name is called"
-            raise PlanError(
-                "pipeline_cuts",
-                name,
-                problem,
-                f"cut at {', '.join(split_point.module for split_point in found.split_points)}",
-            )
+            possible = ", ".join(split_point.module for split_point in found.split_points)
+            raise PlanError("pipeline_cuts", name, problem, f"cut at {possible}")
         if known[name].module in found.unfit:
             raise PlanError("pipeline_cuts", name, UNFIT_REASON, "cut elsewhere, or do not checkpoint it")
         split_points.append(known[name])
@@ -265,7 +249,10 @@ def _find_split_points(model: nn.Module, run: Callable[[], Tensor]) -> SplitProf
     split_points = [entry.split_point for entry, each in zip(recorder.candidates, valid, strict=True) if each]
     inner = {name: recorder.candidates[place].split_point for name, place in recorder.inner.items() if valid[place]}
     parts = {parameter: sorted({part_of[place] for place in places}) for parameter, places in used.items()}
-    called = _find_first_calls(recorder.calls, [split_point.call for split_point in split_points])
+    split_calls = [split_point.call for split_point in split_points]
+    called: dict[str, int] = {}  # the part that calls a module first
+    for index, call in enumerate(recorder.calls):
+        called.setdefault(call.module, bisect_right(split_calls, index))
     parameters: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
@@ -309,14 +296,6 @@ def _walk_graph(loss: Tensor, entries: list[_Candidate]) -> tuple[list[bool], di
     return [count > 0 for count in accumulate(crossings)][: len(entries)], used
 
 
-def _find_first_calls(calls: Sequence[ModuleCall], split_calls: list[int]) -> dict[str, int]:
-    """The part that calls a module first."""
-    first: dict[str, int] = {}
-    for index, call in enumerate(calls):
-        first.setdefault(call.module, bisect_right(split_calls, index))
-    return first
-
-
 def _time_pass(
     model: nn.Module, run: Callable[[], Tensor], found: SplitProfile, device: torch.device
 ) -> list[tuple[float, float]]:
@@ -343,7 +322,11 @@ def _time_pass(
         if handed.requires_grad:
             handed.register_hook(lambda gradient: reached_s.__setitem__(place, read_clock_s(device)))
 
-    drops = [each.register_post_accumulate_grad_hook(_drop_gradient) for each in get_trainable_parameters(model)]
+    def drop_gradient(parameter: Tensor) -> None:
+        """A timed pass has no use for it, and a model without memory for its weights has none for their gradients."""
+        parameter.grad = None
+
+    drops = [each.register_post_accumulate_grad_hook(drop_gradient) for each in get_trainable_parameters(model)]
     began_s.append(read_clock_s(device))
     with hook_modules(model, enter):
         loss = run()
@@ -355,11 +338,6 @@ def _time_pass(
     forward_s = [after - before for before, after in pairwise(began_s)]
     moments_s = [ended_s, *(reached_s.get(place, ended_s) for place in range(len(split_points))), began_s[-1]]
     return list(zip(forward_s, (before - after for before, after in pairwise(moments_s)), strict=True))
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    """A timed pass has no use for it, and a model without memory for its weights has none for their gradients."""
-    parameter.grad = None
 
 
 def _count_costs(model: nn.Module, run: Callable[[], Tensor], found: SplitProfile) -> list[tuple[float, float]]:
