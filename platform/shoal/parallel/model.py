@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from shoal.parallel.loss import Loss, Mean, require_loss
 from shoal.parallel.loss_trace import LossReader, MeasuredLoss
-from shoal.parallel.state import state_dict
 
 
 class TaskProtocol(Protocol):
@@ -131,16 +130,16 @@ class ParallelModel(ABC):
     def load_model_state(self, state: dict[str, Any]) -> None:
         """Load a `model_state` that a checkpoint has filled."""
 
+    @abstractmethod
     def optimizer_state(self, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
         """The optimiser's state by parameter name, for any other plan; missing entries as its first step creates them.
 
         to_fill: the optimiser keeps the created entries, for loading a checkpoint into them
         """
-        return state_dict.optimizer_state(self.named_parameters(), optimizer, to_fill=to_fill)
 
+    @abstractmethod
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load an `optimizer_state` that a checkpoint has filled."""
-        state_dict.load_optimizer_state(self.named_parameters(), optimizer, state)
 
     def loss_scale_state(self) -> dict[str, float]:
         """The present scale of an fp16 loss, the same on every rank; {} in another precision."""

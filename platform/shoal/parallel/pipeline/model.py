@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from shoal.batch_tree import count_samples
 from shoal.errors import PlanError
@@ -331,6 +332,12 @@ class PipelineModel(ParallelModel):
 
     def load_model_state(self, state: dict[str, Any]) -> None:
         self._weights.load(state)
+
+    def optimizer_state(self, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
+        return state_dict.optimizer_state(self.named_parameters(), optimizer, to_fill=to_fill)
+
+    def load_optimizer_state(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
+        state_dict.load_optimizer_state(self.named_parameters(), optimizer, values)
 
     def describe_full_weights(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         return state_dict.describe_weights(self._model.state_dict())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shoal.batch_tree import count_samples
 from shoal.errors import PlanError
@@ -276,6 +277,12 @@ class SpmdModel(ParallelModel):
 
     def load_model_state(self, values: dict[str, Any]) -> None:
         state.load_model_state(self.module, values)
+
+    def optimizer_state(self, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
+        return state.optimizer_state(self.named_parameters(), optimizer, to_fill=to_fill)
+
+    def load_optimizer_state(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
+        state.load_optimizer_state(self.named_parameters(), optimizer, values)
 
     def loss_scale_state(self) -> dict[str, float]:
         return {} if self._loss_scale is None else self._loss_scale.state_dict()
