@@ -33,12 +33,12 @@ recommender: $(READY)  ## A film site that learns as you rate: data=FOLDER endpo
 
 # Bytecode is kept: else each worker, and each process that a test or a benchmark starts, compiles again what it imports.
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json $(SMOLLM2)/.ready  ## Run the whole test suite
-	@$(BIN)/python tests/suite.py
+test: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json $(SMOLLM2)/.ready  ## Run the whole test suite; KEEP=1: and write tests/durations.json, which is held to tests/budget.json
+	@$(BIN)/python tests/suite.py $(if $(KEEP),keep)
 
 soak: export PYTHONDONTWRITEBYTECODE =
-soak: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json $(SMOLLM2)/.ready  ## Run what the suite leaves out: faults at every moment, learning to the end
-	@ulimit -c $$(ulimit -Hc); PYTHONFAULTHANDLER=1 $(BIN)/python tests/suite.py soak
+soak: $(READY) $(CLIENTS)/.ready $(NODE)/.package-lock.json $(SMOLLM2)/.ready  ## Run what the suite leaves out: faults at every moment, learning to the end; BASE=COMMIT: of what has changed since
+	@ulimit -c $$(ulimit -Hc); PYTHONFAULTHANDLER=1 $(BIN)/python tests/suite.py soak $(BASE)
 
 rehearse: $(READY)  ## Watch nodes follow an endpoint's load and a training run, with Ray's autoscaler and nodes that are processes here
 	@$(BIN)/python tests/rehearse.py

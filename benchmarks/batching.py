@@ -24,7 +24,8 @@ from benchmarks.children import ROOT
 from benchmarks.result import commit, machine
 from benchmarks.serving.classic import ClassicServer
 from shoal.batching.batcher import Batcher, DeadlineExceeded, PendingBatch
-from shoal.batching.simulate import ForwardTime, ScheduleServer, SimulatedLoad, drive, poisson
+from shoal.batching.latency_model import ForwardTime
+from shoal.libs.capacity.simulation import ScheduleServer, SimulatedLoad, drive, poisson
 
 MEASURED = [(1, 0.0205), (32, 0.036)]
 FORWARD = ForwardTime(MEASURED)

@@ -27,6 +27,7 @@ from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.experience.segment_log import SegmentLog
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.spec import GatewaySpec
 from shoal.store import Store, open_store
 from shoal.weights import WeightSnapshot, WeightStore
@@ -58,7 +59,7 @@ def serving(spec: GatewaySpec, ledger: Ledger, store: Store | None) -> Iterator[
     weights.publish(WeightSnapshot.of(1, {"w": np.zeros((2, 4), np.float32), "b": np.zeros(2, np.float32)}))
     queue = ExperienceQueue(spec.queue_capacity, ledger)
     commit = None if store is None else GroupCommit(SegmentLog(store, EXPERIENCE), queue)
-    gateway = Gateway(spec, EXPERIENCE, queue, weights, TOKEN, group_commit=commit)
+    gateway = Gateway(GatewaySetting(spec, EXPERIENCE, TOKEN), queue, weights, group_commit=commit)
     gateway.start()
     ended = threading.Event()
 

@@ -68,7 +68,7 @@ print(json.dumps({"seconds": seconds, "peak_bytes": peak_bytes, **number}))
 """
 COUNT = """
 import json, sys
-from shoal.cost.predict.fake_plan import predict_on_fake_tensors
+from shoal.libs.planning.predict.fake_plan import predict_on_fake_tensors
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.task import make_task
@@ -82,8 +82,8 @@ import json, sys
 import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from shoal.cost.measure.collective_bytes import assume_cuda
-from shoal.cost.predict.fake_process_group import SimulatedRanks, fake_world
-from shoal.cost.predict.fake_tensors import use_fake_tensors
+from shoal.libs.planning.predict.fake_process_group import SimulatedRanks, fake_world
+from shoal.cost.fake_tensors import use_fake_tensors
 from shoal.data.loader import load_first_batch
 from shoal.parallel.build import parallelize
 from shoal.train.launch.overrides import spec_from_overrides

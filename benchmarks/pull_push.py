@@ -28,12 +28,12 @@ from torch.optim import SGD
 
 from benchmarks.children import scratch
 from benchmarks.result import Row, compare, options, write
-from shoal.sync.parameter_server.clock import Clock
-from shoal.sync.parameter_server.config import ParameterServerConfig
-from shoal.sync.parameter_server.controller import Controller
-from shoal.sync.parameter_server.server import ParameterServer
-from shoal.sync.parameter_server.server_service import ServerService
-from shoal.sync.parameter_server.worker import ParameterServerSync
+from shoal.libs.asynchronous.clock import Clock
+from shoal.libs.asynchronous.config import ParameterServerConfig
+from shoal.libs.asynchronous.controller import Controller
+from shoal.libs.asynchronous.parameter_server.server import ParameterServer
+from shoal.libs.asynchronous.parameter_server.server_service import ServerService
+from shoal.libs.asynchronous.parameter_server.worker import ParameterServerSync
 
 RATE, TIMEOUT_S, PAUSE_S, WARM_UP = 0.01, 60.0, 0.03, 5
 BAR = 0.6

@@ -6,7 +6,7 @@
 `python jobs/sweep.py --help` lists the fields; docs/sweeps.md explains them.
 """
 
-from shoal.flows.sweep.sweep import sweep_main
+from shoal.libs.sweep.flow import sweep_main
 
 if __name__ == "__main__":
     sweep_main()

@@ -69,5 +69,5 @@ def replace_cluster(monkeypatch: pytest.MonkeyPatch, growth: Growth = Growth({})
     monkeypatch.setattr(admission, "PlacementRequest", FakeRequest)
     monkeypatch.setattr(admission, "get_driver_id", lambda: "01000000")
     monkeypatch.setattr(admission, "describe_launches", lambda: "")
-    for module in ("cluster.admission", "train.launch.ray_capacity", "flows.sweep.ray_sweep"):
+    for module in ("cluster.admission", "train.launch.ray_capacity", "libs.sweep.ray_sweep"):
         monkeypatch.setattr(f"shoal.{module}.find_growth", lambda: growth)

@@ -18,10 +18,10 @@ import ray
 
 from rl_setting import EXPERIENCE, TOKEN
 from shoal.cluster.job_main import connect, disconnect
+from shoal.libs.asynchronous.launch.ray_processes import RayProcesses
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.rl.spec import RLSpec
 from shoal.runs.ray_event_channel import start_mailbox
-from shoal.train.launch.ray_processes import RayProcesses
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
 
@@ -115,8 +115,8 @@ def report_trainers(folder: Path) -> None:
 def report_trials(folder: Path) -> None:
     from ray import tune
 
-    from shoal.flows.sweep.ray_sweep import _get_resources
-    from shoal.flows.sweep.spec import SweepSpec
+    from shoal.libs.sweep.ray_sweep import _get_resources
+    from shoal.libs.sweep.spec import SweepSpec
 
     class Trial(tune.Trainable):
         def step(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def report_members() -> None:
 def report_predictions() -> None:
     import pyarrow as pa
 
-    from shoal.serve.on_ray import batch_predict
+    from shoal.libs.batch_predict import ray_batch
 
     class Worker:
         def __init__(self, job: object, num_gpus: float) -> None:
@@ -156,9 +156,9 @@ def report_predictions() -> None:
         def __call__(self, rows: pa.Table) -> pa.Table:
             return pa.table({"seen": [json.dumps(see())]})
 
-    batch_predict.PredictWorker = Worker  # type: ignore[assignment,misc]
+    ray_batch.PredictWorker = Worker  # type: ignore[assignment,misc]
     for asked in ASKED:
-        rows = batch_predict._map(ray.data.range(1), None, 1, {"num_cpus": 0.1, "num_gpus": asked})  # type: ignore[arg-type]
+        rows = ray_batch._map(ray.data.range(1), None, 1, {"num_cpus": 0.1, "num_gpus": asked})  # type: ignore[arg-type]
         report("batch-predict", asked, tuple(json.loads(rows.take_all()[0]["seen"])))
 
 

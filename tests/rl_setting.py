@@ -14,6 +14,7 @@ from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.experience.segment_log import SegmentLog
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.spec import GatewaySpec
 from shoal.store import Store
 from shoal.weights import WeightSnapshot, WeightStore
@@ -52,9 +53,8 @@ class Parts:
         self.spec = GatewaySpec.parse({"heartbeat_s": 0.2, "timeout_s": 60.0, **spec})
         self.queue = ExperienceQueue(self.spec.queue_capacity, self.ledger)
         commit = None if log is None else GroupCommit(SegmentLog(log, EXPERIENCE), self.queue)
-        self.gateway = Gateway(
-            self.spec, EXPERIENCE, self.queue, self.store, TOKEN, "run-1", 475.0, group_commit=commit
-        )
+        setting = GatewaySetting(self.spec, EXPERIENCE, TOKEN, "run-1", 475.0)
+        self.gateway = Gateway(setting, self.queue, self.store, group_commit=commit)
 
     @property
     def address(self) -> str:

@@ -23,6 +23,7 @@ from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.experience.segment_log import open_log
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.learner import Learner
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightStore, store
@@ -45,7 +46,7 @@ def main(folder: Path) -> None:
     queue.acknowledge = note  # type: ignore[method-assign]
     learner = Learner(spec, EXPERIENCE, queue, weights, folder / "checkpoints", store=open_run_store(RUN))
     learner.on_batch = lambda _: time.sleep(UPDATE_S)
-    gateway = Gateway(spec.applied_gateway, EXPERIENCE, queue, weights, TOKEN, RUN, group_commit=commit)
+    gateway = Gateway(GatewaySetting(spec.applied_gateway, EXPERIENCE, TOKEN, RUN), queue, weights, group_commit=commit)
     gateway.start()
     threading.Thread(target=learner.run_as_thread, daemon=True).start()
     say(address=gateway.address, recovered=num_recovered, version=learner.version)

@@ -31,14 +31,13 @@ from benchmarks.result import Row, compare, options, write
 from benchmarks.serving.drive import Drive
 from benchmarks.serving.exchange import OK
 from benchmarks.serving.servers import OURS, server_of
-from shoal.batching.replica_set import tabulate
-from shoal.batching.simulate import ForwardTime
+from shoal.batching.latency_model import ForwardTime
+from shoal.libs.capacity.trace_replay import ObservedLoad, ReplayedTrace, replay, replay_fixed, replay_policy
 from shoal.serve.scaling.policy import ScalePolicy
-from shoal.serve.scaling.trace_replay import ObservedLoad, ReplayedTrace, replay, replay_fixed, replay_policy
 from shoal.serve.spec.scale import ScaleSpec
 
 PICTURE = ROOT / "docs" / "pictures" / "autoscaling.png"
-SECONDS = tabulate(ForwardTime([(1, 0.1), (16, 0.4)]), 16)  # a network on one processor: 40 requests/s in full batches
+SECONDS = ForwardTime([(1, 0.1), (16, 0.4)]).tabulate(16)  # a network on one processor: 40 requests/s in full batches
 OBJECTIVE_S, MOST = 1.0, 4
 MEAN_PER_S = 22.0
 CONSTANT = 0.5  # of the load

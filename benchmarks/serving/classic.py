@@ -1,4 +1,4 @@
-"""The classic batcher on the simulated clock of `shoal.batching.simulate`: what ours is compared with.
+"""The classic batcher on the simulated clock of `shoal.libs.capacity.simulation`: what ours is compared with.
 
 With a timeout of zero it is the oracle: whenever it is free it takes what there is, first come first.
 """

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,12 @@ from benchmarks.children import OUR_PYTHON, ROOT, Child, scratch
 from benchmarks.result import Row, compare, options, write
 from benchmarks.step_before import checkout
 from benchmarks.talk import say
+from shoal.libs.gang.gang import Gang
+from shoal.libs.gang.member import GangMember
+from shoal.libs.gang.messages import Address
+from shoal.libs.gang.team import GangLost
 from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
-from shoal.serve.gang.gang import Gang, GangLost
-from shoal.serve.gang.member import GangMember
-from shoal.serve.gang.messages import Address
-from shoal.serve.gang.template import GangTemplate
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
@@ -113,7 +112,7 @@ def started() -> Iterator[tuple[Gang, ProcessLauncher]]:
 
 
 def make_predictor(version: ModelVersion, gang: Gang | None) -> Predictor:
-    share = None if gang is None else partial(GangTemplate, gang=gang)
+    share = None if gang is None else gang.open_template
     chosen = ModelOptions(max_batch_size=BATCH, warm_up=False)
     return Predictor(version.manifest.model, version.manifest.signature, chosen, share=share)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal import errors, runs
     from shoal.actor import ActorClient
-    from shoal.api import connect, fit, load_run, serve, sweep
+    from shoal.api import connect, fit, load_run, serve
     from shoal.client import AsyncClient, Client
     from shoal.data import Data
     from shoal.parallel.loss import Mean
@@ -43,11 +43,10 @@ __all__ = [
     "load_run",
     "runs",
     "serve",
-    "sweep",
 ]
 
 _HOMES = {
-    **dict.fromkeys(("connect", "fit", "load_run", "sweep"), "shoal.api"),
+    **dict.fromkeys(("connect", "fit", "load_run"), "shoal.api"),
     **dict.fromkeys(("AsyncClient", "Client"), "shoal.client"),
     **dict.fromkeys(("Task", "TrainSpec"), "shoal.train"),
     "ActorClient": "shoal.actor",
@@ -61,7 +60,7 @@ _ROOMS = frozenset(
         *("actor", "client", "cluster", "rl", "serve", "flows", "cli", "train", "parallel", "data", "cost", "api"),
         *("gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state", "recipes"),
         *("ray_call", "frame", "differentiation", "yaml_text", "device_memory"),
-        *("store", "sync", "batching", "search", "sources", "plugins", "extend", "export", "libs"),
+        *("store", "sync", "batching", "search", "sources", "plugins", "extend", "libs"),
     }
 )
 
@@ -83,4 +82,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    from shoal.plugins.library import find_libraries
+
+    return sorted({*__all__, *(name for library in find_libraries() for name in library.names)})

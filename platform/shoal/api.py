@@ -1,4 +1,4 @@
-"""The functions of `import shoal` for notebooks and scripts: `fit`, `sweep`, `serve`, `connect`, `load_run`.
+"""The functions of `import shoal` for notebooks and scripts: `fit`, `serve`, `connect`, `load_run`.
 
 Each is a few lines over the packages below. The Ray cluster, if one is needed, is that of `shoal up`, or one of this
 process's own, which ends with its last user and at the latest with the process.
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from shoal.actor import GameActor, RemoteActor
     from shoal.client import Client
     from shoal.runs import Run
-    from shoal.runs.sweep_trials import Sweep
     from shoal.serve.on_ray.deployment import DeployedEndpoint
     from shoal.train import Task, TrainSpec
     from shoal.train.reporting.result import TrainResult
@@ -60,70 +59,24 @@ def fit(
     from shoal.train.launch.local import fit_locally
     from shoal.train.reporting.console import format_metrics
 
-    spec = _train_spec(task, fields)
+    spec = make_train_spec(task, fields)
     if spec.workers == 1 and not spec.has_replicas:
         result = fit_locally(spec, registers=register, predicts=False, say=say)
         if say:
             metrics = format_metrics(result.metrics)
             say(f"run {result.run_id}: {result.detail}, {result.seconds:.1f} s{'; ' if metrics else ''}{metrics}")
         return result
-    _attachment.acquire()
+    attachment.acquire()
     try:
         from shoal.flows.training import JOB, train_on_cluster  # imports ray: see `serve`
 
         return train_on_cluster(spec, JOB, registers=register)
     finally:
-        _attachment.release()
+        attachment.release()
 
 
-def sweep(
-    task: type[Task] | Task | str | TrainSpec,
-    space: Mapping[str, Any],
-    *,
-    train: Mapping[str, Any] | None = None,
-    register: bool = True,
-    **fields: Any,
-) -> Sweep:
-    """Train a Task several times on a cluster, with values from a search space; register the best network.
-
-    task:   as for `fit`; or a job of the loop, as `actor_learner`: then `train` has fields of `LoopTrialSpec`
-    space:  by the path of a field of TrainSpec: a word such as `log(1e-4,1e-1)`, or a list of options
-    train:  the other fields of TrainSpec, nested ones as dicts: `{"stop": {"steps": 500}}`
-    fields: of SweepSpec: `trials=20`, `search="optuna"`, `scheduler="asha"`, `gpus_per_trial=0.25`,
-            `metric="accuracy"`, `seed=0`
-
-    Returns the trials: `result.find_best().parameters`, `result.rank()`. Each has a run of its own, for `load_run`.
-    Raises ConfigError for an impossible space, an unknown field or a metric that is not evaluated, before any work;
-    MissingExtra without Optuna; RunError when no trial has finished.
-
-        space = {"optimizer.learning_rate": "log(1e-4,1e-1)"}
-        result = shoal.sweep("lenet", space, trials=8, train={"stop": {"steps": 200}})
-    """
-    from shoal.flows.sweep.loop_spec import is_loop_recipe, load_loop_recipe
-    from shoal.flows.sweep.spec import SweepSpec, check_sweep, remove_target
-    from shoal.runs.sweep_trials import load_sweep
-    from shoal.search.space import SearchSpace
-
-    if isinstance(task, str) and is_loop_recipe(task):
-        trial: dict[str, Any] = {"loop": load_loop_recipe(task).update(train or {}).model_dump()}
-    else:
-        base = _train_spec(task, train or {})
-        if isinstance(task, str) and "target" not in (train or {}).get("stop", {}):
-            base = remove_target(base)
-        trial = {"train": base.model_dump()}
-    words = SearchSpace.parse(space).describe()
-    spec = SweepSpec.parse({**trial, "space": words, "registers": register, **fields})
-    checked = check_sweep(spec)
-    _attachment.acquire()
-    try:
-        from shoal.flows.sweep.sweep import JOB, run_sweep  # imports ray: see `serve`
-
-        return load_sweep(load_run(run_sweep(spec, JOB, checked)))
-    finally:
-        _attachment.release()
-
-
-def _train_spec(task: type[Task] | Task | str | TrainSpec, fields: Mapping[str, Any]) -> TrainSpec:
+def make_train_spec(task: type[Task] | Task | str | TrainSpec, fields: Mapping[str, Any]) -> TrainSpec:
+    """The spec of what `fit` takes. Raises ConfigError for what is no Task."""
     from shoal.train.launch.overrides import load_recipe
     from shoal.train.spec import TrainSpec
     from shoal.train.task import Task
@@ -186,8 +139,8 @@ def serve(*models: str, **fields: Any) -> ServedEndpoint:
 
     spec = ServingSpec.parse({"models": list(models), "endpoint": fields} if fields else {"models": list(models)})
     with ExitStack() as closing:
-        _attachment.acquire(is_lasting=spec.endpoint.lifetime == "detached")
-        closing.callback(_attachment.release)
+        attachment.acquire(is_lasting=spec.endpoint.lifetime == "detached")
+        closing.callback(attachment.release)
         from shoal.flows.serving import record_endpoint  # imports ray, which reads its settings from the environment
 
         endpoint = closing.enter_context(record_endpoint(spec))
@@ -251,7 +204,7 @@ def load_run(run: str = "latest") -> Run:
     return shoal.runs.load(run)
 
 
-class _Attachment:
+class Attachment:
     """This process as a driver of a cluster, while an endpoint or a run uses it."""
 
     def __init__(self) -> None:
@@ -286,4 +239,4 @@ class _Attachment:
             self._closing.close()
 
 
-_attachment = _Attachment()
+attachment = Attachment()

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-from collections.abc import Iterable
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,21 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def draft_folder(into: Path) -> Iterator[Path]:
+    """A folder next to `into`, which takes its place when the block ends; after an error it is removed."""
+    into.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{into.name}.", dir=into.parent) as parent:
+        draft, former = Path(parent, "draft"), Path(parent, "former")
+        draft.mkdir()
+        yield draft
+        if into.exists():
+            into.rename(former)
+        try:
+            draft.rename(into)
+        except OSError:
+            if former.exists():
+                former.rename(into)
+            raise

@@ -22,6 +22,7 @@ from shoal.actor import MlpPolicy
 from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import GatewaySpec, RLSpec
 from shoal.weights import WeightStore
@@ -318,7 +319,9 @@ def test_curve_with_the_server_key_of_the_gateway() -> None:
     store, ledger = WeightStore(), Ledger()
     store.publish(weights(1))
     queue = ExperienceQueue(8, ledger)
-    gateway = Gateway(GatewaySpec(curve=True), EXPERIENCE, queue, store, TOKEN, curve_keys=(public, secret))
+    gateway = Gateway(
+        GatewaySetting(GatewaySpec(curve=True), EXPERIENCE, TOKEN, curve_keys=(public, secret)), queue, store
+    )
     gateway.start()
     try:
         with joined(gateway.address, key=public) as client:

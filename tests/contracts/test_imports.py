@@ -22,7 +22,7 @@ LEVELS = [
     {"libs"},
     {"extend"},
     {"cli", "api"},
-    {"flows", "export"},
+    {"flows"},
     {"train", "rl", "serve"},
     {"cluster"},
     {"actor", "client"},
@@ -105,7 +105,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"learner", "learner_replica"},
         {"batch_checks", "batch_lease", "published_versions"},
         {"gateway", "algorithms"},
-        {"replay", "learner_group"},
+        {"learner_group"},
         {"experience"},
         {"spec"},
         {"algorithm_config", "policy_graph"},
@@ -114,7 +114,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"ray_app"},
         {"on_ray"},
         {"replica"},
-        {"gang", "grpc", "http", "tables"},
+        {"grpc", "http", "tables"},
         {"controller", "model", "protocol", "scaling"},
         {"messages"},
         {"spec"},
@@ -241,10 +241,6 @@ def test_a_game_client_loads_neither_torch_nor_ray_nor_the_platforms_libraries()
 def test_a_client_of_an_endpoint_loads_neither_torch_nor_ray() -> None:
     heavy = ["torch", "ray", "pydantic", "pandas", "pyarrow", "yaml", "shoal.runs", "shoal.serve"]
     assert loaded_by(["shoal.client"], heavy) == {}
-
-
-def test_an_export_loads_torch_for_a_conversion_alone() -> None:
-    assert loaded_by(["shoal.cli.commands.export"], ["torch", "ray", "uvicorn", "shoal.runs"]) == {}
 
 
 def test_the_loop_loads_nothing_of_training() -> None:

@@ -27,6 +27,7 @@ from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.handshake import _FATAL
+from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec
 from shoal.weights import WeightSnapshot, WeightStore, decode_tensors
 from shoal.wire import (
@@ -258,7 +259,7 @@ def test_a_gateway_answers_the_actor_of_the_file_with_the_bytes_of_the_file() ->
     store, ledger, context = WeightStore(), Ledger(), zmq.Context[zmq.Socket[bytes]]()
     store.publish(WeightSnapshot.of(1, decode_tensors(example("weights")[1])))
     queue = ExperienceQueue(64, ledger)
-    gateway = Gateway(GatewaySpec(max_credits=16), cart_pole(), queue, store, "secret", "run-1")
+    gateway = Gateway(GatewaySetting(GatewaySpec(max_credits=16), cart_pole(), "secret", "run-1"), queue, store)
     gateway.start()
     try:
         for number in (1, 2):

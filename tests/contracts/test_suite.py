@@ -1,4 +1,4 @@
-"""`make test`: it ends with the status of the stage that failed, and says where the time went."""
+"""`make test`: it runs every stage, ends with the status of the first that failed, and says where the time went."""
 
 from __future__ import annotations
 
@@ -15,22 +15,31 @@ from shoal_program import ROOT
 SUITE = "import sys; sys.path.insert(0, 'tests'); import suite; sys.exit(suite.main(sys.argv[1:]))"
 
 
-def test_the_first_stage_that_fails_is_the_last_and_its_status_is_kept(tmp_path: Path) -> None:
+def test_a_stage_that_fails_hides_no_other_and_its_status_is_kept(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from suite import *\n" + REGISTER)
     (tmp_path / "test_good.py").write_text("def test_it(): pass\ndef test_that(): pass\n")
-    (tmp_path / "test_bad.py").write_text("import time\ndef test_it():\n    time.sleep(0.6)\n    raise ValueError\n")
-    good, bad, never = (f"--rootdir {tmp_path} {tmp_path}/{name}" for name in ("test_good.py", "test_bad.py", "none"))
+    (tmp_path / "test_bad.py").write_text(BAD)
+    bad, good = (f"--rootdir {tmp_path} {tmp_path}/{name}" for name in ("test_bad.py", "test_good.py"))
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
-    command = [sys.executable, "-c", SUITE, good, bad, never]
+    command = [sys.executable, "-c", SUITE, bad, good]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    told = ran.stdout.rpartition("where ")[2].splitlines()
-    assert [line.split()[-2:] for line in told[1:3]] == [["(2", "tests)"], ["(1", "tests)"]]
-    seconds, _, file = told[4].split()
+    lines = ran.stdout.rpartition("where ")[2].splitlines()
+    assert [line.rpartition(" (")[2] for line in lines[1:3]] == ["1 tests, exit status 1)", "2 tests)"]
+    assert float(lines[1].split()[2]) >= 1  # the child's processor seconds count
+    seconds, _, test = lines[4].split()
     assert int(seconds) >= 1
-    assert file.endswith("test_bad.py")
+    assert test.endswith("test_bad.py::test_it")
 
 
+BAD = """
+import subprocess, sys
+BUSY = "import time\\nwhile time.process_time() < 1: pass"
+
+def test_it():
+    subprocess.run([sys.executable, "-c", BUSY])
+    raise ValueError
+"""
 REGISTER = """
 import os
 from pathlib import Path
@@ -46,16 +55,23 @@ def test_every_folder_of_tests_is_in_one_stage() -> None:
     assert sorted(named) == sorted({f"tests/{path.relative_to(ROOT / 'tests').parts[0]}" for path in files})
 
 
-def test_the_ten_slowest_files_are_told_from_the_slowest_on() -> None:
-    seconds = {f"tests/unit/test_{number:02}.py": float(number) for number in range(1, 20)}
-    lines = suite.describe([suite.Stage("-n 2 tests/unit", 31.4, 0, 190, seconds)]).splitlines()
-    assert lines[:2] == ["where 31 s went:", "     31 s  tests/unit (190 tests)"]
+def test_the_twenty_slowest_tests_are_listed_from_the_slowest_on() -> None:
+    seconds = {f"tests/unit/test_it.py::test_{number:02}": float(number) for number in range(1, 30)}
+    lines = suite.describe([suite.Stage("-n 2 tests/unit", 31.4, 0, 50.2, False, 190, seconds)]).splitlines()
+    assert lines[:2] == ["where 31 s went, and 50 s of processors:", "     31 s      50 s  tests/unit (190 tests)"]
     assert [line.split()[-1] for line in lines[3:]] == [
-        f"tests/unit/test_{number:02}.py" for number in range(19, 9, -1)
+        f"tests/unit/test_it.py::test_{number:02}" for number in range(29, 9, -1)
     ]
+
+
+def test_a_soak_of_a_change_has_the_files_that_import_what_changed() -> None:
+    files = [ROOT / "tests/contracts/test_suite.py", ROOT / "tests/contracts/test_imports.py"]
+    assert suite.files_about(["tests/suite.py"], files) == files[:1]
+    assert suite.files_about(["tests/contracts/test_imports.py", "README.md"], files) == files[1:]
+    assert suite.files_about(["docs/store.md"], files) == []
 
 
 @pytest.mark.parametrize("num_stages", [0, 2])
 def test_what_left_nothing_is_told_all_the_same(num_stages: int) -> None:
     stages = [suite.Stage("tests/hosts", 2.0, 2)] * num_stages
-    assert suite.describe(stages).startswith(f"where {2 * num_stages} s went:")
+    assert suite.describe(stages).startswith(f"where {2 * num_stages} s went, and 0 s")

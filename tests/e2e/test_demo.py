@@ -184,6 +184,7 @@ def test_an_environment_that_does_not_fit_is_refused_before_anything_starts(home
     assert "Traceback" not in output
 
 
+@pytest.mark.soak
 def test_the_champion_is_served_until_ctrl_c_and_follows_its_alias(cluster: EmbeddedCluster, shared_home: Path) -> None:
     registry = Registry()
     for bias in (1.0, 2.0):

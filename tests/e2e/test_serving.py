@@ -24,8 +24,8 @@ from shoal.cli import cli
 from shoal.client import Client
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConnectionLost, InferenceError, RunError
-from shoal.flows.batch_predict import BatchPredictSpec, batch_predict
 from shoal.home import home
+from shoal.libs.batch_predict.flow import BatchPredictSpec, batch_predict
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import Status
 from shoal.runs.record.provenance import find_owner

@@ -11,7 +11,7 @@ import json
 import sys
 
 from shoal.errors import ConnectionLost
-from shoal.serve.replica.on_demand.peers import HttpTransport
+from shoal.serve.replica.peers import HttpTransport
 
 PORT = 8000
 

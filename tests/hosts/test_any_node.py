@@ -109,7 +109,7 @@ def test_a_driver_beside_the_workers_predicts_a_batch(cluster: Cluster) -> None:
     (cluster.head.project / "rows.csv").write_text("x\n" + "\n".join(map(str, range(100))))
     output = cluster.shared / "predicted"
     words = ["model=line", "input=rows.csv", f"output={output}", "columns=[x]", "workers=1"]
-    job = cluster.submit("python", "-m", "shoal.flows.batch_predict", *words, options="--entrypoint-num-cpus 0.5")
+    job = cluster.submit("python", "-m", "shoal.libs.batch_predict.flow", *words, options="--entrypoint-num-cpus 0.5")
     assert "100 rows" in cluster.head.run(*job)
     assert list(output.glob("*.parquet"))
 

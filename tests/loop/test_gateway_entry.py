@@ -12,6 +12,7 @@ from rl_setting import EXPERIENCE, TOKEN, Parts, segment, serving
 from shoal.actor import ActorClient
 from shoal.errors import ConfigError, ConnectionLost, Refused
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.zmq_listener import MAX_UNREAD_MESSAGES, bind_router
 from shoal.rl.spec import GatewaySpec
 from shoal.wire import pack_segment
@@ -128,8 +129,8 @@ def test_an_encrypted_gateway_serves_who_knows_its_key_and_nobody_else() -> None
     parts = Parts()
     spec = GatewaySpec(curve=True)
     with pytest.raises(ConfigError, match="curve_keys"):
-        Gateway(spec, EXPERIENCE, parts.queue, parts.store, TOKEN)
-    gateway = Gateway(spec, EXPERIENCE, parts.queue, parts.store, TOKEN, curve_keys=(public, secret))
+        GatewaySetting(spec, EXPERIENCE, TOKEN)
+    gateway = Gateway(GatewaySetting(spec, EXPERIENCE, TOKEN, curve_keys=(public, secret)), parts.queue, parts.store)
     gateway.start()
     try:
         with ActorClient(gateway.address, TOKEN, "one", server_key=public.decode(), timeout_s=5) as actor:
@@ -143,4 +144,4 @@ def test_an_encrypted_gateway_serves_who_knows_its_key_and_nobody_else() -> None
 def test_a_gateway_without_a_token_does_not_start() -> None:
     parts = Parts()
     with pytest.raises(ConfigError, match="token"):
-        Gateway(parts.spec, EXPERIENCE, parts.queue, parts.store, "")
+        GatewaySetting(parts.spec, EXPERIENCE, "")

@@ -11,7 +11,7 @@ from rl_setting import TOKEN, Parts, segment, serving, weights
 from shoal.errors import ConnectionLost
 from shoal.rl.experience.queue import BatchRequest
 from shoal.rl.gateway import sessions
-from shoal.rl.gateway.flow_control import grant_credit
+from shoal.rl.gateway.sessions import grant_credit
 from shoal.wire import MessageLimits, decode, encode
 from shoal.wire.messages import Hello, Welcome
 from waiting import wait_for
@@ -40,7 +40,7 @@ def test_many_actors_that_come_at_once_share_the_credit_once(monkeypatch: pytest
 
     monkeypatch.setattr(sessions, "grant_credit", share)
     parts, said = Parts(), []
-    parts.gateway._latest_weights = parts.store.latest()
+    parts.gateway._state.weights = parts.store.latest()
     monkeypatch.setattr(parts.gateway, "_send_all", lambda: said.extend(parts.gateway._send_queue.take(True)))
     for number in range(40):
         parts.gateway._handle_message(bytes([number]), [encode(Hello(1, TOKEN, f"actor-{number}", 1))])

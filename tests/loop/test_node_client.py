@@ -26,6 +26,7 @@ from shoal.actor.environment import make_environment
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec, policy_spec
 from shoal.weights import WeightSnapshot, WeightStore
@@ -268,7 +269,9 @@ def test_curve_with_the_right_key_plays_and_with_a_wrong_one_names_the_key() -> 
     store, ledger = WeightStore(), Ledger()
     store.publish(weights(1))
     queue = ExperienceQueue(2, ledger)
-    gateway = Gateway(GatewaySpec(curve=True), OF_SIGNS, queue, store, TOKEN, curve_keys=(public, secret))
+    gateway = Gateway(
+        GatewaySetting(GatewaySpec(curve=True), OF_SIGNS, TOKEN, curve_keys=(public, secret)), queue, store
+    )
     gateway.start()
     key = f"--server-key={public.decode()}"
     wrong = f"--server-key={zmq.curve_keypair()[0].decode()}"

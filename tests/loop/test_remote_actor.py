@@ -29,6 +29,7 @@ from shoal.libs.games.tictactoe import TicTacToe
 from shoal.rl.experience.queue import BatchRequest
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.remote_inference import RemoteInference
+from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.learner import Learner
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec
@@ -282,7 +283,7 @@ def test_the_actions_of_a_box_are_arrays() -> None:
     from shoal.weights import WeightSnapshot
 
     parts = Parts()
-    parts.gateway = Gateway(parts.spec, experience, parts.queue, parts.store, TOKEN, "run-1")
+    parts.gateway = Gateway(GatewaySetting(parts.spec, experience, TOKEN, "run-1"), parts.queue, parts.store)
     parts.store.publish(WeightSnapshot.of(2, {**arrays, "log_std": np.zeros(2, np.float32)}))
     parts.gateway.start()
     try:
@@ -348,7 +349,7 @@ def test_a_truncated_episode_ends_with_the_mask_of_its_last_observation(inferenc
     """From which the learner estimates what would have followed."""
     parts, mask = Parts(), describe_masks(EXPERIENCE.action, ())
     experience = replace(EXPERIENCE, extras=(mask,))
-    parts.gateway = Gateway(parts.spec, experience, parts.queue, parts.store, TOKEN, "run-1")
+    parts.gateway = Gateway(GatewaySetting(parts.spec, experience, TOKEN, "run-1"), parts.queue, parts.store)
     parts.gateway.start()
     try:
         with shoal.connect(parts.address, token=TOKEN, actor_id="game", inference=inference) as actor:

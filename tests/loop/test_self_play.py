@@ -23,6 +23,7 @@ from shoal.registry import Registry
 from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.opponent_pool import OpponentPool
+from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightSnapshot
@@ -73,7 +74,7 @@ def test_an_actor_forgets_the_members_that_have_gone(tmp_path: Path) -> None:
     parts = Parts()
     pool = OpponentPool(tmp_path, snapshot_every=8, max_versions=2)
     experience = msgspec.structs.replace(EXPERIENCE, self_play=True)
-    gateway = Gateway(parts.spec, experience, parts.queue, parts.store, TOKEN, "run-1", opponents=pool)
+    gateway = Gateway(GatewaySetting(parts.spec, experience, TOKEN, "run-1"), parts.queue, parts.store, pool)
     gateway.start()
     try:
         with ActorClient(gateway.address, TOKEN, "actor-0") as client:
@@ -98,7 +99,7 @@ def test_an_actor_gets_every_member_and_the_gateway_counts_who_was_beaten(tmp_pa
     parts = Parts()
     pool = OpponentPool(tmp_path, snapshot_every=8)
     experience = msgspec.structs.replace(EXPERIENCE, self_play=True)
-    gateway = Gateway(parts.spec, experience, parts.queue, parts.store, TOKEN, "run-1", opponents=pool)
+    gateway = Gateway(GatewaySetting(parts.spec, experience, TOKEN, "run-1"), parts.queue, parts.store, pool)
     gateway.start()
     try:
         with ActorClient(gateway.address, TOKEN, "actor-0") as client:

@@ -21,7 +21,7 @@ from shoal.actor import ActorClient
 from shoal.actor.segment_builder import SegmentBuilder
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
-from shoal.rl.gateway.flow_control import grant_round_credit
+from shoal.rl.gateway.sessions import grant_round_credit
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, policy_spec
 from shoal.wire import ExtraSpec, Segment, TensorSpec

@@ -15,6 +15,7 @@ from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.rl.experience.queue import BatchRequest
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.sessions import USERS_ACTOR_ID
+from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.user_episodes import EpisodeRejection
 from shoal.wire.messages import ErrorMessage, Hello
 from waiting import wait_for
@@ -25,7 +26,8 @@ TAKE_ALL = BatchRequest(1, 10_000, 1_000, 10.0)
 @contextmanager
 def learning(**spec: object) -> Iterator[Parts]:
     parts = Parts(**spec)
-    parts.gateway = Gateway(parts.spec, EXPERIENCE, parts.queue, parts.store, TOKEN, "run-1", learns_from_users=True)
+    setting = GatewaySetting(parts.spec, EXPERIENCE, TOKEN, "run-1", learns_from_users=True)
+    parts.gateway = Gateway(setting, parts.queue, parts.store)
     parts.gateway.start()
     try:
         yield parts
@@ -105,8 +107,9 @@ def test_wrong_requests_are_refused_by_name_and_change_nothing() -> None:
         assert refuse(parts, observation=["a", "b", "c", "d"]) == 422
         assert refuse(parts, observation=observe(11)) == 422
         assert refuse(parts, episode="nonsense", reward=1.0) == 404
-        assert refuse(parts, episode=f"{parts.gateway._inference._users.key[1]}-7-ff", reward=1.0) == 404  # type: ignore[union-attr]
+        assert refuse(parts, episode=f"{parts.gateway._users.key[1]}-7-ff", reward=1.0) == 404  # type: ignore[union-attr]
         assert refuse(parts, episode="12-0-ff", reward=1.0) == 410  # of a gateway before this one
+        assert refuse(parts, episode=f"12-{'9' * 5000}-ff", reward=1.0) == 404  # more digits than int takes
         handle = ask(parts, observation=observe(1)).episode
         assert refuse(parts, episode=handle, reward=float("nan")) == 422
         assert refuse(parts, episode=handle, reward=1e39) == 422
@@ -130,7 +133,7 @@ def test_an_answer_waits_for_the_learner_and_a_second_request_meanwhile_is_refus
             parts.gateway.answer_user(EpisodeRequest("m", handle, ended=True), 0.2)
         assert refuse(parts, episode=handle, reward=1.0) == 409
         assert parts.queue.take("learner", TAKE_ALL) is not None
-        wait_for(lambda: parts.ledger.get_account(parts.gateway._inference._users.key).received == 1)  # type: ignore[union-attr]
+        wait_for(lambda: parts.ledger.get_account(parts.gateway._users.key).received == 1)  # type: ignore[union-attr]
 
 
 def test_a_run_learns_from_users_only_where_it_says_so_and_no_actor_takes_their_name() -> None:
@@ -141,8 +144,7 @@ def test_a_run_learns_from_users_only_where_it_says_so_and_no_actor_takes_their_
         assert error.code == "malformed"
     parts = Parts()
     assert refuse(parts, observation=observe(1)) == 404
-    parts.gateway = Gateway(
-        parts.spec, EXPERIENCE, parts.queue, parts.store, TOKEN, synchronous=True, learns_from_users=True
-    )
+    setting = GatewaySetting(parts.spec, EXPERIENCE, TOKEN, is_synchronous=True, learns_from_users=True)
+    parts.gateway = Gateway(setting, parts.queue, parts.store)
     with pytest.raises(ConfigError, match="does not pause"):
         parts.gateway.start()

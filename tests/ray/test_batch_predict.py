@@ -39,7 +39,7 @@ def predicted(
     """Predict a file of three rows with a Ray Data that calls `write` with the folder; what the workers were to be."""
     import ray
 
-    from shoal.serve.on_ray import batch_predict as ray_batch_predict
+    from shoal.libs.batch_predict import ray_batch
 
     said: dict[str, object] = {}
 
@@ -51,7 +51,7 @@ def predicted(
     monkeypatch.setattr(ray.data, "read_parquet", lambda *_, **__: SimpleNamespace(map_batches=map_batches))
     source = tmp_path / "in.parquet"
     pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), source)
-    ray_batch_predict.predict_files(None, [source], tmp_path / "out", workers, num_gpus=num_gpus)  # type: ignore[arg-type]
+    ray_batch.predict_files(None, [source], tmp_path / "out", workers, num_gpus=num_gpus)  # type: ignore[arg-type]
     return said
 
 
@@ -65,7 +65,7 @@ def folders(tmp_path: Path) -> list[str]:
 
 
 def test_paths_and_columns_are_taken_as_they_were_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.cli.commands import batch_predict as verb
+    from shoal.libs.batch_predict import command as verb
 
     handed: list[str] = []
     monkeypatch.setattr(verb, "check", lambda spec: None)
@@ -86,9 +86,9 @@ def test_paths_and_columns_are_taken_as_they_were_typed(tmp_path: Path, monkeypa
 def test_a_column_is_the_one_of_its_name_in_every_file_of_a_folder(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.flows.batch_predict import BatchPredictSpec, batch_predict
-    from shoal.serve.on_ray import batch_predict as ray_batch_predict
-    from shoal.serve.tables.table_predictor import TablePredictor
+    from shoal.libs.batch_predict import ray_batch
+    from shoal.libs.batch_predict.flow import BatchPredictSpec, batch_predict
+    from shoal.libs.batch_predict.table_predictor import TablePredictor
 
     weight = np.array([[1, 10]], np.float32)
     made = Registry().register(
@@ -107,14 +107,14 @@ def test_a_column_is_the_one_of_its_name_in_every_file_of_a_folder(
     read = pyarrow.parquet.read_table if end == "parquet" else pyarrow.csv.read_csv
     answers: list[float] = []
 
-    def predict_files(job: ray_batch_predict.BatchJob, files: list[Path], *_: object, **__: object) -> int:
+    def predict_files(job: ray_batch.BatchJob, files: list[Path], *_: object, **__: object) -> int:
         predictor = TablePredictor(
             job.source.load_package(job.version), job.options, columns_by_input=job.columns_by_input
         )
         answers.extend(predictor(read(file))["y"][0].as_py() for file in files)
         return 2
 
-    monkeypatch.setattr(ray_batch_predict, "predict_files", predict_files)
+    monkeypatch.setattr(ray_batch, "predict_files", predict_files)
     batch_predict(BatchPredictSpec(model=made.ref, input=str(tmp_path / "in"), output=str(tmp_path / "out")), "job")
     assert answers == [21.0, 43.0]
 
@@ -154,7 +154,7 @@ def test_a_worker_is_started_again_but_not_for_ever(tmp_path: Path, monkeypatch:
 def test_a_model_that_ends_its_process_ends_the_prediction(
     cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, said: str
 ) -> None:
-    from shoal.serve.on_ray import batch_predict as ray_batch_predict
+    from shoal.libs.batch_predict import ray_batch
 
     class Deadly:
         def __init__(self, job: object, num_gpus: float) -> None:
@@ -164,10 +164,10 @@ def test_a_model_that_ends_its_process_ends_the_prediction(
         def __call__(self, table: pa.Table) -> pa.Table:
             os._exit(1)
 
-    monkeypatch.setattr(ray_batch_predict, "PredictWorker", Deadly)
+    monkeypatch.setattr(ray_batch, "PredictWorker", Deadly)
     pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "in.parquet")
     with pytest.raises(RunError, match=said):
-        ray_batch_predict.predict_files(None, [tmp_path / "in.parquet"], tmp_path / "out", 1)  # type: ignore[arg-type]
+        ray_batch.predict_files(None, [tmp_path / "in.parquet"], tmp_path / "out", 1)  # type: ignore[arg-type]
     assert folders(tmp_path) == []
 
 
@@ -175,7 +175,7 @@ def test_a_prediction_that_fails_leaves_its_places_while_its_error_is_kept(
     cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shoal.cluster.capacity import wait_for_resource
-    from shoal.serve.on_ray import batch_predict as ray_batch_predict
+    from shoal.libs.batch_predict import ray_batch
 
     class Wrong:
         def __init__(self, job: object, num_gpus: float) -> None: ...
@@ -183,11 +183,11 @@ def test_a_prediction_that_fails_leaves_its_places_while_its_error_is_kept(
         def __call__(self, table: pa.Table) -> pa.Table:
             raise DataError("column", "x", "is no picture")
 
-    monkeypatch.setattr(ray_batch_predict, "PredictWorker", Wrong)
+    monkeypatch.setattr(ray_batch, "PredictWorker", Wrong)
     pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "in.parquet")
     free = wait_for_resource("CPU", 8.0, 10.0)
     with pytest.raises(RunError, match="is no picture") as raised:
-        ray_batch_predict.predict_files(None, [tmp_path / "in.parquet"], tmp_path / "out", 1)  # type: ignore[arg-type]
+        ray_batch.predict_files(None, [tmp_path / "in.parquet"], tmp_path / "out", 1)  # type: ignore[arg-type]
     assert wait_for_resource("CPU", free, 10.0) == free
     assert raised.value.__context__ is None
 
@@ -215,9 +215,9 @@ def test_workers_reserve_gpus_and_are_as_many_as_those_hold(
 def test_gpus_that_the_cluster_has_not_or_that_are_not_free_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.serve.on_ray import batch_predict as ray_batch_predict
+    from shoal.libs.batch_predict import ray_batch
 
-    monkeypatch.setattr(ray_batch_predict, "CAPACITY_WAIT_S", 0.1)
+    monkeypatch.setattr(ray_batch, "CAPACITY_WAIT_S", 0.1)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
     with pytest.raises(ConfigError, match=r"num_gpus = 1\.0: the cluster has 0 GPUs.*lower num_gpus or workers"):
         predicted(tmp_path, monkeypatch, write_rows, num_gpus=1.0)
@@ -228,7 +228,7 @@ def test_gpus_that_the_cluster_has_not_or_that_are_not_free_are_refused(
 
 
 def test_by_default_only_a_model_that_needs_a_gpu_reserves_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.serve.on_ray.batch_predict import resolve_gpus
+    from shoal.libs.batch_predict.ray_batch import resolve_gpus
     from shoal.serve.spec.model_options import ModelOptions
 
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"GPU": 2.0}}])
@@ -240,19 +240,19 @@ def test_by_default_only_a_model_that_needs_a_gpu_reserves_one(monkeypatch: pyte
 
 
 def test_a_worker_with_a_part_of_a_gpu_has_that_part_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.serve.on_ray import batch_predict as ray_batch_predict
+    from shoal.libs.batch_predict import ray_batch
 
     shares: list[float] = []
-    monkeypatch.setattr(ray_batch_predict, "limit_device_memory", shares.append)
-    monkeypatch.setattr(ray_batch_predict, "TablePredictor", MagicMock())
-    ray_batch_predict.PredictWorker(MagicMock(), 0.25)
+    monkeypatch.setattr(ray_batch, "limit_device_memory", shares.append)
+    monkeypatch.setattr(ray_batch, "TablePredictor", MagicMock())
+    ray_batch.PredictWorker(MagicMock(), 0.25)
     assert shares == [0.25]
 
 
 def test_where_no_place_becomes_free_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.serve.on_ray import batch_predict as ray_batch_predict
+    from shoal.libs.batch_predict import ray_batch
 
-    monkeypatch.setattr(ray_batch_predict, "CAPACITY_WAIT_S", 0.1)
+    monkeypatch.setattr(ray_batch, "CAPACITY_WAIT_S", 0.1)
     with pytest.raises(ClusterError, match=r"1 workers need 0\.75 CPUs free: wait for what runs"):
         predicted(tmp_path, monkeypatch, write_rows, lambda: {"CPU": 0.5})
     assert folders(tmp_path) == []
@@ -263,7 +263,7 @@ def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
 ) -> None:
     import ray
 
-    from shoal.serve.on_ray import batch_predict as ray_batch_predict
+    from shoal.libs.batch_predict import ray_batch
 
     class Echo:
         def __init__(self, job: object, num_gpus: float) -> None:
@@ -276,7 +276,7 @@ def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
         def pid(self) -> int:
             return os.getpid()
 
-    monkeypatch.setattr(ray_batch_predict, "PredictWorker", Echo)
+    monkeypatch.setattr(ray_batch, "PredictWorker", Echo)
     there = ray.remote(num_cpus=ray.available_resources()["CPU"] - 1)(Endpoint).remote()
     table = pa.table({"text": ["001", "1.50"], "y": [1, 2]})
     day = tmp_path / "day=3? #1"  # a folder's name is no column, and no address
@@ -287,11 +287,11 @@ def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
         assert ray.get(there.pid.remote(), timeout=400)
         for name in ("in.parquet", "in.csv"):
             out = tmp_path / f"{name}.out"
-            ray_batch_predict.predict_files(None, [day / name], out, None, {"text": pa.string()})  # type: ignore[arg-type]
+            ray_batch.predict_files(None, [day / name], out, None, {"text": pa.string()})  # type: ignore[arg-type]
             assert pyarrow.parquet.read_table(out).to_pydict() == table.to_pydict()
         (day / "in.csv").write_text("text,y\n")
         with pytest.raises(DataError, match=r"has no rows\. there is nothing to predict"):
-            ray_batch_predict.predict_files(None, [day / "in.csv"], tmp_path / "none", None)  # type: ignore[arg-type]
+            ray_batch.predict_files(None, [day / "in.csv"], tmp_path / "none", None)  # type: ignore[arg-type]
     finally:
         ray.kill(there)
 
@@ -302,9 +302,9 @@ def test_tables_of_a_bucket_are_predicted_into_a_bucket(
     bucket_environment: dict[str, str],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shoal.flows.batch_predict import list_input_files
-    from shoal.serve.on_ray import batch_predict as ray_batch_predict
-    from shoal.serve.tables.bucket_output import BucketOutput, Part
+    from shoal.libs.batch_predict import ray_batch
+    from shoal.libs.batch_predict.bucket_output import BucketOutput, Part
+    from shoal.libs.batch_predict.flow import list_input_files
     from shoal.store import open_store
 
     class Doubled:
@@ -320,14 +320,14 @@ def test_tables_of_a_bucket_are_predicted_into_a_bucket(
             os.environ.update(bucket_environment)
             return super().write_part(number, tables)
 
-    read = ray_batch_predict._read_tables
+    read = ray_batch._read_tables
 
     def read_with_environment(*arguments: Any) -> Iterator[pa.Table]:
         os.environ.update(bucket_environment)
         yield from read(*arguments)
 
-    monkeypatch.setattr(ray_batch_predict, "_read_tables", read_with_environment)
-    monkeypatch.setattr(ray_batch_predict, "PredictWorker", Doubled)
+    monkeypatch.setattr(ray_batch, "_read_tables", read_with_environment)
+    monkeypatch.setattr(ray_batch, "PredictWorker", Doubled)
     for name, value in bucket_environment.items():
         monkeypatch.setenv(name, value)
     store = open_store(f"s3://{BUCKET}/predicted-{os.getpid()}")
@@ -336,17 +336,17 @@ def test_tables_of_a_bucket_are_predicted_into_a_bucket(
             write(pa.table({"x": [10 * number, 10 * number + 1]}), tmp_path / "file")
             store.write(f"{end}/{number}.{end}", tmp_path / "file")
     files = list_input_files(f"{store.url}/parquet")
-    assert ray_batch_predict.predict_files(None, files, Output(f"{store.url}/out"), 1) == 6  # type: ignore[arg-type]
+    assert ray_batch.predict_files(None, files, Output(f"{store.url}/out"), 1) == 6  # type: ignore[arg-type]
     (tmp_path / "copy").mkdir()
     for name in [entry.key for entry in store.list_entries("out") if entry.key.endswith(".parquet")]:
         store.download(name, tmp_path / name.replace("out", "copy"))
     files = list_input_files(f"{store.url}/csv")
-    ray_batch_predict.predict_files(None, files, tmp_path / "out", 1)  # type: ignore[arg-type]
+    ray_batch.predict_files(None, files, tmp_path / "out", 1)  # type: ignore[arg-type]
     expected = [0, 1, 10, 11, 20, 21]
     for folder in ("copy", "out"):
         table = pyarrow.parquet.read_table(tmp_path / folder)
         assert table.to_pydict() == {"x": expected, "y": [2 * x for x in expected]}
     store.write("csv/3.csv", b"x\n13\n")
     with pytest.raises(RunError, match="is unlucky"):
-        ray_batch_predict.predict_files(None, list_input_files(f"{store.url}/csv"), Output(f"{store.url}/none"), 1)  # type: ignore[arg-type]
+        ray_batch.predict_files(None, list_input_files(f"{store.url}/csv"), Output(f"{store.url}/none"), 1)  # type: ignore[arg-type]
     assert store.list_entries("none") == []

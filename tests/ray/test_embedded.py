@@ -422,6 +422,7 @@ def test_the_cluster_ends_when_its_owner_is_killed(mode: str) -> None:
         end_marked(owner.mark)  # the fork
 
 
+@pytest.mark.soak
 def test_the_head_killed_is_noticed_and_stop_finds_the_rest() -> None:
     with embedded_cluster.start_cluster(num_cpus=1) as wounded:
         ports = listening_ports(wounded.pids())

@@ -27,8 +27,9 @@ from shoal.client import Client
 from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.errors import InferenceError
 from shoal.models.decoder import Decoder
+from shoal.plugins.library import collect_extensions
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.endpoint import PREDICTORS, EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
 from shoal.weights import WeightSnapshot
 from waiting import wait_for
@@ -38,7 +39,10 @@ TOKENS = np.arange(8, dtype=np.int64).reshape(2, 4)
 HANG_S = 4.0
 NUM_CLIENTS = 3
 REQUEST_TIMEOUT_S = 100.0  # more than any part of the endpoint waits
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif("pipeline" not in collect_extensions(PREDICTORS), reason="no library shares models"),
+]
 
 
 def register(seed: int) -> np.ndarray:
@@ -87,6 +91,7 @@ def test_its_answers_are_those_of_one_process(expected: tuple[Client, np.ndarray
     np.testing.assert_allclose(client.infer("chat", {"tokens": TOKENS})["logits"], answer, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.soak
 def test_a_new_version_is_taken_by_all_workers(expected: tuple[Client, np.ndarray]) -> None:
     """As the alias moves to it, and back."""
     client, answer = expected
@@ -172,6 +177,7 @@ def list_controllers(cluster: EmbeddedCluster) -> list[int]:
     return [*pids_of(cluster, "ray::ControllerWorker"), *pids_of(cluster, "ray::ServeController")]
 
 
+@pytest.mark.soak
 def test_killed_controllers_cost_a_gang_nothing(cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]) -> None:
     client, answer = expected
     workers, replicas = list_workers(cluster), list_ready(client)
@@ -208,6 +214,7 @@ def test_a_gang_that_hangs_is_replaced_with_all_its_workers(
     assert {200, 504} <= {*statuses} <= {200, 503, 504}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("state", ["computing", "replacing its workers"])
 def test_a_gang_that_is_not_wanted_answers_what_it_has_and_leaves_nothing(
     state: str, cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]

@@ -21,13 +21,13 @@ from shoal.cluster.embedded_cluster import EmbeddedCluster, start_cluster
 from shoal.cluster.growth import Growth
 from shoal.cluster.job_main import connect
 from shoal.errors import ConfigError, PlanError
-from shoal.flows.sweep.loop_spec import LoopTrialSpec
-from shoal.flows.sweep.ray_sweep import count_concurrent_trials
-from shoal.flows.sweep.spec import SweepSpec, check_sweep
 from shoal.flows.training import RayBackend
 from shoal.libs.population.flow.run import _choose_workers
 from shoal.libs.population.loop.spec import RLPopulationSpec
 from shoal.libs.population.spec import PopulationSpec
+from shoal.libs.sweep.loop_spec import LoopTrialSpec
+from shoal.libs.sweep.ray_sweep import count_concurrent_trials
+from shoal.libs.sweep.spec import SweepSpec, check_sweep
 from shoal.train.launch.ray_capacity import require_capacity, resolve_device
 from shoal.train.launch.validate import validate_run
 from shoal.train.reporting.event_log import NullLog
@@ -131,9 +131,11 @@ def test_replicas_reserve_a_gpu_each_where_they_train_on_one(
 ) -> None:
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        "shoal.train.launch.parameter_server.fit_replicas", lambda *words: words[5]("worker 0", ignore, ())
+        "shoal.libs.asynchronous.launch.replicas.fit_replicas", lambda *words: words[5]("worker 0", ignore, ())
     )
-    monkeypatch.setattr("shoal.train.launch.ray_processes.RayProcess", lambda *_, **words: started.append(words))
+    monkeypatch.setattr(
+        "shoal.libs.asynchronous.launch.ray_processes.RayProcess", lambda *_, **words: started.append(words)
+    )
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     gpus["there"] = 2.0
     spec = spec_of(device=device, **changes)
@@ -225,6 +227,7 @@ def require_own_devices(rows: list[list[Any]], kinds: dict[str, set[float]]) -> 
     assert len(processes["task"]) == 2  # of eight tasks: used again, by those with a GPU and by those without
 
 
+@pytest.mark.soak
 def test_workers_see_what_they_reserve_on_a_cluster_that_hides_nothing() -> None:
     """As others start it. The driver, which finds no HIDE_GPUS in its environment, brings them along."""
     with start_cluster(num_cpus=8, num_gpus=4, environment=dict.fromkeys(HIDE_GPUS, "0")) as cluster:

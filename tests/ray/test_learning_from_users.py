@@ -47,6 +47,7 @@ def use(url: str, seed: int, stopping: threading.Event, errors: list[Exception])
         errors.append(error)
 
 
+@pytest.mark.soak
 def test_users_of_an_endpoint_teach_its_policy(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     from pydantic import SecretStr
 

@@ -111,7 +111,7 @@ PAIRS = [
 @pytest.mark.parametrize(
     "cells",
     [
-        ["serve", "fit2", "loop", "fit", "connect", "serve"],
+        ["serve", "loop", "connect", "fit"],
         pytest.param([*PAIRS, *PAIRS, KINDS[0]], marks=pytest.mark.soak),
     ],
     ids=["mixed", "pairs"],

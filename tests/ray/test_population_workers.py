@@ -43,7 +43,7 @@ def read_rounds(run_id: str) -> list[dict[str, Any]]:
     return list(events[events["kind"] == "round"]["details"])
 
 
-@pytest.mark.parametrize("order", ["shared", "own"])
+@pytest.mark.parametrize("order", ["shared", pytest.param("own", marks=pytest.mark.soak)])
 @pytest.mark.usefixtures("cluster")
 def test_members_in_workers_are_those_of_one_process(order: str) -> None:
     one = run_population(PopulationSpec.parse({**FIELDS, "order": order}), registers=False)
@@ -94,6 +94,7 @@ def test_a_worker_whose_members_are_all_retired_trains_and_scores_none() -> None
         members.close()
 
 
+@pytest.mark.soak
 def test_the_job_registers_the_best_member_and_the_ensemble(cluster: EmbeddedCluster) -> None:
     words = [
         "task=tests/train_task.py:Toy",

@@ -57,6 +57,6 @@ def test_counters_grow_by_what_is_new_and_gauges_are_as_they_are(monkeypatch: py
 
 
 def test_rays_own_classes_take_every_metric() -> None:
-    from shoal.serve.on_ray.metrics import RayMetrics
+    from shoal.serve.on_ray.replica_worker import RayMetrics
 
     RayMetrics()

@@ -35,6 +35,7 @@ def endpoint() -> Iterator[EndpointProcess]:
         yield process
 
 
+@pytest.mark.soak
 def test_requests_that_bypass_serve_bring_another_replica(endpoint: EndpointProcess) -> None:
     client = Client(endpoint.url)
     wait_for(lambda: client.infer()[0] == 200, TIMEOUT_S)

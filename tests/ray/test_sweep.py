@@ -17,9 +17,9 @@ from leftovers import pids_of, still_alive
 from shoal.cluster.admission import RunAdmission
 from shoal.cluster.growth import Growth, NodeType
 from shoal.errors import NoCapacity, PlanError, RunError
-from shoal.flows.sweep.ray_search import make_scheduler
-from shoal.flows.sweep.spec import SweepSpec, check_sweep
-from shoal.flows.sweep.sweep import run_sweep
+from shoal.libs.sweep.flow import run_sweep
+from shoal.libs.sweep.ray_search import make_scheduler
+from shoal.libs.sweep.spec import SweepSpec, check_sweep
 from shoal.registry import Registry
 from shoal.runs import RunKind, Status, list_runs
 from shoal.runs.sweep_trials import SWEEPING, Sweep, TrialState, load_sweep
@@ -61,7 +61,7 @@ PBT = {"search": "pbt", "trials": 2, "cpus_per_trial": 8.0}  # of a cluster of 8
 def test_trials_run_on_nodes_that_are_still_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from shoal.flows.sweep import ray_sweep
+    from shoal.libs.sweep import ray_sweep
 
     def count(**fields: object) -> int:
         train = {name: fields.pop(name) for name in ("workers", "wait") if name in fields}

@@ -8,7 +8,6 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,16 +150,13 @@ def test_attempts_of_replicas_that_have_progressed_may_be_more_than_three(
 ) -> None:
     steps = iter(range(1, 6))
 
-    def fit_replicas(spec: TrainSpec, run_id: str, folder: Path, log: Any, *_: object) -> TrainResult:
+    def fit_replicas(spec: TrainSpec, run_id: str, folder: Path, log: Any, *_: object, **__: object) -> TrainResult:
         log.log(step := next(steps), {"train/loss": 1.0 / step})
         if step < 5:
             raise RankLost("a server died with its disk")
         return ended(tmp_path)
 
-    monkeypatch.setattr("shoal.train.launch.parameter_server.fit_replicas", fit_replicas)
-    monkeypatch.setattr(
-        "shoal.train.launch.ray_processes.RayProcesses", lambda _: SimpleNamespace(start=None, find_address=str)
-    )
+    monkeypatch.setattr("shoal.flows.training.find_launcher", lambda _: fit_replicas)
     found = run(spec_of(sync={"kind": "parameter_server"}))
     lost = found.events().query("kind == 'workers_lost'")["details"]
     assert [each["step"] for each in lost] == [1, 2, 3, 4]

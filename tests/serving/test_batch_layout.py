@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import pyarrow as pa
 import pytest
 import torch
 from onnx import TensorProto, helper
@@ -25,15 +24,13 @@ from shoal.open_inference.messages import ModelMetadata
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.grpc.service import InferenceServicer, Invocation
 from shoal.serve.http.codec import HttpCodec
-from shoal.serve.messages.inference import InferCall
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.model_metadata import to_tensor_metadata
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.model_source import ModelPackage, model_from_ref
-from shoal.serve.tables.table_predictor import TablePredictor
+from shoal.serve.spec.model_source import model_from_ref
 from shoal.weights import WeightSnapshot
 
 RNG = np.random.default_rng(0)
@@ -289,8 +286,7 @@ def test_binary_bodies_have_the_models_shapes() -> None:
         codec = HttpCodec("detector", metadata.inputs, metadata.outputs, max_rows, batch_dim)
         sent = detector_inputs(3)
         headers, body = encode_inputs(metadata, sent, None, "", binary=True)
-        call = InferCall({}, 0)
-        codec.decode(call, body, int(headers["inference-header-content-length"]))
+        call = codec.decode(body, int(headers["inference-header-content-length"]))
         assert call.num_rows == (3 if max_rows else 1)
         for name, array in sent.items():
             np.testing.assert_array_equal(call.inputs[name], array)
@@ -299,8 +295,7 @@ def test_binary_bodies_have_the_models_shapes() -> None:
         answer = decode_answer(Reply(200, length, b"".join([made.body, *made.parts])))
         np.testing.assert_array_equal(answer["state"], detect(sent)["state"])
     picture = to_tensor_metadata(GREY.inputs)
-    raw = InferCall({}, 0)
-    HttpCodec("grey", picture, picture, 0).decode(raw, PICTURE.tobytes(), 0)
+    raw = HttpCodec("grey", picture, picture, 0).decode(PICTURE.tobytes(), 0)
     np.testing.assert_array_equal(raw.inputs["picture"], PICTURE)
 
 
@@ -390,52 +385,3 @@ def test_requests_of_unequal_shared_values_do_not_share_a_batch() -> None:
         predictor.compute_bucket(predictor.layout.to_batch_first(detector_inputs(2, rate), 2)) for rate in (1, 1, 3)
     )
     assert slow == again != fast
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
-class Scaled(nn.Module):
-    """Each number, times one rate for all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
-        assert not rate.ndim
-        return self.scale * x * rate
-
-
-def predict_table(module: nn.Module, signature: Signature, table: pa.Table, **options: Any) -> list[dict[str, Any]]:
-    factory = ModelFactory(factory=f"{__name__}:{type(module).__name__}")
-    package = ModelPackage(factory, signature, weights(module))
-    found: list[dict[str, Any]] = TablePredictor(package, ModelOptions.parse(options))(table).to_pylist()
-    return found
-
-
-def test_a_row_of_a_table_is_a_request_of_a_model_without_a_batch() -> None:
-    table = pa.table({"picture": [PICTURE.tolist(), (PICTURE + 1).tolist()]})
-    found = predict_table(Grey(), GREY, table, max_batch_size=0)
-    assert [row["mean"] for row in found] == [5.5, 6.5]
-
-
-def test_rows_of_a_table_with_other_shared_values_are_computed_apart() -> None:
-    signature = Signature(inputs=[fp32("x", -1), fp32("rate")], outputs=[fp32("y", -1)])
-    table = pa.table({"x": [1.0, 2.0, 3.0], "rate": [10.0, 20.0, 10.0]})
-    found = predict_table(Scaled(), signature, table, batch_dim={"rate": None})
-    assert [row["y"] for row in found] == [10, 40, 30]
-
-
-class First(Scaled):
-    """The first column of each row."""
-
-    def forward(self, x: torch.Tensor, rate: torch.Tensor | None = None) -> torch.Tensor:
-        return self.scale * x[0, :, 0]
-
-
-def test_the_columns_of_a_table_are_aligned_by_name_wherever_the_batch_is() -> None:
-    x = TensorSignature(name="x", datatype="FP32", shape=[1, -1, 3], columns=["a", "b", "c"])
-    table = pa.table({"c": [3.0, 30.0], "b": [2.0, 20.0], "a": [1.0, 10.0]})
-    found = predict_table(First(), Signature(inputs=[x], outputs=[fp32("y", -1)]), table, batch_dim={"x": 1})
-    assert [row["y"] for row in found] == [1, 10]

@@ -7,7 +7,7 @@ import numpy as np
 from serving.on_demand_setting import NAMES, NUM_MODELS, damage, infer_everywhere, loaded, on_demand
 from serving.replica_set import ReplicaSet, ask, infer, until
 from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.controller.on_demand import assignments
+from shoal.serve.controller import assignments
 from shoal.serve.grpc.service import Invocation
 from shoal.serve.messages.inference import InferCall
 

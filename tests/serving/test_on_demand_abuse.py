@@ -10,7 +10,7 @@ from serving import faulty_models
 from serving.on_demand_setting import damage, infer_everywhere, on_demand
 from serving.replica_set import Asked, ReplicaSet, ask, infer, until
 from shoal.registry import Registry
-from shoal.serve.controller.on_demand import assignments
+from shoal.serve.controller import assignments
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.scaling.replica_counts import decode
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from serving.on_demand_setting import infer_everywhere, loaded, on_demand
 from serving.replica_set import ReplicaSet, infer, until
 from shoal.registry import Registry
+from shoal.serve.replica import cold_models
 from shoal.serve.replica.loader import StagedVersion, StagingError
-from shoal.serve.replica.on_demand import requests
 
 
 @on_demand()
@@ -40,7 +40,7 @@ async def test_a_load_that_fails_while_the_controller_is_away_fails_its_requests
     replica.manager._loader.load_version = load  # type: ignore[method-assign]
     asking = asyncio.create_task(infer(replica, "m0"))
     await until(lambda: replica.manager._rejected)
-    answer = await asyncio.wait_for(asking, requests.LOAD_WAIT_S / 2)
+    answer = await asyncio.wait_for(asking, cold_models.LOAD_WAIT_S / 2)
     assert (answer.status, "cannot be loaded" in answer.body["error"]) == (503, True)
 
 

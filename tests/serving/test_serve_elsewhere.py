@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from click.testing import CliRunner, Result
@@ -17,10 +18,15 @@ from shoal.cli.support import job_output
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, ConfigError, RunError
+from shoal.flows.serving_spec import READY
 
-batch_predict = import_module("shoal.cli.commands.batch_predict")  # the verb of this name is in its package
 URL = "http://head.example:8265"
-SERVING = "Runtime env is set up\nserving tumours (now tumours@2) at http://127.0.0.1:8000/v2/models/tumours\n"
+
+
+def say_ready(url: str = "http://127.0.0.1:8000", grpc: str | None = None) -> str:
+    """What a serving job prints once its models answer."""
+    lines = ["Runtime env is set up", f"serving tumours (now tumours@2) at {url}/v2/models/tumours"]
+    return "\n".join([*lines, READY + json.dumps({"url": url, "grpc": grpc}), ""])
 
 
 @dataclasses.dataclass
@@ -30,6 +36,7 @@ class FakeJob:
     submission_id: str
     entrypoint: str = ""
     env: dict[str, str] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     state: JobStatus = JobStatus.RUNNING
     said: str = ""
 
@@ -65,9 +72,10 @@ class FakeCluster:
         env: dict[str, str],
         working_dir: Path,
         submission_id: str,
+        metadata: Mapping[str, str] = MappingProxyType({}),
     ) -> FakeJob:
         job = self.job(cluster, submission_id)
-        job.entrypoint, job.env = shlex.join(entrypoint), env
+        job.entrypoint, job.env, job.metadata = shlex.join(entrypoint), env, metadata
         self.folders.append(working_dir)
         self.begin(job)
         return job
@@ -76,10 +84,12 @@ class FakeCluster:
         return self.jobs.setdefault(submission_id, FakeJob(submission_id))
 
     def infos(self, cluster: ClusterHandle) -> list[JobInfo]:
-        return [JobInfo(job.submission_id, job.state, job.entrypoint, "", 0.0) for job in self.jobs.values()]
+        return [
+            JobInfo(job.submission_id, job.state, job.entrypoint, "", 0.0, job.metadata) for job in self.jobs.values()
+        ]
 
     def ready(self, job: FakeJob) -> None:
-        job.said = SERVING
+        job.said = say_ready()
 
 
 @pytest.fixture
@@ -118,7 +128,7 @@ def test_deploy_asks_no_registry_of_this_machine_and_says_how_to_reach_the_endpo
 
 def test_one_that_is_reached_over_tls_needs_no_tunnel(cluster: FakeCluster) -> None:
     url = "https://models.example:8443"
-    cluster.begin = lambda job: setattr(job, "said", SERVING.replace("http://127.0.0.1:8000", url))
+    cluster.begin = lambda job: setattr(job, "said", say_ready(url))
     tls = ["endpoint.host=0.0.0.0", "endpoint.tls.certificate=/c.pem", "endpoint.tls.key=/k.pem"]
     said = shoal_program("deploy", "tumours", *tls).output
     assert f"is ready at {url}, on the head of" in said
@@ -127,7 +137,7 @@ def test_one_that_is_reached_over_tls_needs_no_tunnel(cluster: FakeCluster) -> N
 
 
 def test_both_addresses_are_reached_through_the_tunnel(cluster: FakeCluster) -> None:
-    cluster.begin = lambda job: setattr(job, "said", f"{SERVING}serving gRPC at 127.0.0.1:8001\n")
+    cluster.begin = lambda job: setattr(job, "said", say_ready(grpc="127.0.0.1:8001"))
     assert "ssh -N -L 8000:127.0.0.1:8000 -L 8001:127.0.0.1:8001 HEAD &" in shoal_program("deploy", "tumours").output
 
 
@@ -166,7 +176,7 @@ def test_a_second_endpoint_of_a_name_is_refused_before_anything_is_uploaded(clus
     assert isinstance(error, ConfigError)
     assert "endpoint.name = 'tumours': is the name of an endpoint on this cluster" in str(error)
     assert len(cluster.jobs) == 1
-    cluster.begin = lambda job: setattr(job, "said", SERVING.replace(":8000/", ":8000/fashion/"))
+    cluster.begin = lambda job: setattr(job, "said", say_ready("http://127.0.0.1:8000/fashion"))
     assert "endpoint fashion is ready at http://127.0.0.1:8000/fashion," in shoal_program("deploy", "fashion").output
 
 
@@ -198,17 +208,16 @@ def test_delete_stops_the_job_of_the_endpoint(cluster: FakeCluster, name: list[s
     assert "`shoal serve deploy` has none there" in str(error)
 
 
-def test_jobs_of_others_are_passed_over_and_an_endpoint_without_a_name_is_called_like_its_first_model(
-    cluster: FakeCluster,
-) -> None:
-    cluster.jobs["other"] = FakeJob("other", "python x.py # don't")
-    cluster.jobs["local"] = FakeJob("local", "python -m shoal.flows.serving models=fashion@champion,tabular")
+def test_jobs_of_others_are_passed_over_and_one_of_the_head_itself_is_found(cluster: FakeCluster) -> None:
+    cluster.jobs["other"] = FakeJob("other", "python -m shoal.flows.serving models=tumours")  # of no `deploy`
+    cluster.jobs["local"] = FakeJob("local", metadata={"shoal.endpoint": "fashion", "shoal.lifetime": "job"})
     assert "endpoint fashion is gone" in shoal_program("delete", "fashion").output
     assert cluster.jobs["local"].state is JobStatus.STOPPED
+    assert cluster.jobs["other"].state is JobStatus.RUNNING
 
 
 def test_a_word_of_the_models_own_hides_nothing(cluster: FakeCluster) -> None:
-    cluster.begin = lambda job: setattr(job, "said", f"error: no such thing, says a library\n{SERVING}")
+    cluster.begin = lambda job: setattr(job, "said", f"error: no such thing, says a library\n{say_ready()}")
     assert shoal_program("deploy", "tumours").exit_code == 0
 
 
@@ -230,26 +239,3 @@ def test_nothing_to_serve_is_said_here(cluster: FakeCluster) -> None:
     assert isinstance(error, ConfigError)
     assert "there is nothing to serve" in str(error)
     assert not cluster.jobs
-
-
-def test_batch_predict_asks_for_files_and_models_of_the_cluster(
-    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def done(job: FakeJob) -> None:
-        job.said, job.state = "12 rows in 0.1 s: /data/out\n", JobStatus.SUCCEEDED
-
-    cluster.begin = done
-    monkeypatch.setattr(batch_predict, "find_cluster", lambda address: ClusterHandle(URL, URL, "token", {}))
-    for name, stand_in in {"submit": cluster.submit, "JobHandle": cluster.job}.items():
-        monkeypatch.setattr(batch_predict, name, stand_in)
-    for name in ("interrupt_on_termination", "ignore_further_interrupts"):
-        monkeypatch.setattr(batch_predict, name, lambda: None)
-    words = ["batch-predict", "tumours", "/data/in", "/data/out", "--address", URL]
-    result = CliRunner().invoke(cli, words)
-    assert result.exit_code == 0, result.exception
-    assert "12 rows in 0.1 s: /data/out" in result.output
-    (job,) = cluster.jobs.values()
-    assert shlex.split(job.entrypoint)[:3] == ["python", "-m", "shoal.flows.batch_predict"]
-    assert {"model=tumours", "input=/data/in", "output=/data/out"} <= set(shlex.split(job.entrypoint))
-    assert "SHOAL_HOME" not in job.env
-    assert cluster.folders == [tmp_path]

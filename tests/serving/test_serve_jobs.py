@@ -85,7 +85,7 @@ class FakeCluster:
     begin: Callable[[FakeJob], None] = lambda job: None
 
     def submit(
-        self, cluster: ClusterHandle, entrypoint: Sequence[str], *, env: dict[str, str], submission_id: str
+        self, cluster: ClusterHandle, entrypoint: Sequence[str], *, env: dict[str, str], submission_id: str, **_: object
     ) -> FakeJob:
         job = self.jobs[submission_id] = FakeJob(submission_id)
         self.entrypoints.append(entrypoint)

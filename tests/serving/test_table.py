@@ -9,15 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 
-from shoal.errors import ConfigError, DataError, InferenceError
+from shoal.errors import DataError
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
-from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
-from shoal.serve.model.padding_cost import PaddingCostModel
-from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.model_source import ModelPackage
 from shoal.serve.tables.table import (
     build_inputs,
     choose_columns,
@@ -27,8 +22,6 @@ from shoal.serve.tables.table import (
     split_by_length,
     to_column,
 )
-from shoal.serve.tables.table_predictor import TablePredictor
-from shoal.weights import WeightSnapshot
 
 X = TensorMetadata("x", "FP32", [-1, 2])
 FLAG = TensorMetadata("flag", "BOOL", [-1])
@@ -265,145 +258,3 @@ def test_outputs_are_numbers_or_lists(shape: list[int], array: np.ndarray, colum
 def test_bf16_outputs_are_floats_and_bytes_stay_bytes() -> None:
     assert to_column(TensorMetadata("y", "BF16", [-1]), np.array([0x3FC0], np.uint16)).to_pylist() == [1.5]
     assert to_column(TensorMetadata("y", "BYTES", [-1]), np.array([b"a"], object)).to_pylist() == [b"a"]
-
-
-class Total(torch.nn.Module):
-    """The sum of a row; nan when its first value is negative, an error when one is 100."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if bool((x[:, 0] == 100).any()):
-            raise RuntimeError("boom")
-        total: torch.Tensor = (x * self.scale).sum(1)
-        return torch.where(x[:, 0] < 0, torch.nan, total)
-
-
-def predictor(**options: Any) -> TablePredictor:
-    signature = Signature(
-        inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 2])],
-        outputs=[TensorSignature(name="total", datatype="FP32", shape=[-1])],
-    )
-    factory = ModelFactory(factory=f"{__name__}:Total")
-    snapshot = WeightSnapshot.of(3, {"scale": np.full(1, 2.0, np.float32)})
-    return TablePredictor(ModelPackage(factory, signature, snapshot), ModelOptions(max_batch_size=4), **options)
-
-
-def rows(*firsts: float) -> pa.Table:
-    return pa.table({"id": list(range(len(firsts))), "a": list(firsts), "b": [1.0] * len(firsts)})
-
-
-def test_predictions_stand_beside_their_rows() -> None:
-    answered = predictor(columns_by_input={"x": ["a", "b"]})(rows(*range(10)))
-    assert answered.column_names == ["id", "a", "b", "total", "model_version"]
-    assert answered["total"].to_pylist() == [2.0 * (row + 1) for row in range(10)]
-    assert answered["model_version"].to_pylist() == [3] * 10
-
-
-def test_only_what_is_kept_goes_along() -> None:
-    assert predictor(columns_by_input={"x": ["a", "b"]}, keep=["id"])(rows(1)).column_names == [
-        "id",
-        "total",
-        "model_version",
-    ]
-
-
-@pytest.mark.parametrize(("taken", "skip_errors"), [("total", False), ("model_version", False), ("error", True)])
-def test_what_is_added_does_not_hide_a_column(taken: str, skip_errors: bool) -> None:
-    table = rows(1).rename_columns([taken, "a", "b"])
-    with pytest.raises(ConfigError, match=f"keep = '{taken}': is a column of the input and of the output"):
-        predictor(columns_by_input={"x": ["a", "b"]}, skip_errors=skip_errors)(table)
-
-
-def test_a_column_of_errors_is_an_input_s_where_none_are_skipped() -> None:
-    table = rows(1).rename_columns(["error", "a", "b"])
-    answered = predictor(columns_by_input={"x": ["a", "b"]})(table)
-    assert answered.column_names == ["error", "a", "b", "total", "model_version"]
-
-
-def test_one_bad_row_ends_it_unless_it_is_to_be_skipped() -> None:
-    table = rows(1, 2, -1, 4, 5, 6)
-    with pytest.raises(InferenceError, match="'total' is not finite"):
-        predictor(columns_by_input={"x": ["a", "b"]})(table)
-    answered = predictor(columns_by_input={"x": ["a", "b"]}, skip_errors=True)(table)
-    assert answered["total"].to_pylist() == [4.0, 6.0, None, 10.0, 12.0, 14.0]
-    assert ["not finite" in (error or "") for error in answered["error"].to_pylist()] == [False, False, True] + [
-        False
-    ] * 3
-
-
-def test_a_row_for_which_the_model_raises_is_skipped_or_said_by_name() -> None:
-    table = rows(1, 100, 3)  # Totals raises what no InferenceError is
-    with pytest.raises(InferenceError, match=r"the model raised RuntimeError: boom\. --skip-errors goes on"):
-        predictor(columns_by_input={"x": ["a", "b"]})(table)
-    answered = predictor(columns_by_input={"x": ["a", "b"]}, skip_errors=True)(table)
-    assert answered["total"].to_pylist() == [4.0, None, 8.0]
-    assert answered["error"].to_pylist() == [None, "the model raised RuntimeError: boom", None]
-
-
-def test_a_row_that_makes_no_input_is_skipped_like_any_other() -> None:
-    table = rows(1, 2, 3, 4, 5, -1)
-    table = table.set_column(1, "a", pa.array([1.0, None, 3.0, 4.0, None, -1.0]))
-    complaint = r"column = 'a': has no value, in the row {'a': None, 'b': .*; --skip-errors goes on without"
-    with pytest.raises(DataError, match=complaint):  # by what it holds: a table is one of many blocks
-        predictor(columns_by_input={"x": ["a", "b"]})(table)
-    answered = predictor(columns_by_input={"x": ["a", "b"]}, skip_errors=True)(table)
-    assert answered["total"].to_pylist() == [4.0, None, 8.0, 10.0, None, None]
-    errors = answered["error"].to_pylist()
-    assert errors[1] == errors[4] == "column = 'a': has no value. fill it, or leave the row out"
-    assert [error is None for error in errors] == [True, False, True, True, False, False]
-
-
-class Tripled(torch.nn.Module):
-    """Each number times a factor, and ten times the width of the batch and its rows; -1 is no number to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if bool((x == -1).any()):
-            raise RuntimeError("minus one")
-        return x * self.scale, torch.full((len(x),), 10.0 * x.shape[1] + len(x))
-
-
-@pytest.mark.parametrize(
-    ("ragged", "batches"), [("pad", [33, 33, 33, 34, 34, 34, 34]), ("bucket", [21, 14, 32, 14, 14, 14, 32])]
-)
-def test_rows_of_different_lengths_share_batches_as_the_options_say(
-    monkeypatch: pytest.MonkeyPatch, ragged: Any, batches: list[float]
-) -> None:
-    monkeypatch.setattr(
-        PaddingCostModel, "split_batch", lambda _, requests: [[*range(len(requests))]]
-    )  # whatever forwards take
-    signature = Signature(
-        inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, -1])],
-        outputs=[
-            TensorSignature(name="y", datatype="FP32", shape=[-1, -1]),
-            TensorSignature(name="batch", datatype="FP32", shape=[-1]),
-        ],
-    )
-    factory = ModelFactory(factory=f"{__name__}:Tripled")
-    package = ModelPackage(factory, signature, WeightSnapshot.of(3, {"scale": np.full(1, 3.0, np.float32)}))
-    options = ModelOptions(max_batch_size=4, ragged=ragged)
-    table = pa.table({"x": [[1, 2], [3], [4, 5, 6], [7], [8], [9], [10, 11, 12]]})
-    answered = TablePredictor(package, options)(table)
-    assert answered["y"].to_pylist() == [[3 * value for value in row] for row in table["x"].to_pylist()]
-    bad = table.set_column(0, "x", pa.array([[1, 2], [-1], [4, 5, 6], [7], [8, None], [9], [10, 11, 12]]))
-    skipped = TablePredictor(package, options, skip_errors=True)(bad)
-    assert skipped["y"].to_pylist() == [[3, 6], None, [12, 15, 18], [21], None, [27], [30, 33, 36]]
-    assert [error and error.partition(":")[0] for error in skipped["error"].to_pylist()] == [
-        *(None, "the model raised RuntimeError", None, None),
-        *("column = 'x'", None, None),
-    ]
-    with pytest.raises(DataError, match="column = 'x'"):
-        TablePredictor(package, options)(bad)
-    assert answered["batch"].to_pylist() == batches
-
-
-def test_no_row_at_all_can_be_answered() -> None:
-    answered = predictor(columns_by_input={"x": ["a", "b"]}, skip_errors=True)(rows(-1, -2))
-    assert answered["total"].null_count == 2
-    assert answered["total"].type == pa.float32()

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.cost.measure.op_counter import OpCounts, count_ops
-from shoal.cost.predict.single_device import profile_single_device, watch_silent_modules
-from shoal.data import Data
 from shoal.libs.trees import ChildSumLSTMCell, NaryLSTMCell, TreeBatch, TreeRNN
-from shoal.train import Task
 
 
 def read(module: nn.Module, *inputs: Tensor) -> OpCounts:
@@ -132,43 +127,6 @@ def test_what_torch_does_in_one_operator_is_unknown() -> None:
     assert set(distances.unknown) == {"aten._pdist_forward", "aten._pdist_backward"}
 
 
-class OnFrozen(nn.Module):
-    """A frozen encoder, in evaluation mode and without gradients, and a head that learns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1).eval().requires_grad_(False)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, values: Tensor) -> Tensor:
-        with torch.no_grad():
-            encoded = self.encoder(values)
-        output: Tensor = self.head(encoded)
-        return output
-
-
-class Frozen(Task):
-    def model(self) -> nn.Module:
-        return OnFrozen()
-
-    def data(self) -> Data:
-        features = torch.randn(8, 3, 8)
-        return Data(TensorDataset(features, features[:, 0, 0]))
-
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return outputs.mean()
-
-
-def test_frozen_layers_are_looked_at_as_they_are_trained() -> None:
-    task = Frozen()
-    model = task.model()
-    alone = profile_single_device(task, model, task.data(), 4, torch.device("cpu"))
-    assert alone.unknown == ("aten._native_multi_head_attention",)  # the fast path of layers that are not trained
-    assert model.training
-    assert not any(each.training for each in model.encoder.modules())
-
-
 @torch.library.custom_op("shoal_test::secret", mutates_args=())
 def secret(value: Tensor) -> Tensor:
     return value @ value
@@ -179,33 +137,6 @@ def test_an_operator_that_nobody_knows_is_named_and_so_is_a_decomposition() -> N
         torch.ops.shoal_test.secret(torch.eye(3))
         torch.linalg.qr(torch.eye(3))
     assert set(reading.unknown) == {"shoal_test.secret", "aten.linalg_qr"}
-
-
-class _Outside(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
-        return torch.from_numpy(np.asarray(inputs.detach()) @ np.asarray(weight.detach()))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None
-
-
-class InNumPy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(4))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        result: Tensor = _Outside.apply(inputs, self.weight)
-        return result
-
-
-def test_a_module_that_computes_where_torch_does_not_see_it_is_named() -> None:
-    model = nn.Sequential(nn.Embedding(5, 4), InNumPy(), nn.Linear(4, 2), nn.LSTM(2, 2))
-    with watch_silent_modules(model) as silent:
-        model(torch.zeros(3, dtype=torch.int64))
-    assert silent == ["1 (InNumPy)"]
 
 
 def test_trees_are_counted_as_torch_would_compute_them() -> None:

@@ -70,3 +70,11 @@ def test_what_can_be_looked_at_is_predicted() -> None:
     torch.manual_seed(0)
     spec = TrainSpec.parse({"task": f"{HERE}:Normalised", "batch_size": 16, "stop": {"steps": 1}})
     assert predict_cost_details(spec)["parameters"] == 2 * FEATURES + 3 * FEATURES + 3
+
+
+def test_without_an_estimator_nothing_is_predicted_and_a_run_is_none_the_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.train.launch.predicted_cost.collect_extensions", lambda group: {})
+    (note,) = predict_cost_details(TrainSpec(task="lenet"))["notes"]
+    assert note == "not predicted: no library that predicts is installed"
+    with pytest.raises(ConfigError, match="is predicted by a library"):
+        predict_table(make_task("lenet", {}), TrainSpec(task="lenet"))

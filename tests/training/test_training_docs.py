@@ -12,7 +12,7 @@ import pytest
 
 import shoal.runs
 from shoal.registry import Registry
-from shoal.sync.config import CONFIGS
+from shoal.sync.config import list_kinds
 from shoal.train.__main__ import main
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import spec_from_overrides
@@ -96,7 +96,7 @@ def test_what_the_training_page_starts_on_workers_fits() -> None:
 
 def test_the_fields_that_the_training_page_names_are_fields() -> None:
     known = TrainSpec.parse({"stop": {"convergence": {}}, "selective_backprop": {}}).to_yaml()
-    known += "".join(TrainSpec.parse({"sync": kind}).to_yaml() for kind in CONFIGS)
+    known += "".join(TrainSpec.parse({"sync": kind}).to_yaml() for kind in list_kinds())
     text = (DOCS / "training.md").read_text()
     for words in re.findall(r"`((?:[a-z_]+\.)*[a-z_]+=[^`]+)`", text):
         for word in shlex.split(words):

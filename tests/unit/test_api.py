@@ -11,6 +11,7 @@ import pytest
 
 import shoal
 from shoal.errors import ConfigError
+from shoal.plugins.library import find_libraries
 
 NAMES = [
     "ActorClient",
@@ -28,13 +29,13 @@ NAMES = [
     "load_run",
     "runs",
     "serve",
-    "sweep",
 ]
 
 
 def test_the_public_names_are_these() -> None:
     assert sorted(shoal.__all__) == NAMES
-    assert [name for name in dir(shoal) if not name.startswith("_") or name == "__version__"] == NAMES
+    added = {name for library in find_libraries() for name in library.names}
+    assert {*dir(shoal)} == {*NAMES, *added}
 
 
 @pytest.mark.parametrize("name", NAMES)

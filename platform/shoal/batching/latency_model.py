@@ -21,6 +21,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+
+from shoal.errors import ConfigError
+
+Measured = Sequence[tuple[int, float]]  # rows and seconds of forwards
 
 WINDOW = 50
 QUANTILE = 0.8
@@ -146,3 +152,38 @@ def size_class(rows: int) -> int:
     octave = max(rows - 1, 1).bit_length() - 1
     width = max(1, (1 << octave) // CLASSES_PER_OCTAVE)
     return octave * 2 * CLASSES_PER_OCTAVE + -(-rows // width)
+
+
+class ForwardTime:
+    """l(rows) through measured points: straight between them, flat below the first, its last slope above the last.
+
+    It never falls with the rows: of contradicting points the cheaper one counts (see `latency_model`). Raises
+    ConfigError for no points, or points that are not above zero.
+    """
+
+    def __init__(self, measured: Measured) -> None:
+        points = dict(sorted(measured))
+        if not points:
+            raise ConfigError("measured", measured, "holds no (rows, seconds)", "measure at least one batch size")
+        for rows, seconds in points.items():
+            if rows < 1 or not 0 < seconds < math.inf:
+                raise ConfigError("measured", (rows, seconds), "rows and seconds must be above zero")
+        never_falling = list(accumulate(reversed(points.values()), min))[::-1]
+        self._rows, self._seconds = list(points), never_falling
+
+    def seconds(self, rows: int) -> float:
+        """The duration of a forward over so many rows."""
+        if len(self._rows) == 1 or rows <= self._rows[0]:
+            return self._seconds[0]
+        right = min(bisect_left(self._rows, rows), len(self._rows) - 1)
+        left = right - 1
+        slope = (self._seconds[right] - self._seconds[left]) / (self._rows[right] - self._rows[left])
+        return self._seconds[left] + slope * (rows - self._rows[left])
+
+    def capacity_per_s(self, max_batch_rows: int, slots: int = 1) -> float:
+        """Rows a second when every forward has the best size."""
+        return slots * max(rows / self.seconds(rows) for rows in range(1, max_batch_rows + 1))
+
+    def tabulate(self, max_rows: int) -> list[float]:
+        """The duration of a forward over 1 to `max_rows` rows."""
+        return [self.seconds(rows) for rows in range(1, max_rows + 1)]

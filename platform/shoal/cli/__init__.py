@@ -19,7 +19,6 @@ COMMANDS = {
     "status": ("cluster", "Show what is running: the cluster, its jobs, gateways and endpoints."),
     "doctor": ("doctor", "Check this machine and show the remedy for each problem."),
     "run": ("run", "Run a job, with a live display."),
-    "sweep": ("launch.sweep", "Search for a task's best hyper-parameters: many trials, with a live table."),
     "inspect": ("inspect", "Predict what a task costs; after a run, compare with the measurements."),
     "actor": ("actor", "Play an environment and send the experience to a gateway."),
     "runs": ("runs", "List the runs, show one, or remove some."),
@@ -29,8 +28,6 @@ COMMANDS = {
     "serve": ("serve", "Serve models: deploy, show, roll out, roll back, delete."),
     "release": ("runs", "Release an actor of a run from quarantine."),
     "predict": ("predict", "Send requests to a model of an endpoint."),
-    "export": ("export", "Write a registered model as a folder that serves itself: a container or a Lambda function."),
-    "batch-predict": ("batch_predict", "Predict every row of a file or folder with a registered model."),
 }
 
 

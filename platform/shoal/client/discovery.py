@@ -53,19 +53,14 @@ def list_endpoints() -> list[FoundEndpoint]:
         for point in run.endpoints()
         if point.kind == INFERENCE_KIND and point.state == "ready"
     ]
-    detached = [FoundEndpoint(card.name, card.url, is_detached=True) for card in _read_cards()]
-    urls = {each.url for each in detached}
-    return [*(each for each in of_runs if each.url not in urls), *detached]
-
-
-def _read_cards() -> list[EndpointCard]:
-    here, found = socket.gethostname(), []
+    host, detached = socket.gethostname(), []
     for path in sorted((home() / "endpoints").glob(f"*{CARD_SUFFIX}")):
         with suppress(FileNotFoundError):  # it has just ended
             card = msgspec.json.decode(path.read_bytes(), type=EndpointCard)
-            if card.host != here or is_alive(card.pid):  # one of a killed cluster stays
-                found.append(card)
-    return found
+            if card.host != host or is_alive(card.pid):  # one of a killed cluster stays
+                detached.append(FoundEndpoint(card.name, card.url, is_detached=True))
+    urls = {each.url for each in detached}
+    return [*(each for each in of_runs if each.url not in urls), *detached]
 
 
 def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
@@ -76,13 +71,13 @@ def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
     if wanted is not None and ":" in wanted:  # no name contains it
         url = normalize_address(wanted)
         return FoundEndpoint(urlsplit(url).netloc, url)
-    there = list_endpoints()
-    if not there:
+    endpoints = list_endpoints()
+    if not endpoints:
         raise RunError("no endpoint is up: `shoal serve deploy MODEL` starts one, `shoal models list` shows the models")
-    matching = there if wanted is None else [each for each in there if each.name == wanted]
+    matching = endpoints if wanted is None else [each for each in endpoints if each.name == wanted]
     if len({each.url for each in matching}) == 1:
         return matching[0]
-    names = ", ".join(f"{each.name} ({each.url})" for each in there)
+    names = ", ".join(f"{each.name} ({each.url})" for each in endpoints)
     if not matching:
         raise RunError(f"there is no endpoint {wanted!r}: there is {names}")
     raise RunError(f"several endpoints are up: give --endpoint NAME, or its address. There is {names}")

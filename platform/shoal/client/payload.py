@@ -94,21 +94,26 @@ def encode_inputs(
         raise ConfigError("outputs", outputs, "asks for nothing", "give names, or None for all")
     arrays = as_arrays(signature, inputs)
     datatypes = {spec.name: spec.datatype for spec in signature.inputs}
-    asked = None if outputs is None else [RequestedOutput(name) for name in outputs]
+    requested = None if outputs is None else [RequestedOutput(name) for name in outputs]
     if not binary:
         tensors = [
-            InputTensor(name, list(array.shape), datatypes[name], data=_encode_json(name, array, datatypes[name]))
+            InputTensor(
+                name,
+                list(array.shape),
+                datatypes[name],
+                data=msgspec.Raw(msgspec.json.encode(to_json(name, datatypes[name], array, role="input"))),
+            )
             for name, array in arrays.items()
         ]
-        request = InferRequest(tensors, request_id or None, parameters, asked)
+        request = InferRequest(tensors, request_id or None, parameters, requested)
         return {"content-type": "application/json"}, msgspec.json.encode(request)
     buffers = {name: to_binary(datatypes[name], array) for name, array in arrays.items()}
     tensors = [
         InputTensor(name, list(array.shape), datatypes[name], {"binary_data_size": len(buffers[name])}, NO_DATA)
         for name, array in arrays.items()
     ]
-    everything: Parameters = {**(parameters or {}), "binary_data_output": True}
-    head = msgspec.json.encode(InferRequest(tensors, request_id or None, everything, asked))
+    parameters = {**(parameters or {}), "binary_data_output": True}
+    head = msgspec.json.encode(InferRequest(tensors, request_id or None, parameters, requested))
     headers = {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
     return headers, b"".join([head, *buffers.values()])
 
@@ -122,8 +127,12 @@ def decode_answer(reply: Reply) -> Answer:
         outputs = {}
         for tensor in head.outputs:
             size = int((tensor.parameters or {}).get("binary_data_size", -1))
-            outputs[tensor.name] = _from_json(tensor) if size < 0 else _from_bytes(tensor, rest[:size])
-            rest = rest[max(size, 0) :]
+            if size < 0:
+                outputs[tensor.name] = _from_json(tensor)
+                continue
+            array = from_binary(tensor.name, tensor.datatype, tensor.shape, rest[:size], role="output")
+            outputs[tensor.name] = bf16_values(array) if tensor.datatype == "BF16" else array
+            rest = rest[size:]
         return Answer(outputs, int(head.model_version), head.model_name, head.id or "")
     except (msgspec.DecodeError, KeyError, ValueError, InferenceError) as error:
         raise ConnectionLost(f"the server is no endpoint of this kind: {error}") from None
@@ -144,7 +153,7 @@ def _align(values: ArrayLike, spec: TensorMetadata) -> ArrayLike:
 def _convert(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
     if datatype == "BYTES":
         return _to_bytes_array(name, values)
-    wanted = np.dtype(np.float32) if datatype == "BF16" else NUMPY_DTYPES[datatype]
+    dtype = np.dtype(np.float32) if datatype == "BF16" else NUMPY_DTYPES[datatype]
     try:
         array = np.asarray(values)
     except ValueError:  # NumPy raises it for lists only
@@ -156,13 +165,13 @@ def _convert(name: str, values: ArrayLike, datatype: str) -> np.ndarray:
         return array
     if datatype == "UINT64" and array.dtype.kind in "fO":
         array = _to_exact_uint64(name, values, array)
-    is_whole = wanted.kind in "iu" and array.dtype.kind in "iu"
-    if not is_whole and not np.can_cast(array.dtype, wanted, "same_kind"):
-        remedy = f"give an array of {wanted}"
+    is_whole = dtype.kind in "iu" and array.dtype.kind in "iu"
+    if not is_whole and not np.can_cast(array.dtype, dtype, "same_kind"):
+        remedy = f"give an array of {dtype}"
         raise ConfigError("inputs", name, f"is {array.dtype}, the model takes {datatype}", remedy)
     try:
-        converted = to_floats(array, datatype) if wanted.kind == "f" else array.astype(wanted, copy=False)
-        fits = not is_whole or array.dtype == wanted or np.array_equal(converted, array)
+        converted = to_floats(array, datatype) if dtype.kind == "f" else array.astype(dtype, copy=False)
+        fits = not is_whole or array.dtype == dtype or np.array_equal(converted, array)
     except OverflowError:
         fits = False
     if not fits:
@@ -188,18 +197,14 @@ def _to_bytes_array(name: str, values: ArrayLike) -> np.ndarray:
         elements = np.asarray(values, dtype=object)
     except ValueError as error:
         raise ConfigError("inputs", name, f"is no array: {error}", "give rows of equal length") from None
-    words = np.empty(elements.shape, dtype=object)
+    encoded = np.empty(elements.shape, dtype=object)
     for index, each in np.ndenumerate(elements):
         try:
-            words[index] = bytes(each) if isinstance(each, bytes) else str.encode(each)
+            encoded[index] = bytes(each) if isinstance(each, bytes) else str.encode(each)
         except (TypeError, UnicodeEncodeError):  # for values that are not str, and for str without UTF-8
-            place = f"element {index[0] if len(index) == 1 else list(index)} " if index else ""
-            raise ConfigError("inputs", name, f"{place}is {each!r}, no text", "give str or bytes") from None
-    return words
-
-
-def _encode_json(name: str, array: np.ndarray, datatype: str) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(to_json(name, datatype, array, role="input")))
+            which = f"element {index[0] if len(index) == 1 else list(index)} " if index else ""
+            raise ConfigError("inputs", name, f"{which}is {each!r}, no text", "give str or bytes") from None
+    return encoded
 
 
 def _from_json(tensor: OutputTensor) -> np.ndarray:
@@ -210,8 +215,3 @@ def _from_json(tensor: OutputTensor) -> np.ndarray:
     if dtype.kind == "f":
         values = [np.nan if each is None else each for each in values]
     return np.array(values, dtype=dtype).reshape(tensor.shape)
-
-
-def _from_bytes(tensor: OutputTensor, raw: memoryview) -> np.ndarray:
-    array = from_binary(tensor.name, tensor.datatype, tensor.shape, raw, role="output")
-    return bf16_values(array) if tensor.datatype == "BF16" else array

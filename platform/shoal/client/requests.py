@@ -31,14 +31,13 @@ def build_infer_request(
 ) -> EndpointRequest:
     """Build an inference request with an encoded body; `version` None leaves the choice to the endpoint. Raises
     ConfigError."""
-    told = dict(headers)
+    all_headers = dict(headers)
     if sticky:
-        told["shoal-sticky"] = _quote_segment("sticky", sticky, _PLAIN)
+        all_headers["shoal-sticky"] = _quote_segment("sticky", sticky, _PLAIN)
     if track:
-        told["shoal-track"] = _quote_segment("track", track, _PLAIN)
-    return EndpointRequest(
-        "POST", f"{_path(model)}{'' if version is None else f'/versions/{version}'}/infer", told, body
-    )
+        all_headers["shoal-track"] = _quote_segment("track", track, _PLAIN)
+    of_version = "" if version is None else f"/versions/{version}"
+    return EndpointRequest("POST", f"{_path(model)}{of_version}/infer", all_headers, body)
 
 
 def build_metadata_request(model: str) -> EndpointRequest:
@@ -69,8 +68,8 @@ def build_unload_request(model: str) -> EndpointRequest:
 
 def build_rollout_request(change: Mapping[str, Value]) -> EndpointRequest:
     """Request a change of the rollout; fields of None are left out."""
-    said = {name: _spell_infinity(value) for name, value in change.items() if value is not None}
-    return EndpointRequest("POST", ROLLOUT_PATH, _JSON, msgspec.json.encode(said))
+    fields = {name: _spell_infinity(value) for name, value in change.items() if value is not None}
+    return EndpointRequest("POST", ROLLOUT_PATH, _JSON, msgspec.json.encode(fields))
 
 
 def _spell_infinity(value: Any) -> Any:
@@ -101,8 +100,8 @@ def build_episode_request(
         if value is not None and (array := np.asarray(value)).dtype.kind == "f" and not np.isfinite(array).all():
             raise ConfigError(name, value, "has NaN or infinite values", "give finite numbers")
     values = None if observation is None else np.asarray(observation).tolist()
-    asked = EpisodeRequest(model, episode.id if episode else "", values, reward, ended, truncated)
-    return EndpointRequest("POST", EPISODES_PATH, _JSON, msgspec.json.encode(asked))
+    request = EpisodeRequest(model, episode.id if episode else "", values, reward, ended, truncated)
+    return EndpointRequest("POST", EPISODES_PATH, _JSON, msgspec.json.encode(request))
 
 
 def decode_action(model: str, reply: Reply) -> tuple[Any, Episode]:

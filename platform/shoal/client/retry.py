@@ -18,7 +18,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import msgspec
@@ -115,28 +116,28 @@ RetrySteps: TypeAlias = Generator[Send | Sleep, SendOutcome, Reply]
 
 def request_with_retries(
     request: EndpointRequest,
-    patience: RetryPolicy,
+    policy: RetryPolicy,
     clock: Callable[[], float] = time.monotonic,
     jitter: Callable[[], float] = random.random,
 ) -> RetrySteps:
     """Converse about one request; returns a reply of status 2xx. Raises InferenceError, ConnectionLost."""
-    end_s = clock() + patience.timeout_s if patience.end_s is None else patience.end_s
-    failure: Exception = timeout_error(patience)
-    for attempt in range(patience.num_retries + 1):
-        is_last = attempt == patience.num_retries
+    end_s = clock() + policy.timeout_s if policy.end_s is None else policy.end_s
+    failure: Exception = timeout_error(policy)
+    for attempt in range(policy.num_retries + 1):
+        is_last = attempt == policy.num_retries
         remaining_s = end_s - clock()
         if remaining_s <= 0:
             raise failure  # a wait may overrun: the error before it is more useful than a timeout
-        outcome = yield Send(
-            _add_deadline_header(request, remaining_s) if patience.sends_deadline else request, remaining_s
-        )
+        if policy.sends_deadline:
+            request = replace(request, headers={**request.headers, DEADLINE_HEADER: f"{remaining_s * 1000:.3f}"})
+        outcome = yield Send(request, remaining_s)
         wait_s = min(LAST_WAIT_S, FIRST_WAIT_S * 2**attempt)
         match outcome:
             case Reply(status=status) if 200 <= status < 300:
                 return outcome
             case Reply():
                 error = decode_error(outcome)
-                if error.retry_after_s is None or patience.is_change or is_last:
+                if error.retry_after_s is None or policy.is_change or is_last:
                     raise error
                 wait_s = error.retry_after_s
                 failure = error
@@ -144,10 +145,10 @@ def request_with_retries(
                 failure = ConnectionLost(f"the endpoint cannot be reached: {reason}")
             case ConnectionBroken(reason):
                 failure = ConnectionLost(f"the connection broke before the answer was complete: {reason}")
-                if patience.is_change or not patience.retry_lost:
+                if policy.is_change or not policy.retry_lost:
                     raise failure
             case _:
-                raise timeout_error(patience)
+                raise timeout_error(policy)
         wait_s *= 1.0 + JITTER * jitter()
         if is_last or clock() + wait_s >= end_s:
             raise failure
@@ -158,27 +159,16 @@ def request_with_retries(
 def decode_error(reply: Reply) -> InferenceError:
     """The endpoint's error as an exception. `retry_after_s` is set for a 429 or 503 with Retry-After."""
     try:
-        found = msgspec.json.decode(reply.body)
-        message = str(found["error"])
+        message = str(msgspec.json.decode(reply.body)["error"])
     except (msgspec.DecodeError, TypeError, KeyError):
         message = reply.body[:_MESSAGE_CHARS].decode(errors="replace").strip() or f"HTTP status {reply.status}"
-    return InferenceError(reply.status, message, _parse_retry_after_s(reply))
+    retry_after_s: float | None = None
+    if reply.status in (429, 503):
+        with suppress(KeyError, ValueError):  # absent, or a date, which our endpoints never send
+            retry_after_s = max(0.0, float(reply.headers["retry-after"]))
+    return InferenceError(reply.status, message, retry_after_s)
 
 
-def _parse_retry_after_s(reply: Reply) -> float | None:
-    if reply.status not in (429, 503):
-        return None
-    try:
-        return max(0.0, float(reply.headers["retry-after"]))
-    except (KeyError, ValueError):  # absent, or a date, which our endpoints never send
-        return None
-
-
-def _add_deadline_header(request: EndpointRequest, remaining_s: float) -> EndpointRequest:
-    headers = {**request.headers, DEADLINE_HEADER: f"{remaining_s * 1000:.3f}"}
-    return EndpointRequest(request.method, request.path, headers, request.body)
-
-
-def timeout_error(patience: RetryPolicy) -> InferenceError:
+def timeout_error(policy: RetryPolicy) -> InferenceError:
     """The error of a caller whose time is over."""
-    return InferenceError(504, f"no answer within {patience.timeout_s:g} s")
+    return InferenceError(504, f"no answer within {policy.timeout_s:g} s")

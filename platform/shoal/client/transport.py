@@ -88,9 +88,8 @@ class Transport:
             return reply
 
     def _send(self, send: Send) -> SendOutcome:
-        _require_open(self._http)
         end_s = time.monotonic() + send.timeout_s
-        request = _request(self._http, send)
+        request = _build_request(self._http, send)
         try:
             response = self._http.send(request, stream=True)
             try:
@@ -129,7 +128,10 @@ class AsyncTransport:
         Raises TimeoutError when no connection was free within `queue_s`; None: no limit.
         """
         try:
-            self._require_own_loop()
+            loop = asyncio.get_running_loop()
+            self._loop = self._loop or loop
+            if self._loop is not loop:
+                raise Closed("the client belongs to another event loop: make a client in each")
             async with asyncio.timeout(queue_s):
                 await self._free.acquire()
             try:
@@ -138,13 +140,6 @@ class AsyncTransport:
                 self._free.release()
         finally:
             conversation.close()
-
-    def _require_own_loop(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-        elif self._loop is not loop:
-            raise Closed("the client belongs to another event loop: make a client in each")
 
     async def _run_steps(self, conversation: RetrySteps) -> Reply:
         outcome: SendOutcome = None
@@ -161,8 +156,7 @@ class AsyncTransport:
             return reply
 
     async def _send(self, send: Send) -> SendOutcome:
-        _require_open(self._http)
-        request = _request(self._http, send)
+        request = _build_request(self._http, send)
         try:
             async with asyncio.timeout(send.timeout_s):
                 response = await self._http.send(request, stream=True)
@@ -180,16 +174,13 @@ class AsyncTransport:
         await self._http.aclose()
 
 
-def _require_open(http: httpx2.Client | httpx2.AsyncClient) -> None:
-    """Check before each send: the transport may have been closed during the previous wait. Raises Closed."""
+def _build_request(http: httpx2.Client | httpx2.AsyncClient, send: Send) -> httpx2.Request:
+    """Raises Closed: the client may have been closed while it waited before a retry."""
     if http.is_closed:
         raise Closed("the client is closed")
-
-
-def _request(http: httpx2.Client | httpx2.AsyncClient, send: Send) -> httpx2.Request:
-    asked = send.request
+    request = send.request
     return http.build_request(
-        asked.method, asked.path, headers=asked.headers, content=asked.body or None, timeout=send.timeout_s
+        request.method, request.path, headers=request.headers, content=request.body or None, timeout=send.timeout_s
     )
 
 

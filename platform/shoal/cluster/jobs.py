@@ -16,7 +16,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -79,6 +79,7 @@ class JobInfo:
     entrypoint: str
     message: str
     started_at_s: float  # Unix time; 0 if not known
+    metadata: Mapping[str, str] = field(default_factory=dict)  # what it was submitted with
 
 
 def new_submission_id() -> str:
@@ -94,24 +95,27 @@ def submit(
     working_dir: Path | None = None,
     submission_id: str | None = None,
     runtime_env: Mapping[str, Any] = MappingProxyType({}),
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> JobHandle:
     """Start `entrypoint` (words, no shell) as a job.
 
     On a cluster of this machine it runs in `working_dir` (default: the current folder), in place. On a remote one
     `working_dir` is uploaded without EXCLUDES and HOME_EXCLUDES, and becomes the current folder: give paths
     relative to it. `env` reaches the driver and all its workers, and so does `runtime_env`: further fields of Ray's.
+    `list_jobs` has the `metadata`.
 
     Raises ClusterError if the cluster refuses, ConnectionLost if it does not answer.
     """
     if not entrypoint:
         raise ConfigError("entrypoint", entrypoint, "is empty", "give the words of a command")
     if not cluster.is_local:
-        return _submit_remote(cluster, entrypoint, dict(env or {}), working_dir, submission_id, runtime_env)
+        return _submit_remote(cluster, entrypoint, dict(env or {}), working_dir, submission_id, runtime_env, metadata)
     folder = (working_dir or Path.cwd()).resolve()
     request: dict[str, Any] = {
         # `exec`: no shell stays between Ray and the driver.
         "entrypoint": f"cd {shlex.quote(str(folder))} && exec {shlex.join(entrypoint)}",
         "runtime_env": {**runtime_env, **({"env_vars": dict(env)} if env else {})},
+        "metadata": dict(metadata),
     }
     if submission_id is not None:
         request["submission_id"] = submission_id
@@ -127,6 +131,7 @@ def _submit_remote(
     working_dir: Path | None,
     submission_id: str | None,
     added: Mapping[str, Any],
+    metadata: Mapping[str, str],
 ) -> JobHandle:
     """Upload and start. Ray puts the working folder FIRST on every worker's import path (ray-project/ray#58772)."""
     runtime_env: dict[str, Any] = {
@@ -152,7 +157,10 @@ def _submit_remote(
         with set_environment(ours):
             client = JobSubmissionClient(headers={"Authorization": f"Bearer {cluster.token}"})
             chosen = client.submit_job(
-                entrypoint=shlex.join(entrypoint), runtime_env=runtime_env, submission_id=submission_id
+                entrypoint=shlex.join(entrypoint),
+                runtime_env=runtime_env,
+                submission_id=submission_id,
+                metadata=dict(metadata),
             )
     except ConnectionError as error:
         raise ConnectionLost(f"no answer from {cluster.dashboard_url}: {error}") from None
@@ -341,4 +349,5 @@ def _parse_job_info(entry: Mapping[str, Any]) -> JobInfo:
         entrypoint=entry["entrypoint"],
         message=entry.get("message") or "",
         started_at_s=(entry.get("start_time") or 0) / 1000,
+        metadata=entry.get("metadata") or {},
     )

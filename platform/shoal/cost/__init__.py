@@ -1,7 +1,7 @@
-"""The cost of a run: parameters, arithmetic, memory, communication, time. Predicted before, and measured during a run.
+"""The cost of a run: parameters, arithmetic, memory, communication, time.
 
-`shoal.cost.predict.predict` predicts, `shoal.cost.step_profiler` measures. Both load parts of torch that take a second,
-so a process that only reads results imports neither.
+`step_profiler` measures it during a run; an estimator, which a library brings, predicts it. Both load parts of torch
+that take a second, so a process that only reads results imports neither.
 """
 
 from shoal.errors import needs_extra

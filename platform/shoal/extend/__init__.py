@@ -5,8 +5,10 @@
 | `AlgorithmConfig`, of an `Algorithm` | `algorithm=my_algorithm.py:MyConfig`            | `shoal.algorithms`    |
 | `SyncConfig`, of a `Synchronizer`    | `sync.kind=my_sync.py:MyConfig`                 | `shoal.synchronizers` |
 | `ModelFormat`, of a template         | `shoal models add FILE --format my_format:NAME` | `shoal.formats`       |
+| `Tracker`                            | `track=my_tracker.py:MyTracker`                 | `shoal.trackers`      |
 | `shoal.sources.StreamSource`         | `shoal.Data(train=MySource())`                  |                       |
 | `Library`: verbs and displays        | `shoal VERB`                                    | `shoal.libraries`     |
+| a function of Task and TrainSpec     | `shoal inspect`, the predicted cost of a run    | `shoal.estimators`    |
 
 Names are imported at their first use: some need torch.
 """
@@ -15,6 +17,8 @@ from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from shoal.plugins.find import find_extension
 
 if TYPE_CHECKING:
     from shoal.plugins.library import Library
@@ -26,9 +30,10 @@ if TYPE_CHECKING:
     from shoal.rl.algorithms.segments import evaluate_rows, make_grid, to_tensors
     from shoal.rl.experience.queue import ExperienceBatch
     from shoal.rl.spec import RLSpec
+    from shoal.runs.run_reader import MetricValue, Run
+    from shoal.runs.tracking.tracker import Tracker
     from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
     from shoal.sync.config import SyncConfig
-    from shoal.sync.peers import PeerSync
     from shoal.sync.rank_signals import RankSignals
     from shoal.sync.synchronizer import AllReduce, Replica, Synchronizer
     from shoal.wire import ExperienceSpec
@@ -42,6 +47,7 @@ __all__ = [
     "ExperienceSpec",
     "Forward",
     "Library",
+    "MetricValue",
     "ModelFormat",
     "NonFiniteLoss",
     "Normalizer",
@@ -49,11 +55,13 @@ __all__ = [
     "RLSpec",
     "RankSignals",
     "Replica",
+    "Run",
     "Signature",
     "SyncConfig",
     "Synchronizer",
     "TemplateConfig",
     "TensorSignature",
+    "Tracker",
     "build_model",
     "evaluate_rows",
     "make_grid",
@@ -64,6 +72,7 @@ _HOMES = {
     **dict.fromkeys(("Algorithm", "NonFiniteLoss", "build_model"), "shoal.rl.algorithms.algorithm"),
     **dict.fromkeys(("evaluate_rows", "make_grid", "to_tensors"), "shoal.rl.algorithms.segments"),
     **dict.fromkeys(("Arrays", "Forward", "TemplateConfig"), "shoal.serve.model.formats.template"),
+    **dict.fromkeys(("MetricValue", "Run"), "shoal.runs.run_reader"),
     **dict.fromkeys(("Signature", "TensorSignature"), "shoal.registry"),
     **dict.fromkeys(("AllReduce", "Replica", "Synchronizer"), "shoal.sync.synchronizer"),
     "AlgorithmConfig": "shoal.rl.algorithm_config",
@@ -72,14 +81,16 @@ _HOMES = {
     "Library": "shoal.plugins.library",
     "ModelFormat": "shoal.registry.model_format",
     "Normalizer": "shoal.rl.algorithms.normalization",
-    "PeerSync": "shoal.sync.peers",
     "RLSpec": "shoal.rl.spec",
     "RankSignals": "shoal.sync.rank_signals",
     "SyncConfig": "shoal.sync.config",
+    "Tracker": "shoal.runs.tracking.tracker",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in __all__:
+        return find_extension(name, "shoal.extend", {})
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,6 +18,7 @@ from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec
 from shoal.wire import ExperienceSpec
 
+MEAN_RETURN = "mean_return"  # what such runs are compared by
 ACTORS_END_S = 5.0  # after the gateway has ended their sessions
 
 

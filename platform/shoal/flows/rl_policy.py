@@ -25,7 +25,7 @@ from shoal.home import home
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.model_code import ModelCode
 from shoal.rl.experience.segment_log import require_store
-from shoal.rl.gateway.gateway_inference import require_remote_inference
+from shoal.rl.gateway.remote_inference import require_remote_inference
 from shoal.rl.gateway.sessions import LOCAL, REMOTE
 from shoal.rl.spec import RLSpec, experience_spec, network_kwargs
 from shoal.runs import Run, Status

@@ -8,6 +8,7 @@ endpoint's run record: its addresses, and every change of the served versions. T
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND
 from shoal.cluster.capacity import WaitLog, require_cpus
 from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.errors import ClusterError, RunError, needs_extra
-from shoal.flows.serving_spec import NAMED_BY_MODEL, ServingSpec, check, require_importable, spec_from_overrides
+from shoal.flows.serving_spec import READY, ServingSpec, check, require_importable, spec_from_overrides
 from shoal.home import load_access_token
 from shoal.registry import Registry
 from shoal.runs import RunRecorder
@@ -41,7 +42,12 @@ def serve_models(spec: ServingSpec, job: str) -> None:
     Raises ClusterError, ConfigError, RegistryError, RunError.
     """
     with open_endpoint(spec, job) as (endpoint, recorder):
-        print("\n".join(_format_serving_lines(endpoint, spec)), flush=True)  # at once: a remote deploy reads it
+        versions = [(model, Registry().get(model)) for model in spec.models]
+        for ref, now in versions:
+            print(f"serving {ref} (now {now.ref}) at {endpoint.url}/v2/models/{now.name}")
+        if endpoint.grpc:
+            print(f"serving gRPC at {endpoint.grpc}")
+        print(READY + json.dumps({"url": endpoint.url, "grpc": endpoint.grpc}), flush=True)  # read by a remote deploy
         if not endpoint.is_detached:
             _record_until(threading.Event(), endpoint, recorder)
 
@@ -69,8 +75,7 @@ def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoin
     check(spec)
     require_importable(spec)
     served = [model_from_ref(model) for model in spec.models]
-    name = served[0].name if spec.endpoint.name == NAMED_BY_MODEL else spec.endpoint.name
-    endpoint_spec = spec.endpoint.model_copy(update={"name": name, "token": SecretStr(load_access_token())})
+    endpoint_spec = spec.endpoint.model_copy(update={"name": spec.name, "token": SecretStr(load_access_token())})
     num_replicas = max(1, endpoint_spec.least_replicas)
     bundles = [{"CPU": endpoint_spec.num_cpus}] * num_replicas * endpoint_spec.num_workers
     fields = f"endpoint.num_cpus{', endpoint.num_workers' * (endpoint_spec.num_workers > 1)} or endpoint.num_replicas"
@@ -89,13 +94,6 @@ def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoin
             finally:
                 if not stays:
                     endpoint.close()
-
-
-def _format_serving_lines(endpoint: DeployedEndpoint, spec: ServingSpec) -> list[str]:
-    """The served models and their addresses."""
-    versions = [(model, Registry().get(model)) for model in spec.models]
-    lines = [f"serving {ref} (now {now.ref}) at {endpoint.url}/v2/models/{now.name}" for ref, now in versions]
-    return [*lines, f"serving gRPC at {endpoint.grpc}"] if endpoint.grpc else lines
 
 
 def list_addresses(endpoint: DeployedEndpoint) -> dict[str, tuple[str, str]]:

@@ -25,6 +25,7 @@ from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, with
 from shoal.yaml_text import parse_yaml
 
 NAMED_BY_MODEL = "named-by-model"
+READY = "ready: "  # begins the line of a serving job that has its addresses as JSON: `url`, and `grpc` or null
 NamedByModel = Annotated[EndpointSpec, with_default_values(name=NAMED_BY_MODEL, num_cpus=0.5), TOKEN_FROM_ENVIRONMENT]
 
 
@@ -40,6 +41,11 @@ class ServingSpec(Spec):
     models: list[str] = Field(default_factory=list)
     endpoint: NamedByModel = EndpointSpec(name=NAMED_BY_MODEL, num_cpus=0.5)
     file: str = ""
+
+    @property
+    def name(self) -> str:
+        """The endpoint's."""
+        return split_ref(self.models[0])[0] if self.endpoint.name == NAMED_BY_MODEL else self.endpoint.name
 
     @field_validator("models", mode="before")
     @classmethod

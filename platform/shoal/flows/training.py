@@ -33,7 +33,7 @@ from shoal.train.launch.ray_capacity import (
 )
 from shoal.train.launch.ray_task import check_on_worker, predict_on_worker
 from shoal.train.launch.shutdown_signal import shutdown_event
-from shoal.train.launch.training_run import TrainingRun
+from shoal.train.launch.training_run import TrainingRun, find_launcher
 from shoal.train.launch.validate import ValidatedRun, validate_spec
 from shoal.train.reporting.console import ConsoleLog, format_metrics
 from shoal.train.reporting.event_log import EventLog, RecordLog
@@ -110,8 +110,7 @@ def _check(spec: TrainSpec) -> ValidatedRun:
 
 def _load_launcher(spec: TrainSpec) -> None:
     if spec.has_replicas:
-        import shoal.train.launch.parameter_server
-
+        find_launcher(spec)
         return
     with needs_extra("train"):
         import shoal.train.launch.ray_train  # noqa: F401
@@ -240,21 +239,16 @@ class RayBackend:
         return predict_on_worker(spec)
 
     def _attempt_replicas(self) -> TrainResult:
-        from shoal.train.launch.parameter_server import fit_replicas
-        from shoal.train.launch.ray_processes import RayProcesses
-
-        processes = RayProcesses(self.spec)
+        launch = find_launcher(self.spec)
         with shutdown_event() as asked:
-            folder = self.recorder.folder
-            return fit_replicas(
+            return launch(
                 self.spec,
                 self.recorder.id,
-                folder,
+                self.recorder.folder,
                 self._log,
                 lambda: asked.is_set() or self._should_stop(),
-                processes.start,
                 self._send_heartbeat,
-                processes.find_address(),
+                on_cluster=True,
             )
 
     def _send_heartbeat(self) -> bool:

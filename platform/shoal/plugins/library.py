@@ -23,7 +23,8 @@ class Library:
                 within `shoal models` is named as "models push"
     displays:   by the kind of a run: the module that draws it live: its `make_view` returns a `RunView`
                 (see `shoal.cli.display.run_view`)
-    extensions: by a group of entry points, such as "shoal.algorithms": the `module:name` of each word that specs name
+    extensions: by a group of entry points, such as "shoal.algorithms": the `module:name` of each word that specs name;
+                in the group "shoal.report_panels" by the kind of a run: its `ReportPanels`
     names:      attributes of the package `shoal`: a module, or `module:name`
     """
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 MOVED = {
     "shoal.games": "shoal.libs.games",
+    "shoal.models.gaussian_actor": "shoal.libs.off_policy.gaussian_actor",
     "shoal.models.prior_fitted": "shoal.libs.tables",
+    "shoal.models.q_network": "shoal.libs.off_policy.q_network",
     "shoal.models.som": "shoal.libs.som.network",
     "shoal.models.syntax_tree": "shoal.libs.trees.syntax_tree",
     "shoal.population": "shoal.libs.population",
+    "shoal.rl.algorithms.dqn": "shoal.libs.off_policy.dqn",
+    "shoal.rl.algorithms.r2d2": "shoal.libs.off_policy.r2d2",
+    "shoal.rl.algorithms.sac": "shoal.libs.off_policy.sac",
     "shoal.segmentation": "shoal.libs.segmentation",
     "shoal.stream": "shoal.libs.stream",
     "shoal.trees": "shoal.libs.trees",

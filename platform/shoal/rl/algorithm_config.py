@@ -7,24 +7,22 @@ the user's own is named by its configuration: `algorithm=my_algorithm.py:MyConfi
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, SerializeAsAny
 
 from shoal.config import Spec
 from shoal.plugins.find import find_extension
+from shoal.plugins.library import collect_extensions
 from shoal.wire.experience_spec import PolicySpec
 
-# The configuration of each: modules are imported at their first use.
+# The platform's own; libraries add theirs to the group. Modules are imported at their first use.
 CONFIGS = {
     "impala": "shoal.rl.algorithms.impala.config:ImpalaConfig",
     "ppo": "shoal.rl.algorithms.ppo.config:PPOConfig",
-    "dqn": "shoal.rl.algorithms.dqn.config:DQNConfig",
-    "sac": "shoal.rl.algorithms.sac.config:SACConfig",
-    "r2d2": "shoal.rl.algorithms.r2d2.config:R2D2Config",
 }
-GROUP = "shoal.algorithms"  # of entry points
+GROUP = "shoal.algorithms"  # of libraries and of entry points
 
 
 class AlgorithmConfig(Spec):
@@ -102,6 +100,11 @@ def find_config_type(name: object) -> type[AlgorithmConfig]:
     if not (isinstance(found, type) and issubclass(found, AlgorithmConfig)):
         raise ValueError(f"{name} is no subclass of shoal.extend.AlgorithmConfig")
     return found
+
+
+def find_fitting(fits: Callable[[type[AlgorithmConfig]], bool]) -> list[str]:
+    """The words of the algorithms of which `fits` is true, of the platform, of libraries and of installed packages."""
+    return [name for name in (*CONFIGS, *collect_extensions(GROUP)) if fits(find_config_type(name))]
 
 
 def _parse_config(value: object) -> object:

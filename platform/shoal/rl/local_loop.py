@@ -22,6 +22,7 @@ from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.opponent_pool import OpponentPool
+from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.learner import Learner
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightStore
@@ -52,18 +53,17 @@ class LocalLoop:
             self.store = WeightStore()
             self.ledger = Ledger(folder / LEDGER_NAME)
             self.queue = ExperienceQueue(spec.gateway.queue_capacity, self.ledger)
-            self.gateway = Gateway(
+            setting = GatewaySetting(
                 spec.applied_gateway,
                 experience,
-                self.queue,
-                self.store,
                 token,
                 folder.name,
-                target_return=target_return,
-                synchronous=spec.algorithm.pauses_actors,
+                target_return,
+                is_synchronous=spec.algorithm.pauses_actors,
                 learns_from_users=spec.learn_from_endpoint,
-                opponents=OpponentPool.of_run(spec.self_play, folder),
             )
+            opponents = OpponentPool.of_run(spec.self_play, folder)
+            self.gateway = Gateway(setting, self.queue, self.store, opponents)
             self.learner = Learner(spec, experience, self.queue, self.store, folder / "checkpoints")
             self._closing = closing.pop_all()
         self._thread = threading.Thread(target=self._learn, name="learner", daemon=True)

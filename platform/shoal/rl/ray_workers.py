@@ -45,6 +45,7 @@ from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.experience.segment_log import open_log
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.opponent_pool import OpponentPool
+from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.user_episodes import EpisodeRejection
 from shoal.rl.gateway.zmq_listener import format_tcp_address, require_reachable_gateway, resolve_reachable_host
 from shoal.rl.spec import RLSpec
@@ -96,20 +97,18 @@ class GatewayWorker:
         commit = None
         if spec.gateway.durable == "store":
             commit = GroupCommit(open_log(setting.folder_name, experience), self._queue)
-        self._gateway = Gateway(
+        gateway = GatewaySetting(
             spec.applied_gateway,
             experience,
-            self._queue,
-            RayWeightSource(start_weight_store(setting.run_id)),
             setting.token,
             setting.run_id,
             setting.target_return,
             setting.curve_keys,
-            spec.algorithm.pauses_actors,
+            is_synchronous=spec.algorithm.pauses_actors,
             learns_from_users=spec.learn_from_endpoint,
-            opponents=self._pool,
-            group_commit=commit,
         )
+        weights = RayWeightSource(start_weight_store(setting.run_id))
+        self._gateway = Gateway(gateway, self._queue, weights, self._pool, commit)
         self._gateway.start(START_TIMEOUT_S)
 
     def address(self) -> str:

@@ -19,10 +19,10 @@ from shoal.errors import ConfigError
 from shoal.models.network_source import AnyNetworkSource
 from shoal.network_address import WILDCARDS, is_loopback, split_address
 from shoal.plugins.find import load_reference
-from shoal.rl.algorithm_config import CONFIGS, AnyAlgorithmConfig, find_config_type
+from shoal.rl.algorithm_config import AnyAlgorithmConfig, find_fitting
 from shoal.runs.formatting import Duration
 from shoal.runs.json_lines import LogFormat
-from shoal.runs.tracking.trackers import TrackerNames
+from shoal.runs.tracking.tracker import TrackerNames
 from shoal.wire.action_masks import INFO_KEY, describe_masks
 from shoal.wire.experience_spec import (
     DTYPES,
@@ -282,11 +282,9 @@ def describe_graph(spec: RLSpec, reference: str, experience: ExperienceSpec) -> 
 
     policy = experience.policy
     if spec.applied_core != "none":
-        problem, fitting = (
-            "has no place for a recurrent core",
-            [n for n in CONFIGS if "none" in find_config_type(n).cores],
-        )
-        raise ConfigError("model", reference, problem, f"core=none, and algorithm={' or algorithm='.join(fitting)}")
+        fitting = " or algorithm=".join(find_fitting(lambda config: "none" in config.cores))
+        problem = "has no place for a recurrent core"
+        raise ConfigError("model", reference, problem, f"core=none, and algorithm={fitting}")
     kwargs = network_kwargs(spec, experience)
     model = load_reference(spec.algorithm.model_factory)(**kwargs)
     num_outputs = kwargs["num_actions"] * (2 if policy.action_low else 1)
@@ -307,7 +305,7 @@ def describe_actions(space: Any, spec: RLSpec) -> tuple[TensorSpec, dict[str, An
     """
     kind, algorithm = type(space).__name__, spec.algorithm
     if kind not in algorithm.action_spaces:
-        fitting = [name for name in CONFIGS if kind in find_config_type(name).action_spaces]
+        fitting = find_fitting(lambda config: kind in config.action_spaces)
         remedy = f"algorithm={' or algorithm='.join(fitting)}" if fitting else "wrap the environment"
         problem = f"acts with {space}; {algorithm.name} needs a {' or a '.join(algorithm.action_spaces)} action space"
         raise ConfigError("env", spec.env, problem, remedy)
@@ -338,7 +336,7 @@ def add_core(policy: PolicySpec, spec: RLSpec) -> tuple[PolicySpec, tuple[ExtraS
     """
     core, cores = spec.applied_core, spec.algorithm.cores
     if core not in cores:
-        fitting = [name for name in CONFIGS if core in find_config_type(name).cores]
+        fitting = find_fitting(lambda config: core in config.cores)
         problem = f"is not for {spec.algorithm.name}, whose core is {' or '.join(cores)}"
         raise ConfigError("core", core, problem, f"algorithm={' or algorithm='.join(fitting)}")
     if core == "none":

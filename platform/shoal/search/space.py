@@ -254,3 +254,15 @@ def _parse_distribution(path: str, given: object) -> Distribution:
         raise ConfigError(path, given, problem, f"give the lower and the upper end, as in {name}(1,10)")
     is_log, is_integer = _INTERVALS[name]
     return Interval(arguments[0], arguments[1], is_log, is_integer)
+
+
+def nest(parameters: Mapping[str, object]) -> dict[str, Any]:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
+    nested: dict[str, Any] = {}
+    for path, value in parameters.items():
+        *parents, leaf = path.split(".")
+        node = nested
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return nested

@@ -13,25 +13,26 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from shoal.config import Spec
 from shoal.plugins.find import find_extension, load_reference
+from shoal.plugins.library import find_libraries
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-# The configuration of each: modules are imported at their first use.
-CONFIGS = {
-    "all_reduce": "shoal.sync.config:AllReduceConfig",
-    "parameter_server": "shoal.sync.parameter_server.config:ParameterServerConfig",
-    "local_sgd": "shoal.sync.parameter_server.config:LocalSGDConfig",
-    "diloco": "shoal.sync.parameter_server.config:DiLoCoConfig",
-}
-GROUP = "shoal.synchronizers"  # of entry points
+# The configuration of the platform's own kind. Libraries add theirs.
+CONFIGS = {"all_reduce": "shoal.sync.config:AllReduceConfig"}
+GROUP = "shoal.synchronizers"  # of entry points, and of the words that libraries add
+# What a library makes of `all_reduce` by other fields: `elastic` of workers=[min,max], `hogwild` of sync.hogwild.
+VARIANTS = "shoal.synchronizer_variants"
 
 
 class SyncConfig(Spec):
     """What every kind has. Subclasses of ours give `kind` a default, their word.
 
     synchronizer:    the `module:name` of its `Synchronizer`, or of a function that makes one of a `Replica`
-    controller:      the `module:name` of what makes the controller of a run of replicas
+    launch:          what starts and follows the processes of a run of replicas: a word of the group `shoal.launchers`,
+                     or a `module:name` (see `train.launch.training_run.LaunchReplicas`)
+    controller:      the `module:name` of what makes the controller of such a run; "": the one of peers
+    probe:           the `module:name` of a `CostProbe`, by which `shoal plan` measures a kind with servers; "": none
     has_replicas:    each worker is a replica of its own, which may be replaced while the others go on
     admits_parallel: `parallel` may divide the model, or the workers among copies of it
     has_every_step:  each worker has the weights after every step of the run; `average` needs them
@@ -43,7 +44,9 @@ class SyncConfig(Spec):
     kind: str
 
     synchronizer: ClassVar[str]
-    controller: ClassVar[str] = "shoal.sync.peers:PeerController"
+    launch: ClassVar[str] = "replicas"
+    controller: ClassVar[str] = ""
+    probe: ClassVar[str] = ""
     has_replicas: ClassVar[bool] = True
     admits_parallel: ClassVar[bool] = False
     has_every_step: ClassVar[bool] = False
@@ -60,6 +63,16 @@ class SyncConfig(Spec):
     def num_servers(self) -> int:
         """Processes of a run besides its workers."""
         return 0
+
+    @property
+    def local_steps(self) -> int:
+        """Steps of its own optimiser that a worker takes between two exchanges; 0: none."""
+        return 0
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether each step of the run, or each exchange, waits for all workers."""
+        return True
 
     @property
     def num_lanes(self) -> int:
@@ -108,7 +121,7 @@ class SyncConfig(Spec):
     @classmethod
     def list_fields(cls) -> Collection[str]:
         """Also those of other kinds of ours."""
-        own = map(load_reference, CONFIGS.values())
+        own = map(load_reference, list_kinds().values())
         return dict.fromkeys([*cls.model_fields, *(name for each in own for name in each.model_fields)])
 
 
@@ -130,57 +143,25 @@ class AllReduceConfig(SyncConfig):
 
     def resolve(self, workers: int, min_workers: int | None) -> SyncConfig:
         if min_workers is None:
-            return HogwildConfig(lanes=self.hogwild, mode=self.hogwild_mode) if self.hogwild > 1 else self
+            if self.hogwild == 1:
+                return self
+            return _make_variant("hogwild", lanes=self.hogwild, mode=self.hogwild_mode)
         if self.hogwild > 1:
             raise ValueError("sync.hogwild does not go with workers=[min,max]: a lane takes steps of its own")
-        return ElasticConfig(workers=workers, min_workers=min_workers)
-
-
-class ElasticConfig(SyncConfig):
-    """`all_reduce` with `workers=[min_workers,workers]`: a step has the gradients of all that take part, which may
-    change."""
-
-    kind: Literal["elastic"] = "elastic"
-    workers: int
-    min_workers: int
-
-    synchronizer: ClassVar[str] = "shoal.sync.elastic.worker:make_elastic_sync"
-    controller: ClassVar[str] = "shoal.sync.elastic.controller:make_elastic_controller"
-    has_every_step: ClassVar[bool] = True
-    chief_may_leave: ClassVar[bool] = True
-    one_optimizer: ClassVar[tuple[str, str] | None] = ("workers that join share the gradients of one", "use workers=N")
-
-    @property
-    def chosen_by(self) -> tuple[str, object]:
-        return "workers", f"[{self.min_workers},{self.workers}]"
-
-
-class HogwildConfig(SyncConfig):
-    """`all_reduce` with `sync.hogwild` > 1: lanes of one process."""
-
-    kind: Literal["hogwild"] = "hogwild"
-    lanes: int
-    mode: Literal["auto", "threads", "processes"]
-
-    synchronizer: ClassVar[str] = "shoal.train.launch.hogwild:HogwildSync"
-    has_replicas: ClassVar[bool] = False
-    admits_cuda: ClassVar[bool] = False
-    one_optimizer: ClassVar[tuple[str, str] | None] = ("a lane has one", "leave it out")
-
-    @property
-    def chosen_by(self) -> tuple[str, object]:
-        return "sync.hogwild", self.lanes
-
-    @property
-    def num_lanes(self) -> int:
-        return self.lanes
-
-    def check_run(self, workers: int, batch_size: int) -> None:
-        if workers > 1 or batch_size % self.lanes:
-            raise ValueError(f"sync.hogwild={self.lanes}: give workers=1, and a batch_size that it divides")
+        return _make_variant("elastic", workers=workers, min_workers=min_workers)
 
 
 _DEFAULT = "all_reduce"
+
+
+def list_kinds() -> dict[str, str]:
+    """The `module:name` of the configuration of each kind that Shoal and its libraries have, by its word."""
+    return CONFIGS | {kind: name for each in find_libraries() for kind, name in each.extensions.get(GROUP, {}).items()}
+
+
+def _make_variant(kind: str, **fields: object) -> SyncConfig:
+    variant: SyncConfig = find_extension(kind, VARIANTS, {})(**fields)
+    return variant
 
 
 def find_config_type(kind: object) -> type[SyncConfig]:
@@ -195,7 +176,7 @@ def find_config_type(kind: object) -> type[SyncConfig]:
 
 def _find_owners(name: str) -> dict[str, Any]:
     """The kinds of ours that have a field, and what it is there."""
-    found = {kind: load_reference(reference).model_fields.get(name) for kind, reference in CONFIGS.items()}
+    found = {kind: load_reference(reference).model_fields.get(name) for kind, reference in list_kinds().items()}
     return {kind: field for kind, field in found.items() if field is not None}
 
 

@@ -22,7 +22,7 @@ from shoal.sync.config import SyncConfig
 from shoal.sync.rank_signals import RankSignals, RankSync
 
 if TYPE_CHECKING:
-    from shoal.sync.parameter_server.rpc import CurveKeys
+    from shoal.sync.rpc import CurveKeys
 
 
 @dataclass(frozen=True)

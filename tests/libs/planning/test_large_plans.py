@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from shoal.cost.predict import fake_tensors
+from shoal.cost import fake_tensors
 from shoal.errors import ConfigError
 from shoal.libs.planning import planner
 from shoal.libs.planning.hardware import HardwareSpec

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from torch.optim import Adam
 
-from shoal.cost.predict.dry_run import CollectiveTraffic, DryRun
-from shoal.cost.predict.predict import DryPlan
-from shoal.cost.predict.single_device import SingleDeviceProfile
 from shoal.errors import ConfigError
 from shoal.libs.planning import planner, step_time
 from shoal.libs.planning.calibration import Calibration, LinkCost, StepTimes, calibrate
@@ -22,9 +18,11 @@ from shoal.libs.planning.estimate import PlanEstimate, sort_estimates
 from shoal.libs.planning.hardware import HardwareSpec
 from shoal.libs.planning.plan import plan as plan_command
 from shoal.libs.planning.planner import Planner
-from shoal.libs.planning.server_costs import ServerCosts, measure_server_costs
+from shoal.libs.planning.predict.dry_run import CollectiveTraffic, DryRun
+from shoal.libs.planning.predict.predict import DryPlan
+from shoal.libs.planning.predict.single_device import SingleDeviceProfile
 from shoal.libs.planning.step_time import Machine, StepTime
-from shoal.sync.parameter_server.config import LocalSGDConfig, ParameterServerConfig
+from shoal.sync.costs import ServerCosts
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
@@ -327,18 +325,6 @@ def test_estimates_are_sorted_by_time_then_memory_then_whether_they_apply() -> N
 
 
 # -- what is measured
-
-
-def test_servers_are_measured_with_their_own_optimizer(file: Path) -> None:
-    spec = spec_from_overrides([f"task={file}:Layers"])
-    network = make_task(spec.task, {}).model()
-    num_bytes = 4 * sum(each.numel() for each in network.parameters())
-    own = measure_server_costs(Adam(network.parameters()), ParameterServerConfig())
-    assert own.weight_bytes == num_bytes
-    assert 5 * num_bytes <= own.state_bytes < 6 * num_bytes  # weights, two buffers, two moments; counts of steps
-    outer = measure_server_costs(Adam(network.parameters()), LocalSGDConfig(servers=2))
-    assert outer.state_bytes == pytest.approx(3 * num_bytes / 2, abs=8)  # without momentum
-    assert outer.memory_bytes(4, 2) == pytest.approx((3 + 5) * num_bytes / 2, abs=8)
 
 
 def test_this_machine_is_measured_with_the_task_s_own_steps(file: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,10 +19,10 @@ from shoal.libs.population.ensemble import Ensemble
 from shoal.libs.population.flow.build import load_member
 from shoal.libs.population.flow.continuation import choose_spec
 from shoal.libs.population.flow.run import check_population, run_population
+from shoal.libs.population.lineage import Lineage
 from shoal.libs.population.spec import PopulationSpec
 from shoal.registry import Registry
 from shoal.runs import RunKind, Status
-from shoal.runs.lineage import Lineage
 from shoal.train.launch.local import fit_locally
 from shoal.train.spec import TrainSpec
 

@@ -13,6 +13,7 @@ import shoal.runs
 from shoal.errors import ConfigError
 from shoal.flows.rl_policy import inspect_environment
 from shoal.libs.population.flow.continuation import choose_spec
+from shoal.libs.population.lineage import Lineage
 from shoal.libs.population.loop import run
 from shoal.libs.population.loop.members import LoopMember, is_finite, shrink_and_perturb
 from shoal.libs.population.loop.run import check_rl_population, run_rl_population
@@ -20,7 +21,6 @@ from shoal.libs.population.loop.spec import RLPopulationSpec
 from shoal.registry import Registry
 from shoal.rl.spec import RLSpec
 from shoal.runs import RunKind, Status
-from shoal.runs.lineage import Lineage
 from sign_job import spec as sign_job
 
 LEARN = {name: getattr(sign_job(), name) for name in RLSpec.model_fields}

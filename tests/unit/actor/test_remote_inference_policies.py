@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from rl_setting import EXPERIENCE
+from rl_setting import EXPERIENCE, TOKEN
 from shoal.actor.policy import find_ladder_position, make_policy
 from shoal.actor.recurrent_policy import NUM_GATES, RecurrentPolicy
+from shoal.rl.experience.queue import ExperienceQueue
+from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.rl.gateway.remote_inference import RemoteInference
+from shoal.rl.gateway.state import GatewaySetting, GatewayState
+from shoal.rl.spec import GatewaySpec
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec, PolicySpec, Segment, TensorSpec
 from shoal.wire.experience_spec import STATE, ConvolutionSpec, ExtraSpec
@@ -90,17 +94,13 @@ class Desk:
     """Remote inference without a gateway: its rounds are run here."""
 
     def __init__(self, experience: ExperienceSpec, arrays: dict[str, np.ndarray]) -> None:
-        snapshot = WeightSnapshot.of(7, arrays)
+        state = GatewayState(GatewaySetting(GatewaySpec(), experience, TOKEN), ExperienceQueue(64, Ledger()))
+        state.weights = WeightSnapshot.of(7, arrays)
         self._woken = threading.Event()
         self.segments: list[Segment] = []
         self.inference = RemoteInference(
-            experience,
-            lambda: snapshot,
-            lambda: True,
-            lambda key, progress, segment: self.segments.append(segment),
-            self._woken.set,
-            seed=5,
-        )
+            state, lambda key, progress, segment: self.segments.append(segment), self._woken.set, seed=5
+        ).start()
 
     def act(self, rows: dict[str, bytes], step: int, **fields: object) -> dict[str, ActionMessage]:
         """One step of each actor's episode 0, by its id."""
@@ -112,8 +112,7 @@ class Desk:
             if found is not None:
                 answers[name] = found
         while len(answers) < len(rows):
-            self.inference.run_round()
-            answers.update({key[0]: answer for key, answer in self.inference.take_answers()})
+            answers.update({key[0]: answer for key, answer in self.inference.run_round()})
             if len(answers) < len(rows):
                 assert self._woken.wait(20), "no answer came"
                 self._woken.clear()

@@ -15,16 +15,16 @@ from shoal import runs
 from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.display.rl_display import LoopView
 from shoal.cli.display.run_view import follow_run, make_view
-from shoal.cli.display.sweep_display import SweepView
 from shoal.cli.display.train_display import TrainView
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.batch_predict import BatchPredictSpec
 from shoal.flows.serving_spec import ServingSpec
-from shoal.flows.sweep.spec import SweepSpec
+from shoal.libs.batch_predict.flow import BatchPredictSpec
 from shoal.libs.population.display import PopulationView
 from shoal.libs.population.spec import PopulationSpec
 from shoal.libs.stream.spec import StreamSpec
+from shoal.libs.sweep.display import SweepView
+from shoal.libs.sweep.spec import SweepSpec
 from shoal.runs import Run, RunKind, Status
 from shoal.train.spec import TrainSpec
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import itertools
 import json
 import os
@@ -22,10 +21,8 @@ import click
 import psutil
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from shoal import runs
-from shoal.cli.commands import batch_predict
 from shoal.cli.commands import cluster as verbs
 from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.support.job_output import ignore_further_interrupts, interrupt_on_termination
@@ -35,7 +32,7 @@ from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.dashboard_api import ClusterResources
 from shoal.cluster.jobs import SILENCE_TIMEOUT_S, JobHandle, JobInfo, JobStatus
 from shoal.cluster.processes import CLUSTER_ID_VARIABLE
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError, ShoalError
+from shoal.errors import ClusterError, ConnectionLost, RunError, ShoalError
 from shoal.runs.record.database import connect
 
 
@@ -418,33 +415,3 @@ def test_a_log_is_read_while_the_link_to_its_session_is_renewed(tmp_path: Path) 
 def test_a_cluster_that_has_died_is_noticed_at_once(silence: ShoalError, clock: SimpleNamespace) -> None:
     with pytest.raises(type(silence)):
         Asked(False, clock).told(0.0, silence)
-
-
-def test_a_prediction_outlives_a_dashboard_that_is_silent_for_a_while(
-    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = iter([JobStatus.RUNNING, SILENCE[0], JobStatus.RUNNING, SILENCE[1], JobStatus.SUCCEEDED])
-
-    class Told(Asked):
-        def status(self) -> JobStatus:
-            self._answer = next(answers)
-            return super().status()
-
-    lines: list[str] = []
-    printed = io.StringIO()
-    monkeypatch.setattr("shoal.cli.commands.batch_predict.read_job_lines", lambda job: lines)
-    monkeypatch.setattr("shoal.cli.commands.batch_predict.time", SimpleNamespace(sleep=lambda _: clock.told()))
-
-    def told() -> None:
-        clock.now += 1.0
-        lines.append(f"{clock.now:g} s")
-
-    clock.told = told
-    assert batch_predict._follow_job(Told(True, clock), Console(file=printed)) is JobStatus.SUCCEEDED
-    assert printed.getvalue().splitlines() == ["1001 s", "1002 s", "1003 s", "1004 s"]
-
-
-def test_a_path_that_is_no_text_is_refused_by_its_name() -> None:
-    result = CliRunner().invoke(batch_predict.batch_predict, ["m", "rows\udcff.csv", "out"])
-    assert isinstance(result.exception, ConfigError)
-    assert r"rows\udcff.csv': is no text" in str(result.exception)

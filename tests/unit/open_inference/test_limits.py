@@ -16,7 +16,6 @@ from shoal.open_inference.request_schema import MAX_ELEMENTS, RequestSchema
 from shoal.serve.grpc.codec import GrpcCodec, InferRequestHeader
 from shoal.serve.grpc.request_cache import RequestLayoutCache
 from shoal.serve.http.codec import HttpCodec
-from shoal.serve.messages.inference import InferCall
 from shoal.serve.protocol.request_limits import RequestLimits
 
 LIMITS = RequestLimits(max_body_bytes=100, max_headers=3, max_header_bytes=40, max_path_chars=10)
@@ -62,9 +61,7 @@ def test_an_input_of_float64_takes_float32_and_no_other_takes_another(encoding: 
     def decode(specs: list[TensorMetadata], datatype: str) -> np.ndarray:
         if encoding == "JSON":
             tensor = {"name": "x", "datatype": datatype, "shape": [1, 2], "data": [0.1, 2]}
-            call = InferCall({}, 0)
-            HttpCodec("m", specs, specs, 4).decode(call, msgspec.json.encode({"inputs": [tensor]}))
-            return call.inputs["x"]
+            return HttpCodec("m", specs, specs, 4).decode(msgspec.json.encode({"inputs": [tensor]})).inputs["x"]
         request = pb.ModelInferRequest(model_name="m")
         sent = request.inputs.add(name="x", datatype=datatype, shape=[1, 2])
         if encoding == "gRPC":

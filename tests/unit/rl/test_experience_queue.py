@@ -15,8 +15,7 @@ from shoal.errors import Closed, LedgerUnwritable
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.actor_stats import ActorProgress
-from shoal.rl.gateway.flow_control import grant_credit
-from shoal.rl.gateway.sessions import Session, Sessions
+from shoal.rl.gateway.sessions import Session, Sessions, grant_credit
 from waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("ledgers_may_stay_open")
@@ -196,11 +195,12 @@ def test_a_batch_comes_out_of_its_bytes_as_it_went_in() -> None:
 
 
 def test_a_learner_that_is_slower_than_its_actors_leaves_none_of_them_waiting_for_ever() -> None:
-    queue, sessions = ExperienceQueue(96, Ledger()), Sessions()
+    queue = ExperienceQueue(96, Ledger())
+    sessions = Sessions(queue)
     for number in range(64):
         sessions[bytes([number])] = Session((f"a{number}", 1), ActorProgress(f"a{number}", 1), send_limit=0)
     for number in range(40):
-        sessions.grant_credit(queue, max_credits=16)
+        sessions.grant_credit(max_credits=16)
         for session in list(sessions.values()):
             for seq in range(queue.ledger.get_account(session.key).next_seq, session.send_limit):
                 assert queue.put(session.key, seq, segment(1))
@@ -213,7 +213,8 @@ def test_a_learner_that_is_slower_than_its_actors_leaves_none_of_them_waiting_fo
 @given(st.lists(st.tuples(st.sampled_from(["send", "send", "send", "wait", "take"]), st.integers(0, 7)), max_size=80))
 def test_lapsed_credit_never_promises_more_than_there_is_room(moves: list[tuple[str, int]]) -> None:
     """Each segment that is sent within the limit is queued, or its actor keeps it and begins another session."""
-    queue, sessions = ExperienceQueue(6, Ledger()), Sessions()
+    queue = ExperienceQueue(6, Ledger())
+    sessions = Sessions(queue)
 
     def begin(number: int) -> None:
         sessions.remove(bytes([number]))
@@ -223,8 +224,8 @@ def test_lapsed_credit_never_promises_more_than_there_is_room(moves: list[tuple[
     for number in range(8):
         begin(number)
     for turn, (move, number) in enumerate(moves):
-        sessions.grant_credit(queue, max_credits=4)
-        assert len(queue) + sum(sessions.compute_open_credit(queue).values()) <= queue.capacity
+        sessions.grant_credit(max_credits=4)
+        assert len(queue) + sum(sessions.compute_open_credit().values()) <= queue.capacity
         session = sessions[bytes([number])]
         seq = queue.ledger.get_account(session.key).next_seq
         if move == "wait":
@@ -232,7 +233,7 @@ def test_lapsed_credit_never_promises_more_than_there_is_room(moves: list[tuple[
         elif move == "take":
             queue.take("learner", BatchRequest(1, 3, 3, 0.0, turn))
         elif seq < session.send_limit:
-            if sessions.claim_slot(bytes([number]), seq, queue):
+            if sessions.claim_slot(bytes([number]), seq):
                 assert queue.put(session.key, seq, segment(1))
             else:
                 begin(number)
@@ -241,22 +242,23 @@ def test_lapsed_credit_never_promises_more_than_there_is_room(moves: list[tuple[
 
 def test_an_actor_whose_segment_found_no_slot_keeps_the_next_one_until_it_sends() -> None:
     """Though its way is long: otherwise the segment could be turned away again and again."""
-    queue, sessions = filled(2, 1, 1), Sessions()
+    queue = filled(2, 1, 1)
+    sessions = Sessions(queue)
     key, progress = ("slow", 1), ActorProgress("slow", 1)
     sessions[b"first"] = Session(key, progress, send_limit=1)
-    assert not sessions.claim_slot(b"first", 0, queue)
+    assert not sessions.claim_slot(b"first", 0)
     sessions.remove(b"first")
     sessions[b"second"] = Session(key, progress, send_limit=0)
     queue.take("learner", BatchRequest(1, 1, 1, 0.0))
-    sessions.grant_credit(queue, max_credits=1)
+    sessions.grant_credit(max_credits=1)
     sessions[b"second"].credit_at -= 60.0
-    sessions.grant_credit(queue, max_credits=1)
-    assert sessions.compute_open_credit(queue) == {b"second": 1}
-    assert sessions.claim_slot(b"second", 0, queue)
+    sessions.grant_credit(max_credits=1)
+    assert sessions.compute_open_credit() == {b"second": 1}
+    assert sessions.claim_slot(b"second", 0)
     sessions[b"second"].send_limit += 1
     sessions[b"second"].credit_at -= 60.0
-    sessions.grant_credit(queue, max_credits=1)
-    assert sessions.compute_open_credit(queue) == {}
+    sessions.grant_credit(max_credits=1)
+    assert sessions.compute_open_credit() == {}
     queue.ledger.close()
 
 

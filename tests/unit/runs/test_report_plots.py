@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from pandas import DataFrame
 
 from shoal.runs.report import plots
-from shoal.runs.report.plots import Curve
-from shoal.runs.report.sweep_plots import draw_importance
+from shoal.runs.report.plots import Curve, is_logarithmic
 
 
 @pytest.mark.parametrize("last", [1, 2, 6, 10, 12])
@@ -32,14 +32,22 @@ def test_steps_and_versions_have_whole_ticks(last: int) -> None:
 def test_pictures_have_one_style() -> None:
     """Also where ticks are made as they are drawn, after the figure was."""
     curve = Curve.from_points([0.0, 1.0, 2.0], [1.0, 2.0, 3.0])
-    bars = DataFrame({"parameter": ["rate"], "importance": [0.5], "spread": [0.1]})
     for figure in (
         plots.draw_learning_curve("", "$loss$", [("$step$", curve)], [], True),
         plots.draw_small_plot(curve, 0.0, 2.0),
-        draw_importance(bars),
+        plots.draw_wide_plot(curve),
     ):
         plots.to_svg(figure)
         for axes in figure.axes:
             assert [side for side, spine in axes.spines.items() if spine.get_visible()] == ["bottom"]
             assert {to_hex(label.get_color()) for label in axes.get_xticklabels()} == {plots.MUTED}
     assert "$step$" in plots.to_svg(plots.draw_learning_curve("", "$loss$", [("$step$", curve)], [], True))
+
+
+def test_numbers_over_decades_are_drawn_over_their_logarithm() -> None:
+    assert is_logarithmic([1e-4, 1e-2])
+    assert not is_logarithmic([0.0, 1e-2])
+    assert not is_logarithmic([0.1, 0.9, math.nan])
+    assert not is_logarithmic([])
+    assert not is_logarithmic([1e-4, 1e-2], "noise", {"rate"})  # uniform draws can be small
+    assert is_logarithmic([0.1, 0.2], "rate", {"rate"})

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,7 @@ import pytest
 
 from shoal import runs
 from shoal.errors import ConfigError, RunError
-from shoal.flows.sweep.spec import SweepSpec
+from shoal.extend import Tracker
 from shoal.runs import Run, RunRecorder, Status
 from shoal.runs.record.removal import remove_runs
 from shoal.runs.report.event_messages import format_warning
@@ -24,7 +25,7 @@ from shoal.runs.run_reader import MetricValue
 from shoal.runs.tracking import follower as following
 from shoal.runs.tracking import processes
 from shoal.runs.tracking.follower import Follower, TrackingState, read_state, watch
-from shoal.runs.tracking.trackers import find_trackers, list_parameters, require_library
+from shoal.runs.tracking.tracker import find_trackers, list_parameters, load_tracker, make_file_name
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
 
@@ -47,7 +48,7 @@ class Server:
 
 
 @dataclass
-class FakeTracker:
+class FakeTracker(Tracker):
     server: Server
 
     def begin(self, run: Run, tracker_run: str) -> tuple[str, str]:
@@ -275,22 +276,78 @@ def test_the_follower_of_a_removed_run_ends(recorder: RunRecorder) -> None:
 # --- what the record and the spec say ---
 
 
-def test_the_recorder_starts_a_process_for_each_tracker_and_records_what_it_lacks(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+OWN_TRACKER = """
+from pathlib import Path
+
+from shoal.extend import Tracker
+
+class FileTracker(Tracker):
+    def begin(self, run, tracker_run):
+        if Path("refuses").exists():
+            raise ConnectionError("refused")
+        self.file = open(f"{run.id}.csv", "a")
+        return run.id, self.file.name
+
+    def send(self, values):
+        for each in values:
+            print(each.step, each.name, each.value, file=self.file)
+
+    def finish(self, run):
+        print(run.status.value, file=self.file)
+        self.file.close()
+
+class NoTracker:
+    pass
+"""
+OWN = "my_tracker.py:FileTracker"
+
+
+@pytest.fixture
+def own_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_tracker", raising=False)  # of another test's folder
+    (tmp_path / "work" / "my_tracker.py").write_text(OWN_TRACKER)
+    return tmp_path / "work"
+
+
+def test_a_tracker_of_the_users_own_file_receives_the_run(own_tracker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "CLOSE_TIMEOUT_S", FOREVER_S)
+    spec = TrainSpec().override([f"track={OWN}"])
+    with runs.create("job", spec.to_record(), "two") as recorder:
+        recorder.log(1, {"loss": 0.5})
+    [(_, details)] = runs.load("two").list_events("tracked")
+    assert details == {"tracker": OWN, "run": "two", "url": "two.csv", "values": 1, "problem": ""}
+    assert (own_tracker / "two.csv").read_text() == "1 loss 0.5\nfinished\n"
+    assert (recorder.folder / "tracking-my_tracker.py-FileTracker.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("other.py:Tracker", "there is no file"), ("my_tracker.py:NoTracker", "is no shoal.extend.Tracker")],
+)
+def test_what_is_no_tracker_is_refused_before_anything_is_recorded(own_tracker: Path, name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        runs.create("job", f"track: ['{name}']\n", "two")
+    with pytest.raises(RunError):
+        runs.load("two")
+
+
+def test_the_recorder_says_what_a_tracker_lacks_at_the_end(own_tracker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "CLOSE_TIMEOUT_S", 0.0)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # the port `discard`, of no server here
-    with runs.create("job", "task: lenet\ntrack: [mlflow]\n", "two") as recorder:
+    (own_tracker / "refuses").touch()
+    with runs.create("job", f"task: lenet\ntrack: ['{OWN}']\n", "two") as recorder:
         log(recorder, 0, 5)
         before = TrackingState("there", "http://tracker", sent=3, is_complete=True)  # of an earlier attempt
-        (recorder.folder / "tracking-mlflow.json").write_text(json.dumps(asdict(before)))
+        (recorder.folder / make_file_name(OWN, "json")).write_text(json.dumps(asdict(before)))
     run = runs.load("two")
     [(kind, details)] = run.list_events("tracked")
-    assert (details["tracker"], details["run"], details["values"]) == ("mlflow", "there", 3)
+    assert (details["tracker"], details["run"], details["values"]) == (OWN, "there", 3)
     assert details["problem"]
-    assert "shoal runs track RUN --to mlflow" in format_warning(kind, details)
+    assert f"shoal runs track RUN --to {OWN}" in format_warning(kind, details)
     assert run.status is Status.FINISHED
-    assert (home / "runs" / "two" / "tracking-mlflow.log").exists()
+    assert (recorder.folder / make_file_name(OWN, "log")).exists()
     [process] = [each for each in processes._unfinished if each.args[-2] == "two"]
     process.kill()
     process.wait(FOREVER_S)
@@ -308,15 +365,15 @@ def test_a_folder_of_the_name_is_no_library(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "trackio").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="not installed"):
-        require_library("trackio")
+        load_tracker("trackio")
 
 
 def test_the_field_is_one_of_the_trackers_or_a_list_of_them() -> None:
     assert TrainSpec(track="mlflow").track == ("mlflow",)  # type: ignore[arg-type]
     spec = TrainSpec().override(["track=[wandb, mlflow, wandb]"])
     assert spec.track == ("wandb", "mlflow")
-    assert find_trackers(spec.to_record()) == ("mlflow", "wandb")
-    assert find_trackers(SweepSpec(train=spec).to_record()) == ()  # of its trials
+    assert find_trackers(spec.to_record()) == ("wandb", "mlflow")
+    assert find_trackers("train: {track: [wandb]}\nspace: {}\ntrials: 2\n") == ()  # of its trials
     assert find_trackers("track: north\n") == ()  # of a user's own job
     with pytest.raises(ConfigError, match=r"track.*neptune"):
         TrainSpec().override(["track=[neptune]"])

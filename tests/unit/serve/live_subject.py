@@ -10,7 +10,7 @@ import numpy as np
 from shoal.errors import WeightsError
 from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, ModelPlan, TrafficShares
 from shoal.serve.replica.fallback_predictor import Answered, FallbackPredictor
-from shoal.serve.replica.live.versions import LiveVersionSelector
+from shoal.serve.replica.live_versions import LiveVersionSelector
 from shoal.serve.replica.model_statistics import ForwardTimes
 from shoal.serve.replica.version_router import Answering
 from shoal.serve.spec.model_options import GuardOptions

@@ -208,14 +208,6 @@ def test_what_cannot_be_served_is_refused() -> None:
         build_controller_config(spec(), [model_from_ref("linear@champion"), model_from_ref("linear@1")])
     with pytest.raises(RegistryError):
         build_controller_config(spec(), [model_from_ref("linear@no-such-alias")])
-    with pytest.raises(ConfigError, match="'live' follows a run"):
-        build_controller_config(
-            spec(num_workers=2), [EndpointModel("live", LiveModel(FACTORY, SIGNATURE, WeightStore()))]
-        )
-    file = WeightSnapshot.from_payload(1, b"file")
-    Registry().register("file", file, model=ModelFactory(format="onnx"), signature=SIGNATURE)
-    with pytest.raises(ConfigError, match="'file' is of format onnx"):
-        build_controller_config(spec(num_workers=2), [model_from_ref("file@champion")])
 
 
 def test_it_marks_an_endpoint_that_may_sleep_and_says_when_it_does(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.serve.on_ray.options import deployment_options
+from shoal.serve.spec import endpoint
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 from shoal.serve.spec.reach import Reach, require_one_address
@@ -179,26 +179,9 @@ def test_the_token_is_never_printed() -> None:
     assert "hush" not in f"{subject} {subject!r} {subject.to_yaml()}"
 
 
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ({"parallel": "tensor"}, "give num_workers = 2"),
-        ({"num_workers": 2, "num_gpus": 1}, "num_gpus"),
-        ({"num_workers": 2, "model": {"device": "cuda"}}, "device: cuda"),
-        ({"num_workers": 2, "memory": "1GiB"}, "leave out memory"),
-        ({"num_workers": 2, "num_cpus": 0}, "num_cpus is above 0"),
-        ({"num_workers": 2, "models": {"m": {"precision": "int8"}}}, "models.m.precision"),
-        ({"num_workers": 2, "model": {"compile": True}}, "model.compile"),
-        ({"num_workers": 2, "parallel": "fsdp"}, "parallel"),
-    ],
-)
-def test_what_workers_cannot_share_is_rejected(values: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        EndpointSpec.parse({"name": "m", **values})
-
-
-def test_workers_reserve_bundles_and_the_replica_nothing() -> None:
-    options = deployment_options(EndpointSpec(name="m", num_workers=3, num_cpus=2.0))
-    assert options["placement_group_bundles"] == [{"CPU": 2.0}] * 3
-    assert options["ray_actor_options"] == {"num_cpus": 0.0}
-    assert "placement_group_bundles" not in deployment_options(EndpointSpec(name="m"))
+def test_workers_need_a_library_that_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="give num_workers = 2"):
+        spec(parallel="tensor")
+    monkeypatch.setattr(endpoint, "collect_extensions", lambda group: {})
+    with pytest.raises(ConfigError, match=r"num_workers = 2 .* no library .*: give num_workers = 1"):
+        spec(num_workers=2)

@@ -76,7 +76,7 @@ def body_of(model: str) -> tuple[bytes, dict[str, str]]:
 
 @pytest.mark.parametrize("model", ["numbers", "texts"])
 def test_others_are_answered_while_a_large_body_is_read(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    gate = gated(monkeypatch, HttpCodec, "decode", lambda call, body, length: len(body) > LARGE_BYTES)
+    gate = gated(monkeypatch, HttpCodec, "decode", lambda body, length: len(body) > LARGE_BYTES)
     app, (body, headers) = client(host()).app, body_of(model)
     many, few = answers(
         Client(app).call("POST", f"/v2/models/{model}/infer", [body], headers),
@@ -128,7 +128,7 @@ def test_others_are_answered_while_a_large_message_is_read(monkeypatch: pytest.M
 
 
 def test_no_more_large_bodies_wait_than_memory_is_meant_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = gated(monkeypatch, HttpCodec, "decode", lambda call, body, length: len(body) > LARGE_BYTES)
+    gate = gated(monkeypatch, HttpCodec, "decode", lambda body, length: len(body) > LARGE_BYTES)
     app, (body, _) = client(host()).app, body_of("numbers")
     monkeypatch.setattr(infer_call, "MAX_WAITING_BYTES", 2 * len(body))
 

@@ -9,7 +9,7 @@ import pytest
 from shoal.errors import WeightsError
 from shoal.serve.messages.desired_state import ModelPlan
 from shoal.serve.messages.replica_report import MAX_REJECTED
-from shoal.serve.replica.live.versions import OLDER_EVERY_S
+from shoal.serve.replica.live_versions import OLDER_EVERY_S
 from shoal.weights import WeightSnapshot
 from unit.serve.live_subject import BROKEN, UNFIT, Subject, plan, weights
 

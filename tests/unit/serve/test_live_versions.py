@@ -169,7 +169,7 @@ TestLife.settings = settings(max_examples=80, stateful_step_count=30, deadline=N
 @pytest.mark.parametrize("num_failures", [1, 2, 3])
 def test_a_load_that_fails_for_a_moment_rejects_nothing(num_failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rejection is for all replicas, also those that wake later and find no other version."""
-    monkeypatch.setattr("shoal.serve.replica.live.versions.RETRY_AFTER_S", (0.0, 0.0))
+    monkeypatch.setattr("shoal.serve.replica.live_versions.RETRY_AFTER_S", (0.0, 0.0))
     subject, failures = Subject(), iter(range(num_failures))
     load: Any = subject.live._load
 
@@ -201,7 +201,7 @@ def test_what_was_never_asked_is_not_gone_back_to() -> None:
 def test_what_a_version_says_that_no_file_could_hold_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject()
     subject.publish(1)
-    monkeypatch.setattr("shoal.serve.replica.live.versions.RETRY_AFTER_S", (0.0,))
+    monkeypatch.setattr("shoal.serve.replica.live_versions.RETRY_AFTER_S", (0.0,))
     monkeypatch.setattr(subject.live, "_load", lambda snapshot: (_ for _ in ()).throw(ValueError("\udce9" * 10_000)))
     with pytest.raises(WeightsError):
         subject.publish(2)

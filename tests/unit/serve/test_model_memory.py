@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from shoal.serve.messages.desired_state import ModelPlan
-from shoal.serve.replica.on_demand.memory import MEASURED_FROM_BYTES, ModelMemory
+from shoal.serve.replica.model_memory import MEASURED_FROM_BYTES, ModelMemory
 
 
 def plan(name: str, size_bytes: int, is_pinned: bool = False) -> ModelPlan:

@@ -17,7 +17,7 @@ from shoal.serve.http.codec import HttpCodec
 from shoal.serve.http.response import build_error_response
 from shoal.serve.http.routes import RouteAction, match_route
 from shoal.serve.messages.inference import InferCall
-from shoal.serve.replica.on_demand.peers import HttpTransport, decode_answer, encode_call
+from shoal.serve.replica.peers import HttpTransport, decode_answer, encode_call
 
 INPUTS = [TensorMetadata("x", "FP32", [-1, 2]), TensorMetadata("b", "BF16", [-1]), TensorMetadata("t", "BYTES", [-1])]
 DATATYPES = {each.name: each.datatype for each in INPUTS}

@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import pytest
 
-from shoal.serve.controller.on_demand.placement import (
+from shoal.serve.controller.placement import (
     HOLD_LOADS,
     Assign,
     ReplicaMemory,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.serve.scaling.budget import Budget
+from shoal.serve.scaling.policy import Budget
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.scale import ScaleSpec
 

@@ -247,7 +247,7 @@ def export(model: str, folder: Path) -> None:
     Examples:
       shoal models export llama@3 --dcp outputs/checkpoint/step-0
     """
-    from shoal.export.folder import draft_folder
+    from shoal.atomic_file import draft_folder
     from shoal.weights.dcp_folder import write_dcp  # torch takes a second to load
     from shoal.weights.tensor_files import open_weight_file
 

@@ -17,7 +17,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.cli.display import run_view
-from shoal.cli.display.sweep_display import render_trials
 from shoal.cli.support.console import (
     DefaultCommandGroup,
     confirm_removal,
@@ -42,9 +41,8 @@ from shoal.runs.record.removal import (
 )
 from shoal.runs.report.event_messages import WAITING, format_warning
 from shoal.runs.run_kind import infer_fields
-from shoal.runs.sweep_trials import SWEEPING, load_sweep
 from shoal.runs.tracking.follower import Follower
-from shoal.runs.tracking.trackers import TRACKERS, require_library
+from shoal.runs.tracking.tracker import load_tracker
 
 NUM_EVENTS = 8
 ANY_NUMBER = -1  # of SQLite's LIMIT
@@ -143,7 +141,7 @@ def remove(names: tuple[str, ...], yes: bool) -> None:
 
 @runs.command()
 @click.argument("run", default="latest")
-@click.option("--to", "tracker", required=True, type=click.Choice(sorted(TRACKERS)), help="The tracker.")
+@click.option("--to", "tracker", required=True, help="mlflow, wandb, trackio, or your own: my_tracker.py:MyTracker.")
 def track(run: str, tracker: str) -> None:
     """Send a RUN (the newest when left out) to a tracker: all of it, or what the tracker lacks.
 
@@ -155,9 +153,9 @@ def track(run: str, tracker: str) -> None:
       MLFLOW_TRACKING_URI=http://127.0.0.1:5000 shoal runs track latest --to mlflow
       shoal runs track 20261120-0645 --to wandb
     """
-    require_library(tracker)
+    follow = load_tracker(tracker)
     found = load(run)
-    state = Follower(found, tracker, TRACKERS[tracker], grace_s=TRACKER_GRACE_S).follow()
+    state = Follower(found, tracker, follow, grace_s=TRACKER_GRACE_S).follow()
     if not state.is_complete:
         raise RunError(f"{tracker} lacks values of run {found.id}: {state.problem or 'the run was resumed'}")
     click.echo(f"{found.id} is in {tracker} ({state.sent:,} values): {state.url}")
@@ -311,11 +309,11 @@ def _print_section(console: Console, title: str, rows: Sequence[Sequence[str | T
 
 
 def _show_record(console: Console, run: Run) -> None:
-    """Its newest metrics, or the trials of a sweep; endpoints, models and events."""
+    """Its newest metrics, or what its kind shows in their place; endpoints, models and events."""
     latest, events = run.latest(), run.events().tail(NUM_EVENTS).to_dict("records")
-    if run.list_events(SWEEPING):
-        console.print(Text("\nTrials", style="bold"))
-        console.print(render_trials(load_sweep(run)))
+    if (shown := run_view.render_record(run)) is not None:
+        console.print(Text(f"\n{shown[0]}", style="bold"))
+        console.print(shown[1])
     elif not latest:
         console.print("\nNo metrics have been logged.", highlight=False)
     else:

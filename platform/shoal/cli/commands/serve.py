@@ -1,7 +1,7 @@
 """`shoal serve`: endpoints of registered and live models, from the first version to the last.
 
 Parse, call, print. Endpoints are found in the run record and called over HTTP with the access token; `serve_deploy` has
-`deploy` and `delete`, `serve_simulate` has `simulate`, `serve_display` renders a status.
+`deploy` and `delete`, `serve_display` renders a status.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.live import Live
 
 from shoal.cli.commands.serve_deploy import delete, deploy
-from shoal.cli.commands.serve_simulate import simulate_verb
 from shoal.cli.display import serve_display
 from shoal.cli.support.ca_option import ca_option
-from shoal.cli.support.console import CommandGroup, make_literal_console, print_json
+from shoal.cli.support.console import ExtensibleCommandGroup, make_literal_console, print_json
 from shoal.cli.support.number_types import PERCENT, SECONDS, FiniteRange
 from shoal.client import Client
 from shoal.client.discovery import FoundEndpoint, find_endpoint, list_endpoints, token_for
@@ -39,7 +38,7 @@ _endpoint_option = click.option(
 )
 
 
-@click.group(cls=CommandGroup)
+@click.group(cls=ExtensibleCommandGroup)
 def serve() -> None:
     """Serve models: deploy, show, roll out, roll back, delete.
 
@@ -56,7 +55,7 @@ def serve() -> None:
     """
 
 
-for verb in (deploy, delete, simulate_verb):
+for verb in (deploy, delete):
     serve.add_command(verb)
 
 

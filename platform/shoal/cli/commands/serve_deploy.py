@@ -5,11 +5,11 @@ Parse, call, print. The job is named after its run, so that the run record leads
 
 from __future__ import annotations
 
-import re
-import shlex
+import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,11 +32,11 @@ from shoal.client import Client
 from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND, FoundEndpoint, find_endpoint, list_endpoints, token_for
 from shoal.cluster.attach import find_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.jobs import JobHandle, JobStatus, list_jobs, new_submission_id, submit
+from shoal.cluster.jobs import JobHandle, JobInfo, JobStatus, list_jobs, new_submission_id, submit
 from shoal.config import format_override, last_override, merge, parse_overrides
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, InferenceError, RunError
 from shoal.flows.serving_spec import (
-    NAMED_BY_MODEL,
+    READY,
     ServingSpec,
     check,
     check_address,
@@ -47,7 +47,6 @@ from shoal.flows.serving_spec import (
 from shoal.network_address import is_loopback
 from shoal.recipes import find_recipe
 from shoal.registry import Registry, split_ref
-from shoal.runs import EndpointRecord
 from shoal.runs.record.provenance import (
     find_owner,
     format_masked_command,
@@ -59,7 +58,8 @@ from shoal.serve.spec.endpoint import DETACHED, describe_taken_name
 from shoal.serve.spec.reach import EVERY_NODE
 from shoal.serve.spec.scale import MAX_REPLICAS
 
-POLL_S = 0.1
+POLL_S = 0.25
+ENDPOINT, LIFETIME = "shoal.endpoint", "shoal.lifetime"  # of the metadata of a job that keeps an endpoint up
 STATUS_TIMEOUT_S = 5.0
 MODULE, END_MODULE = "shoal.flows.serving", "shoal.flows.serving_end"
 
@@ -108,39 +108,86 @@ def deploy(
     fields += [f"{field}={value}" for field, value in options.items() if value is not None]
     spec = spec_from_overrides(fields).override(fields)
     _warn(spec.endpoint.drain_warning)
-    cluster = find_cluster(address)
+    cluster, others, command = find_cluster(address), [], format_masked_command(["shoal", *sys.argv[1:]])
+    run_id = new_run_id()
     if cluster is not None and not cluster.is_local:
-        deploy_remote(cluster, MODULE, spec, fields, timeout_s)
-        return
-    check(spec)  # here, where the user can still correct it
+        _check_remote(cluster, spec)
+        fields = [*map(_make_file_relative, fields), format_override("endpoint.name", spec.name)]
+        python, folder = "python", Path.cwd()
+        env = {"SHOAL_RUN_ID": run_id, **make_command_variable(command)}
+    else:
+        others = list_endpoints()
+        cluster = _check_local(cluster, spec, others)
+        python, folder = sys.executable, None
+        env = job_environment(run_id, command)
+    shown, secrets = split_secrets(fields)
+    metadata = {ENDPOINT: spec.name, LIFETIME: spec.endpoint.lifetime}
+    interrupt_on_termination()
+    with end_on_interrupt(lambda: JobHandle(cluster, run_id).stop_quietly()):
+        words = [python, "-m", MODULE, *shown]
+        job = submit(cluster, words, env=env | secrets, working_dir=folder, submission_id=run_id, metadata=metadata)
+        if cluster.is_local:
+            ready = _wait_until_ready(job, lambda: _read_record(run_id), timeout_s)
+            _print_next_steps(spec, ready, bool(others))
+        else:
+            ready = _wait_until_ready(job, lambda: _read_job_log(job), timeout_s)
+            _print_next_steps_elsewhere(spec, ready, cluster)
+
+
+def _check_remote(cluster: ClusterHandle, spec: ServingSpec) -> None:
+    """Raises ConfigError for what can be seen from here; the job checks the rest."""
+    if not spec.models:
+        raise ConfigError("models", [], "there is nothing to serve", "name a model of the cluster's registry")
+    if spec.name in _list_jobs_by_endpoint(cluster):
+        raise describe_taken_name(spec.name, "")
+
+
+def _check_local(cluster: ClusterHandle | None, spec: ServingSpec, others: Sequence[FoundEndpoint]) -> ClusterHandle:
+    """Check the spec here, where the user can still correct it. Raises ConfigError, ClusterError without a cluster."""
+    check(spec)
     _warn(*describe_other_packages(spec))
     cluster = _require_cluster(cluster)
-    there = list_endpoints()
-    _require_free_name(cluster, _get_name(spec), there)
-    if not there:  # else it may share their address; the job checks it too
+    jobs = {info.submission_id for info in list_jobs(cluster) if not info.status.is_over}
+    for each in others:
+        if each.name == spec.name and each.run_id in jobs:
+            raise describe_taken_name(spec.name, _read_owner(each))
+    if not others:  # else it may share their address; the job checks it too
         check_address(spec)
-    run_id = new_run_id()
-    interrupt_on_termination()
-    shown, secrets = split_secrets(fields)
-    env = job_environment(run_id, format_masked_command(["shoal", *sys.argv[1:]])) | secrets
-    with end_on_interrupt(lambda: JobHandle(cluster, run_id).stop_quietly()):
-        job = submit(cluster, [sys.executable, "-m", MODULE, *shown], env=env, submission_id=run_id)
-        found = _wait_until_ready(job, run_id, timeout_s)
-    path = urlsplit(found.url).path
-    metadata = f" (metadata application={found.name})" if path else ""
-    grpc = [f", gRPC at {each.address}{metadata}" for each in _list_run_endpoints(run_id) if each.kind == GRPC_KIND]
-    click.echo(f"endpoint {found.name} is ready at {found.url}{''.join(grpc)}")
+    return cluster
+
+
+def _print_next_steps(spec: ServingSpec, ready: _Addresses, has_others: bool) -> None:
+    metadata = f" (metadata application={spec.name})" if urlsplit(ready.url).path else ""
+    grpc = f", gRPC at {ready.grpc}{metadata}" if ready.grpc else ""
+    click.echo(f"endpoint {spec.name} is ready at {ready.url}{grpc}")
     meant = read_serve_port(Path(spec.file)) if spec.file and not spec.endpoint.port else None
     if meant is not None:
         click.echo(
             f"(the http_options of {spec.file} are for Ray's own `serve deploy`; --port {meant} is the same here)"
         )
-    ca = _get_ca_option(found.url)
     click.echo("what next:")
-    which = f" --endpoint {found.name}" if there else ""
-    click.echo(f"  {suggest_predict_command(Registry().get(spec.models[0]))}{which}{ca}")
-    click.echo(f"  shoal serve status {found.name}{ca}")
-    click.echo(f"  shoal serve delete {found.name}")
+    which = f" --endpoint {spec.name}" if has_others else ""
+    click.echo(f"  {suggest_predict_command(Registry().get(spec.models[0]))}{which}{ready.ca_option}")
+    click.echo(f"  shoal serve status {spec.name}{ready.ca_option}")
+    click.echo(f"  shoal serve delete {spec.name}")
+
+
+def _print_next_steps_elsewhere(spec: ServingSpec, ready: _Addresses, cluster: ClusterHandle) -> None:
+    if is_loopback(spec.endpoint.host):
+        ports = [urlsplit(each).port for each in (ready.url, f"//{ready.grpc}") if each != "//"]
+        tunnels = " ".join(f"-L {port}:127.0.0.1:{port}" for port in ports)
+        click.echo(
+            f"endpoint {spec.name} is ready at {ready.url}, on the loopback of the head of {cluster.dashboard_url}"
+        )
+        click.echo("what next:")
+        click.echo(f"  ssh -N {tunnels} HEAD &")
+    else:
+        others = ", and at this port of each node with a replica" if spec.endpoint.ingress == EVERY_NODE else ""
+        click.echo(f"endpoint {spec.name} is ready at {ready.url}, on the head of {cluster.dashboard_url}{others}")
+        click.echo("what next:")
+    key = " --key TOKEN ...   ($SHOAL_HOME/token of the head)"
+    click.echo(f"  shoal predict {spec.name} --endpoint {ready.url}{ready.ca_option}{key}")
+    click.echo(f"  shoal serve delete {spec.name} --address {cluster.dashboard_url}")
 
 
 def _warn(*warnings: str) -> None:
@@ -171,7 +218,7 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
         raise ConfigError("address", address, "is a cluster's, and a model is taken from an endpoint", remedy)
     cluster = None if model else find_cluster(address)
     if cluster is not None and not cluster.is_local:
-        delete_remote(cluster, MODULE, endpoint, timeout_s)
+        _delete_remote(cluster, endpoint, timeout_s)
         return
     found = find_endpoint(endpoint)
     if model:
@@ -252,19 +299,6 @@ def _parse_model_options(models: Sequence[str], arguments: Sequence[str]) -> dic
     return {model: merge(everybodys, own.get(name, {})) for model, name in zip(models, names, strict=True)}
 
 
-def _require_free_name(cluster: ClusterHandle, name: str, there: Sequence[FoundEndpoint]) -> None:
-    """Raises ConfigError, before a job would, for the name of an endpoint that a job of this cluster keeps up."""
-    jobs = {info.submission_id for info in list_jobs(cluster) if not info.status.is_over}
-    for each in there:
-        if each.name == name and each.run_id in jobs:
-            raise describe_taken_name(name, _read_owner(each))
-
-
-def _get_name(spec: ServingSpec) -> str:
-    own = spec.endpoint.name
-    return split_ref(spec.models[0])[0] if own == NAMED_BY_MODEL else own
-
-
 def _parse_fields(arguments: Sequence[str]) -> list[str]:
     """`A.B=C` words unchanged, a YAML file as `file=...`, models as a list."""
     models = [each for each in arguments if "=" not in each and not each.endswith((".yaml", ".yml"))]
@@ -284,104 +318,93 @@ def _require_cluster(cluster: ClusterHandle | None) -> ClusterHandle:
     return cluster
 
 
-def _wait_until_ready(job: JobHandle, run_id: str, timeout_s: float) -> FoundEndpoint:
-    """Raises RunError with the job's own error when it has failed, ClusterError when it takes too long."""
-    deadline = _Deadline(timeout_s)
+@dataclass(frozen=True)
+class _Addresses:
+    """Those of an endpoint that is ready; `grpc` is host:port, or empty."""
+
+    url: str
+    grpc: str
+
+    @property
+    def ca_option(self) -> str:
+        """What a suggested command needs where the system does not trust the certificate's authority."""
+        return " --ca FILE" if self.url.startswith("https:") else ""
+
+
+def _wait_until_ready(
+    job: JobHandle, read: Callable[[], tuple[_Addresses | None, str]], timeout_s: float
+) -> _Addresses:
+    """Wait for the addresses. The time in which the job waits for nodes, which it limits itself, does not count.
+
+    read: the addresses, and what the job waits for ("" when it starts the endpoint)
+
+    Raises RunError with the job's own error when it has failed, ClusterError when it takes too long.
+    """
+    until_s, reported = time.monotonic() + timeout_s, ""
     while True:
-        for point in _list_run_endpoints(run_id):
-            if point.kind == INFERENCE_KIND and point.state in ("ready", DETACHED):
-                return FoundEndpoint(point.name, point.address, run_id)
+        ready, waiting = read()
+        if ready is not None:
+            return ready
         if (outcome := job.poll_outcome()) is not None:
             raise RunError(describe_failure(job, "the job of the endpoint", outcome))
-        deadline.check(_describe_run_wait(run_id))
+        if waiting:
+            if waiting != reported:
+                click.echo(waiting)
+            until_s = time.monotonic() + timeout_s
+        elif time.monotonic() > until_s:
+            problem = f"the endpoint was not ready within {timeout_s:g} s"
+            raise ClusterError(f"{problem}: give it more with --timeout-s")
+        reported = waiting
         time.sleep(POLL_S)
 
 
-def _get_ca_option(url: str) -> str:
-    """What a suggested command needs where the system does not trust the certificate's authority."""
-    return " --ca FILE" if url.startswith("https:") else ""
-
-
-class _Deadline:
-    """The time limit of an endpoint's start. The wait for nodes, which the job itself limits, does not count."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._until_s, self._waiting = timeout_s, time.monotonic() + timeout_s, ""
-
-    def check(self, waiting: str) -> None:
-        """Raises ClusterError when the time is over. waiting: what the job waits for; "" when it starts the endpoint"""
-        if waiting:
-            if waiting != self._waiting:
-                click.echo(waiting)
-            self._until_s = time.monotonic() + self._timeout_s
-        elif time.monotonic() > self._until_s:
-            problem = f"the endpoint was not ready within {self._timeout_s:g} s"
-            raise ClusterError(f"{problem}: give it more with --timeout-s")
-        self._waiting = waiting
-
-
-def _describe_run_wait(run_id: str) -> str:
+def _read_record(run_id: str) -> tuple[_Addresses | None, str]:
+    """The record of this machine."""
     try:
-        return describe_wait(shoal.runs.load(run_id).last_events())
+        run = shoal.runs.load(run_id)
     except RunError:
-        return ""  # the job has not begun to record yet
+        return None, ""  # the job has not begun to record yet
+    addresses = {each.kind: each.address for each in run.endpoints() if each.state in ("ready", DETACHED)}
+    if INFERENCE_KIND in addresses:
+        return _Addresses(addresses[INFERENCE_KIND], addresses.get(GRPC_KIND, "")), ""
+    return None, describe_wait(run.last_events())
 
 
-def _list_run_endpoints(run_id: str) -> list[EndpointRecord]:
-    try:
-        return shoal.runs.load(run_id).endpoints()
-    except RunError:
-        return []  # the job has not begun to record yet
+def _read_job_log(job: JobHandle) -> tuple[_Addresses | None, str]:
+    """What the job says, where the record is another machine's."""
+    lines = (job.try_read_logs() or "").splitlines()
+    for line in lines:
+        if line.startswith(READY):
+            fields = json.loads(line.removeprefix(READY))
+            return _Addresses(fields["url"], fields["grpc"] or ""), ""
+    last = lines[-1] if lines else ""
+    return None, last if "waiting for nodes" in last else ""
 
 
-JOB_POLL_S = 0.5
-_READY = re.compile(r"^serving \S+ \(now \S+\) at (https?://\S+)/v2/models/", re.MULTILINE)
-_GRPC = re.compile(r"^serving gRPC at (\S+)", re.MULTILINE)
-
-
-def deploy_remote(
-    cluster: ClusterHandle, module: str, spec: ServingSpec, fields: Sequence[str], timeout_s: float
-) -> None:
-    """Returns when the remote models answer. Raises ClusterError, ConfigError, ConnectionLost, RunError."""
-    if not spec.models:
-        raise ConfigError("models", [], "there is nothing to serve", "name a model of the cluster's registry")
-    if _list_remote_endpoints(cluster, module).get(name := _get_name(spec)):
-        raise describe_taken_name(name, "")
-    shown, secrets = split_secrets([*map(_make_file_relative, fields), format_override("endpoint.name", name)])
-    run_id = new_run_id()
-    env = {"SHOAL_RUN_ID": run_id, **make_command_variable(format_masked_command(["shoal", *sys.argv[1:]])), **secrets}
-    job = JobHandle(cluster, run_id)
-    interrupt_on_termination()
-    with end_on_interrupt(job.stop_quietly):
-        submit(cluster, ["python", "-m", module, *shown], env=env, working_dir=Path.cwd(), submission_id=run_id)
-        url, grpc = _wait_for_remote(job, timeout_s)
-    if is_loopback(spec.endpoint.host):
-        ports = [f"-L {urlsplit(each).port}:127.0.0.1:{urlsplit(each).port}" for each in (url, grpc) if each]
-        click.echo(f"endpoint {name} is ready at {url}, on the loopback of the head of {cluster.dashboard_url}")
-        click.echo("what next:")
-        click.echo(f"  ssh -N {' '.join(ports)} HEAD &")
-    else:
-        others = ", and at this port of each node with a replica" if spec.endpoint.ingress == EVERY_NODE else ""
-        click.echo(f"endpoint {name} is ready at {url}, on the head of {cluster.dashboard_url}{others}")
-        click.echo("what next:")
-    ca = _get_ca_option(url)
-    click.echo(f"  shoal predict {name} --endpoint {url}{ca} --key TOKEN ...   ($SHOAL_HOME/token of the head)")
-    click.echo(f"  shoal serve delete {name} --address {cluster.dashboard_url}")
-
-
-def delete_remote(cluster: ClusterHandle, module: str, endpoint: str | None, timeout_s: float) -> None:
-    """Ends the endpoint that `deploy` started on a remote cluster. Raises RunError with the endpoints that exist."""
-    there = _list_remote_endpoints(cluster, module)
+def _delete_remote(cluster: ClusterHandle, endpoint: str | None, timeout_s: float) -> None:
+    """End the endpoint that `deploy` started on a remote cluster. Raises RunError with the endpoints that exist."""
+    there = _list_jobs_by_endpoint(cluster)
     if endpoint is None and len(there) == 1:
         endpoint = next(iter(there))
     if endpoint not in there:
         known = f"there is {', '.join(there)}" if there else "`shoal serve deploy` has none there"
         raise RunError(f"there is no endpoint {endpoint or ''} on {cluster.dashboard_url}: {known}")
-    if not there[endpoint]:
+    if there[endpoint].status.is_over:  # it has detached the endpoint
         _end_detached(cluster, ["python", "-m", END_MODULE], endpoint, {}, timeout_s)
         return
-    JobHandle(cluster, there[endpoint]).stop(timeout_s)
+    JobHandle(cluster, there[endpoint].submission_id).stop(timeout_s)
     click.echo(f"endpoint {endpoint} is gone")
+
+
+def _list_jobs_by_endpoint(cluster: ClusterHandle) -> dict[str, JobInfo]:
+    """The jobs of `deploy` that keep an endpoint up, or have detached one; of one name the newest that goes on."""
+    found: dict[str, JobInfo] = {}
+    for info in list_jobs(cluster):
+        name = info.metadata.get(ENDPOINT)
+        is_detached = info.status is JobStatus.SUCCEEDED and info.metadata.get(LIFETIME) == DETACHED
+        if name and (is_detached or not info.status.is_over) and (name not in found or found[name].status.is_over):
+            found[name] = info
+    return found
 
 
 def _make_file_relative(field: str) -> str:
@@ -392,35 +415,3 @@ def _make_file_relative(field: str) -> str:
     if not file.is_relative_to(here):
         raise ConfigError("file", value, f"lies outside {here}", "deploy from the folder that holds the file")
     return format_override("file", str(file.relative_to(here)))
-
-
-def _list_remote_endpoints(cluster: ClusterHandle, module: str) -> dict[str, str]:
-    """Name -> job, of the endpoints that jobs of `deploy` keep up; "" for one that its job has detached."""
-    found: dict[str, str] = {}
-    for info in list_jobs(cluster):
-        try:
-            words = shlex.split(info.entrypoint)
-        except ValueError:
-            continue  # another program's job, which needs a shell to parse
-        is_detached = info.status is JobStatus.SUCCEEDED and last_override(words, "endpoint.lifetime") == DETACHED
-        if module in words and (is_detached or not info.status.is_over):
-            first = (last_override(words, "models") or info.submission_id).partition(",")[0]
-            name = last_override(words, "endpoint.name") or split_ref(first)[0]
-            found[name] = found.get(name) or ("" if is_detached else info.submission_id)
-    return found
-
-
-def _wait_for_remote(job: JobHandle, timeout_s: float) -> tuple[str, str]:
-    """Its addresses: HTTP, and `//host:port` of gRPC or "". Raises RunError with the job's own error when it has
-    failed, ClusterError when it takes too long."""
-    deadline = _Deadline(timeout_s)
-    while True:
-        words = job.try_read_logs() or ""
-        if ready := _READY.search(words):
-            grpc = _GRPC.search(words)
-            return ready[1], f"//{grpc[1]}" if grpc else ""
-        if (outcome := job.poll_outcome()) is not None:
-            raise RunError(describe_failure(job, "the job of the endpoint", outcome))
-        last = words.strip().rpartition("\n")[2]
-        deadline.check(last if "waiting for nodes" in last else "")
-        time.sleep(JOB_POLL_S)

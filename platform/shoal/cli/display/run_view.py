@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from types import ModuleType
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.constrain import Constrain
@@ -26,11 +27,11 @@ REFRESH_S = 0.25
 PLAIN_INTERVAL_S = 2.0
 
 
-# Modules with `make_view(run, before, notes)`, whose `before` supplies the history; those of libraries beside them.
+# The module of each kind; libraries bring others. It has `make_view(run, before, notes)`, where `before` supplies the
+# history, and may have `render_record(run)`: a heading and what `shoal runs RUN` shows in place of the metrics.
 DISPLAYS: dict[str, str] = {
     RunKind.LOOP: "shoal.cli.display.rl_display",
     RunKind.TRAINING: "shoal.cli.display.train_display",
-    RunKind.SWEEP: "shoal.cli.display.sweep_display",
 }
 # The alternative for a kind of run that has no picture.
 KINDS_WITHOUT_DISPLAY = {
@@ -41,13 +42,25 @@ KINDS_WITHOUT_DISPLAY = {
 }
 
 
+def _find_display(kind: RunKind) -> ModuleType | None:
+    if kind in KINDS_WITHOUT_DISPLAY:
+        return None
+    displays = {kind: module for library in find_libraries() for kind, module in library.displays.items()} | DISPLAYS
+    return importlib.import_module(displays[kind])
+
+
 def make_view(record: Run, before: RunView | None, notes: Sequence[str] = ()) -> RunView | None:
     """The present view of the run; `before` is the last one. None for a kind WITHOUT_DISPLAY."""
-    if record.kind in KINDS_WITHOUT_DISPLAY:
-        return None
-    displays = {kind: place for library in find_libraries() for kind, place in library.displays.items()} | DISPLAYS
-    view: RunView = importlib.import_module(displays[record.kind]).make_view(record, before, notes)
+    display = _find_display(record.kind)
+    view: RunView | None = None if display is None else display.make_view(record, before, notes)
     return view
+
+
+def render_record(record: Run) -> tuple[str, RenderableType] | None:
+    """A heading and what the run's kind shows in place of its newest metrics; None where it shows these."""
+    display = _find_display(record.kind)
+    rendered: tuple[str, RenderableType] | None = getattr(display, "render_record", lambda record: None)(record)
+    return rendered
 
 
 def render(view: RunView, width: int) -> RenderableType:

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from shoal.errors import ConfigError, needs_extra
-from shoal.export.convert import name_dynamic_axes, trace_to_onnx
 from shoal.libs.optimise import entry
 from shoal.registry import ModelFactory, Signature
 from shoal.serve.model.formats.onnx import read_signature
+from shoal.serve.model.onnx_trace import name_dynamic_axes, trace_to_onnx
 from shoal.serve.model.precision import PrecisionConverter
 from shoal.serve.spec.model_options import ModelOptions
 

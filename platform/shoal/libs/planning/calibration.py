@@ -27,25 +27,19 @@ from shoal.errors import TrainError
 from shoal.parallel import World
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.comm.world import set_network_interface
-from shoal.sync.parameter_server.clock import Clock
-from shoal.sync.parameter_server.config import ParameterServerConfig
-from shoal.sync.parameter_server.controller import Controller
-from shoal.sync.parameter_server.rpc import Request, RpcClient, RpcService
-from shoal.sync.parameter_server.server import ParameterServer
-from shoal.sync.parameter_server.server_service import ServerService
-from shoal.sync.parameter_server.worker import ParameterServerSync
+from shoal.sync.config import find_config_type
+from shoal.sync.costs import EVICTED_BYTES, CostProbe, load_probe
+from shoal.sync.rpc import Request, RpcClient, RpcService
 from shoal.train.loop.components import TrainComponents, build_components
 from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.spec import TrainSpec
 from shoal.train.task import build_model, make_task
 
-SERVERS = ParameterServerConfig()  # one
 TIMEOUT_S = 120.0
 NUM_ROUNDS, STEPS_S, LEAST_STEPS = 3, 0.3, 3  # steps of the Task: for so long, and at least so many
 SMALL_BYTES, LARGE_BYTES = 256, 4 << 20
 NUM_SMALL, NUM_LARGE, NUM_CALLS, NUM_EXCHANGES = 150, 12, 200, 40
 POLL_S = 0.05
-EVICTED_BYTES = 64 << 20  # more than caches hold
 BETWEEN_S = 0.001  # of computing between two collectives: gloo's threads must then wake on busy cores
 
 
@@ -112,10 +106,9 @@ def calibrate(spec: TrainSpec, num_processes: int, samples: int, threads: int, *
     context.set_forkserver_preload([__name__, "torch._dynamo"])
     with (
         tempfile.TemporaryDirectory(prefix="shoal-plan-") as folder,
-        closing(_make_controller(folder, num_processes)) as controller,
+        _find_probe().open_controller(folder, num_processes),
         ProcessPoolExecutor(num_processes + 1, context) as pool,
     ):
-        controller.start()
         arguments = num_processes, single, threads, folder, has_server
         running = [pool.submit(_measure, rank, *arguments) for rank in range(num_processes)]
         server = [pool.submit(_serve, num_processes, single, folder)] if has_server else []
@@ -128,8 +121,8 @@ def calibrate(spec: TrainSpec, num_processes: int, samples: int, threads: int, *
     return results[0]
 
 
-def _make_controller(folder: str, num_workers: int) -> Controller:
-    return Controller(f"ipc://{folder}/controller", [f"ipc://{folder}/server"], Clock(num_workers), TIMEOUT_S)
+def _find_probe() -> CostProbe:
+    return load_probe(find_config_type("parameter_server")())  # type: ignore[call-arg]  # its kind is the default
 
 
 def _serve(num_workers: int, spec: TrainSpec, folder: str) -> None:
@@ -138,13 +131,10 @@ def _serve(num_workers: int, spec: TrainSpec, folder: str) -> None:
     torch.set_num_threads(1)
     task = make_task(spec.task, spec.args)
     optimizer = make_optimizer(task, spec.optimizer, build_model(task, spec.task).parameters())
-    server = ParameterServer(0, optimizer, SERVERS, num_workers)
-    service = ServerService(f"ipc://{folder}/server", 0, server, f"ipc://{folder}/controller", TIMEOUT_S)
-    service.start()
     done = Path(folder, "done")
-    while not done.exists():
-        time.sleep(POLL_S)
-    service.close()
+    with _find_probe().open_server(folder, num_workers, optimizer):
+        while not done.exists():
+            time.sleep(POLL_S)
 
 
 def _measure(rank: int, size: int, spec: TrainSpec, threads: int, folder: str, has_server: bool) -> Calibration:
@@ -237,10 +227,7 @@ def _time_step(parts: TrainComponents, step: int) -> tuple[float, float, float]:
 
 def _measure_exchange(parts: TrainComponents, rank: int, folder: str) -> float:
     """Seconds of a step with a parameter server beyond computing, waiting for the slower worker included."""
-    sync = ParameterServerSync(
-        parts.optimizer, SERVERS, rank, f"ipc://{folder}/controller", [f"ipc://{folder}/server"], TIMEOUT_S
-    )
-    try:
+    with closing(_find_probe().open_worker(folder, rank, parts.optimizer)) as sync:
         sync.begin(0)
         seconds = []
         for step in range(NUM_EXCHANGES):
@@ -253,8 +240,6 @@ def _measure_exchange(parts: TrainComponents, rank: int, folder: str) -> float:
             sync.apply_gradients()
             seconds.append(time.perf_counter() - computed_s + pulled_s - began_s)
         return statistics.median(seconds[1:])
-    finally:
-        sync.close()
 
 
 def _measure_link(size: int, add: Add, *, is_awaited: bool) -> LinkCost:

@@ -11,19 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.cost.predict.dry_run import CollectiveTraffic
-from shoal.cost.predict.fake_plan import make_pipeline
-from shoal.cost.predict.fake_step import STATES, FakeStep, FakeTask, StepByDepth
-from shoal.cost.predict.repeated_blocks import NUM_BLOCKS
 from shoal.errors import PlanError
 from shoal.libs.planning import step_time
 from shoal.libs.planning.calibration import Calibration, LinkCost, StepTimes
 from shoal.libs.planning.candidates import Candidate
 from shoal.libs.planning.estimate import PlanEstimate, estimate_plan
+from shoal.libs.planning.predict.dry_run import CollectiveTraffic
+from shoal.libs.planning.predict.fake_plan import make_pipeline
+from shoal.libs.planning.predict.fake_step import STATES, FakeStep, FakeTask, StepByDepth
+from shoal.libs.planning.predict.repeated_blocks import NUM_BLOCKS
 from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.parallel.validate import check_plan
-from shoal.sync.parameter_server.config import ServersConfig
 from shoal.train.spec import TrainSpec
 
 OF_SAMPLES = ("flops_rank", "flops_forward", "flops_backward", "memory_activations", "bytes_tensor")
@@ -53,7 +52,7 @@ class LargePlanner:
 
     def _estimate(self, candidate: Candidate) -> PlanEstimate:
         spec = self.spec.override(candidate.overrides)
-        if isinstance(spec.sync, ServersConfig):
+        if spec.sync.num_servers:
             remedy = "choose another plan"
             raise PlanError("sync.kind", spec.sync.kind, "is estimated only for a model that can be run here", remedy)
         degrees, parallel = spec.resolve_dims(), spec.parallel

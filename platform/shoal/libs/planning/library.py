@@ -1,4 +1,4 @@
-"""The verbs of this library."""
+"""The verbs of this library, and its estimator of a run's cost."""
 
 from shoal.plugins.library import Library
 
@@ -12,4 +12,5 @@ LIBRARY = Library(
             "Measure what each part of a task adds in accuracy, time and memory.",
         ),
     },
+    extensions={"shoal.estimators": {"planning": "shoal.libs.planning.predict.predict:predict_run"}},
 )

@@ -10,8 +10,8 @@ import click
 
 from shoal.config import format_override
 from shoal.cost.cost_table import format_quantity
-from shoal.cost.predict.fake_plan import NOTE
 from shoal.libs.planning.estimate import PlanEstimate
+from shoal.libs.planning.predict.fake_plan import NOTE
 from shoal.train.spec import TrainSpec
 
 

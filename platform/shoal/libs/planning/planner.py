@@ -1,6 +1,6 @@
 """Ranks the plans for a Task on given hardware by predicted step time and memory, and gives the reasons.
 
-Every plan is run rank by rank in this process, without its other ranks (`cost.predict`); what the ranks do to each
+Every plan is run rank by rank in this process, without its other ranks (`predict/`); what the ranks do to each
 other comes from a calibration of this machine and from the hardware's network. Called by `shoal plan`. Starts only the
 calibration's processes; leaves random numbers and threads as they were.
 """
@@ -13,12 +13,8 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
+from shoal.cost.fake_tensors import ModelTooLarge, build_small_model
 from shoal.cost.measure.peak_flops import measure_peak_flops
-from shoal.cost.predict.dry_run import DryRun
-from shoal.cost.predict.fake_plan import open_task
-from shoal.cost.predict.fake_tensors import ModelTooLarge, build_small_model
-from shoal.cost.predict.predict import DryPlan, dry_run_plan, simulate_pipeline
-from shoal.cost.predict.single_device import preserve_process
 from shoal.cpu_count import count_usable_cores
 from shoal.errors import ConfigError, ShoalError, summarize_error
 from shoal.libs.planning import step_time
@@ -27,11 +23,14 @@ from shoal.libs.planning.candidates import Candidate, enumerate_candidates
 from shoal.libs.planning.estimate import PlanEstimate, estimate_plan, sort_estimates
 from shoal.libs.planning.hardware import HardwareSpec
 from shoal.libs.planning.large_planner import LargePlanner
-from shoal.libs.planning.server_costs import ServerCosts, measure_server_costs
+from shoal.libs.planning.predict.dry_run import DryRun
+from shoal.libs.planning.predict.fake_plan import open_task
+from shoal.libs.planning.predict.predict import DryPlan, dry_run_plan, simulate_pipeline
+from shoal.libs.planning.predict.single_device import preserve_process
 from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.parallel.comm.world import choose_device
-from shoal.sync.parameter_server.config import LocalStepsConfig, ServersConfig
-from shoal.sync.parameter_server.partition import plan_partition
+from shoal.sync.config import find_config_type
+from shoal.sync.costs import ServerCosts, load_probe
 from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, build_model
@@ -58,8 +57,7 @@ class Planner:
 
         def find() -> PlanEstimate:
             spec = self.spec.override(candidate.overrides)
-            is_served = isinstance(spec.sync, ServersConfig)
-            return self._estimate_replicas(candidate, spec) if is_served else self._estimate(candidate, spec)
+            return (self._estimate_replicas if spec.sync.num_servers else self._estimate)(candidate, spec)
 
         return estimate_plan(candidate, find, self.device_memory)
 
@@ -102,31 +100,29 @@ class Planner:
     def _estimate_replicas(self, candidate: Candidate, spec: TrainSpec) -> PlanEstimate:
         """Each worker has the full model and takes a share of the batch by itself."""
         workers, sync = spec.workers, spec.sync
-        assert isinstance(sync, ServersConfig)
-        local = sync if isinstance(sync, LocalStepsConfig) else None
         plan = self._dry_run_replica(spec)
-        costs = self._measure_servers(spec, sync)
+        costs = self._measure_servers(spec)
         [run] = plan.runs.values()
         slowdown = step_time.compute_slowdown(
             self.calibration,
             self.machine,
             workers,
-            is_waiting=sync.staleness == 0 and local is None,
+            is_waiting=sync.waits_for_all and not sync.local_steps,
         )
-        optimizer_s = 0.0 if local is not None else min(self.calibration.alone.optimizer_s, run.values["step_s"])
+        optimizer_s = 0.0 if sync.local_steps else min(self.calibration.alone.optimizer_s, run.values["step_s"])
         compute_s = slowdown * (run.values["step_s"] - optimizer_s) + self._input_s(spec.batch_size / workers)
-        shared = costs, self.calibration, self.machine, workers, sync.servers
+        shared = costs, self.calibration, self.machine, workers, sync.num_servers
         memory, sent = run.values["memory_peak"], 2.0 * costs.weight_bytes
-        if local is not None:
-            time = step_time.time_local_steps(compute_s, *shared, local.every)
-            memory, sent = memory + costs.weight_bytes, sent / local.every
+        if sync.local_steps:
+            time = step_time.time_local_steps(compute_s, *shared, sync.local_steps)
+            memory, sent = memory + costs.weight_bytes, sent / sync.local_steps
         else:
             memory -= run.values["memory_optimizer"]
-            if sync.staleness == 0:
+            if sync.waits_for_all:
                 time = step_time.time_bsp(compute_s, *shared)
             else:
                 time = step_time.time_free(compute_s, slowdown, *shared, threads=spec.threads or 1)
-        return PlanEstimate(candidate, time, memory, costs.memory_bytes(workers, sync.servers), sent)
+        return PlanEstimate(candidate, time, memory, costs.memory_bytes(workers, sync.num_servers), sent)
 
     def _dry_run_replica(self, spec: TrainSpec) -> DryPlan:
         workers = spec.workers
@@ -136,10 +132,11 @@ class Planner:
             self._replicas[workers] = dry_run_plan(self.task, alone, make_optimizer)
         return self._replicas[workers]
 
-    def _measure_servers(self, spec: TrainSpec, sync: ServersConfig) -> ServerCosts:
+    def _measure_servers(self, spec: TrainSpec) -> ServerCosts:
         with preserve_process(spec.seed, 1):
             model = build_model(self.task, spec.task)
-            return measure_server_costs(make_optimizer(self.task, spec.optimizer, model.parameters()), sync)
+            optimizer = make_optimizer(self.task, spec.optimizer, model.parameters())
+            return load_probe(spec.sync).measure(optimizer, spec.sync)
 
     def _threads(self, workers: int) -> int:
         return _threads_of(self.machine.cores or count_usable_cores(), min(workers, self.machine.devices))
@@ -169,10 +166,9 @@ def rank_plans(
     Raises ConfigError for hardware that is not fully known, and for a Task that one device cannot train.
     """
     local = spec.override(["parallel=single", "sync.kind=diloco", *sync]).sync
-    assert isinstance(local, LocalStepsConfig)
     planner = _choose_planner(task, spec, hardware, report)
     machine, micro_batches = planner.machine, spec.parallel.micro_batches
-    candidates = enumerate_candidates(machine.hosts, machine.devices, local.every, micro_batches, sync)
+    candidates = enumerate_candidates(machine.hosts, machine.devices, local.local_steps, micro_batches, sync)
     found = []
     for candidate in candidates:
         report(candidate.name)
@@ -263,7 +259,7 @@ def _allows_servers(task: Task, spec: TrainSpec) -> bool:
     try:
         with preserve_process(spec.seed, 1):
             optimizer = make_optimizer(task, spec.optimizer, build_model(task, spec.task).parameters())
-            plan_partition(optimizer, 1)
+            find_config_type("parameter_server")().check_model(optimizer)  # type: ignore[call-arg]
     except ConfigError:
         return False
     return True

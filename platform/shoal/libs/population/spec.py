@@ -17,7 +17,7 @@ from shoal.libs.population.evolution import ARCHITECTURE, EvolutionSpec
 from shoal.registry import AliasNames
 from shoal.runs.json_lines import LogFormat
 from shoal.runs.run_reader import infer_direction
-from shoal.runs.tracking.trackers import TrackerNames
+from shoal.runs.tracking.tracker import TrackerNames
 from shoal.search.space import Options, SearchSpace
 
 AUGMENTATION = "augmentation."

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from shoal.config import Spec
 from shoal.registry import AliasNames
 from shoal.runs.json_lines import LogFormat
-from shoal.runs.tracking.trackers import TrackerNames
+from shoal.runs.tracking.tracker import TrackerNames
 from shoal.sources.mqtt_spec import MqttSpec
 
 

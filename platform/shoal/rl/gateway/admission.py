@@ -5,55 +5,40 @@ Called by the gateway in its thread, for the segments that actors send and for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shoal.errors import Closed, InvalidSegment
-from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import ActorKey
-from shoal.rl.gateway.actor_stats import ActorProgress, ActorTable, RunProgress
-from shoal.rl.gateway.opponent_pool import OpponentPool
+from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.rl.gateway.sessions import Session
-from shoal.weights import WeightSnapshot
-from shoal.wire import DropReason, ExperienceSpec, Segment, unpack_segment
+from shoal.rl.gateway.state import GatewayState
+from shoal.wire import DropReason, Segment, unpack_segment
 from shoal.wire.messages import SegmentMessage
 
 
 class Admission:
-    """Validates segments, counts them in the run's progress, and queues them.
+    """Validates segments, counts them in the run's progress, and queues them."""
 
-    max_version_lag: of the oldest step, behind `get_weights`, the newest
-    opponents:       those that segments may name, in a run with self-play
-    """
-
-    def __init__(
-        self,
-        experience: ExperienceSpec,
-        queue: ExperienceQueue,
-        progress: RunProgress,
-        max_version_lag: int,
-        get_weights: Callable[[], WeightSnapshot | None],
-        opponents: OpponentPool | None,
-    ) -> None:
-        self._experience, self._queue, self._progress = experience, queue, progress
-        self._max_version_lag, self._get_weights, self._opponents = max_version_lag, get_weights, opponents
+    def __init__(self, state: GatewayState) -> None:
+        self._state, self._queue = state, state.queue
 
     def admit(
         self, session: Session, message: SegmentMessage, frames: Sequence[bytes]
     ) -> tuple[DropReason | None, str]:
         """Validate and queue. Returns why the segment must be dropped and a detail, or (None, "") when it is queued."""
+        state = self._state
         try:
-            segment = unpack_segment(message, frames, self._experience)
-            newest = self._get_weights()
-            if newest is None or int(segment.versions.max()) > newest.version:
+            segment = unpack_segment(message, frames, state.setting.experience)
+            if int(segment.versions.max()) > state.version:
                 problem = f"{segment.versions.max()} was never published"
                 raise InvalidSegment(DropReason.INVALID_RANGE, "versions", problem)
             for opponent in (segment.opponent, *(each.opponent for each in segment.unrecorded)):
-                if opponent and (self._opponents is None or opponent not in self._opponents):
+                if opponent and (state.opponents is None or opponent not in state.opponents):
                     problem = f"{opponent} is not in the pool of opponents"
                     raise InvalidSegment(DropReason.INVALID_RANGE, "opponent", problem)
         except InvalidSegment as error:
             detail = f"{error.field}: {error.problem}"
-            self._progress.record_rejection(session.progress, error.reason, detail)
+            state.progress.record_rejection(session.progress, error.reason, detail)
             return DropReason(error.reason), detail
         if (reason := self._queue.ledger.quarantined.get(session.key[0])) is not None:
             return DropReason.QUARANTINED, reason
@@ -66,23 +51,23 @@ class Admission:
         if reason is not None:
             self._queue.ledger.record_received(key, seq, reason)
 
-    def record_unlearnable(self, actors: ActorTable) -> None:
+    def record_unlearnable(self) -> None:
         """Name the actors whose accepted segments the learner has dropped since the last call."""
         for key, count in self._queue.take_unlearnable().items():
-            actor = actors.find(key) or ActorProgress(*key)
+            actor = self._state.actors.find(key) or ActorProgress(*key)
             detail = "segment: within the spec, and its loss is not finite: are its numbers plausible?"
             detail += " If all actors are named, lower algorithm.learning_rate"  # the weights have diverged
-            self._progress.record_rejection(actor, DropReason.NON_FINITE, detail, count)
+            self._state.progress.record_rejection(actor, DropReason.NON_FINITE, detail, count)
 
     def _enqueue(
         self, key: ActorKey, progress: ActorProgress, seq: int, segment: Segment, send_limit: int
     ) -> tuple[DropReason | None, str]:
         """Count and queue a valid segment, unless it is too old."""
-        self._progress.record_segment(progress, segment)
-        newest = self._get_weights()
-        lag = 0 if newest is None else int(newest.measure_lag(segment.oldest_version))
-        if lag > self._max_version_lag:
-            return DropReason.STALE_ADMISSION, f"{lag} versions old, at most {self._max_version_lag}"
+        state = self._state
+        state.progress.record_segment(progress, segment)
+        lag = 0 if state.weights is None else int(state.weights.measure_lag(segment.oldest_version))
+        if lag > (max_lag := state.setting.spec.max_version_lag):
+            return DropReason.STALE_ADMISSION, f"{lag} versions old, at most {max_lag}"
         if seq >= send_limit:
             return DropReason.OVER_CREDIT, f"the send limit is {send_limit}"
         try:

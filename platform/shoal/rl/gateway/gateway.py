@@ -21,19 +21,17 @@ from shoal.errors import ConfigError, InvalidSegment, LedgerUnwritable, Protocol
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import ExperienceQueue
-from shoal.rl.gateway.actor_stats import ActorTable, RunProgress
 from shoal.rl.gateway.admission import Admission
-from shoal.rl.gateway.gateway_inference import GatewayInference
 from shoal.rl.gateway.handshake import Handshake
 from shoal.rl.gateway.opponent_pool import OpponentPool
-from shoal.rl.gateway.send_queue import SendQueue
-from shoal.rl.gateway.sessions import LOCAL, NEW_LAPSE_S, REMOTE, Session, Sessions, to_printable
-from shoal.rl.gateway.user_episodes import EpisodeRejection
+from shoal.rl.gateway.remote_inference import RemoteInference
+from shoal.rl.gateway.sessions import LOCAL, NEW_LAPSE_S, REMOTE, Session, to_printable
+from shoal.rl.gateway.state import GatewaySetting, GatewayState
+from shoal.rl.gateway.user_episodes import EpisodeRejection, UserEpisodes
 from shoal.rl.gateway.zmq_listener import bind_router, format_tcp_address
-from shoal.rl.spec import GatewaySpec, require_segment_fits
-from shoal.weights import WeightSnapshot, WeightSource
+from shoal.weights import WeightSource
 from shoal.weights.shared_memory import SharedPayloads
-from shoal.wire import ExperienceSpec, MessageLimits, decode, encode
+from shoal.wire import MessageLimits, decode, encode
 from shoal.wire.messages import (
     ActionMessage,
     ActMessage,
@@ -52,50 +50,31 @@ _MAX_ROUND_MESSAGES = 256  # messages handled between two commits, at most
 
 
 class Gateway:
-    """Serve actors on `spec.host:spec.port` from `start()` until `close()`. Safe to call from any thread."""
+    """Serve actors on `spec.host:spec.port` from `start()` until `close()`. Safe to call from any thread.
+
+    opponents:    for self-play
+    group_commit: of the queue, with `durable: store`
+    """
 
     def __init__(
         self,
-        spec: GatewaySpec,
-        experience: ExperienceSpec,
+        setting: GatewaySetting,
         queue: ExperienceQueue,
         weights: WeightSource,
-        token: str,
-        run_id: str = "",
-        target_return: float | None = None,
-        curve_keys: tuple[bytes, bytes] | None = None,
-        synchronous: bool = False,
-        learns_from_users: bool = False,
         opponents: OpponentPool | None = None,
         group_commit: GroupCommit | None = None,
     ) -> None:
-        """`curve_keys` are (public, secret) as zmq.curve_keypair() makes them; required when `spec.curve`.
-        `synchronous`: actors pause between two batches. `learns_from_users`: `answer_user` takes their episodes.
-        `opponents`: for self-play. `group_commit`: of the queue, with `durable: store`."""
-        if not token:
-            raise ConfigError("token", token, "is empty", "a gateway without a token would take anybody's experience")
-        if spec.curve and curve_keys is None:
-            raise ConfigError("gateway.curve", True, "needs a key pair", "pass curve_keys=zmq.curve_keypair()")
-        self.spec, self.experience, self.queue = spec, experience, queue
-        self._weights, self._curve_keys = weights, curve_keys
-        self._limits = MessageLimits(max_message_bytes=spec.max_message_bytes)
-        require_segment_fits(spec, experience)
-        self._progress = RunProgress(target_return, opponent_names=opponents.names if opponents is not None else {})
-        self._opponents = opponents
-        self._sessions = Sessions(experience.segment_length if synchronous else 0)
-        self._group_commit = group_commit
-        self._send_queue = SendQueue() if self._group_commit is None else SendQueue(self._group_commit.await_group)
-        self._actors = ActorTable()
-        self._admission = Admission(
-            experience, queue, self._progress, spec.max_version_lag, lambda: self._latest_weights, opponents
-        )
-        self._inference = GatewayInference(
-            experience, synchronous, queue, self._sessions, self._admission, lambda: self._latest_weights, self._wake
-        )
-        self._handshake = self._make_handshake(run_id, token, synchronous)
-        self._learns_from_users = learns_from_users
+        self.setting, self.spec, self.experience, self.queue = setting, setting.spec, setting.experience, queue
+        self._weights = weights
+        self._limits = MessageLimits(max_message_bytes=setting.spec.max_message_bytes)
+        self._state = state = GatewayState(setting, queue, opponents, group_commit)
+        self._progress, self._sessions, self._send_queue = state.progress, state.sessions, state.send_queue
+        self._opponents, self._group_commit = opponents, group_commit
+        self._admission = Admission(state)
+        self._inference = RemoteInference(state, self._admission.store, self._wake)
+        self._users: UserEpisodes | None = None
+        self._handshake = Handshake(state, self._inference)
         self._is_ledger_unwritable = False
-        self._latest_weights: WeightSnapshot | None = None
         self._sent_version = 0  # to all sessions that wait for it
         self._shared_payloads = SharedPayloads()
         self._lock = threading.Lock()  # guards the state above; never held while waiting
@@ -106,40 +85,23 @@ class Gateway:
         self._socket: zmq.Socket[bytes]
         self.port = 0
 
-    def _make_handshake(self, run_id: str, token: str, synchronous: bool) -> Handshake:
-        return Handshake(
-            self.spec,
-            self.experience,
-            run_id,
-            token,
-            synchronous,
-            self.queue.ledger,
-            self._group_commit,
-            self._progress,
-            self._sessions,
-            self._actors,
-            self._send_queue,
-            self._inference,
-            lambda: self._version,
-        )
-
     # -- life ---------------------------------------------------------------------------------------------------
 
     def start(self, weights_timeout_s: float = 60.0) -> None:
         """Wait for the first weights, bind, and serve. Raises ConfigError when the configured port is taken."""
         deadline = time.monotonic() + weights_timeout_s
-        while self._latest_weights is None and (left_s := deadline - time.monotonic()) > 0:
-            self._latest_weights = self._weights.wait_newer(0, left_s)  # returns None at once while the store restarts
-        if self._latest_weights is None:
+        while self._state.weights is None and (left_s := deadline - time.monotonic()) > 0:
+            self._state.weights = self._weights.wait_newer(0, left_s)  # returns None at once while the store restarts
+        if self._state.weights is None:
             raise ConfigError("weights", None, f"none were published within {weights_timeout_s} s", "start the learner")
-        if self._learns_from_users:
-            self._inference.admit_users(self._actors)
+        if self.setting.learns_from_users:
+            self._users = UserEpisodes(self._state, self._inference)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._context = zmq.Context()
         remembered_port = int(self.queue.ledger.get_fact("port") or 0)
-        self._socket, self.port = bind_router(self._context, self.spec, remembered_port, self._curve_keys)
+        self._socket, self.port = bind_router(self._context, self.spec, remembered_port, self.setting.curve_keys)
         self.queue.ledger.set_fact("port", str(self.port))  # a restarted gateway must keep its port
         with suppress(LedgerUnwritable):  # the first round writes it
             self.queue.ledger.commit()
@@ -150,11 +112,6 @@ class Gateway:
             thread = threading.Thread(target=target, name=f"gateway{target.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
-
-    @property
-    def _version(self) -> int:
-        """Of the newest weights."""
-        return self._latest_weights.version if self._latest_weights else 0
 
     @property
     def address(self) -> str:
@@ -198,23 +155,26 @@ class Gateway:
         with self._lock:
             return {
                 "pid": os.getpid(),
-                "weights_version": self._version,
+                "weights_version": self._state.version,
                 **self._progress.to_dict(),
                 "queue_depth": len(self.queue),
                 "queue_capacity": self.queue.capacity,
-                "actors": [actor.to_dict(self._latest_weights) for actor in self._actors],
+                "actors": [actor.to_dict(self._state.weights) for actor in self._state.actors],
                 "quarantined": dict(self.queue.ledger.quarantined),
                 "counted_at": time.time(),
                 "segments": self.queue.ledger.get_totals().to_dict(),
-                **self._inference.get_counts(),
+                "remote_inference": self._inference.get_counts(),
+                "user_episodes": self._users.get_counts() if self._users else None,
             }
 
     def answer_user(self, request: EpisodeRequest, timeout_s: float) -> EpisodeAnswer | EpisodeRejection:
         """Act, reward or end for a user of the run's endpoint. From any thread. Raises TimeoutError: the queue is full
         for so long, or the ledger cannot be written."""
-        if not self._inference.has_users:
+        if self._users is None:
             return EpisodeRejection(404, "this run does not learn from its endpoint's users: learn_from_endpoint=true")
-        return self._inference.put_user_request(request).result(timeout_s)
+        reply = self._users.put(request)
+        self._wake()
+        return reply.result(timeout_s)
 
     def reset_returns(self) -> None:
         """The mean return is of episodes that end from now on."""
@@ -244,14 +204,7 @@ class Gateway:
                     self._receive_round()
                 if time.monotonic() >= sweep_at:
                     sweep_at = time.monotonic() + self.spec.heartbeat_s
-                    self.queue.ledger.set_fact("progress", self._progress.to_json())
-                    self.queue.ledger.load_quarantine()
-                    self._progress.record_quarantine(self.queue.ledger.quarantined)
-                    self._admission.record_unlearnable(self._actors)
-                    self._progress.record_shortage(self._sessions.describe_shortage(self.queue))
-                    for route in self._sessions.find_silent(self.spec.timeout_s):
-                        self._handshake.end_session(route, "timed out")
-                    self._inference.expire_episodes(self.spec.episode_timeout_s)
+                    self._sweep()
                 self._send_round()
         with self._lock:
             if not self._try_commit():
@@ -261,15 +214,30 @@ class Gateway:
                     route, Bye("the run is over" if self._finished else "the gateway stops", self._finished)
                 )
             self._send_all()
-            self._inference.close_users()
+            if self._users is not None:
+                self._users.close()
         self._shared_payloads.close()
         self._socket.close(linger=500)
 
+    def _sweep(self) -> None:
+        """Look, once a heartbeat, for what time has changed: quarantines, silent actors, abandoned episodes."""
+        ledger, progress = self.queue.ledger, self._progress
+        ledger.set_fact("progress", progress.to_json())
+        ledger.load_quarantine()
+        progress.record_quarantine(ledger.quarantined)
+        self._admission.record_unlearnable()
+        progress.record_shortage(self._sessions.describe_shortage())
+        for route in self._sessions.find_silent(self.spec.timeout_s):
+            self._handshake.end_session(route, "timed out")
+        if self._users is not None:
+            self._users.expire(self.spec.episode_timeout_s)
+        self._inference.expire(self.spec.episode_timeout_s)
+
     def _follow_weights(self) -> None:
         while not self._stopping.is_set():
-            newer = self._weights.wait_newer(self._version, timeout_s=0.25)  # also how long close() may take
+            newer = self._weights.wait_newer(self._state.version, timeout_s=0.25)  # also how long close() may take
             if newer is not None:
-                self._latest_weights = newer  # one reference: readers see the old snapshot or the new one
+                self._state.weights = newer  # one reference: readers see the old snapshot or the new one
                 self._wake()
 
     def _wake(self) -> None:
@@ -291,14 +259,13 @@ class Gateway:
 
     def _send_round(self) -> None:
         """Commit first, then send credit, acknowledgements and weights; without a commit, nothing about the ledger."""
-        for route, answer in self._inference.run_round():
-            self._send_queue.add(route, answer)
+        self._answer_observations()
         if not self._try_commit():
             return self._send_all(is_written=False)
-        self._sessions.grant_credit(self.queue, self.spec.max_credits)
+        self._sessions.grant_credit(self.spec.max_credits)
         if self._group_commit is not None:
-            self._group_commit.hurry_if(sum(self._sessions.compute_open_credit(self.queue).values()))
-        snapshot = self._latest_weights
+            self._group_commit.hurry_if(sum(self._sessions.compute_open_credit().values()))
+        snapshot = self._state.weights
         if self._opponents is not None and snapshot is not None:
             self._opponents.offer(snapshot, self._progress.steps)
         payload: list[bytes] | None = None
@@ -328,6 +295,16 @@ class Gateway:
         self._sessions.touched.clear()
         self._send_all()
 
+    def _answer_observations(self) -> None:
+        """Take what users have asked, and answer the observations for which there are actions."""
+        if self._users is not None:
+            self._users.run_round()
+        for key, answer in self._inference.run_round():
+            if self._users is not None and key == self._users.key:
+                self._users.deliver(answer)
+            elif (route := self._sessions.find_route(key[0])) is not None and self._sessions[route].key == key:
+                self._send_queue.add(route, answer)  # otherwise another incarnation has taken the actor's place
+
     def _try_commit(self) -> bool:
         """Write the ledger; False when that fails now. Records events when it, or the log in the store, begins and ends
         to take nothing: then no segment is acknowledged, and actors wait for credit."""
@@ -345,18 +322,14 @@ class Gateway:
         return is_written
 
     def _send_all(self, is_written: bool = True) -> None:
-        num_groups = 0 if self._group_commit is None else self._group_commit.num_uploaded
-        for route, frames, *_ in self._send_queue.take(is_written, num_groups):
+        for route, frames, *_ in self._send_queue.take(is_written):
             try:
                 self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
-            except zmq.ZMQError as error:
-                # Gone (EHOSTUNREACH) or not reading (EAGAIN): in both cases the actor reconnects with hello, and
-                # resends.
+            except zmq.ZMQError as error:  # the actor reconnects with hello, and resends
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise
-                self._handshake.end_session(
-                    route, "unreachable" if error.errno == zmq.EHOSTUNREACH else "does not read"
-                )
+                reason = "unreachable" if error.errno == zmq.EHOSTUNREACH else "does not read"
+                self._handshake.end_session(route, reason)
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -377,9 +350,8 @@ class Gateway:
         elif seq is not None and seq < 0:
             self._handshake.reject(route, "malformed", "segments are counted from 0", seq)
         elif isinstance(message, SegmentMessage if session.is_remote else ActMessage):
-            self._handshake.reject(
-                route, "malformed", f"this session's inference is {REMOTE if session.is_remote else LOCAL}", seq
-            )
+            inference = REMOTE if session.is_remote else LOCAL
+            self._handshake.reject(route, "malformed", f"this session's inference is {inference}", seq)
         elif isinstance(message, SegmentMessage):
             self._on_segment(route, session, message, frames[1:])
         elif isinstance(message, ActMessage):
@@ -393,9 +365,8 @@ class Gateway:
         elif isinstance(message, Bye):
             self._handshake.end_session(route, "bye", message=to_printable(message.reason))
         elif not isinstance(message, Pong):
-            self._handshake.reject(
-                route, "malformed", f"{type(message).__struct_config__.tag} goes from the gateway to the actor"
-            )
+            problem = f"{type(message).__struct_config__.tag} goes from the gateway to the actor"
+            self._handshake.reject(route, "malformed", problem)
 
     def _on_segment(self, route: bytes, session: Session, message: SegmentMessage, frames: Sequence[bytes]) -> None:
         ledger, key, seq = self.queue.ledger, session.key, message.seq
@@ -405,7 +376,7 @@ class Gateway:
             return session.add_ack(seq, "duplicate")
         if seq > expected:
             return self._handshake.reject(route, "sequence_gap", f"segment {seq} came, {expected} was expected", seq)
-        if not self._sessions.claim_slot(route, seq, self.queue):
+        if not self._sessions.claim_slot(route, seq):
             return self._handshake.end_lapsed(route, seq)
         reason, detail = self._admission.admit(session, message, frames)
         if reason is not None:
@@ -415,7 +386,7 @@ class Gateway:
 
     def _on_act(self, route: bytes, session: Session, message: ActMessage, frames: Sequence[bytes]) -> None:
         try:
-            answer = self._inference.take_act(session, message, frames)
+            answer = self._inference.take_act(session.key, message, frames)
         except InvalidSegment as error:
             detail = f"{error.field}: {error.problem}"
             self._progress.record_rejection(session.progress, error.reason, detail)

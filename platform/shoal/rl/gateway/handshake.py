@@ -6,17 +6,11 @@ Owned by the gateway, which calls it in its thread; it fills the send queue, and
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
 
 from shoal.errors import ConfigError
-from shoal.rl.experience.group_commit import GroupCommit
-from shoal.rl.experience.segment_ledger import ActorKey, Ledger
-from shoal.rl.gateway.actor_stats import ActorTable, RunProgress
-from shoal.rl.gateway.gateway_inference import GatewayInference
-from shoal.rl.gateway.send_queue import SendQueue
-from shoal.rl.gateway.sessions import LOCAL, REMOTE, Session, Sessions, find_hello_problem, to_printable
-from shoal.rl.spec import GatewaySpec
-from shoal.wire import ExperienceSpec
+from shoal.rl.gateway.remote_inference import RemoteInference
+from shoal.rl.gateway.sessions import LOCAL, REMOTE, Session, find_hello_problem, to_printable
+from shoal.rl.gateway.state import GatewayState
 from shoal.wire.messages import PROTOCOL_VERSION, ErrorMessage, Hello, Welcome, reject_version
 
 MAX_DETAIL = 200  # characters of an error in an event
@@ -24,34 +18,13 @@ _FATAL = frozenset({"bad_token", "bad_version", "no_remote_inference", "stale_in
 
 
 class Handshake:
-    """Opens and ends the sessions of one gateway.
+    """Opens and ends the sessions of one gateway."""
 
-    run_id, token:  of the run, as the actors must know them
-    group_commit:   with `durable: store`
-    get_version:    of the newest weights
-    is_synchronous: actors pause between two batches
-    """
-
-    def __init__(
-        self,
-        spec: GatewaySpec,
-        experience: ExperienceSpec,
-        run_id: str,
-        token: str,
-        is_synchronous: bool,
-        ledger: Ledger,
-        group_commit: GroupCommit | None,
-        progress: RunProgress,
-        sessions: Sessions,
-        actors: ActorTable,
-        send_queue: SendQueue,
-        inference: GatewayInference,
-        get_version: Callable[[], int],
-    ) -> None:
-        self._spec, self._experience, self.run_id, self._token = spec, experience, run_id, token
-        self._is_synchronous, self._get_version, self._group_commit = is_synchronous, get_version, group_commit
-        self._ledger, self._progress, self._sessions, self._actors = ledger, progress, sessions, actors
-        self._send_queue, self._inference = send_queue, inference
+    def __init__(self, state: GatewayState, inference: RemoteInference) -> None:
+        self._state, self._inference = state, inference
+        self.run_id, self._experience = state.setting.run_id, state.setting.experience
+        self._ledger, self._progress, self._actors = state.queue.ledger, state.progress, state.actors
+        self._sessions, self._send_queue = state.sessions, state.send_queue
 
     def reject(self, route: bytes, code: str, message: str, seq: int | None = None) -> None:
         """Answer with an error, about the segment `seq` if that is known."""
@@ -61,31 +34,41 @@ class Handshake:
         self._send_queue.add(route, ErrorMessage(code, message, code in _FATAL, seq))
 
     def take_hello(self, route: bytes, hello: Hello) -> None:
-        """Open a session, in the place of the actor's earlier one, or reject the actor."""
+        """Open a session, in the place of the actor's earlier one, or reject the actor.
+
+        It is welcomed after all hellos of this round have shared the credit.
+        """
         if hello.protocol != PROTOCOL_VERSION:
             violation = reject_version(hello.protocol)
             return self._reject_hello(route, hello, violation.code, violation.message)
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+        if not hmac.compare_digest(hello.token.encode(), self._state.setting.token.encode()):
             return self._reject_hello(route, hello, "bad_token", "the token is not the one of this gateway")
         if (rejection := find_hello_problem(hello, self._ledger.newest_incarnation(hello.actor_id))) is not None:
             return self._reject_hello(route, hello, *rejection)
-        if hello.inference == REMOTE:
+        is_remote = hello.inference == REMOTE
+        if is_remote:
             try:
                 self._inference.start()
             except ConfigError as error:
                 return self._reject_hello(route, hello, "no_remote_inference", str(error))
-        self._supersede(route, hello)
+        self._end_earlier_sessions(route, hello)
         key = (hello.actor_id, hello.incarnation)
         if hello.run_id == self.run_id:
             self._ledger.record_lost(key, hello.acknowledged)
-        self._open_session(route, key, hello.inference == REMOTE)
+        for older in self._actors.remove_older(key):
+            self._progress.record_event("actor_restarted", actor_id=older.actor_id, steps_before=older.steps)
+        next_seq = self._ledger.open_account(key).next_seq
+        session = self._sessions[route] = Session(key, self._actors.join(key), next_seq, is_remote=is_remote)
+        if is_remote:
+            self._inference.add_client(key, session.progress)
+        self._progress.record_event("actor_joined", actor_id=key[0], incarnation=key[1], next_seq=next_seq)
 
     def _reject_hello(self, route: bytes, hello: Hello, code: str, message: str) -> None:
         self.reject(route, code, message)
         self._progress.record_rejected_actor(to_printable(hello.actor_id), code)
 
-    def _supersede(self, route: bytes, hello: Hello) -> None:
-        """End other connections of the actor: an older incarnation for good, the same one because it has
+    def _end_earlier_sessions(self, route: bytes, hello: Hello) -> None:
+        """End other sessions of the actor: an older incarnation's for good, the same one's because it has
         reconnected."""
         self._send_queue.drop_route(route)
         self.end_session(route, "said hello again")
@@ -95,34 +78,25 @@ class Handshake:
                 self.reject(other, "superseded", f"incarnation {hello.incarnation} has taken over")
             self.end_session(other, "superseded" if is_older else "reconnected")
 
-    def _open_session(self, route: bytes, key: ActorKey, is_remote: bool) -> None:
-        """Open a new session. It is welcomed after all hellos of this round have shared the credit."""
-        for older in self._actors.remove_older(key):
-            self._progress.record_event("actor_restarted", actor_id=older.actor_id, steps_before=older.steps)
-        next_seq = self._ledger.open_account(key).next_seq
-        session = self._sessions[route] = Session(key, self._actors.join(key), next_seq, is_remote=is_remote)
-        if is_remote:
-            self._inference.add_client(key, session.progress)
-        self._progress.record_event("actor_joined", actor_id=key[0], incarnation=key[1], next_seq=next_seq)
-
     def make_welcome(self, session: Session) -> Welcome:
         """The answer to a hello."""
         session.is_welcomed, session.reported_limit = True, session.send_limit
-        if self._group_commit is not None:
-            next_seq = self._group_commit.get_acknowledged(session.key)
+        if (group_commit := self._state.group_commit) is not None:
+            next_seq = group_commit.get_acknowledged(session.key)
         else:
             next_seq = self._ledger.get_account(session.key).next_seq
+        setting = self._state.setting
         return Welcome(
             PROTOCOL_VERSION,
             self.run_id,
             self._experience,
             next_seq,
             session.send_limit,
-            self._get_version(),
-            self._spec.heartbeat_s,
-            self._spec.timeout_s,
-            self._spec.max_message_bytes,
-            self._is_synchronous,
+            self._state.version,
+            setting.spec.heartbeat_s,
+            setting.spec.timeout_s,
+            setting.spec.max_message_bytes,
+            setting.is_synchronous,
             REMOTE if session.is_remote else LOCAL,
         )
 
@@ -133,8 +107,8 @@ class Handshake:
         self.end_session(route, "its credit has lapsed")
 
     def queue_acks(self, route: bytes, session: Session) -> None:
-        """Acks are sent after the next commit."""
-        for ack in session.take_acks(self._get_version()):
+        """Queue the acknowledgements, which are sent after the next commit."""
+        for ack in session.take_acks(self._state.version):
             self._send_queue.add(route, ack)
 
     def end_session(self, route: bytes, reason: str, **details: str) -> None:
@@ -146,6 +120,5 @@ class Handshake:
                 self._inference.forget(session.key)
             self._actors.leave(session.key)
             kind = "actor_lost" if reason in ("timed out", "unreachable", "does not read") else "actor_left"
-            self._progress.record_event(
-                kind, actor_id=session.key[0], incarnation=session.key[1], reason=reason, **details
-            )
+            actor_id, incarnation = session.key
+            self._progress.record_event(kind, actor_id=actor_id, incarnation=incarnation, reason=reason, **details)

@@ -1,7 +1,7 @@
 """Inference for clients that send observations: the policy runs here, batched by the endpoint's batcher.
 
-Owns the clients' episodes, the batcher and its policy. The gateway calls it in its thread, under its lock; the policy
-runs in the batcher's thread. Touches no socket, no queue and no ledger: the gateway stores the segments.
+Owns the clients' episodes, the batcher and its policy, which begin with the first session that asks for them. The
+gateway calls it in its thread, under its lock; the policy runs in the batcher's thread. Touches no socket.
 
 | what waits             | capacity                  | who unblocks                 | close()     |
 |------------------------|---------------------------|------------------------------|-------------|
@@ -15,13 +15,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from shoal.actor.policy import make_policy
+from shoal.actor.policy import Policy, make_policy
 from shoal.batching.batcher import Batcher, BatchQueue, PendingBatch, Prediction
-from shoal.errors import Closed
+from shoal.errors import Closed, ConfigError
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.rl.gateway.remote_episodes import (
@@ -34,9 +34,11 @@ from shoal.rl.gateway.remote_episodes import (
     take_segment,
     take_step,
 )
-from shoal.weights import WeightSnapshot, decode_tensors
-from shoal.wire import ExperienceSpec, Segment
-from shoal.wire.action_masks import find_choices
+from shoal.rl.gateway.sessions import REMOTE
+from shoal.rl.gateway.state import GatewayState
+from shoal.weights import decode_tensors
+from shoal.wire import DropReason, ExperienceSpec, Segment
+from shoal.wire.action_masks import MASKS, find_choices
 from shoal.wire.messages import ActionMessage, ActMessage
 
 MAX_OPEN_EPISODES = 256  # of one actor
@@ -103,45 +105,82 @@ class _Answering:
         self._answers.append((self._client.key, ActionMessage(episode.number, episode.step, reason=FAILED)))
 
 
+def require_remote_inference(experience: ExperienceSpec, is_synchronous: bool) -> None:
+    """Raise ConfigError for a run whose policy cannot be computed at the gateway."""
+    if is_synchronous:
+        remedy = "infer in the actor, or take another algorithm"
+        raise ConfigError("inference", REMOTE, "does not pause while the learner updates", remedy)
+    if experience.self_play:
+        raise ConfigError("inference", REMOTE, "draws no opponents, and this run has self-play", "infer in the actor")
+    if lacking := [each.name for each in experience.extras if each.per != "segment" and each.name != MASKS]:
+        names = ", ".join(lacking)
+        raise ConfigError("inference", REMOTE, f"gives no {names} of an observation", "infer in the actor")
+
+
 class RemoteInference:
-    """Answers `act` messages with the newest weights, and completes the segments of their episodes.
+    """Answers `act` messages with the newest weights, and completes the segments of their episodes, after `start`.
 
-    get_weights: the newest snapshot; called in the batcher's thread
-    has_space:    whether one more segment may be stored
-    store:       takes a completed segment, once `has_space` has said so
-    wake:        makes the gateway call `run_round`
-
-    Raises ConfigError for a policy that cannot be computed here.
+    store: takes a completed segment, when the queue has a slot for it
+    wake:  makes the gateway call `run_round`
+    seed:  of the policy
     """
+
+    _policy: Policy
+    _queue: BatchQueue[None, _Observation, Choice]
 
     def __init__(
         self,
-        experience: ExperienceSpec,
-        get_weights: Callable[[], WeightSnapshot | None],
-        has_space: Callable[[], bool],
+        state: GatewayState,
         store: Callable[[ActorKey, ActorProgress, Segment], None],
         wake: Callable[[], None],
         seed: int | None = None,
     ) -> None:
-        self._experience, self._get_weights, self._has_space, self._store = experience, get_weights, has_space, store
-        self._choices = find_choices(experience)
-        self._policy = make_policy(experience.policy, seed, action_shape=experience.action.shape)
+        self._state, self._experience = state, state.setting.experience
+        self._store, self._seed = store, seed
+        self._choices = find_choices(self._experience)
         self._clients: dict[ActorKey, OpenEpisodes] = {}
-        self._completing: dict[tuple[ActorKey, int], tuple[ActMessage, Observed]] = {}  # waiting for room, in order
+        self._completing: dict[tuple[ActorKey, int], tuple[ActMessage, Observed]] = {}  # waiting for a slot, in order
         self._answers: list[tuple[ActorKey, ActionMessage]] = []
         self._callbacks = CallbackQueue(wake)
-        self._batcher: Batcher[None, _Observation, Choice] = Batcher(loop=self._callbacks)
-        self._queue: BatchQueue[None, _Observation, Choice] = self._batcher.add_queue(
-            "observations", self._forward, max_batch_rows=MAX_BATCH_ROWS, max_queue_rows=MAX_QUEUE_ROWS
-        )
+        self._batcher: Batcher[None, _Observation, Choice] | None = None  # from `start` on
 
-    def add_client(self, key: ActorKey, progress: ActorProgress, max_episodes: int = MAX_OPEN_EPISODES) -> None:
+    def start(self) -> Self:
+        """Begin, if it has not. Raises ConfigError for a policy that cannot be computed here."""
+        require_remote_inference(self._experience, self._state.setting.is_synchronous)
+        if self._batcher is None:
+            self._policy = make_policy(self._experience.policy, self._seed, action_shape=self._experience.action.shape)
+            self._batcher = Batcher(loop=self._callbacks)
+            self._queue = self._batcher.add_queue(
+                "observations", self._forward, max_batch_rows=MAX_BATCH_ROWS, max_queue_rows=MAX_QUEUE_ROWS
+            )
+        return self
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the batcher's thread is alive, or has not begun."""
+        return self._batcher is None or self._batcher.is_alive
+
+    def close(self) -> None:
+        """End the batcher's thread. Idempotent."""
+        if self._batcher is not None:
+            self._batcher.close()
+
+    def get_counts(self) -> dict[str, int] | None:
+        """Open episodes, actions and batches since the start; None before."""
+        if self._batcher is None:
+            return None
+        counts = self._batcher.counts()
+        open_episodes = sum(len(client.episodes) for client in self._clients.values())
+        return {"open_episodes": open_episodes, "actions": counts.answered, "batches": counts.batches}
+
+    def add_client(self, key: ActorKey, progress: ActorProgress, max_episodes: int = MAX_OPEN_EPISODES) -> OpenEpisodes:
         """Add a new or returning client; the episodes of a returning one go on."""
         client = self._clients.setdefault(key, OpenEpisodes(key, progress, max_episodes))
         client.progress = progress
+        return client
 
     def take_act(self, key: ActorKey, message: ActMessage, frames: Sequence[bytes]) -> ActionMessage | None:
-        """Take an observation; returns an answer that needs no policy, or None: `take_answers` will have it.
+        """Take an observation; returns an answer that needs no policy, or None: `run_round` will have it.
 
         Raises InvalidSegment for an observation or a reward outside of the spec, which changes nothing.
         """
@@ -158,20 +197,16 @@ class RemoteInference:
         elif not completes_segment(episode, message, self._experience):
             take_step(episode, message, observation)
             self._enqueue(client, episode)
-        elif self._completing or not self._has_space():
+        elif self._completing or not self._state.sessions.has_space():
             episode.is_full = True
             self._completing[key, message.episode] = message, observation
         else:
             return self._complete(client, episode, message, observation)
         return None
 
-    def touch_episode(self, key: ActorKey, number: int) -> None:
-        """Postpone the expiry of an open episode."""
-        self._clients[key].episodes[number].used_at = time.monotonic()
-
-    def run_round(self) -> None:
-        """Deliver the actions that were computed, and store the segments for which there is room now."""
-        while self._completing and self._has_space():
+    def run_round(self) -> list[tuple[ActorKey, ActionMessage]]:
+        """Store the segments for which there are slots now; returns the new answers, each with its client."""
+        while self._completing and self._state.sessions.has_space():
             (key, number), (message, observation) = next(iter(self._completing.items()))
             del self._completing[key, number]
             client = self._clients[key]
@@ -179,9 +214,6 @@ class RemoteInference:
             if answer is not None:
                 self._answers.append((key, answer))
         self._callbacks.run()
-
-    def take_answers(self) -> list[tuple[ActorKey, ActionMessage]]:
-        """The answers since the last call, each with its client."""
         answers = self._answers[:]
         self._answers.clear()
         return answers
@@ -193,33 +225,15 @@ class RemoteInference:
                 self._policy.reset(_make_stream(client, episode))
         self._completing = {waiting: each for waiting, each in self._completing.items() if waiting[0] != key}
 
-    def expire(self, timeout_s: float) -> list[OpenEpisodes]:
-        """Remove the episodes that no client has continued for `timeout_s`; returns the client of each."""
-        before_s = time.monotonic() - timeout_s
-        expired = []
-        for client in self._clients.values():
+    def expire(self, timeout_s: float) -> None:
+        """End the episodes that no client has continued for `timeout_s`, and count each as a dropped segment."""
+        before_s, ledger = time.monotonic() - timeout_s, self._state.queue.ledger
+        for key, client in list(self._clients.items()):
             for episode in client.take_idle(before_s):
                 self._policy.reset(_make_stream(client, episode))
-                expired.append(client)
-        for client in list(self._clients.values()):
+                ledger.record_received(key, ledger.get_account(key).next_seq, DropReason.EXPIRED)
             if not client.episodes and not client.progress.connected:
-                del self._clients[client.key]
-        return expired
-
-    def get_counts(self) -> dict[str, int]:
-        """Open episodes, actions and batches since the start."""
-        counts = self._batcher.counts()
-        open_episodes = sum(len(client.episodes) for client in self._clients.values())
-        return {"open_episodes": open_episodes, "actions": counts.answered, "batches": counts.batches}
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the batcher's thread is alive."""
-        return self._batcher.is_alive
-
-    def close(self) -> None:
-        """End the batcher's thread. Idempotent."""
-        self._batcher.close()
+                del self._clients[key]
 
     def _complete(
         self, client: OpenEpisodes, episode: RemoteEpisode, message: ActMessage, observation: Observed
@@ -241,7 +255,7 @@ class RemoteInference:
 
     def _forward(self, batch: PendingBatch[None, _Observation, Choice]) -> list[Choice]:
         rows = [entry.request for entry in batch.requests]
-        snapshot, policy, spec = self._get_weights(), self._policy, self._experience.observation
+        snapshot, policy, spec = self._state.weights, self._policy, self._experience.observation
         if snapshot is None:
             raise Closed("there are no weights")
         if snapshot.version != policy.version:

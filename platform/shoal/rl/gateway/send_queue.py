@@ -5,9 +5,10 @@ Owned by the gateway's thread; touches no socket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from shoal.rl.experience.group_commit import GroupCommit
 from shoal.wire import encode
 from shoal.wire.messages import Ack, ErrorMessage, Message, Pong
 
@@ -24,39 +25,35 @@ class QueuedMessage(NamedTuple):
 
 
 class SendQueue:
-    """Outgoing messages, taken all at once, or without those that wait.
+    """Outgoing messages, taken all at once, or without those that wait. group_commit: acknowledgements wait for it"""
 
-    await_group: gives the number of the group for which the acknowledgements of now wait; 0: none
-    """
-
-    def __init__(self, await_group: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, group_commit: GroupCommit | None) -> None:
+        self._group_commit = group_commit
         self._pending: list[QueuedMessage] = []
-        self._await_group = await_group
 
     def add(self, route: bytes, message: Message) -> None:
-        """A message without a payload."""
-        group = self._await_group() if isinstance(message, Ack) else 0
+        """Queue a message without a payload."""
+        group = self._group_commit.await_group() if self._group_commit and isinstance(message, Ack) else 0
         awaits_commit = not isinstance(message, LEDGER_INDEPENDENT)
         self._pending.append(QueuedMessage(route, [encode(message)], awaits_commit, group))
 
     def add_frames(self, route: bytes, frames: Sequence[bytes]) -> None:
-        """A message with its payload."""
+        """Queue a message with its payload."""
         self._pending.append(QueuedMessage(route, frames))
 
     def drop_route(self, route: bytes) -> None:
-        """Drop the messages of this connection, whose session starts anew."""
-        self._pending = [answer for answer in self._pending if answer.route != route]
+        """Drop the messages of this connection, which begins another session."""
+        self._pending = [message for message in self._pending if message.route != route]
 
-    def take(self, is_written: bool, num_groups: int = 0) -> list[QueuedMessage]:
-        """The messages that may be sent; while the ledger is not written, only those that do not depend on it.
-        num_groups: in the store"""
+    def take(self, is_written: bool) -> list[QueuedMessage]:
+        """The messages that may be sent; while the ledger is not written, only those that do not depend on it."""
+        num_groups = self._group_commit.num_uploaded if self._group_commit else 0
         pending, self._pending = self._pending, []
         taken: list[QueuedMessage] = []
-        for answer in pending:
-            is_waiting = answer.group > num_groups or (answer.should_await_commit and not is_written)
-            (self._pending if is_waiting else taken).append(answer)
+        for message in pending:
+            is_waiting = message.group > num_groups or (message.should_await_commit and not is_written)
+            (self._pending if is_waiting else taken).append(message)
         return taken
 
     def clear(self) -> None:
-        """Drop everything."""
         self._pending.clear()

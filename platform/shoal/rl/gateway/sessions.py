@@ -3,22 +3,26 @@
 Credit lapses: a session that may send, and does not for a while, holds no slot of the queue. What it sends later is
 taken while the queue has a free slot; otherwise its actor keeps the segment and says hello again (docs/protocol.md).
 
+Promise: queued segments plus open credit never exceed the queue's capacity, so a segment sent within its credit always
+fits, and a slow learner stops its actors instead of filling memory. `grant_credit` is that policy, as a pure function.
+
 Called by the gateway's thread, under its lock. Never touches the socket: the gateway sends the results of `take_acks`
 and `take_credit` after it has committed the ledger.
 """
 
 from __future__ import annotations
 
+import heapq
 import statistics
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
-from shoal.rl.gateway.flow_control import grant_credit, grant_round_credit
 from shoal.wire.messages import Ack, Credit, Hello
 
 USERS_ACTOR_ID = "endpoint-users"
@@ -28,6 +32,7 @@ NEW_LAPSE_S = 0.1  # likewise, of a session that has sent no segment
 ROUND_LAPSE_S = 1.0  # likewise where actors pause between batches; longer where their segments take longer
 MAX_HOLDERS = 8  # that an event names
 CREDIT_WAIT_S = 5.0  # without credit, after which a session is reported
+K = TypeVar("K")
 
 
 @dataclass
@@ -71,12 +76,14 @@ class Session:
 class Sessions(dict[bytes, Session]):
     """Sessions by route (the socket's address of a connection); one for each actor.
 
+    queue:        of the segments that they send
     round_length: steps of the longest segment, if actors pause between batches; otherwise 0
     touched:      routes with something to be sent, perhaps; the gateway clears them
     """
 
-    def __init__(self, round_length: int = 0) -> None:
+    def __init__(self, queue: ExperienceQueue, round_length: int = 0) -> None:
         super().__init__()
+        self._queue = queue
         self._round_length, self._round = round_length, 0
         self._lapse_s = ROUND_LAPSE_S if round_length else LAPSE_S
         self._waits_s: deque[float] = deque(maxlen=256)  # from credit, or the segment before, to a segment
@@ -105,21 +112,21 @@ class Sessions(dict[bytes, Session]):
             self.touched.pop(route, None)
         return session
 
-    def compute_open_credit(self, queue: ExperienceQueue) -> dict[bytes, int]:
+    def compute_open_credit(self) -> dict[bytes, int]:
         """How many slots of the queue each session has, of those of segments that are not idle."""
-        get_account = queue.ledger.get_account
+        get_account = self._queue.ledger.get_account
         return {
             route: max(0, each.reserved_limit - get_account(each.key).next_seq) for route, each in self._playing.items()
         }
 
-    def has_space(self, queue: ExperienceQueue) -> bool:
+    def has_space(self) -> bool:
         """Whether the queue has a slot that no session may fill."""
-        return len(queue) + sum(self.compute_open_credit(queue).values()) < queue.capacity
+        return len(self._queue) + sum(self.compute_open_credit().values()) < self._queue.capacity
 
-    def claim_slot(self, route: bytes, seq: int, queue: ExperienceQueue) -> bool:
+    def claim_slot(self, route: bytes, seq: int) -> bool:
         """Note that a session sends segment `seq`. False: its credit has lapsed, and others have its slot."""
         session, now = self[route], time.monotonic()
-        if session.reserved_limit <= seq < session.send_limit and not self.has_space(queue):
+        if session.reserved_limit <= seq < session.send_limit and not self.has_space():
             session.progress.is_awaited = True
             return False
         self._waits_s.append(now - session.credit_at)
@@ -130,13 +137,14 @@ class Sessions(dict[bytes, Session]):
             self._playing[route] = session
         return True
 
-    def grant_credit(self, queue: ExperienceQueue, max_credits: int) -> None:
+    def grant_credit(self, max_credits: int) -> None:
         """Share the queue's free slots among the sessions of segments that use their credit; of those with equal
         credit, the longest waiting comes first."""
-        self._take_back(queue)
-        open_credit = self.compute_open_credit(queue)
+        queue = self._queue
+        self._take_back()
+        open_credit = self.compute_open_credit()
         if self._round_length:
-            grants = self._share_round(queue, open_credit, max_credits)
+            grants = self._share_round(open_credit, max_credits)
         else:
             capacity = queue.capacity - (queue.capacity // 8 if self._idle else 0)  # for what idle sessions send
             grants = grant_credit(open_credit, len(queue), capacity, max_credits)
@@ -147,10 +155,10 @@ class Sessions(dict[bytes, Session]):
             session.credit_at = time.monotonic()
             self.touched[route] = None
 
-    def _take_back(self, queue: ExperienceQueue) -> None:
+    def _take_back(self) -> None:
         """Sessions that may send and do not become idle: they lose their slots, but not their send limit. An actor
         whose segment has found no slot is awaited with it."""
-        now, get_account = time.monotonic(), queue.ledger.get_account
+        now, get_account = time.monotonic(), self._queue.ledger.get_account
         new_s = self._lapse_s if self._round_length else min(self._lapse_s, NEW_LAPSE_S)
         silent = [
             (route, each)
@@ -163,11 +171,12 @@ class Sessions(dict[bytes, Session]):
                 self._idle.add(route)
                 del self._playing[route]
 
-    def _share_round(self, queue: ExperienceQueue, open_credit: dict[bytes, int], max_credits: int) -> dict[bytes, int]:
+    def _share_round(self, open_credit: dict[bytes, int], max_credits: int) -> dict[bytes, int]:
         """Credit for the batch that the learner waits for, to actors that have its weights, as their pull says.
 
         Credit left from an earlier batch does not count: its actor may be dead, or may play on for long.
         """
+        queue = self._queue
         if self._round != queue.num_batches:
             self._round = queue.num_batches
             self._lapse_s = max(ROUND_LAPSE_S, 3 * statistics.median(self._waits_s or [0.0]))
@@ -184,9 +193,9 @@ class Sessions(dict[bytes, Session]):
         ready = {route: num for route, num in credit.items() if (self[route].pull_newer_than or 0) >= version}
         return grant_round_credit(ready, num_missing, max_credits)
 
-    def describe_shortage(self, queue: ExperienceQueue) -> dict[str, Any] | None:
+    def describe_shortage(self) -> dict[str, Any] | None:
         """Who has been without credit for CREDIT_WAIT_S, and who holds the queue's slots; None while some are free."""
-        open_credit = self.compute_open_credit(queue)
+        queue, open_credit = self._queue, self.compute_open_credit()
         if queue.capacity - len(queue) - sum(open_credit.values()) > queue.capacity // 8:
             return None
         deadline, get_account = time.monotonic() - CREDIT_WAIT_S, queue.ledger.get_account
@@ -207,6 +216,46 @@ class Sessions(dict[bytes, Session]):
         """The routes of sessions that were silent for `timeout_s`."""
         deadline = time.monotonic() - timeout_s
         return [route for route, session in self.items() if session.last_seen < deadline]
+
+
+def grant_credit(open_credit: Mapping[K, int], queued: int, capacity: int, max_credits: int) -> dict[K, int]:
+    """How many more segments each session may send; `open_credit` is its present credit.
+
+    Sessions with the least credit come first, equal ones in the order of `open_credit`. A session is topped up only
+    when half of its window is used, since not every freed slot is worth a message. The window is a quarter of an equal
+    share of the queue, at least 1 and at most `max_credits`: later sessions must find some left before unused credit
+    lapses.
+    """
+    grants: dict[K, int] = {}
+    if not open_credit:
+        return grants
+    free = capacity - queued - sum(open_credit.values())
+    window = max(1, min(max_credits, capacity // (4 * len(open_credit))))
+    needy = [(session, credit) for session, credit in open_credit.items() if credit <= window // 2]
+    for session, credit in sorted(needy, key=lambda each: each[1]):
+        if free <= 0:
+            break
+        grants[session] = min(window - credit, free)
+        free -= grants[session]
+    return grants
+
+
+def grant_round_credit(open_credit: Mapping[K, int], num_missing: int, max_credits: int) -> dict[K, int]:
+    """The same where actors pause between batches: credit for the `num_missing` segments of this batch, and no more.
+
+    `open_credit` is what each session may still send of this batch. Segments are shared out one by one, each to a
+    session with the least credit; of equal ones, the first in the order of `open_credit`.
+    """
+    grants: dict[K, int] = {}
+    waiting = [(credit, order, session) for order, (session, credit) in enumerate(open_credit.items())]
+    heapq.heapify(waiting)
+    for _ in range(num_missing):
+        if not waiting or waiting[0][0] >= max_credits:
+            break
+        credit, order, session = waiting[0]
+        grants[session] = grants.get(session, 0) + 1
+        heapq.heapreplace(waiting, (credit + 1, order, session))
+    return grants
 
 
 def find_hello_problem(hello: Hello, newest_incarnation: int | None) -> tuple[str, str] | None:

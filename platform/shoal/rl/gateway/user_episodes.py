@@ -1,15 +1,15 @@
 """Episodes of an endpoint's users, who act and reward by separate calls: they become `act` messages like an actor's.
 
-Owns the handles. The gateway calls it in its thread. The users are one actor of the run, whose episodes are computed,
-assembled and counted by `RemoteInference`. An episode that nobody continues expires: a rewarded one is cut off there,
-one whose last action was never rewarded is counted as a dropped segment (`expired`).
+The users are one actor of the run, whose episodes are computed, assembled and counted by `RemoteInference`. The gateway
+calls this in its thread; `put` comes from any. An episode that no user continues expires: a rewarded one is cut off
+there, one whose last action was never rewarded is counted as a dropped segment (`expired`).
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,9 +18,10 @@ import numpy as np
 
 from shoal.errors import InvalidSegment
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
+from shoal.rl.gateway.remote_episodes import RemoteEpisode
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.gateway.sessions import USERS_ACTOR_ID
-from shoal.wire import ExperienceSpec
+from shoal.rl.gateway.state import GatewayState
 from shoal.wire.messages import ActionMessage, ActMessage
 from shoal.wire.segment import REWARD, check_finite, check_values
 
@@ -38,103 +39,127 @@ EpisodeReply = Future[EpisodeAnswer | EpisodeRejection]
 
 
 @dataclass(eq=False)
-class _UserEpisode:
-    """An episode behind a handle.
+class _UserTurn:
+    """What the user of an episode has given since its last action, and waits for.
 
-    reward:  since the last action; None: none was given
-    reply:   of the request whose answer is on its way
-    is_over: it ends with that answer
+    reward:     None: none was given
+    reply:      of the request whose answer is on its way
+    is_over:    the episode ends with that answer
+    is_expired: no user waits for its end
     """
 
     handle: str
-    number: int
-    observation: bytes
-    used_at: float
-    step: int = 0
+    reply: EpisodeReply | None
     reward: float | None = None
-    reply: EpisodeReply | None = None
     is_over: bool = False
+    is_expired: bool = False
 
 
 class UserEpisodes:
-    """Takes requests of users, and answers each through its future."""
+    """Takes requests of users, and answers each through its future.
 
-    def __init__(self, inference: RemoteInference, experience: ExperienceSpec, incarnation: int) -> None:
-        self.key = (USERS_ACTOR_ID, incarnation)
-        self._inference, self._experience, self._incarnation = inference, experience, incarnation
-        self._episodes: dict[str, _UserEpisode] = {}
-        self._by_number: dict[int, _UserEpisode] = {}
+    key: of the users as an actor, whose incarnation is this gateway
+
+    Raises ConfigError for a run whose policy cannot be computed at its gateway.
+    """
+
+    def __init__(self, state: GatewayState, inference: RemoteInference) -> None:
+        self.key = (USERS_ACTOR_ID, time.time_ns())
+        self._spec, self._inference = state.setting.experience, inference.start()
+        state.queue.ledger.open_account(self.key)
+        self._episodes = inference.add_client(self.key, state.actors.join(self.key), MAX_USER_EPISODES).episodes
+        self._turns: dict[int, _UserTurn] = {}  # by the number of the episode
+        self._requests: deque[tuple[EpisodeRequest, EpisodeReply]] = deque()  # from other threads
         self._num_started = self._num_finished = self._num_expired = 0
 
-    def take(self, request: EpisodeRequest, reply: EpisodeReply) -> None:
-        """Answer a request now or, if the policy must be computed, in `deliver`."""
-        try:
-            rejection = self._take(request, reply)
-        except InvalidSegment as error:
-            rejection = EpisodeRejection(422, f"{error.field}: {error.problem}")
-        if rejection is not None:
-            reply.set_result(rejection)
+    def put(self, request: EpisodeRequest) -> EpisodeReply:
+        """Queue a request, which the gateway's next round takes. From any thread."""
+        reply: EpisodeReply = Future()
+        self._requests.append((request, reply))
+        return reply
+
+    def run_round(self) -> None:
+        """Take the requests: answer each now or, if the policy must be computed, in `deliver`."""
+        while self._requests:
+            request, reply = self._requests.popleft()
+            try:
+                rejection = self._take(request, reply)
+            except InvalidSegment as error:
+                rejection = EpisodeRejection(422, f"{error.field}: {error.problem}")
+            if rejection is not None:
+                reply.set_result(rejection)
 
     def deliver(self, message: ActionMessage) -> None:
         """Answer the request that waits for this action."""
-        episode = self._by_number.get(message.episode)
-        if episode is None:
+        turn = self._turns.get(message.episode)
+        if turn is None:
             return
-        reply, episode.reply = episode.reply, None
-        if message.reason or episode.is_over:
-            self._remove(episode)
+        reply, turn.reply = turn.reply, None
+        if message.reason or turn.is_over:
+            del self._turns[message.episode]
+            self._num_finished += not turn.is_expired
         if reply is None:
             return  # it was cut off here, and no user waits
         if message.reason:
             reply.set_result(EpisodeRejection(500, f"the policy could not be computed ({message.reason})"))
             return
         action = message.action
-        if action is not None and self._experience.action.shape:
-            action = np.array(action).reshape(self._experience.action.shape).tolist()
-        reply.set_result(EpisodeAnswer(episode.handle, action, message.version))
+        if action is not None and self._spec.action.shape:
+            action = np.array(action).reshape(self._spec.action.shape).tolist()
+        reply.set_result(EpisodeAnswer(turn.handle, action, message.version))
 
     def expire(self, timeout_s: float) -> None:
-        """Close the episodes that nobody has continued for `timeout_s`."""
+        """Close the episodes that no user has continued for `timeout_s`. Called before `RemoteInference.expire`."""
         before_s = time.monotonic() - timeout_s
-        for episode in [each for each in self._episodes.values() if each.used_at < before_s and each.reply is None]:
+        for number, turn in list(self._turns.items()):
+            if turn.reply is not None or turn.is_expired or self._episodes[number].used_at >= before_s:
+                continue
             self._num_expired += 1
-            del self._episodes[episode.handle]
-            if episode.reward is None:
-                del self._by_number[episode.number]  # `RemoteInference` expires it as any other
+            if turn.reward is None:
+                del self._turns[number]  # `RemoteInference` expires it as any other
             else:
-                self._act(episode, episode.observation, None, is_last=True, truncated=True)
+                turn.is_expired = True
+                episode = self._episodes[number]
+                self._act(episode, turn, episode.observations[-1].frame, None, is_last=True, truncated=True)
 
-    def close(self, waiting: Sequence[EpisodeReply]) -> None:
-        """Refuse what waits: these requests, and those whose answers are on their way."""
-        replies = [each.reply for each in self._by_number.values() if each.reply is not None]
-        for reply in (*waiting, *replies):
+    def close(self) -> None:
+        """Refuse what waits: requests, and those whose answers are on their way."""
+        replies = [each.reply for each in self._turns.values() if each.reply is not None]
+        for reply in (*(reply for _, reply in self._requests), *replies):
             reply.set_result(EpisodeRejection(503, "the run's gateway is closing"))
 
     def get_counts(self) -> dict[str, int]:
         """Episodes by what became of them."""
-        begun, ended, expired = self._num_started, self._num_finished, self._num_expired
-        return {"begun": begun, "ended": ended, "expired": expired, "open": len(self._episodes)}
+        num_open = sum(not each.is_expired for each in self._turns.values())
+        return {
+            "begun": self._num_started,
+            "ended": self._num_finished,
+            "expired": self._num_expired,
+            "open": num_open,
+        }
 
     def _take(self, request: EpisodeRequest, reply: EpisodeReply) -> EpisodeRejection | None:
         observation = None if request.observation is None else self._encode(request.observation)
         if not request.episode:
             return self._begin(observation, request, reply)
-        episode = self._episodes.get(request.episode)
-        if episode is None:
-            return self._describe_missing(request.episode)
-        if episode.reply is not None:
+        number = self._read_number(request.episode)
+        if isinstance(number, EpisodeRejection):
+            return number
+        turn = self._turns[number]
+        if turn.reply is not None:
             return EpisodeRejection(409, "the answer to the request before is still on its way")
-        before, reward = episode.reward, _add(episode.reward, request.reward)
+        episode, before = self._episodes[number], turn.reward
+        reward = before if request.reward is None else (before or 0.0) + request.reward
         check_values("reward", np.array(reward or 0.0), REWARD)
-        episode.used_at, episode.reward = time.monotonic(), reward
+        episode.used_at, turn.reward = time.monotonic(), reward
         if observation is None and not request.ended:
-            self._inference.touch_episode(self.key, episode.number)
-            reply.set_result(EpisodeAnswer(episode.handle))
+            reply.set_result(EpisodeAnswer(turn.handle))
             return None
         try:
-            self._act(episode, observation or episode.observation, reply, request.ended, request.truncated)
+            frame = observation or episode.observations[-1].frame
+            self._act(episode, turn, frame, reply, request.ended, request.truncated)
         except InvalidSegment:
-            episode.reward, episode.reply = before, None
+            turn.reward = before
             raise
         return None
 
@@ -143,33 +168,34 @@ class UserEpisodes:
     ) -> EpisodeRejection | None:
         if observation is None or request.ended or request.reward is not None:
             return EpisodeRejection(422, "episode: an episode begins with an observation alone")
-        if len(self._episodes) >= MAX_USER_EPISODES:
+        if len(self._turns) >= MAX_USER_EPISODES:
             return EpisodeRejection(429, f"{MAX_USER_EPISODES} episodes are open: end them, or wait until some expire")
-        number, secret = self._num_started, secrets.token_hex(8)
-        handle = f"{self._incarnation}-{number}-{secret}"
-        episode = _UserEpisode(handle, number, observation, time.monotonic())
-        message = ActMessage(number, 0)
-        self._inference.take_act(self.key, message, [observation])
-        episode.reply = reply
+        number = self._num_started
+        self._inference.take_act(self.key, ActMessage(number, 0), [observation])
         self._num_started += 1
-        self._episodes[handle] = self._by_number[number] = episode
+        self._turns[number] = _UserTurn(f"{self.key[1]}-{number}-{secrets.token_hex(8)}", reply)
         return None
 
     def _act(
-        self, episode: _UserEpisode, observation: bytes, reply: EpisodeReply | None, is_last: bool, truncated: bool
+        self,
+        episode: RemoteEpisode,
+        turn: _UserTurn,
+        observation: bytes,
+        reply: EpisodeReply | None,
+        is_last: bool,
+        truncated: bool,
     ) -> None:
-        """One step. Raises InvalidSegment, which changes nothing of the episode at `RemoteInference`."""
+        """Take one step. Raises InvalidSegment, which changes nothing."""
         message = ActMessage(
-            episode.number, episode.step + 1, episode.reward or 0.0, is_last and not truncated, is_last and truncated
+            episode.number, episode.step + 1, turn.reward or 0.0, is_last and not truncated, is_last and truncated
         )
         answer = self._inference.take_act(self.key, message, [observation])
-        episode.step, episode.observation, episode.reward = episode.step + 1, observation, None
-        episode.reply, episode.is_over = reply, is_last
+        turn.reward, turn.reply, turn.is_over = None, reply, is_last
         if answer is not None:
             self.deliver(answer)
 
     def _encode(self, values: list[object]) -> bytes:
-        spec = self._experience.observation
+        spec = self._spec.observation
         try:
             given = np.array(values)
         except ValueError as error:
@@ -185,18 +211,15 @@ class UserEpisodes:
             raise InvalidSegment("invalid_range", "observation", f"does not fit {spec.dtype}")
         return converted.tobytes()
 
-    def _describe_missing(self, handle: str) -> EpisodeRejection:
+    def _read_number(self, handle: str) -> int | EpisodeRejection:
+        """The number of the open episode with this handle."""
         incarnation, _, rest = handle.partition("-")
         number = rest.partition("-")[0]
-        is_older = incarnation != str(self._incarnation) or (number.isdecimal() and int(number) < self._num_started)
-        if incarnation.isdecimal() and number.isdecimal() and is_older:
+        if not (incarnation.isdecimal() and number.isdecimal() and len(number) < 19):
+            return EpisodeRejection(404, "there is no such episode")
+        turn = self._turns.get(int(number))
+        if turn is not None and not turn.is_expired and secrets.compare_digest(turn.handle.encode(), handle.encode()):
+            return int(number)
+        if incarnation != str(self.key[1]) or int(number) < self._num_started:
             return EpisodeRejection(410, "the episode has ended or expired, or the run's gateway has restarted")
         return EpisodeRejection(404, "there is no such episode")
-
-    def _remove(self, episode: _UserEpisode) -> None:
-        self._num_finished += self._episodes.pop(episode.handle, None) is not None
-        self._by_number.pop(episode.number, None)
-
-
-def _add(before: float | None, reward: float | None) -> float | None:
-    return before if reward is None else (before or 0.0) + reward

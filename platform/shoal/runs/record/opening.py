@@ -31,7 +31,7 @@ from shoal.runs.run_kind import RunKind, infer_kind
 from shoal.runs.run_reader import find_run_row
 from shoal.runs.run_status import Status, resolve_status, transition
 from shoal.runs.tracking.processes import Followers
-from shoal.runs.tracking.trackers import find_trackers
+from shoal.runs.tracking.tracker import find_trackers
 
 if TYPE_CHECKING:
     from shoal.runs.record.store_mirror import StoreMirror

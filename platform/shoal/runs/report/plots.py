@@ -7,7 +7,7 @@ its own, so that a caller's pyplot is unchanged. `make_figure` has the style of 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,9 +19,11 @@ from shoal.errors import needs_extra
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from pandas import Series
 
 MAX_POINTS = 1500
 MAX_HEADING_LENGTH, MAX_TITLE_LENGTH = 44, 60  # that fit into a panel
+LOG_RATIO = 50.0  # between the ends of positive numbers that are drawn over their logarithm
 MAX_DRAWN_VALUE = 1e300  # axes extend beyond their values, and must be finite themselves
 
 INK, MUTED, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#eef0f3"
@@ -85,6 +87,27 @@ def make_figure(
         if layout is None:
             figure.subplots_adjust(**margins)
         yield figure
+
+
+def is_logarithmic(values: Sequence[float] | np.ndarray, name: str = "", named: Collection[str] | None = None) -> bool:
+    """Whether numbers are drawn over their logarithm: all are positive, and the name is among the named ones.
+
+    named: None: the largest number is 50 times the smallest
+    """
+    finite = np.asarray(values, float)
+    finite = finite[np.isfinite(finite)]
+    if not len(finite) or finite.min() <= 0:
+        return False
+    return bool(finite.max() / finite.min() >= LOG_RATIO) if named is None else name in named
+
+
+def to_numbers(column: Series[Any]) -> tuple[np.ndarray, list[str]]:
+    """Numbers as they are; other values as their number among the distinct ones, which are the second result."""
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in column):
+        return column.to_numpy(float), []
+    names = [str(value) for value in column]
+    distinct = sorted(set(names))
+    return np.array([distinct.index(name) for name in names], float), distinct
 
 
 def use_integer_ticks(axes: Axes, axis: Literal["x", "y"] = "x") -> None:

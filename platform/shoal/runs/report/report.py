@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from shoal.atomic_file import create_private, make_folder
 from shoal.errors import RunError, needs_extra
 from shoal.runs.formatting import format_duration, format_number, format_timestamp, format_value
-from shoal.runs.report import plots, search_sections
+from shoal.runs.report import plots
+from shoal.runs.report.panels import ReportPanels, find_panels
 from shoal.runs.run_reader import MEAN_RETURN, RETURNS, VALIDATION, Run, is_higher_better, load
 from shoal.runs.run_status import Status
 
@@ -35,62 +36,11 @@ MAX_EVENTS, MAX_VALUES = 200, 32
 MAX_PICTURES, MAX_PICTURE_BYTES = 12, 4 << 20
 MAX_UNFOLDED_LENGTH = 32  # letters of a name that stays on one line of a table
 
-# metric -> its title in the report, in display order
-_NAMES = {
-    MEAN_RETURN: "Mean return, last 100 episodes",
-    "steps/per_s": "Environment steps a second",
-    "learner/loss": "Learner loss",
-    "learner/entropy": "Policy entropy",
-    "learner/policy_lag": "Policy lag (versions)",
-    "learner/clip_fraction": "Share of clipped steps",
-    "learner/explained_variance": "Variance of returns that the value explains",
-    "queue/depth": "Queue depth (segments)",
-    "endpoint/requests_per_s": "Endpoint requests a second",
-    "train/loss": "Training loss",
-    "train/learning_rate": "Learning rate",
-    "samples/per_s": "Samples a second",
-    "wait/data": "Share of time waiting for data",
-    "wait/communication": "Share of time communicating",
-    "flops/utilisation": "Share of the device's peak FLOP/s",
-    "step/seconds": "Seconds a step",
-    "steps/total": "Environment steps",
-    "weights/version": "Weight version",
-    "prequential/mae": "Mean absolute error, each message tested before it is learnt",
-    "prequential/as_now": 'The same of the forecast "as now"',
-    "stream/per_s": "Messages learnt a second",
-    "stream/lag_p50_ms": "Lag from sensor to answer, median (ms)",
-    "stream/lag_p99_ms": "Lag from sensor to answer, p99 (ms)",
-    "stream/learn_p50_ms": "A batch with an update, median (ms)",
-    "stream/learn_p99_ms": "A batch with an update, p99 (ms)",
-    "stream/commit_ms": "From snapshot to acknowledgement (ms)",
-    "stream/batch": "Messages a batch",
-    "stream/redelivered": "Messages delivered again",
-    "stream/duplicates": "Duplicates, not learnt",
-    "stream/drifts": "Drifts noticed",
-}
 _SHORT_NAMES = {MEAN_RETURN: "mean return"}
-_CARDS = (
-    ("steps/total", "environment steps"),
-    ("steps/per_s", "steps a second"),
-    ("weights/version", "weight version"),
-    ("learner/policy_lag", "policy lag"),
-    ("endpoint/requests_per_s", "requests a second"),
-    ("train/step", "training steps"),
-    ("train/epoch", "epochs"),
-    ("samples/per_s", "samples a second"),
-    ("wait/data", "waiting for data"),
-    ("wait/communication", "waiting for peers"),
-    ("stream/per_s", "messages a second"),
-    ("stream/lag_p99_ms", "lag, p99 (ms)"),
-    ("stream/malformed", "malformed"),
-)
 _SHARES = ("wait/", "flops/")  # of the time, or of a peak: shown as percentages
 TRAINING_LOSS, _HELD = "train/loss", f"{VALIDATION}loss"
 # Shown elsewhere, not among the small plots.
-_ELSEWHERE = (
-    *("steps/total", "weights/version", "drops/", "segments/", "train/step", "train/epoch", "time/"),
-    *search_sections.PREFIXES,
-)
+_ELSEWHERE = ("steps/total", "weights/version", "drops/", "segments/", "train/step", "train/epoch", "time/")
 
 
 @dataclass(frozen=True)
@@ -181,6 +131,7 @@ class _ReportData:
     """The record, read once. Values read last have every name that was read first, also while the run goes on."""
 
     run: Run
+    panels: ReportPanels
     best: tuple[str, float] | None
     latest: dict[str, float]
     metrics: DataFrame  # oldest first: a resumed run may log lower steps than before
@@ -192,7 +143,16 @@ class _ReportData:
     def from_run(cls, run: Run) -> _ReportData:
         num_versions = run.num_versions()
         versions = run.versions(every=-(-num_versions // plots.MAX_POINTS) or 1)
-        return cls(run, run.best(), run.latest(), _sort_by_time(run.metrics()), num_versions, versions, run.events())
+        return cls(
+            run,
+            find_panels(run.kind),
+            run.best(),
+            run.latest(),
+            _sort_by_time(run.metrics()),
+            num_versions,
+            versions,
+            run.events(),
+        )
 
 
 def _build_page(run: Run) -> dict[str, object]:
@@ -210,7 +170,7 @@ def _build_page(run: Run) -> dict[str, object]:
         "drawn_over": "steps" if TRAINING_LOSS in read.metrics else "wall seconds",
         "drops": _build_drop_bars(read.latest),
         "pictures": _read_pictures(run.folder / PICTURES),
-        "sections": search_sections.build_search_sections(run),
+        "sections": read.panels.sections(run),
         "updates": read.run.last_events().get("staleness", {}),
         "staleness": _build_staleness_bars(read.run.last_events().get("staleness", {})),
         "accounting": compute_accounting(read.metrics),
@@ -258,7 +218,11 @@ def _build_cards(read: _ReportData) -> list[tuple[str, str]]:
         called = _SHORT_NAMES.get(name, name.removeprefix(VALIDATION))
         cards.append((format_number(value), f"best {called}"))
         cards.append((format_number(read.latest[name]), f"newest {called}"))
-    cards += [(_format_metric(name, read.latest[name]), label) for name, label in _CARDS if name in read.latest]
+    cards += [
+        (_format_metric(name, read.latest[name]), label)
+        for name, label in read.panels.cards.items()
+        if name in read.latest
+    ]
     if read.num_versions and "weights/version" not in read.latest:
         cards.append((format_number(read.num_versions), "weight versions"))
     return cards
@@ -298,14 +262,16 @@ def _draw_headline_curves(read: _ReportData, name: str) -> list[Figure]:
     if not panels:
         return []
     resumed = read.events.loc[read.events["kind"] == "resumed", "time"].tolist()
-    draw = partial(plots.draw_learning_curve, metric=_NAMES.get(name, name), more_is_better=is_higher_better(name))
+    draw = partial(
+        plots.draw_learning_curve, metric=read.panels.titles.get(name, name), more_is_better=is_higher_better(name)
+    )
     alone = [draw("", panels=[panel], marks_s=resumed if panel is panels[-1] else []) for panel in panels]
     return [*alone, draw(_title(read.run), panels=panels, marks_s=resumed)]
 
 
 def _draw_returns(read: _ReportData, names: Sequence[str]) -> list[Figure]:
     """The mean return of each policy of a run over environment steps."""
-    headings = [f"{_NAMES[MEAN_RETURN]}: {name.removeprefix(RETURNS)}" for name in names]
+    headings = [f"{read.panels.titles[MEAN_RETURN]}: {name.removeprefix(RETURNS)}" for name in names]
     panels = [
         plots.Panel(heading, "environment steps", [(name, _make_step_curve(read, name))])
         for heading, name in zip(headings, names, strict=True)
@@ -344,8 +310,12 @@ def _render_small_plots(read: _ReportData) -> list[Plot]:
     """The known metrics in their order, then the rest by name."""
     hidden = {"time", read.best[0] if read.best else ""}
     hidden |= {TRAINING_LOSS, _HELD} if TRAINING_LOSS in read.metrics else set()
-    names = [name for name in read.metrics.columns if name not in hidden and not name.startswith(_ELSEWHERE)]
-    order = list(_NAMES)
+    names = [
+        name
+        for name in read.metrics.columns
+        if name not in hidden and not name.startswith((*_ELSEWHERE, *read.panels.hidden))
+    ]
+    order = list(read.panels.titles)
     names.sort(key=lambda name: (order.index(name) if name in order else len(order), name))
     places = _get_x_values(read)
     begin, end = (float(places.min()), float(places.max())) if names else (0.0, 0.0)
@@ -356,7 +326,7 @@ def _render_small_plots(read: _ReportData) -> list[Plot]:
         if len(curve.x) and len(made) < MAX_SMALL_PLOTS:
             picture = plots.to_svg(plots.draw_small_plot(curve, begin, max(end, begin + 1)))
             newest = read.latest.get(name, float(column.iloc[-1]))  # may be non-finite, and so not drawn
-            made.append(Plot(name, _NAMES.get(name, ""), picture, _format_metric(name, newest)))
+            made.append(Plot(name, read.panels.titles.get(name, ""), picture, _format_metric(name, newest)))
     return made
 
 
@@ -405,7 +375,7 @@ def _build_metric_rows(read: _ReportData) -> Sequence[tuple[str, str, str, str]]
     columns = {
         name: read.metrics[name].dropna()
         for name in read.metrics.columns
-        if name != "time" and not name.startswith(search_sections.PREFIXES)
+        if name != "time" and not name.startswith(read.panels.hidden)
     }
     rows = []
     for name, column in columns.items():

@@ -12,14 +12,14 @@ import sys
 from shoal.errors import RunError
 from shoal.runs.run_reader import load
 from shoal.runs.tracking.follower import Follower, watch
-from shoal.runs.tracking.trackers import TRACKERS
+from shoal.runs.tracking.tracker import load_tracker
 
 
 def main() -> None:
     """Follow; the exit status is 1 when the tracker lacks something."""
     run_id, name = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    follower = Follower(load(run_id), name, TRACKERS[name])
+    follower = Follower(load(run_id), name, load_tracker(name))
 
     def give_up() -> None:
         try:

@@ -19,7 +19,7 @@ from shoal.errors import RunError, summarize_error
 from shoal.home import file_lock
 from shoal.runs.run_reader import Run
 from shoal.runs.run_status import Status
-from shoal.runs.tracking.trackers import Tracker
+from shoal.runs.tracking.tracker import Tracker, make_file_name
 
 POLL_S = 1.0
 MAX_SHARE = 0.05  # of the time that may go into polls: a long run is read less often
@@ -53,7 +53,7 @@ class TrackingState:
 def read_state(folder: Path, name: str) -> TrackingState:
     """The state of a tracker; that of one which has nothing yet where there is no file."""
     try:
-        known = json.loads((folder / f"tracking-{name}.json").read_text())
+        known = json.loads((folder / make_file_name(name, "json")).read_text())
     except FileNotFoundError:
         return TrackingState()
     return TrackingState(**{field: known[field] for field in TrackingState.__dataclass_fields__ if field in known})
@@ -83,7 +83,7 @@ class Follower:
         was removed, or when another follower sends to this tracker.
         """
         busy = RunError(f"run {self._run.id!r} is being sent to {self._name} by another process: wait until it ends")
-        with file_lock(self._run.folder / f"tracking-{self._name}.lock", 2 * self._grace_s, busy):
+        with file_lock(self._run.folder / make_file_name(self._name, "lock"), 2 * self._grace_s, busy):
             self.state = replace(read_state(self._run.folder, self._name), is_complete=False)
             wait_s = self._poll_s
             while not (self.has_expired() or self.is_superseded):
@@ -150,7 +150,7 @@ class Follower:
     def _store(self, state: TrackingState) -> None:
         self._progress_s = time.monotonic() if not state.problem else self._progress_s
         self.state = state
-        replace_synced(self._run.folder / f"tracking-{self._name}.json", json.dumps(asdict(state)).encode())
+        replace_synced(self._run.folder / make_file_name(self._name, "json"), json.dumps(asdict(state)).encode())
 
 
 def _is_over(run: Run) -> bool:

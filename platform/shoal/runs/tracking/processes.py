@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shoal.atomic_file import create_private
 from shoal.runs.tracking.follower import read_state
+from shoal.runs.tracking.tracker import make_file_name
 
 CLOSE_TIMEOUT_S = 10.0
 NICENESS = 15  # as Ray's own workers: 3% of a core that the run uses
@@ -36,7 +37,7 @@ class Followers:
         for name in names:
             words = ["sh", "-c", _START, "sh", sys.executable, "-P", "-m", "shoal.runs.tracking", run_id, name]
             try:
-                with create_private(folder / f"tracking-{name}.log").open("ab") as log:
+                with create_private(folder / make_file_name(name, "log")).open("ab") as log:
                     self._processes[name] = subprocess.Popen(
                         words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                     )
@@ -61,7 +62,8 @@ class Followers:
         problem = (
             ""
             if has_all
-            else state.problem or f"not all was sent {CLOSE_TIMEOUT_S:g} s after the end, see tracking-{name}.log"
+            else state.problem
+            or f"not all was sent {CLOSE_TIMEOUT_S:g} s after the end, see {make_file_name(name, 'log')}"
         )
         return {
             "tracker": name,

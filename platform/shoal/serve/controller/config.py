@@ -20,7 +20,7 @@ from shoal.home import home
 from shoal.registry import Registry
 from shoal.runs.formatting import format_size
 from shoal.runs.record.provenance import find_owner
-from shoal.serve.controller.on_demand.assignments import describe_too_large
+from shoal.serve.controller.assignments import describe_too_large
 from shoal.serve.controller.state import Deployment
 from shoal.serve.spec.endpoint import DETACHED, EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel, RegistryCatalogue

@@ -22,11 +22,10 @@ from functools import cache
 
 from shoal.errors import InferenceError, RegistryError
 from shoal.serve.controller import alias_sync
-from shoal.serve.controller.canary_evidence import EvidenceCollector
+from shoal.serve.controller.assignments import Assignments
 from shoal.serve.controller.canary_guard import judge
-from shoal.serve.controller.failure_events import FailureEvents
+from shoal.serve.controller.evidence import EvidenceCollector, FailureEvents
 from shoal.serve.controller.live_control import LiveControl
-from shoal.serve.controller.on_demand.assignments import Assignments
 from shoal.serve.controller.rollout import (
     FOLLOWING,
     AbandonRollout,

@@ -33,20 +33,25 @@ from shoal.errors import Closed, InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.serve.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader, encode_field_head, parameter_value
 from shoal.serve.grpc.request_cache import RequestLayout, RequestLayoutCache
+from shoal.serve.messages.decoded_request import DecodedRequest
 from shoal.serve.messages.inference import Caller, ModelManagerProtocol, ServedModelProtocol, format_origin
 from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
 from shoal.serve.protocol.infer_call import (
     LARGE_BYTES,
+    InferenceHead,
     ModelCodecs,
-    begin_call,
-    compute_deadline,
     decode_in_thread,
-    has_large_arrays,
+    encode_outputs,
     resolve_version,
-    run_in_thread,
     start_trace,
 )
-from shoal.serve.protocol.model_metadata import EXTENSIONS, build_metadata, build_model_config
+from shoal.serve.protocol.model_metadata import (
+    EXTENSIONS,
+    build_metadata,
+    build_model_config,
+    list_index,
+    list_statistics,
+)
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer
@@ -86,11 +91,6 @@ class Invocation:
     metadata: Mapping[bytes, bytes]
     deadline_s: float | None = None
     trailing: list[tuple[bytes, bytes]] = field(default_factory=list)
-
-    def get_metadata(self, name: bytes) -> str:
-        """The value of a metadata field; "" without it."""
-        value = self.metadata.get(name)
-        return "" if value is None else value.decode("latin-1")
 
 
 class InferenceServicer:
@@ -136,46 +136,31 @@ class InferenceServicer:
     async def model_statistics(
         self, request: pb.ModelStatisticsRequest, invocation: Invocation
     ) -> pb.ModelStatisticsResponse:
-        if request.name:
-            models = [self._get_model(request.name, request.version, invocation)]
-        else:
-            caller = self._admit(invocation)
-            models = [model for model in self._manager.list_models() if _can_see(caller, model.name)]
-        found = [
-            statistics
-            for model in models
-            for statistics in model.statistics()
-            if request.version in ("", statistics.version)
-        ]
-        content = {"model_stats": msgspec.to_builtins(found)}
+        caller = self._admit(invocation, request.name or None)
+        statistics = list_statistics(self._manager, caller, request.name, request.version)
+        content = {"model_stats": msgspec.to_builtins(statistics)}
         return json_format.ParseDict(content, pb.ModelStatisticsResponse(), ignore_unknown_fields=True)
 
     async def repository_index(
         self, request: pb.RepositoryIndexRequest, invocation: Invocation
     ) -> pb.RepositoryIndexResponse:
         caller = self._admit(invocation)
-        index = pb.RepositoryIndexResponse.ModelIndex
-        return pb.RepositoryIndexResponse(
-            models=[
-                index(name=entry.name, version=entry.version, state=entry.state, reason=entry.reason)
-                for entry in self._manager.list_repository()
-                if _can_see(caller, entry.name) and (entry.state == "READY" or not request.ready)
-            ]
-        )
+        models = [msgspec.to_builtins(each) for each in list_index(self._manager, caller, request.ready)]
+        return json_format.ParseDict({"models": models}, pb.RepositoryIndexResponse())
 
     async def repository_model_load(
         self, request: pb.RepositoryModelLoadRequest, invocation: Invocation
     ) -> pb.RepositoryModelLoadResponse:
         caller = self._admit(invocation, request.model_name, administrator=True)
         parameters = {name: parameter_value(parameter) for name, parameter in request.parameters.items()}
-        await self._manager.load(request.model_name, parameters, _format_caller(caller, invocation))
+        await self._manager.load(request.model_name, parameters, _format_origin(caller, invocation))
         return pb.RepositoryModelLoadResponse()
 
     async def repository_model_unload(
         self, request: pb.RepositoryModelUnloadRequest, invocation: Invocation
     ) -> pb.RepositoryModelUnloadResponse:
         caller = self._admit(invocation, request.model_name, administrator=True)
-        await self._manager.unload(request.model_name, _format_caller(caller, invocation))
+        await self._manager.unload(request.model_name, _format_origin(caller, invocation))
         return pb.RepositoryModelUnloadResponse()
 
     async def model_infer(self, content: bytes, invocation: Invocation) -> bytes:
@@ -188,20 +173,23 @@ class InferenceServicer:
         name, metadata = "inference.GRPCInferenceService/ModelInfer", invocation.metadata
         with start_trace(self._tracer, name, asked.model, metadata) as trace:
             model = self._manager.get_model(asked.model)
-            call = begin_call(model, asked.version, metadata, caller, trace)
+            head = InferenceHead(model, asked.version, metadata, caller, trace, request.arrived_s)
             codec = self._codecs.get(model)
             inputs = await self._decode_inputs(request, codec)
-            call.inputs, call.num_rows, call.outputs = inputs.arrays, inputs.num_rows, inputs.wanted
-            call.action, call.seed = asked.action, asked.seed
-            default_s, called_s = model.options.deadline_s, invocation.deadline_s
-            call.deadline_s = compute_deadline(request.arrived_s, asked.timeout_us, metadata, default_s, called_s)
-            prediction = await model.infer(call)
-            if trace is not None:
-                trace.record_prediction(prediction, call.num_rows)
+            prediction = await head.infer(
+                DecodedRequest(
+                    inputs.arrays,
+                    inputs.num_rows,
+                    inputs.wanted,
+                    timeout_us=asked.timeout_us,
+                    action=asked.action,
+                    seed=asked.seed,
+                ),
+                invocation.deadline_s,
+            )
             invocation.trailing.append((b"shoal-model-version", b"%d" % prediction.version))
-            answered = asked, inputs.outputs, prediction.version, prediction.outputs
-            is_large = has_large_arrays(prediction.outputs, raw=asked.raw)
-            return await run_in_thread(codec.encode, *answered) if is_large else codec.encode(*answered)
+            outputs, version = prediction.outputs, prediction.version
+            return await encode_outputs(outputs, asked.raw, codec.encode, asked, inputs.outputs, version, outputs)
 
     def _parse_request(self, content: bytes) -> GrpcInferRequest:
         """Parse a message. Raises InferenceError (400)."""
@@ -265,17 +253,12 @@ class InferenceServicer:
             answer = await self._handle_infer(request, alone)
         except Exception as error:  # noqa: BLE001  # a call's top: `to_inference_error` logs a bug
             refused = to_inference_error(error)
-            if invocation.get_metadata(b"triton_grpc_error") == "true":
+            if invocation.metadata.get(b"triton_grpc_error") == b"true":
                 raise refused from None
             of = pb.ModelInferResponse(id=request.asked.id)
             return pb.ModelStreamInferResponse(error_message=str(refused), infer_response=of).SerializeToString()
-        return b"".join(
-            (
-                encode_field_head(STREAM_RESPONSE_KEY, len(answer) + len(FINAL_RESPONSE_PARAMETER)),
-                answer,
-                FINAL_RESPONSE_PARAMETER,
-            )
-        )
+        head = encode_field_head(STREAM_RESPONSE_KEY, len(answer) + len(FINAL_RESPONSE_PARAMETER))
+        return b"".join((head, answer, FINAL_RESPONSE_PARAMETER))
 
     def require_known_key(self, invocation: Invocation) -> None:
         """Check the key before a request is read. Raises InferenceError (401)."""
@@ -316,10 +299,5 @@ def _get_credentials(invocation: Invocation) -> tuple[bytes, bytes]:
     return invocation.metadata.get(b"authorization", b""), invocation.metadata.get(FORWARDED_FROM_HEADER, b"")
 
 
-def _format_caller(caller: Caller, invocation: Invocation) -> str:
-    """The caller and its address as known to the ingress, for the record of changes."""
-    return format_origin(caller.name, invocation.get_metadata(FORWARDED_FROM_HEADER))
-
-
-def _can_see(caller: Caller, model: str) -> bool:
-    return caller.models is None or model in caller.models
+def _format_origin(caller: Caller, invocation: Invocation) -> str:
+    return format_origin(caller.name, invocation.metadata.get(FORWARDED_FROM_HEADER, b"").decode("latin-1"))

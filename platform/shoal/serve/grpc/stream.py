@@ -76,7 +76,7 @@ class StreamLifecycle(RequestLifecycle):
         if len(self._buffer) < HEAD_BYTES:
             return None
         size_bytes = int.from_bytes(self._buffer[1:HEAD_BYTES], "big")
-        if size_bytes > (limit := self._limits.max_body_bytes):
+        if size_bytes > (limit := self.limits.max_body_bytes):
             raise InferenceError(413, f"the message has {size_bytes} bytes, the limit is {limit}")
         end = HEAD_BYTES + size_bytes
         return end if len(self._buffer) >= end else None
@@ -114,10 +114,10 @@ class StreamLifecycle(RequestLifecycle):
 
     def poll(self, now_s: float) -> None:
         """Check that a message's rest arrives in time, that answers are taken, and that the client is connected."""
-        if self._sending_since_s is not None and now_s - self._sending_since_s > self._limits.answer_grace_s:
+        if self._sending_since_s is not None and now_s - self._sending_since_s > self.limits.answer_grace_s:
             self._cancel(Disconnected())
         if self._asking:
-            if self._message_since_s is not None and now_s - self._message_since_s > self._limits.body_deadline_s(
+            if self._message_since_s is not None and now_s - self._message_since_s > self.limits.body_deadline_s(
                 len(self._buffer)
             ):
                 self._cancel(self._slow_body_error(len(self._buffer)))
@@ -125,7 +125,7 @@ class StreamLifecycle(RequestLifecycle):
             self._ahead = asyncio.get_running_loop().create_task(self._read_ahead())
 
     async def _read_ahead(self) -> None:
-        while len(self._buffer) < self._limits.max_body_bytes and self._append_message(await self._receive()):
+        while len(self._buffer) < self.limits.max_body_bytes and self._append_message(await self._receive()):
             pass
 
     def close(self) -> None:

@@ -13,20 +13,19 @@ from typing import Any, TypeVar
 import msgspec
 
 from shoal.errors import InferenceError
-from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
-from shoal.open_inference.messages import (
-    IndexedModel,
-    IndexRequest,
-    RepositoryRequest,
-    ServerMetadata,
-    Statistics,
-)
-from shoal.serve.http.messages import RestRequest
+from shoal.open_inference.episodes import EpisodeRequest
+from shoal.open_inference.messages import IndexRequest, RepositoryRequest, ServerMetadata, Statistics
 from shoal.serve.http.response import RestResponse, build_json_response
-from shoal.serve.http.routes import RouteAction
+from shoal.serve.http.routes import RouteAction, RouteTarget
 from shoal.serve.messages.inference import Caller, ModelManagerProtocol
 from shoal.serve.protocol.infer_call import resolve_version
-from shoal.serve.protocol.model_metadata import EXTENSIONS, build_metadata, build_model_config
+from shoal.serve.protocol.model_metadata import (
+    EXTENSIONS,
+    build_metadata,
+    build_model_config,
+    list_index,
+    list_statistics,
+)
 from shoal.serve.protocol.prometheus import CONTENT_TYPE
 
 T = TypeVar("T")
@@ -44,63 +43,61 @@ class RestHandlers:
     def __init__(self, host: ModelManagerProtocol, metrics: Callable[[Caller], bytes] | None) -> None:
         self._manager, self._metrics = host, metrics
 
-    async def handle(self, request: RestRequest, body: bytes) -> RestResponse:
-        """Answer a request. Raises InferenceError."""
-        caller, name = request.caller, request.target.model or ""
-        match request.target.action:
+    async def answer(self, target: RouteTarget, caller: Caller, origin: str, body: bytes) -> RestResponse:
+        """Answer a request. Raises InferenceError.
+
+        origin: the caller and its address as known to the ingress, for the record of changes
+        """
+        match target.action:
             case RouteAction.LIVE:
                 return build_json_response({"live": True})
             case RouteAction.READY:
-                return self._answer_ready()
+                if not self._manager.is_ready:
+                    raise InferenceError(503, "no model has weights yet; try again later")
+                return build_json_response({"ready": True})
             case RouteAction.SERVER:
                 return build_json_response(ServerMetadata("shoal", "2", EXTENSIONS))
             case RouteAction.OPENAPI:
                 return RestResponse(200, openapi_document())
             case RouteAction.METRICS:
-                return self._render_metrics(caller)
+                if self._metrics is None:
+                    raise InferenceError(404, "this endpoint has no metrics")
+                return RestResponse(200, self._metrics(caller), CONTENT_TYPE)
             case RouteAction.MODEL | RouteAction.MODEL_READY | RouteAction.MODEL_CONFIG:
-                return self._describe_model(request)
+                return self._describe_model(target)
             case RouteAction.STATISTICS:
-                return build_json_response(Statistics(self._statistics(request)))
+                statistics = list_statistics(self._manager, caller, target.model, target.version)
+                return build_json_response(Statistics(statistics))
             case RouteAction.INDEX:
-                return build_json_response(self._index(_decode_body(body, IndexRequest), caller))
+                is_ready = _decode_body(body, IndexRequest).ready
+                return build_json_response(list_index(self._manager, caller, is_ready))
+        return build_json_response(await self._act(target, caller, origin, body))
+
+    async def _act(self, target: RouteTarget, caller: Caller, origin: str, body: bytes) -> object:
+        """What needs the controller, or the gateway of a run."""
+        match target.action:
             case RouteAction.LOAD:
-                await self._manager.load(
-                    name, _decode_body(body, RepositoryRequest).parameters or {}, request.caller_origin
-                )
-                return build_json_response({})
+                parameters = _decode_body(body, RepositoryRequest).parameters or {}
+                await self._manager.load(target.model or "", parameters, origin)
+                return {}
             case RouteAction.UNLOAD:
-                await self._manager.unload(name, request.caller_origin)
-                return build_json_response({})
+                await self._manager.unload(target.model or "", origin)
+                return {}
             case RouteAction.STATUS:
-                return build_json_response(await self._manager.status())
+                return await self._manager.status()
             case RouteAction.ROLLOUT:
-                return build_json_response(
-                    await self._manager.administer(_decode_body(body, dict[str, Any]), request.caller_origin)
-                )
+                return await self._manager.administer(_decode_body(body, dict[str, Any]), origin)
             case RouteAction.EPISODES:
-                return build_json_response(await self._take_episode(_decode_body(body, EpisodeRequest), caller))
-        raise AssertionError(request.target.action)
+                step = _decode_body(body, EpisodeRequest)
+                if not caller.can_see(step.model):
+                    raise InferenceError(403, f"this key is not for model {step.model[:200]!r}")
+                return await self._manager.take_episode(step)
+        raise AssertionError(target.action)
 
-    def _answer_ready(self) -> RestResponse:
-        if not self._manager.is_ready:
-            raise InferenceError(503, "no model has weights yet; try again later")
-        return build_json_response({"ready": True})
-
-    async def _take_episode(self, wanted: EpisodeRequest, caller: Caller) -> EpisodeAnswer:
-        if not _can_see(caller, wanted.model):
-            raise InferenceError(403, f"this key is not for model {wanted.model[:200]!r}")
-        return await self._manager.take_episode(wanted)
-
-    def _render_metrics(self, caller: Caller) -> RestResponse:
-        if self._metrics is None:
-            raise InferenceError(404, "this endpoint has no metrics")
-        return RestResponse(200, self._metrics(caller), CONTENT_TYPE)
-
-    def _describe_model(self, request: RestRequest) -> RestResponse:
-        model = self._manager.get_model(request.target.model or "")
-        version = resolve_version(model, request.target.version) or model.version
-        match request.target.action:
+    def _describe_model(self, target: RouteTarget) -> RestResponse:
+        model = self._manager.get_model(target.model or "")
+        version = resolve_version(model, target.version) or model.version
+        match target.action:
             case RouteAction.MODEL:
                 return build_json_response(build_metadata(model))
             case RouteAction.MODEL_CONFIG:
@@ -109,26 +106,6 @@ class RestHandlers:
             raise InferenceError(503, f"model {model.name!r} has no weights yet; try again later")
         headers = [(b"shoal-model-version", b"%d" % version)]
         return RestResponse(200, msgspec.json.encode({"name": model.name, "ready": True}), headers=headers)
-
-    def _statistics(self, request: RestRequest) -> list[Any]:
-        name, text = request.target.model, request.target.version
-        if name is None:
-            models = [model for model in self._manager.list_models() if _can_see(request.caller, model.name)]
-            return [each for model in models for each in model.statistics()]
-        model = self._manager.get_model(name)
-        version = resolve_version(model, text)
-        return [each for each in model.statistics() if version is None or each.version == str(version)]
-
-    def _index(self, wanted: IndexRequest, caller: Caller) -> list[IndexedModel]:
-        return [
-            IndexedModel(entry.name, entry.version, entry.state, entry.reason)
-            for entry in self._manager.list_repository()
-            if _can_see(caller, entry.name) and (entry.state == "READY" or not wanted.ready)
-        ]
-
-
-def _can_see(caller: Caller, model: str) -> bool:
-    return caller.models is None or model in caller.models
 
 
 def _decode_body(body: bytes, kind: type[T]) -> T:

@@ -1,9 +1,8 @@
 """The Open Inference Protocol v2 over HTTP, as a bare ASGI application; `routes` lists its paths.
 
-Owns the path of a request and of an inference; `admin` answers all other requests. Every error is
-`{"error": "..."}`. Every answer of a model names its version in the body and in the header `shoal-model-version`.
-Called by an HTTP server: the replica's, or a test's. Knows the models only through `ModelManagerProtocol`, and tensors
-only through `HttpCodec`. No Ray, no torch, no framework.
+Owns what every request needs: its path, its caller, the answer to an error, and sending. `inference` answers
+inferences, `admin` all other requests. Every error is `{"error": "..."}`. Called by an HTTP server: the replica's, or a
+test's. Knows the models only through `ModelManagerProtocol`. No Ray, no torch, no framework.
 
     400 not a request         401 no key               403 not with this key     404 no such path, model, version
     405 method                408 body too slow        410 an episode's end      413 too large
@@ -13,51 +12,19 @@ only through `HttpCodec`. No Ray, no torch, no framework.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
 
 from shoal.errors import Closed, InferenceError
 from shoal.serve.http.admin import RestHandlers
-from shoal.serve.http.codec import HttpCodec
-from shoal.serve.http.messages import RestRequest, compress_response, send_response
-from shoal.serve.http.response import RestResponse, build_error_response, read_length
-from shoal.serve.http.routes import (
-    ADMIN_ACTIONS,
-    PEERS_PATH,
-    UNAUTHENTICATED_ACTIONS,
-    RouteAction,
-    RouteTarget,
-    match_route,
-)
-from shoal.serve.messages.inference import Caller, Disconnected, ModelManagerProtocol, ServedModelProtocol
+from shoal.serve.http.inference import InferenceHandler, read_body
+from shoal.serve.http.response import RestResponse, build_error_response
+from shoal.serve.http.routes import ADMIN_ACTIONS, PEERS_PATH, UNAUTHENTICATED_ACTIONS, RouteAction, match_route
+from shoal.serve.messages.inference import Caller, Disconnected, ModelManagerProtocol, format_origin
 from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
-from shoal.serve.protocol.infer_call import (
-    BATCH_HEADER,
-    GENERATION_HEADER,
-    LARGE_BYTES,
-    PEER_HEADER,
-    TENANT_HEADER,
-    ModelCodecs,
-    begin_call,
-    compute_deadline,
-    decode_in_thread,
-    has_large_arrays,
-    run_in_thread,
-    start_trace,
-)
-from shoal.serve.protocol.request_lifecycle import (
-    Receive,
-    RequestLifecycle,
-    RequestsInProgress,
-    Scope,
-    Send,
-    decompress_in_thread,
-)
+from shoal.serve.protocol.request_lifecycle import Receive, RequestLifecycle, RequestsInProgress, Scope, Send
 from shoal.serve.protocol.request_limits import RequestLimits
 
 if TYPE_CHECKING:
@@ -66,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ANONYMOUS = Caller("", models=frozenset())  # for paths without a key
+MAX_JOINED_BYTES = 1 << 16  # smaller parts are joined: another message costs more than the copy
 
 
 class RestApp:
@@ -73,6 +41,7 @@ class RestApp:
 
     metrics: builds the answer to GET /metrics, in Prometheus' text format; without it the path does not exist
     tracer:  traces inferences; without it none is traced
+    root:    the path before all of its own
     """
 
     def __init__(
@@ -85,16 +54,11 @@ class RestApp:
         tracer: Tracer | None = None,
         root: str = "",
     ) -> None:
-        """root: the path before all of its own"""
-        self._root = root
-        self._manager, self._access, self._tracer = host, access, tracer
-        self._limits = RequestLimits() if limits is None else limits
-        self._handlers = RestHandlers(host, metrics)
+        self._root, self._access = root, access
+        self._limits = limits or RequestLimits()
         self._in_progress = RequestsInProgress(self._limits)
-        # A JSON number of two bytes takes eight in the form that replicas send each other.
-        peers = dataclasses.replace(self._limits, max_body_bytes=8 * self._limits.max_body_bytes)
-        self._peers_in_progress = RequestsInProgress(peers)
-        self._codecs = ModelCodecs(HttpCodec)
+        self._inference = InferenceHandler(host, self._in_progress, tracer)
+        self._handlers = RestHandlers(host, metrics)
         self._statuses: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,7 +67,7 @@ class RestApp:
             return
         assert scope["type"] == "http", scope["type"]
         try:
-            answer = await self._handle(scope, receive)
+            answer = await self._answer(scope, receive)
         except InferenceError as error:
             answer = build_error_response(error)
         except Closed:
@@ -115,13 +79,13 @@ class RestApp:
             answer = build_error_response(InferenceError(500, f"this request failed: {type(error).__name__}: {error}"))
         if not scope["path"].startswith(PEERS_PATH):  # counted where the client has called
             self._statuses[answer.status] += 1
-        await send_response(answer, send)
+        await _send_response(answer, send)
 
     def get_status_counts(self) -> dict[int, int]:
         """The number of answers with each status."""
         return dict(self._statuses)
 
-    async def _handle(self, scope: Scope, receive: Receive) -> RestResponse:
+    async def _answer(self, scope: Scope, receive: Receive) -> RestResponse:
         path: str = scope["path"]
         root: str = scope.get("root_path", "") or self._root
         if root and path.startswith(root):
@@ -129,75 +93,24 @@ class RestApp:
         self._limits.check_head(path, scope["headers"])
         headers: dict[bytes, bytes] = dict(scope["headers"])
         target = match_route(path)
-        if target is None:
-            self._admit(headers, None)
-            raise InferenceError(404, f"no such path: {path[:200]!r}")
-        action = target.action
+        action, model = (target.action, target.model) if target else (None, None)
+        key, address = headers.get(b"authorization", b""), headers.get(FORWARDED_FROM_HEADER, b"")
         caller = ANONYMOUS
         if action not in UNAUTHENTICATED_ACTIONS:
-            caller = self._admit(headers, target.model, administrator=action in ADMIN_ACTIONS)
+            caller = self._access.admit(key, model, administrator=action in ADMIN_ACTIONS, origin=address)
+        if target is None:
+            raise InferenceError(404, f"no such path: {path[:200]!r}")
         if scope["method"] != target.method:
             error = InferenceError(405, f"{scope['method']} is not allowed here, {target.method} is")
             return build_error_response(error, allowed=target.method)
-        if action is RouteAction.INFER:
-            return await self._infer(target, headers, caller, receive)
-        if action is RouteAction.PEER_INFER:
-            caller = Caller(unquote(headers.get(TENANT_HEADER, b"").decode("latin-1")))
-            return await self._infer(target, headers, caller, receive, is_from_peer=True)
+        if action in (RouteAction.INFER, RouteAction.PEER_INFER):
+            return await self._inference.answer(target, headers, caller, receive)
         body = b""
         if target.method == "POST":
             # Not watched after the body: a load is not undone because its client has gone.
             with RequestLifecycle(self._in_progress, receive) as progress:
-                body = await self._read_body(progress, headers)
-        return await self._handlers.handle(RestRequest(target, headers, caller), body)
-
-    def _admit(self, headers: dict[bytes, bytes], model: str | None, *, administrator: bool = False) -> Caller:
-        authorization, address = headers.get(b"authorization", b""), headers.get(FORWARDED_FROM_HEADER, b"")
-        return self._access.admit(authorization, model, administrator=administrator, origin=address)
-
-    async def _infer(
-        self, target: RouteTarget, headers: dict[bytes, bytes], caller: Caller, receive: Receive,
-        is_from_peer: bool = False,
-    ) -> RestResponse:  # fmt: skip
-        name = target.model or ""
-        in_progress = self._peers_in_progress if is_from_peer else self._in_progress
-        with (
-            start_trace(self._tracer, "POST /v2/models/{model}/infer", name, headers) as trace,
-            RequestLifecycle(in_progress, receive) as progress,
-        ):
-            arrived_s = time.monotonic()
-            model = self._get_peer_model(name, headers) if is_from_peer else self._manager.get_model(name)
-            call = begin_call(model, target.version, headers, caller, trace)
-            header_length = read_length(headers, b"inference-header-content-length")
-            codec = self._codecs.get(model)
-            content = await self._read_body(progress, headers)
-            read_bytes = len(content) if header_length is None or codec.has_bytes_inputs else header_length
-            if read_bytes <= LARGE_BYTES:
-                codec.decode(call, content, header_length)
-            else:
-                await decode_in_thread(len(content), codec.decode, call, content, header_length)
-            call.deadline_s = compute_deadline(arrived_s, call.timeout_us, headers, model.options.deadline_s)
-            prediction = await model.infer(call)
-            if trace is not None:
-                trace.record_prediction(prediction, call.num_rows)
-            raw = all(call.binary_of.values()) if call.binary_of else call.binary
-            is_large = has_large_arrays(prediction.outputs, raw=raw)
-            answered = call, prediction.outputs, prediction.version
-            answer = await run_in_thread(codec.encode, *answered) if is_large else codec.encode(*answered)
-            if is_from_peer:
-                batch = prediction.queued_s, prediction.computed_s, prediction.batch_rows
-                answer.headers.append((BATCH_HEADER, b"%.9g %.9g %d" % batch))
-            accepted = headers.get(b"accept-encoding")
-            return answer if accepted is None else await compress_response(answer, accepted)
-
-    def _get_peer_model(self, name: str, headers: dict[bytes, bytes]) -> ServedModelProtocol:
-        token, generation = headers.get(PEER_HEADER, b""), headers.get(GENERATION_HEADER, b"")
-        return self._manager.get_peer_model(name, token, generation)
-
-    async def _read_body(self, progress: RequestLifecycle, headers: dict[bytes, bytes]) -> bytes:
-        body = await progress.read_body(read_length(headers, b"content-length"))
-        encoding = headers.get(b"content-encoding")
-        return body if encoding is None else await decompress_in_thread(self._limits, body, encoding)
+                body = await read_body(progress, headers)
+        return await self._handlers.answer(target, caller, format_origin(caller.name, address.decode("latin-1")), body)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
@@ -206,3 +119,18 @@ async def _lifespan(receive: Receive, send: Send) -> None:
         await send({"type": f"{message['type']}.complete"})
         if message["type"] == "lifespan.shutdown":
             return
+
+
+async def _send_response(answer: RestResponse, send: Send) -> None:
+    body: memoryview | bytes = answer.body
+    parts, length = answer.parts, len(answer.body)
+    if parts:
+        length += sum(map(len, parts))
+        if length <= MAX_JOINED_BYTES:
+            body, parts = b"".join((body, *parts)), []
+    headers = [(b"content-type", answer.content_type), (b"content-length", b"%d" % length), *answer.headers]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    for part in parts:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        body = part
+    await send({"type": "http.response.body", "body": body})

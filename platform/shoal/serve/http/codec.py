@@ -51,14 +51,13 @@ class HttpCodec:
         self._schema = RequestSchema(inputs, outputs, max_rows, batch_dim)
         self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # have their elements read one by one
 
-    def decode(self, call: DecodedRequest, body: bytes, header_length: int | None = None) -> None:
-        """Decode a request into its call. `header_length`: of the JSON object, when bytes of tensors follow it.
+    def decode(self, body: bytes, header_length: int | None = None) -> DecodedRequest:
+        """Decode a request. `header_length`: of the JSON object, when bytes of tensors follow it.
 
         The arrays of binary tensors are views of `body`. Raises InferenceError (400, 422).
         """
         if header_length == 0:
-            self._decode_raw(call, body)
-            return
+            return self._decode_raw(body)
         rest = memoryview(b"")
         if header_length is not None:
             if header_length > len(body):
@@ -81,21 +80,27 @@ class HttpCodec:
             arrays[tensor.name] = self._schema.widen(tensor.name, arrays[tensor.name])
         if len(rest):
             raise InferenceError(400, f"the body has {len(rest)} bytes after the last tensor")
-        call.id, call.inputs, call.num_rows = request.id, arrays, self._schema.check_complete(arrays)
-        parameters = request.parameters or NO_PARAMETERS
-        call.timeout_us = parameters.get("timeout")
-        call.action, call.seed = parameters.get("action"), parameters.get("seed")
-        call.binary = _get_flag(parameters, "binary_data_output", False)
-        if not request.outputs:
-            return
-        call.outputs = self._schema.check_outputs(output.name for output in request.outputs)
-        call.binary_of = binary_of = {}
-        for output in request.outputs:
+        num_rows, parameters = self._schema.check_complete(arrays), request.parameters or NO_PARAMETERS
+        binary = _get_flag(parameters, "binary_data_output", False)
+        binary_of: dict[str, bool] = {}
+        outputs = self._schema.check_outputs(output.name for output in request.outputs or ())
+        for output in request.outputs or ():
             of_output = output.parameters or NO_PARAMETERS
             _reject_parameters(of_output, f"output {output.name!r}")
-            binary_of[output.name] = _get_flag(of_output, "binary_data", call.binary)
+            binary_of[output.name] = _get_flag(of_output, "binary_data", binary)
+        return DecodedRequest(
+            arrays,
+            num_rows,
+            outputs,
+            id=request.id,
+            timeout_us=parameters.get("timeout"),
+            action=parameters.get("action"),
+            seed=parameters.get("seed"),
+            binary=binary,
+            binary_of=binary_of,
+        )
 
-    def encode(self, call: DecodedRequest, arrays: Arrays, version: int) -> RestResponse:
+    def encode(self, request: DecodedRequest, arrays: Arrays, version: int) -> RestResponse:
         """Encode the JSON object of the answer, and the bytes of its binary tensors (views of the arrays), in order.
 
         Raises InferenceError (422) for an output that JSON cannot represent.
@@ -104,24 +109,24 @@ class HttpCodec:
         parts: list[memoryview | bytes] = []
         for spec in self._outputs:
             name, datatype = spec.name, spec.datatype
-            if call.outputs is not None and name not in call.outputs:
+            if request.outputs is not None and name not in request.outputs:
                 continue
             array = arrays[name]
             assert array.dtype == NUMPY_DTYPES[datatype], f"output {name!r}: expected {datatype}, got {array.dtype}"
-            if call.binary_of.get(name, call.binary):
+            if request.binary_of.get(name, request.binary):
                 part = to_binary(datatype, array)
                 parts.append(part)
                 tensors.append(OutputTensor(name, list(array.shape), datatype, {"binary_data_size": len(part)}))
             else:
                 data = to_json(name, datatype, array)
                 tensors.append(OutputTensor(name, list(array.shape), datatype, None, data))
-        body = _encode(InferResponse(self._model_name, str(version), tensors, call.id))
+        body = _encode(InferResponse(self._model_name, str(version), tensors, request.id))
         headers = [(b"shoal-model-version", b"%d" % version)]
         if parts:
             headers.append((b"inference-header-content-length", b"%d" % len(body)))
         return RestResponse(200, body, BINARY_TYPE if parts else JSON_TYPE, headers, parts)
 
-    def _decode_raw(self, call: DecodedRequest, body: bytes) -> None:
+    def _decode_raw(self, body: bytes) -> DecodedRequest:
         """Decode a raw body: one row of the only input; the answer is binary."""
         inputs = list(self._schema.inputs.values())
         if len(inputs) != 1:
@@ -149,7 +154,7 @@ class HttpCodec:
             array = from_binary(spec.name, spec.datatype, shape, body)
         arrays: dict[str, np.ndarray] = {}
         self._schema.check_tensor(spec.name, spec.datatype, shape, arrays)
-        call.inputs, call.num_rows, call.binary = {spec.name: array}, 1, True
+        return DecodedRequest({spec.name: array}, 1, binary=True)
 
 
 def _binary_size(tensor: InputTensor, available_bytes: int) -> int | None:

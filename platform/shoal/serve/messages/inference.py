@@ -159,6 +159,10 @@ class Caller:
     administrator: bool = False
     models: frozenset[str] | None = field(default=None)  # None: all
 
+    def can_see(self, model: str) -> bool:
+        """Whether its key is for this model."""
+        return self.models is None or model in self.models
+
 
 class Disconnected(Exception):
     """The client has disconnected."""

@@ -10,7 +10,9 @@ import logging
 import math
 import os
 import threading
+import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,10 +23,19 @@ import ray
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
 
 from shoal.cluster.admission import get_driver_id
-from shoal.cluster.capacity import get_head_address, gpu_share, gpus_by_possible_host, require_gpus
-from shoal.cluster.growth import find_growth
+from shoal.cluster.capacity import (
+    NODES_WAIT_S,
+    WaitLog,
+    describe_wait,
+    get_head_address,
+    gpu_share,
+    gpus_by_possible_host,
+    require_gpus,
+)
+from shoal.cluster.growth import count_waiting, count_waiting_groups, find_growth
 from shoal.cluster.ingress.serve_environment import prepare_ingress
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, error_summary, summarize_error
 from shoal.serve.controller.config import build_controller_config
@@ -32,15 +43,9 @@ from shoal.serve.controller.state import Event
 from shoal.serve.on_ray.bind_address import grpc_options, is_head
 from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.on_ray.ingress_front import list_sleeping, wait_until_routed
-from shoal.serve.on_ray.options import deployment_options
+from shoal.serve.on_ray.options import deployment_options, worker_bundles
 from shoal.serve.on_ray.replica_worker import ReplicaWorker
 from shoal.serve.on_ray.shared_cluster import end_application, join_serve, lock_serve
-from shoal.serve.on_ray.wanted_replicas import (
-    count_wanted,
-    describe_wanted,
-    submit_application,
-    wait_until_up,
-)
 from shoal.serve.spec.endpoint import DETACHED, EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
 from shoal.serve.spec.reach import EVERY_NODE
@@ -242,3 +247,54 @@ def build_application(
         warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
         deployment = serve.deployment(serve.ingress()(ReplicaWorker)).options(**deployment_options(spec))
     return deployment.bind(spec, live, controller)
+
+
+POLL_S = 0.25
+
+
+def submit_application(application: serve.Application, spec: EndpointSpec) -> DeploymentHandle:
+    """Give the application to Serve, which starts its replicas."""
+    target = serve.RunTarget(application, spec.name, spec.route_prefix or "/")
+    return serve.run_many([target], wait_for_applications_running=False)[0]
+
+
+def wait_until_up(spec: EndpointSpec, record: Callable[..., None] | None) -> None:
+    """Return when every replica answers; where nodes may be added, every one that has a place, and at least one.
+
+    Raises RuntimeError as `serve.run`, ClusterError when the first replica has no place within the spec's `wait`.
+
+    record: records an event; None where no nodes may be added
+    """
+    wait_s = NODES_WAIT_S if spec.wait is None else spec.wait
+    log, deadline = WaitLog(record or (lambda *_, **__: None), wait_s), time.monotonic() + wait_s
+    while True:
+        app = serve.status().applications.get(spec.name)
+        if app is None or app.status == ApplicationStatus.DEPLOY_FAILED:
+            raise RuntimeError("it was removed meanwhile" if app is None else app.message)
+        replicas: Counter[str] = Counter()
+        for deployment in app.deployments.values():
+            replicas.update(deployment.replica_states)
+        waiting = replicas["STARTING"] + replicas["PENDING_ALLOCATION"]
+        num_wanted = min(count_wanted(spec) or 0, waiting) if record else 0  # others may wait for the same, too
+        is_first_up = record is not None and replicas["RUNNING"] > 0 and replicas["STARTING"] <= num_wanted
+        if app.status == ApplicationStatus.RUNNING or is_first_up:
+            log.report("")
+            return
+        log.report(describe_wanted(num_wanted))
+        if num_wanted and time.monotonic() > deadline and not replicas["RUNNING"]:
+            problem = f"{spec.name!r} has no place, no nodes came within {wait_s:g} s"
+            raise ClusterError(f"{problem}: give it more with endpoint.wait=1h")
+        time.sleep(POLL_S)
+
+
+def count_wanted(spec: EndpointSpec) -> int | None:
+    """How many replicas have no place; None while that is not known."""
+    if spec.num_workers > 1:
+        return count_waiting_groups(worker_bundles(spec))
+    options = deployment_options(spec)["ray_actor_options"]
+    return count_waiting({"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0.0)})
+
+
+def describe_wanted(num_wanted: int) -> str:
+    """The number and why; "" for none."""
+    return f"{num_wanted} more replica{'s' * (num_wanted > 1)} wanted, {describe_wait()}" if num_wanted else ""

@@ -12,15 +12,18 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.util.metrics import Counter, Gauge
 
 from shoal.errors import ConfigError, ShoalError
 from shoal.gc_freeze import freeze_loaded_objects
+from shoal.plugins.find import find_extension
 from shoal.serve.http import fast_path
+from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.on_ray.bind_address import announce_http_address, is_head, patch_bind_addresses
 from shoal.serve.on_ray.controller_actor import RayControllerClient
-from shoal.serve.on_ray.metrics import RayMetrics
+from shoal.serve.protocol.prometheus import METRICS, series
 from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
-from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.endpoint import PREDICTORS, EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
 from shoal.serve.spec.reach import EVERY_NODE
 
@@ -43,12 +46,10 @@ class ReplicaWorker:
             require_reachable_peers(spec)
             announce_http_address(self._set_address)
         name = serve.get_replica_context().replica_id.unique_id
-        gang = None
-        if spec.num_workers > 1:
-            from shoal.serve.on_ray.gang_workers import start_gang
-
-            gang = await asyncio.to_thread(start_gang, spec)
-        self._replica = EndpointReplica(name, spec, live, controller, gang)
+        workers = None
+        if spec.split is not None:
+            workers = await asyncio.to_thread(find_extension(spec.split, PREDICTORS, {}), spec)
+        self._replica = EndpointReplica(name, spec, live, controller, workers)
         await self._replica.start()
         self._replica.watch_hangs(lambda: os._exit(1))  # Serve starts another one
         self._metrics: RayMetrics | None = None
@@ -102,3 +103,33 @@ def install_fast_path(spec: EndpointSpec, entrance: Application) -> None:
         problem = "gRPC needs a class of uvicorn's that this version of it does not have"
         remedy = "leave grpc_port out, or install uvicorn 0.34 to 0.54"
         raise ConfigError("grpc_port", spec.grpc_port, problem, remedy)
+
+
+class RayMetrics:
+    """The metrics of one replica."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        for name, metric in METRICS.items():
+            made = (metric.help, (*metric.labels, "replica"))
+            if metric.kind == "counter":
+                self._counters[name] = Counter(name, *made)
+            elif metric.kind == "gauge":
+                self._gauges[name] = Gauge(name, *made)
+        self._published: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def publish(self, report: ReplicaReport) -> None:
+        """Publish the counts since the last report, and the gauges."""
+        for name, labels, value in series(report):
+            if not isinstance(value, (int, float)):
+                continue
+            tags = {label: labels.get(label, "") for label in METRICS[name].labels} | {"replica": report.replica}
+            if name in self._gauges:
+                self._gauges[name].set(value, tags)
+                continue
+            key = name, tuple(tags.values())
+            told = self._published.get(key, 0.0)
+            if (more := value - told if value >= told else value) > 0.0:  # below it: the model was deployed again
+                self._counters[name].inc(more, tags)
+                self._published[key] = value

@@ -113,7 +113,7 @@ class AccessControl:
             self._counts[caller.name, "forbidden"] += 1
             problem = f"the key {caller.name!r} is for models; this takes the endpoint's token"
             raise self._record_failure(caller.name, 403, problem, model, origin)
-        if model is not None and caller.models is not None and model not in caller.models:
+        if model is not None and not caller.can_see(model):
             self._counts[caller.name, "forbidden"] += 1
             problem = f"the key {caller.name!r} is not for the model {model[:200]!r}"
             raise self._record_failure(caller.name, 403, problem, model, origin)

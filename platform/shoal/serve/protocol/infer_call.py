@@ -1,4 +1,4 @@
-"""What REST and gRPC do alike with an inference: its trace, options and codec, and large tensors off the loop.
+"""What REST and gRPC do alike with an inference: its trace, head, call and codec, and large tensors off the loop.
 
 Called by both applications, on the event loop, with headers or metadata, which have the same names. Knows the models
 only through `ServedModelProtocol`. Errors are InferenceErrors: 400 for an invalid value, 404 for an unknown version.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -27,15 +28,12 @@ from urllib.parse import unquote_to_bytes
 
 import numpy as np
 
+from shoal.batching.batcher import Prediction
 from shoal.errors import InferenceError
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import Signature
-from shoal.serve.messages.inference import (
-    Caller,
-    InferCall,
-    RequestTraceProtocol,
-    ServedModelProtocol,
-)
+from shoal.serve.messages.decoded_request import DecodedRequest
+from shoal.serve.messages.inference import Caller, InferCall, Outputs, ServedModelProtocol
 from shoal.serve.messages.model_errors import find_version
 from shoal.serve.protocol.model_metadata import to_tensor_metadata
 from shoal.serve.spec.model_options import ModelOptions
@@ -90,39 +88,68 @@ def start_trace(
     return tracer.start_request(name, model, *parent) or _NO_TRACE
 
 
-def begin_call(
-    model: ServedModelProtocol,
-    version: str | None,
-    headers: Mapping[bytes, bytes],
-    caller: Caller,
-    trace: RequestTraceProtocol | None,
-) -> InferCall:
-    """The call of a request whose tensors are not read yet. Raises InferenceError (400, 404).
+class InferenceHead:
+    """The head of an inference, checked before its tensors are read.
 
-    version: as requested; None or "" leaves it to the rollout
+    version:   as requested; None or "" leaves it to the rollout
+    arrived_s: by `time.monotonic()`; None: now
+
+    Raises InferenceError: 400 for an invalid value, 404 for an unknown version.
     """
-    call = InferCall({}, 0, tenant=caller.name, trace=trace)
-    if version:
-        call.version = resolve_version(model, version)
-    if track := headers.get(b"shoal-track"):
-        call.track = parse_track(track.decode("latin-1"))
-    if sticky := headers.get(b"shoal-sticky"):
-        call.sticky = parse_sticky(sticky.decode("latin-1"))
-    return call
+
+    __slots__ = ("_arrived_s", "_headers", "_model", "_sticky", "_tenant", "_trace", "_track", "_version")
+
+    def __init__(
+        self,
+        model: ServedModelProtocol,
+        version: str | None,
+        headers: Mapping[bytes, bytes],
+        caller: Caller,
+        trace: RequestTrace | None,
+        arrived_s: float | None = None,
+    ) -> None:
+        self._model, self._headers, self._tenant, self._trace = model, headers, caller.name, trace
+        self._arrived_s = time.monotonic() if arrived_s is None else arrived_s
+        self._version = resolve_version(model, version)
+        track, sticky = headers.get(b"shoal-track"), headers.get(b"shoal-sticky")
+        self._track = "" if track is None else track.decode("latin-1")
+        if self._track not in TRACKS:
+            raise InferenceError(400, f"shoal-track = {self._track[:40]!r}: expected stable or candidate")
+        self._sticky = parse_sticky(sticky.decode("latin-1")) if sticky else ""
+
+    async def infer(self, request: DecodedRequest, called_s: float | None = None) -> Prediction[Outputs]:
+        """Complete the call with the tensors of its request, and let the model answer it.
+
+        called_s: the deadline of the call that carries the request; None without one
+        Raises InferenceError, also 400 for a deadline that is none.
+        """
+        default_s = self._model.options.deadline_s
+        call = InferCall(
+            request.inputs,
+            request.num_rows,
+            request.outputs,
+            request.id,
+            request.timeout_us,
+            request.action,
+            request.seed,
+            request.binary,
+            request.binary_of,
+            version=self._version,
+            deadline_s=compute_deadline(self._arrived_s, request.timeout_us, self._headers, default_s, called_s),
+            tenant=self._tenant,
+            sticky=self._sticky,
+            track=self._track,
+            trace=self._trace,
+        )
+        prediction = await self._model.infer(call)
+        if self._trace is not None:
+            self._trace.record_prediction(prediction, call.num_rows)
+        return prediction
 
 
 def resolve_version(model: ServedModelProtocol, text: str | None) -> int | None:
     """The requested version; None, without a text, leaves the choice to the server. Raises InferenceError (404)."""
-    if not text:
-        return None
-    return find_version(model.name, text, model.versions)
-
-
-def parse_track(text: str) -> str:
-    """The side of a canary; "" leaves it to the rollout. Raises InferenceError (400)."""
-    if text not in TRACKS:
-        raise InferenceError(400, f"shoal-track = {text[:40]!r}: expected stable or candidate")
-    return text
+    return find_version(model.name, text, model.versions) if text else None
 
 
 def parse_sticky(text: str) -> str:
@@ -153,11 +180,7 @@ def compute_deadline(
     """
     wait_s = math.inf
     if timeout_us is not None:
-        if (
-            isinstance(timeout_us, bool)
-            or not isinstance(timeout_us, int)
-            or not 0 <= timeout_us < MAX_DEADLINE_MS * 1e3
-        ):
+        if type(timeout_us) is not int or not 0 <= timeout_us < MAX_DEADLINE_MS * 1e3:
             raise InferenceError(400, f"timeout = {str(timeout_us)[:40]!r}: expected microseconds")
         wait_s = timeout_us / 1e6 or math.inf
     if deadline := headers.get(b"shoal-deadline-ms"):
@@ -191,6 +214,15 @@ async def decode_in_thread(size_bytes: int, read: Callable[..., T], *arguments: 
 async def run_in_thread(work: Callable[..., T], *arguments: object) -> T:
     """Run `work(*arguments)` in its turn."""
     return await asyncio.get_running_loop().run_in_executor(_thread, work, *arguments)
+
+
+async def encode_outputs(
+    outputs: Mapping[str, np.ndarray], raw: bool, encode: Callable[..., T], *arguments: object
+) -> T:
+    """Run `encode(*arguments)`, in the thread for outputs that take long. `raw`: see `has_large_arrays`."""
+    if has_large_arrays(outputs, raw=raw):
+        return await run_in_thread(encode, *arguments)
+    return encode(*arguments)
 
 
 def has_large_arrays(arrays: Mapping[str, np.ndarray], *, raw: bool) -> bool:

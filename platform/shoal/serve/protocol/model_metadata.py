@@ -1,4 +1,4 @@
-"""The protocol's metadata of a model and its server, and the configuration extension.
+"""The protocol's metadata, configuration and statistics of models, and the index of the repository.
 
 Called by the REST application and the gRPC service, which write the same content. Pure.
 """
@@ -9,9 +9,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.open_inference.messages import PLATFORM, ModelMetadata, TensorMetadata
+from shoal.open_inference.messages import PLATFORM, IndexedModel, ModelMetadata, TensorMetadata, VersionStatistics
 from shoal.registry.manifest import TensorSignature
-from shoal.serve.messages.inference import ServedModelProtocol
+from shoal.serve.messages.inference import Caller, ModelManagerProtocol, ServedModelProtocol
+from shoal.serve.messages.model_errors import find_version
 
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
 
@@ -23,6 +24,27 @@ def build_metadata(model: ServedModelProtocol) -> ModelMetadata:
     return ModelMetadata(
         model.name, versions, PLATFORM, to_tensor_metadata(signature.inputs), to_tensor_metadata(signature.outputs)
     )
+
+
+def list_statistics(
+    manager: ModelManagerProtocol, caller: Caller, model: str | None, version: str | None
+) -> list[VersionStatistics]:
+    """The statistics of a model's versions, or of all models that the caller may see. Raises InferenceError (404)."""
+    if not model:
+        served = [each for each in manager.list_models() if caller.can_see(each.name)]
+    else:
+        served = [manager.get_model(model)]
+        version = str(find_version(model, version, served[0].versions)) if version else None
+    return [each for model in served for each in model.statistics() if not version or each.version == version]
+
+
+def list_index(manager: ModelManagerProtocol, caller: Caller, is_ready: bool) -> list[IndexedModel]:
+    """The repository's index, as far as the caller may see it; `is_ready`: only versions that can answer now."""
+    return [
+        IndexedModel(entry.name, entry.version, entry.state, entry.reason)
+        for entry in manager.list_repository()
+        if caller.can_see(entry.name) and (entry.state == "READY" or not is_ready)
+    ]
 
 
 def to_tensor_metadata(tensors: Sequence[TensorSignature]) -> list[TensorMetadata]:

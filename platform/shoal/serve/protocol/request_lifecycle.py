@@ -51,7 +51,7 @@ class RequestLifecycle:
     _watched = False
 
     def __init__(self, in_progress: RequestsInProgress, receive: Receive) -> None:
-        self._in_progress, self._receive, self._limits = in_progress, receive, in_progress.limits
+        self._in_progress, self._receive, self.limits = in_progress, receive, in_progress.limits
 
     def __enter__(self) -> Self:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -77,7 +77,7 @@ class RequestLifecycle:
         Raises InferenceError: 413 as soon as the body is, or is declared, too large, 408 when it is too slow, 400 when
         it ends early.
         """
-        limit = self._limits.max_body_bytes
+        limit = self.limits.max_body_bytes
         if length_bytes is not None and length_bytes > limit:
             raise InferenceError(413, f"the body has {length_bytes} bytes, the limit is {limit}")
         message = await self._receive()
@@ -124,11 +124,11 @@ class RequestLifecycle:
             if not self._watched:
                 self._watched = True
                 self.waits += (asyncio.get_running_loop().create_task(self._watch_disconnect()),)
-        elif now_s - self.since_s > self._limits.body_deadline_s(self._received_bytes):
+        elif now_s - self.since_s > self.limits.body_deadline_s(self._received_bytes):
             self._cancel(self._slow_body_error(self._received_bytes))
 
     def _slow_body_error(self, received_bytes: int) -> InferenceError:
-        limits, received = self._limits, f"{received_bytes} bytes have arrived"
+        limits, received = self.limits, f"{received_bytes} bytes have arrived"
         pace = f"{limits.body_grace_s:g} s, and one second for each {limits.min_body_bytes_per_s} bytes"
         return InferenceError(408, f"the body is too slow: {received}; it may take {pace}")
 

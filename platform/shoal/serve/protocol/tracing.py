@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError, InferenceError
 from shoal.serve.messages.inference import Disconnected
-from shoal.serve.spec.trace_destination import TraceDestination
+from shoal.serve.spec.endpoint import TraceDestination
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

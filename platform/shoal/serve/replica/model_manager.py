@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,13 +25,12 @@ from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, 
 from shoal.serve.messages.model_errors import unloaded_model
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.model.predictor import OpenTemplate, Predictor
-from shoal.serve.replica.live.follower import LiveFollower
+from shoal.serve.replica.cold_models import ColdModel, OnDemandRequests
+from shoal.serve.replica.live_follower import LiveFollower
 from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
+from shoal.serve.replica.model_memory import ModelMemory
 from shoal.serve.replica.model_statistics import ModelStatistics
-from shoal.serve.replica.on_demand.memory import ModelMemory
-from shoal.serve.replica.on_demand.peers import HttpTransport, PeerTransport
-from shoal.serve.replica.on_demand.requests import ColdModel, OnDemandRequests
-from shoal.serve.replica.repository_index import build_repository_index
+from shoal.serve.replica.peers import HttpTransport, PeerTransport
 from shoal.serve.replica.served_model import ServedModel
 from shoal.serve.replica.version_router import BatchGroup
 from shoal.serve.replica.watchers import ControllerClient
@@ -41,6 +40,7 @@ from shoal.serve.spec.model_source import LiveModel, RegisteredModel
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.tracing import Tracer
+
 
 DRAIN_POLL_S = 0.02
 ON_DEMAND_LOADS = 2, 16  # of models on demand, at a time; predictors kept for models that are built alike
@@ -428,3 +428,34 @@ class ModelManager:
 
     def _start_task(self, key: tuple[str, int], work: Coroutine[Any, Any, None]) -> None:
         self._tasks[key] = asyncio.get_running_loop().create_task(work)
+
+
+def build_repository_index(
+    plans: Iterable[ModelPlan],
+    loaded: Mapping[str, list[int]],
+    rejected: Mapping[str, RejectedVersion],
+    retiring: Iterable[str],
+    show_errors: bool,
+) -> list[RepositoryEntry]:
+    """List every planned version. A model on demand is READY: it is loaded when it is asked for.
+
+    loaded:   versions by model
+    retiring: models that only answer their pending requests
+    """
+    entries = []
+    for plan in plans:
+        name, versions = plan.name, loaded.get(plan.name, [])
+        entries += [RepositoryEntry(name, str(version), "READY") for version in versions]
+        error = rejected.get(name)
+        for version in plan.staged:
+            if version in versions:
+                continue
+            if error is not None and error.version == version:
+                reason = error.reason if show_errors else "it cannot be loaded: see the status"
+                entries.append(RepositoryEntry(name, str(version), "UNAVAILABLE", reason))
+            else:
+                entries.append(RepositoryEntry(name, str(version), "LOADING" if plan.signature is None else "READY"))
+        if not versions and not plan.staged:
+            reason = plan.reason if show_errors else ""
+            entries.append(RepositoryEntry(name, "", "UNAVAILABLE", reason or "no weights yet"))
+    return entries + [RepositoryEntry(name, "", "UNLOADING") for name in retiring]

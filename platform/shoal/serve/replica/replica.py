@@ -13,8 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -28,21 +27,19 @@ from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import Caller, InferCall, Outputs
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.model.device import device_lost
+from shoal.serve.model.formats.template import Template, TemplateConfig
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.prometheus import render
 from shoal.serve.protocol.request_lifecycle import EndpointApp
 from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.protocol.tracing import Tracer
 from shoal.serve.replica.model_manager import ModelManager
-from shoal.serve.replica.on_demand.peers import PeerTransport
+from shoal.serve.replica.peers import PeerTransport
 from shoal.serve.replica.version_router import BatchGroup
 from shoal.serve.replica.watchers import ControllerClient, PlanFollower
 from shoal.serve.scaling.replica_counts import LoadMeter, encode
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
-
-if TYPE_CHECKING:
-    from shoal.serve.gang.gang import Gang
 
 logger = logging.getLogger(__name__)
 # A thread that runs Python (a forward's own code, staging of weights) makes the event loop wait this long. The default
@@ -55,13 +52,35 @@ REPORT_REST_S = 0.02  # of models on demand, whose load changes several things a
 HEALTH_CHECK_S = 10.0  # within which a health check says that a forward hangs
 
 
+class ModelWorkers(Protocol):
+    """The started workers of a replica, between which its models are split. A library starts them: see `EndpointSpec`.
+
+    batches_in_flight: how many batches they compute at once
+    """
+
+    @property
+    def batches_in_flight(self) -> int: ...
+
+    def open_template(self, config: TemplateConfig) -> Template:
+        """Open a model on the workers. Raises ConfigError for what they do not share."""
+        ...
+
+    def check_health(self) -> None:
+        """Raise ShoalError when the replica is to be replaced."""
+        ...
+
+    def close(self) -> None:
+        """End the workers. Idempotent."""
+        ...
+
+
 class EndpointReplica:
     """`app` is the ASGI application, `manager` has its models, `servicer` answers gRPC. Await `start()` first.
 
     replica:    a name that no other replica has had
     live:       the models that follow the weights of a run, by name
     controller: the source of plans and the receiver of reports
-    gang:       its workers, if models are split between several; started, and closed with the replica
+    workers:    those that share its models, if there are several; closed with the replica
     peers:      reaches other replicas; None: over HTTP
 
     Set `address`, host:port, once its HTTP server listens. `start_error` is why it cannot serve: see `start`.
@@ -73,14 +92,14 @@ class EndpointReplica:
         spec: EndpointSpec,
         live: Mapping[str, LiveModel],
         controller: ControllerClient,
-        gang: Gang | None = None,
+        workers: ModelWorkers | None = None,
         peers: PeerTransport | None = None,
     ) -> None:
         """Run it on the event loop that will serve."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         limit_device_memory(spec.num_gpus or 0.0)
         torch.set_num_threads(spec.torch_threads)  # of this thread, for the forwards that the batcher runs here
-        self._spec, self._gang, self._is_closed = spec, gang, threading.Event()
+        self._spec, self._workers, self._is_closed = spec, workers, threading.Event()
         self.address = self.start_error = ""
         self._access = AccessControl(
             spec.token.get_secret_value() if spec.token is not None else None,
@@ -89,15 +108,11 @@ class EndpointReplica:
         )
         limits = RequestLimits(max_body_bytes=spec.max_body_bytes)
         self._batcher: Batcher[BatchGroup, InferCall, Outputs] = Batcher(
-            slots=1 if gang is None else gang.batches_in_flight,
+            slots=1 if workers is None else workers.batches_in_flight,
             on_thread_start=lambda: torch.set_num_threads(spec.torch_threads),
         )
         self._tracer = Tracer(spec.trace, spec.name, replica) if spec.trace else None
-        share = None
-        if gang is not None:
-            from shoal.serve.gang.template import GangTemplate  # here: other replicas need no plans
-
-            share = partial(GangTemplate, gang=gang)
+        share = None if workers is None else workers.open_template
         self.manager = ModelManager(replica, spec, live, self._batcher, controller, self._tracer, share, peers)
         self._rest = RestApp(
             self.manager,
@@ -148,8 +163,8 @@ class EndpointReplica:
         self.manager.check_health()
         if device_lost.is_set():
             raise ShoalError("the GPU fails since an error in a forward, which the log of this replica has")
-        if self._gang is not None:
-            self._gang.check_health()
+        if self._workers is not None:
+            self._workers.check_health()
         if (computing_s := self._batcher.computing_s) > self._spec.hang_s:
             raise ShoalError(f"a forward has taken {computing_s:.1f} s, and hang_s is {self._spec.hang_s:g}")
         most_gib = self._spec.max_memory_gib
@@ -190,8 +205,8 @@ class EndpointReplica:
         self._is_closed.set()
         await self._follower.close()
         self.manager.close()
-        if self._gang is not None:
-            await asyncio.to_thread(self._gang.close)
+        if self._workers is not None:
+            await asyncio.to_thread(self._workers.close)
         self._batcher.close(timeout_s=2.0)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

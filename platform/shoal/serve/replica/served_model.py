@@ -30,7 +30,7 @@ from shoal.serve.model.formats.size_limits import NO_LIMITS
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.protocol.tracing import CLIENT_GONE
 from shoal.serve.replica.fallback_predictor import FallbackPredictor, is_model_error
-from shoal.serve.replica.live.versions import LiveVersionSelector
+from shoal.serve.replica.live_versions import LiveVersionSelector
 from shoal.serve.replica.loader import BuiltModel
 from shoal.serve.replica.model_statistics import ForwardTimes, ModelStatistics
 from shoal.serve.replica.shadow import ShadowTraffic

@@ -14,17 +14,78 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from itertools import accumulate
 from statistics import median
-from typing import Literal
+from typing import Literal, Protocol
 
-from shoal.batching.replica_set import SustainableRates, tabulate
-from shoal.batching.simulate import ForwardTime
-from shoal.serve.scaling.budget import Budget
-from shoal.serve.spec.scale import ScaleSpec
+from shoal.batching.latency_model import ForwardTime
+from shoal.plugins.find import find_extension
+from shoal.serve.spec.scale import MINUTES_PER_WEEK, ScaleSpec
 
+
+class Budget:
+    """spent_s: replica-seconds, charged until `charged_s`; both may be those of an earlier object of this `period`."""
+
+    def __init__(self, spec: ScaleSpec, charged_s: float | None = None, spent_s: float = 0.0) -> None:
+        hours, self.period = spec.budget_hours
+        self._budget_s = hours * 3600
+        self._floors = spec.list_week_floors()
+        self._reserved = [0, *accumulate(each * 60 for each in self._floors)]
+        self.charged_s, self.spent_s = charged_s, spent_s
+
+    def spend(self, replicas: int, now_s: float) -> None:
+        """Charge replicas that ran until now, since the last call."""
+        start_s, since_s = self._find_start(now_s), now_s if self.charged_s is None else self.charged_s
+        if since_s < start_s:
+            since_s, self.spent_s = start_s, 0.0
+        self.spent_s += replicas * (now_s - since_s)
+        self.charged_s = now_s
+
+    def is_available(self, now_s: float) -> bool:
+        """Whether replicas beyond `min` and the floors may run."""
+        return self.spent_s + self._reserve_s(now_s) < self._budget_s
+
+    def find_rejection_end(self, now_s: float) -> float:
+        """Until when it allows no replica: its next period, or the next floor; 0 when it allows one now."""
+        minute = math.floor(_count_minutes(now_s))
+        weeks_floors = (self._floors[(minute + each) % MINUTES_PER_WEEK] for each in range(MINUTES_PER_WEEK))
+        to_floor = next((number for number, floor in enumerate(weeks_floors) if floor), None)
+        if to_floor == 0 or self.is_available(now_s):
+            return 0.0
+        end_s = self._find_end(now_s)
+        return end_s if to_floor is None else min(end_s, math.floor(now_s / 60) * 60.0 + to_floor * 60)
+
+    def _find_start(self, now_s: float) -> float:
+        now = datetime.fromtimestamp(now_s, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+        return (now.replace(day=1) if self.period == "month" else now).timestamp()
+
+    def _reserve_s(self, now_s: float) -> float:
+        """What `min` and the floors take until the end of the period."""
+        return self._reserve_until(self._find_end(now_s)) - self._reserve_until(now_s)
+
+    def _find_end(self, now_s: float) -> float:
+        start = datetime.fromtimestamp(self._find_start(now_s), UTC)
+        end = (start.replace(day=28) + timedelta(days=4)).replace(day=1) if self.period == "month" else (
+            start + timedelta(days=1)
+        )  # fmt: skip
+        return end.timestamp()
+
+    def _reserve_until(self, now_s: float) -> float:
+        """Since the beginning of some week long ago."""
+        weeks, minute = divmod(_count_minutes(now_s), MINUTES_PER_WEEK)
+        before, after = self._reserved[int(minute)], self._reserved[int(minute) + 1]
+        return weeks * self._reserved[-1] + before + (minute % 1) * (after - before)
+
+
+def _count_minutes(now_s: float) -> float:
+    """Since the beginning of some week long ago."""
+    return now_s / 60 - 4 * 24 * 60  # 1970 began on a Thursday: four days before a Monday
+
+
+GROUP = "shoal.capacity"  # of entry points; the library `capacity` simulates
 UP_WINDOW_S = 5.0
 DOWN_WINDOW_S = 60.0
 CATCH_UP_S = 5.0
@@ -78,6 +139,15 @@ class Decision:
     requests_per_s: float = 0.0
 
 
+class CapacityModel(Protocol):
+    """The rates that replicas sustain, of the seconds of forwards over 1, 2, ... requests and of the seconds that the
+    99th percentile must not exceed."""
+
+    def count_replicas(self, requests_per_s: float, most: int) -> int:
+        """The least number of replicas that meets the objective at this rate; `most` where none does."""
+        ...
+
+
 class ScalePolicy:
     """`decide` is called with the present load, in the order of time, about once a second."""
 
@@ -90,7 +160,8 @@ class ScalePolicy:
         self._history: deque[tuple[float, float, float]] = deque()  # time, requests and loop time until then
         self._needs: deque[tuple[float, int]] = deque()  # time and need, later needs lower
         self._curve: tuple[tuple[int, float], ...] = ()
-        self._rates: SustainableRates | None = None
+        self._make_capacity: Callable[[list[float], float], CapacityModel] = find_extension("simulated", GROUP, {})
+        self._capacity: CapacityModel | None = None
         self._requested_s = self._learned_s = -math.inf
         self._began_s, self._planned = math.inf, -1
 
@@ -106,7 +177,7 @@ class ScalePolicy:
         self._needs.append((load.now_s, need))
         while self._needs[0][0] < load.now_s - DOWN_WINDOW_S:
             self._needs.popleft()
-        reason: Reason = "load" if self._rates is not None else "unmeasured"
+        reason: Reason = "load" if self._capacity is not None else "unmeasured"
         return self._bound(self._needs[0][1], reason, rate, load)
 
     def _count(self, load: EndpointLoad) -> None:
@@ -150,14 +221,15 @@ class ScalePolicy:
         ):
             return
         self._curve, self._learned_s = curve, now_s
-        self._rates = SustainableRates(tabulate(ForwardTime(curve), max(rows for rows, _ in curve)), self._objective_s)
+        seconds = ForwardTime(curve).tabulate(max(rows for rows, _ in curve))
+        self._capacity = self._make_capacity(seconds, self._objective_s)
 
     def _find_need(self, rate: float, loop_share: float, waiting: float, load: EndpointLoad) -> int:
-        if self._rates is None:  # as many as there are, until the first forward is measured
+        if self._capacity is None:  # as many as there are, until the first forward is measured
             return max(1, min(load.planned, self._spec.max)) if rate or waiting or load.planned else 0
         # Half an objective's worth of waiting requests is normal.
         backlog = max(0.0, waiting - rate * self._objective_s / 2)
-        need = self._rates.count_replicas(rate * RATE_MARGIN + backlog / CATCH_UP_S, self._spec.max)
+        need = self._capacity.count_replicas(rate * RATE_MARGIN + backlog / CATCH_UP_S, self._spec.max)
         return min(self._spec.max, max(need, math.ceil(loop_share / MAX_LOOP_SHARE)))
 
     def _bound(self, need: int, reason: Reason, rate: float, load: EndpointLoad) -> Decision:

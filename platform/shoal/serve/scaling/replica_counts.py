@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.batching.batcher import BatcherCounts
-from shoal.batching.simulate import ForwardTime, Measured
+from shoal.batching.latency_model import ForwardTime, Measured
 from shoal.serve.scaling.policy import ReplicaLoad
 
 RETAINED = 0.9  # of the models' past shares, at each report

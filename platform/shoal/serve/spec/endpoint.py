@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -19,12 +21,40 @@ from pydantic import (
 from shoal.cluster.ingress.time_limits import DRAIN_S, HANG_S, HARD_STOP_S, get_answer_s
 from shoal.config import Spec, merge
 from shoal.errors import ConfigError
+from shoal.plugins.library import collect_extensions
 from shoal.runs.formatting import Duration, Size
 from shoal.serve.spec.api_key import ApiKey, digest, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.reach import EVERY_NODE, LOOPBACK, Reach, TlsOptions
 from shoal.serve.spec.scale import MAX_REPLICAS, ScaleSpec
-from shoal.serve.spec.trace_destination import TraceDestination
+
+
+@dataclass(frozen=True)
+class TraceDestination:
+    """The destination of spans. target: a URL, or a folder."""
+
+    kind: Literal["otlp", "file"]
+    target: str
+    ratio: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> TraceDestination:
+        """Parse a destination. Raises ConfigError."""
+        parts = urlsplit(text)
+        remedy = "otlp://HOST:PORT, otlps://HOST:PORT or file:FOLDER, with ?ratio=0.01 if not all"
+        try:
+            ratio = float(parse_qs(parts.query, strict_parsing=True)["ratio"][0]) if parts.query else 1.0
+        except (KeyError, ValueError):
+            raise ConfigError("trace", text, "has text after ? that is not ratio=NUMBER", remedy) from None
+        if not 0.0 <= ratio <= 1.0:
+            raise ConfigError("trace", text, "the ratio is not between 0 and 1", remedy)
+        match parts.scheme:
+            case "otlp" | "otlps" if parts.netloc:
+                scheme = "http" if parts.scheme == "otlp" else "https"
+                return cls("otlp", f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/v1/traces", ratio)
+            case "file" if parts.path:
+                return cls("file", parts.path, ratio)
+        raise ConfigError("trace", text, "is not a destination of traces", remedy)
 
 
 def _require_countable_gpus(num_gpus: float) -> float:
@@ -34,6 +64,7 @@ def _require_countable_gpus(num_gpus: float) -> float:
 
 
 GangSplit = Literal["pipeline", "tensor"]
+PREDICTORS = "shoal.predictors"  # the extensions that start the workers of a replica, by how they split models
 GpuCount = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_require_countable_gpus)]
 
 DETACHED = "detached"  # the lifetime of an endpoint that needs no driver
@@ -215,6 +246,8 @@ class EndpointSpec(Reach):
                 raise ValueError(f"parallel = {self.parallel!r} splits models between workers: give num_workers = 2")
             return self
         problem = f"num_workers = {self.num_workers} splits models between processes on CPUs"
+        if self.split not in collect_extensions(PREDICTORS):
+            raise ValueError(f"{problem}, which no library does here: give num_workers = 1, or install shoal complete")
         if self.num_gpus or self.needs_cuda:
             raise ValueError(f"{problem}: leave out num_gpus, device: cuda and cuda_graphs")
         if self.memory is not None:

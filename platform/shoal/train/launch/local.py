@@ -22,9 +22,8 @@ from shoal.parallel import World
 from shoal.parallel.layers.precision import check_precision
 from shoal.random_state import preserve_rng
 from shoal.runs import Run, RunRecorder, Status
-from shoal.train.launch.parameter_server import fit_replicas
 from shoal.train.launch.shutdown_signal import TORCHRUN, shutdown_event
-from shoal.train.launch.training_run import TrainingRun
+from shoal.train.launch.training_run import TrainingRun, find_launcher
 from shoal.train.launch.validate import validate_run
 from shoal.train.loop.components import set_threads
 from shoal.train.loop.trainer import Trainer
@@ -53,7 +52,8 @@ class LocalBackend:
 
     def attempt(self, run: TrainingRun) -> TrainResult:
         if run.spec.has_replicas:
-            return fit_replicas(run.spec, run.run_id, run.folder, run.log, self._should_stop)
+            launch = find_launcher(run.spec)
+            return launch(run.spec, run.run_id, run.folder, run.log, self._should_stop)
         task = make_task(run.spec.task, run.spec.args)
         trainer = Trainer(
             run.spec,

@@ -8,12 +8,14 @@ Called by `fit_locally`, whose back end is this process, and by `flows.training`
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.cost import PREDICTED
 from shoal.errors import RankLost
+from shoal.plugins.find import find_extension
 from shoal.runs import RunRecorder
 from shoal.train.launch.finalize import finalize_run
 from shoal.train.launch.validate import ValidatedRun
@@ -22,6 +24,7 @@ from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
+LAUNCHERS = "shoal.launchers"  # the group of the words that `SyncConfig.launch` may be
 _IDENTITY = re.compile(r"[0-9a-f]{8,}|\d+")  # of a process, a host or a port, which are others in each attempt
 
 
@@ -44,6 +47,34 @@ class Backend(Protocol):
     def predict_cost(self, spec: TrainSpec) -> dict[str, Any]:
         """The details of the event PREDICTED."""
         ...
+
+
+class LaunchReplicas(Protocol):
+    """Starts the processes of a run of replicas, and follows them to its end: what `SyncConfig.launch` names.
+
+    tick:       called a few times a second; what it raises ends the run
+    on_cluster: the processes are workers of the connected Ray cluster, rather than of this host
+
+    Raises RankLost when another attempt, from the newest checkpoint, may succeed.
+    """
+
+    def __call__(
+        self,
+        spec: TrainSpec,
+        run_id: str,
+        folder: Path,
+        log: EventLog,
+        should_stop: Callable[[], bool],
+        tick: Callable[[], object] = lambda: None,
+        *,
+        on_cluster: bool = False,
+    ) -> TrainResult: ...
+
+
+def find_launcher(spec: TrainSpec) -> LaunchReplicas:
+    """What launches a run of replicas. Raises ValueError when it cannot be imported."""
+    found: LaunchReplicas = find_extension(spec.applied_sync.launch, LAUNCHERS, {})
+    return found
 
 
 @dataclass

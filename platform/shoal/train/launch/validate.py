@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal.runs
-from shoal.cost.predict.fake_tensors import ModelTooLarge, build_small_model, use_fake_tensors
+from shoal.cost.fake_tensors import ModelTooLarge, build_small_model, use_fake_tensors
 from shoal.data import Data, Loader
 from shoal.data.dataset import is_stream, length_of
 from shoal.data.fingerprint import fingerprint

@@ -21,7 +21,7 @@ from rich.text import Text
 import shoal
 import shoal.runs
 from shoal.cli.commands.runs import is_resumable
-from shoal.cli.display import run_view, sweep_display, train_display
+from shoal.cli.display import run_view, train_display
 from shoal.cli.display.panels import RunView
 from shoal.cli.support.console import make_literal_console
 from shoal.cli.support.job_lookup import find_job, split_secret_overrides, validate_overrides
@@ -44,10 +44,9 @@ from shoal.config import format_override, last_override
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.flows.actor_processes import ActorProcesses
 from shoal.home import load_access_token
-from shoal.runs import Run, RunKind, Status
+from shoal.runs import Run, Status
 from shoal.runs.formatting import format_duration, format_number
 from shoal.runs.record.provenance import format_masked_command, make_command_variable
-from shoal.runs.sweep_trials import load_sweep
 
 ACTORS_END_S = 10.0
 REMOTE_TIMEOUT_S = 7 * 24 * 3600.0  # a job on a remote cluster
@@ -300,8 +299,8 @@ class RunSession:
                 Text.assemble(f"{name} ", (format_number(value), "bold")) for name, value in trained["metrics"].items()
             ]
             say(Text("evaluated ") + Text(", ").join(measured) if measured else "there was no validation data")
-        if record.kind is RunKind.SWEEP:
-            say(sweep_display.render_trials(load_sweep(record)))
+        if (shown := run_view.render_record(record)) is not None:
+            say(shown[1])
         if "solved" in events:
             seconds, steps = events["solved"]["seconds"], events["solved"]["steps"]
             told = f" {seconds:.1f} s after the first segment, with {steps:,} environment steps"

@@ -21,11 +21,11 @@ import torch
 from shoal.batch_tree import count_samples, tensors_of
 from shoal.cost.measure.memory import bytes_of, state_of, track_growth
 from shoal.cost.measure.op_counter import count_ops
-from shoal.cost.predict.single_device import preserve_process
 from shoal.cpu_count import count_usable_cores
 from shoal.data.dataset import length_of
 from shoal.data.loader import load_first_batch
 from shoal.errors import ConfigError, OutOfMemory
+from shoal.libs.planning.predict.single_device import preserve_process
 from shoal.parallel import World
 from shoal.runs.formatting import format_size as in_bytes
 from shoal.train.loop.components import TrainComponents, build_components

@@ -28,6 +28,7 @@ from shoal.libs.population.flow.build import MemberSet, Values, build_network, m
 from shoal.libs.population.flow.continuation import choose_spec, require_continuation
 from shoal.libs.population.flow.state import rank_members
 from shoal.libs.population.flow.trainer import PopulationTrainer
+from shoal.libs.population.lineage import Lineage
 from shoal.libs.population.member_rows import RowLayout
 from shoal.libs.population.row_optimizer import RowOptimizer
 from shoal.libs.population.row_store import plan_resident
@@ -36,7 +37,6 @@ from shoal.parallel.comm.world import choose_device
 from shoal.parallel.loss import get_value, split_mean
 from shoal.registry import ModelFactory, Registry
 from shoal.runs import RunRecorder
-from shoal.runs.lineage import Lineage
 from shoal.search.space import SearchSpace
 from shoal.train.export.model_entry import make_factory, make_model_name
 from shoal.train.launch.validate import ValidatedRun, validate_run

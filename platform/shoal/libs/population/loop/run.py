@@ -25,12 +25,12 @@ from shoal.flows.rl_policy import describe_policy_model, inspect_environment
 from shoal.libs.population.evolution import Decisions, Restart, build_evolution
 from shoal.libs.population.flow.continuation import choose_spec, require_continuation
 from shoal.libs.population.flow.state import PopulationState, describe_decisions
+from shoal.libs.population.lineage import Lineage
 from shoal.libs.population.loop.members import LoopMember, shrink_and_perturb
 from shoal.libs.population.loop.spec import RLPopulationSpec, require_local
 from shoal.random_state import preserve_rng
 from shoal.registry import Registry
 from shoal.runs import RunKind, RunRecorder
-from shoal.runs.lineage import Lineage
 from shoal.runs.report.event_messages import NO_CHECKPOINT
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec

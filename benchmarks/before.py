@@ -1,0 +1,95 @@
+"""What must not have become dearer, beside an earlier commit: CartPole, a segment's cost, sensors, a DDP step.
+
+    python -m benchmarks.before [--before REVISION] [--runs N] [--quick] [--only cartpole segment sensors step]
+
+Each tree runs its own benchmark, in its own checkout, with the same Python; the trees take turns, process after
+process. `benchmarks.serving.before` measures small requests in the same way.
+
+*cartpole*: seconds until CartPole-v1 is solved, gateway and learner in one process (`benchmarks.time_to_solve`), the
+same seeds on both sides. *segment*: what gateway and learner take of a processor for a step of experience, four actors
+(`benchmarks.experience`). *sensors*: the 99th percentile of an answer's latency, 1,000 sensors at 1 Hz
+(`benchmarks.stream`). *step*: a step of DDP over two ranks over the same step by hand (`benchmarks.training_step`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from benchmarks.children import OUR_PYTHON, ROOT, scratch
+from benchmarks.result import compare, options, write
+from benchmarks.step_before import checkout
+
+BEFORE = "609ce98a"
+BAR = 1.03
+TIMEOUT_S = 600.0
+CODE = """
+import json, sys
+from benchmarks.children import scratch
+run, quick = int(sys.argv[1]), sys.argv[2] == "True"
+with scratch() as folder:
+    {body}
+print("said", json.dumps(value))
+"""
+# The row's name, its unit, and how a tree finds the value.
+PROBES = {
+    "cartpole": (
+        "CartPole-v1 solved, without Ray",
+        "s",
+        """from benchmarks.time_to_solve import ours_without_ray
+    value = ours_without_ray(run, folder, 90.0).seconds""",
+    ),
+    "segment": (
+        "a step of experience, gateway and learner",
+        "µs",
+        """from benchmarks.experience import GAMES, measure_side
+    window = measure_side(GAMES["CartPole-v1"], "local", folder, 3.0, 3.0 if quick else 10.0)
+    value = 1e6 * window.run_cores / window.steps_per_s""",
+    ),
+    "sensors": (
+        "1,000 sensors at 1 Hz: answer, p99",
+        "ms",
+        """from benchmarks.stream import measure_latency
+    value = measure_latency(10.0 if quick else 40.0, folder)["p99"]""",
+    ),
+    "step": (
+        "step time, DDP, 2 workers, perceptron, over the step by hand",
+        "",
+        """from benchmarks.training_step import measure
+    ours, peer = measure("mlp", 2, 3 if quick else 12, folder)
+    value = ours / peer""",
+    ),
+}
+
+
+def measure(tree: Path, probe: str, run: int, quick: bool) -> float:
+    """What the benchmark of this tree finds."""
+    words = [OUR_PYTHON, "-c", CODE.format(body=PROBES[probe][2]), str(run), str(quick)]
+    path = os.pathsep.join(map(str, (tree / "platform", tree)))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    ran = subprocess.run(words, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if ran.returncode:
+        raise RuntimeError(f"{probe} of {tree} failed: {ran.stderr[-2000:]}")
+    return float(json.loads(ran.stdout.rpartition("said ")[2]))
+
+
+def main() -> None:
+    chosen = options(__doc__, runs=11, only=tuple(PROBES), before=BEFORE)
+    rows = []
+    with scratch() as folder, checkout(chosen.before, folder) as package:
+        for probe in chosen.only:
+            name, unit, _ = PROBES[probe]
+            ours, before = [], []
+            for run in range(chosen.runs):
+                sides = [(ours, ROOT), (before, package.parent)]
+                for values, tree in sides if run % 2 else reversed(sides):
+                    values.append(measure(tree, probe, run, chosen.quick))
+                print(f"{probe}: {ours[-1]:.4g}, before {before[-1]:.4g}", flush=True)
+            rows.append(compare(name, unit, "lower", ours, before, f"before ({chosen.before})", BAR, "ratio"))
+    write("before", rows, chosen.results)
+
+
+if __name__ == "__main__":
+    main()

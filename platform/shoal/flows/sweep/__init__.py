@@ -1,1 +1,0 @@
-"""Sweeps: many trials of one Task over a search space, on Ray Tune."""

@@ -1,0 +1,1 @@
+"""Asynchronous and elastic training: parameter servers, local SGD, DiLoCo, workers that join, Hogwild, peers."""

@@ -1,0 +1,72 @@
+"""A synchronizer whose replicas are processes of their own, which find each other through the run's controller.
+
+Owns a worker's two connections with the controller: for calls that are answered at once, and for pushes, whose answer
+may be awaited for long. The base of those for parameter servers, elastic training and rounds of peers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from shoal.errors import WorkerDeparted
+from shoal.libs.asynchronous.messages import ExchangeSignals, LeaveRun, StopRun
+from shoal.sync.rank_signals import RankSignals
+from shoal.sync.rpc import CurveKeys, RpcClient
+from shoal.sync.synchronizer import Synchronizer
+
+EXCHANGE_S = 0.25  # between two exchanges of signals
+CHIEF = 0
+
+
+class ControlledSync(Synchronizer):
+    """Worker `worker` of a run; the chief, which evaluates, saves and reports, is worker 0.
+
+    keys:       of the run, where its processes are on several hosts
+    again_s:    after which a push without an answer is sent again, on one host
+    is_noticed: whether this worker is to leave, between two steps
+    num_steps:  of this worker
+    """
+
+    def __init__(
+        self, worker: int, controller: str, timeout_s: float, keys: CurveKeys | None = None, again_s: float = 1.0
+    ) -> None:
+        self._worker, self.is_chief = worker, worker == CHIEF
+        self._controller = RpcClient(controller, timeout_s, keys=keys)
+        self._pushes = RpcClient(controller, timeout_s, again_s, keys)
+        self._incarnation = self._clock = 0
+        self._is_stopping = False
+        self.is_noticed: Callable[[], bool] = lambda: False
+        self.num_steps = 0
+        self.waited_s = 0.0
+        self._exchanged_s = time.monotonic()
+
+    def _leave_if_noticed(self) -> None:
+        """Raises WorkerDeparted."""
+        if self.is_noticed():
+            self._controller.call(LeaveRun(self._worker))
+            raise WorkerDeparted(f"worker {self._worker} left after {self.num_steps:,} steps of its own")
+
+    def _end_as_lost(self) -> NoReturn:
+        """This worker was taken for dead, as after its host could not be reached. Raises WorkerDeparted."""
+        problem = f"worker {self._worker} was taken for dead, and another has its place"
+        raise WorkerDeparted(problem, is_over=True)
+
+    def is_exchange_due(self) -> bool:
+        return self._is_stopping or time.monotonic() - self._exchanged_s > EXCHANGE_S
+
+    def exchange(self, mine: RankSignals) -> RankSignals:
+        self._exchanged_s = time.monotonic()
+        return self._controller.call(ExchangeSignals(self._worker, self.is_chief, mine))
+
+    def end(self) -> None:
+        """The chief has decided that the run ends."""
+        if self.is_chief:
+            self._controller.call(StopRun())
+        else:
+            self._controller.call(LeaveRun(self._worker))
+
+    def close(self) -> None:
+        self._controller.close()
+        self._pushes.close()

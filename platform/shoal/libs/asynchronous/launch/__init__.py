@@ -1,0 +1,1 @@
+"""The processes of a run of replicas: started, placed, replaced and ended."""

@@ -1,0 +1,266 @@
+"""A parameter server as a service: its calls over a socket, in one thread, in the order in which they come.
+
+Called by the process of a server. The controller's messages come over one connection and so in their order; pulls and
+snapshots of a version that is still to come are answered when it has come. The state goes to a file every few seconds,
+in the background, so that a server that died begins again from there, while workers wait for it and the others go on.
+A durable one also applies again what its log has since then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from shoal.atomic_file import replace_synced
+from shoal.errors import RankLost
+from shoal.libs.asynchronous.clock import Update
+from shoal.libs.asynchronous.messages import (
+    AppendGradient,
+    CommitUpdate,
+    DumpState,
+    FetchWeights,
+    GetAddress,
+    LoadServer,
+    NoteWritten,
+    PulledVersions,
+    PullVersions,
+    PushGradient,
+    ResumeServer,
+    ServerAddress,
+    StoreState,
+    StoreWeights,
+)
+from shoal.libs.asynchronous.parameter_server.compression import decompress
+from shoal.libs.asynchronous.parameter_server.server import ParameterServer
+from shoal.libs.asynchronous.parameter_server.update_log import GradientKey, UpdateLog
+from shoal.sync.rpc import LATER, CallId, CurveKeys, RpcClient, RpcService
+
+
+class ServerService:
+    """Serves `server`, number `index`, at `address`.
+
+    controller: the address of the run's
+    file:       of the state; None: nothing is kept for a second life
+    every_s:    between two writings of the state
+    keys:       of the run, where its processes are on several hosts
+    report:     receives what the optimizer raises: no process waits for the answer to an update
+    """
+
+    def __init__(
+        self,
+        address: str,
+        index: int,
+        server: ParameterServer,
+        controller: str,
+        timeout_s: float,
+        file: Path | None = None,
+        every_s: float = 5.0,
+        keys: CurveKeys | None = None,
+        report: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self._report = report
+        self._server, self._index, self._file, self._every_s = server, index, file, every_s
+        self._controller = RpcClient(controller, timeout_s, keys=keys)
+        self._log = UpdateLog(file) if file is not None and server.spec.durable else None
+        self._incarnation = 0
+        self._pulls: dict[CallId, PullVersions] = {}  # those that wait
+        self._dumps: dict[CallId, DumpState] = {}  # those that wait
+        self._snapshot_at = -1
+        self._snapshot = b""  # the state of the version `_snapshot_at`, as safetensors
+        self._stored: dict[int, tuple[int, bytes]] = {}  # by worker: the weights of a version
+        self._fetches: dict[CallId, FetchWeights] = {}  # those that wait
+        self._incarnations: dict[int, int] = {}  # by worker, of its newest push
+        self._written_s, self._written_version = time.monotonic(), -1
+        self._saved_version = self._noted_version = -1  # that is on the disk; that the controller knows to be there
+        self._writer: threading.Thread | None = None
+        self.service = RpcService(
+            address,
+            {
+                GetAddress: self._get_address,
+                LoadServer: self._load,
+                PullVersions: self._pull,
+                PushGradient: self._push,
+                AppendGradient: self._append,
+                StoreWeights: self._store_weights,
+                FetchWeights: self._fetch,
+                CommitUpdate: self._commit,
+                StoreState: self._store_state,
+                DumpState: self._dump,
+            },
+            keys,
+        )
+
+    def start(self) -> None:
+        """Begin, or begin again where the file is.
+
+        Raises ConnectionLost without a controller, and RankLost when it was on a host that is lost with its disk.
+        """
+        version = -1
+        if self._file is not None and self._file.exists():
+            self._server.load(safetensors.torch.load(self._file.read_bytes()))
+            version = self._server.version
+        resumed = self._controller.call(ResumeServer(self._index, version, self.service.address))
+        if resumed is None:
+            problem = f"server {self._index} has died, and its state is lost: there is no {self._file}"
+            raise RankLost(f"{problem}. The run goes on from its newest checkpoint")
+        self._incarnation = resumed.incarnation
+        for each in resumed.updates:
+            self._replay(each)
+        self._server.set_version(resumed.version)
+        self.service.start()
+
+    def _replay(self, update: Update) -> None:
+        """Apply an update that came after the state on disk. Its gradients are in the log."""
+        assert self._log is not None
+        for push in update.pushes:
+            key = GradientKey(push.worker, push.incarnation, push.clock)
+            gradient = torch.frombuffer(bytearray(self._log.read(key)), dtype=torch.float32)
+            self._server.memory.gradients[push.worker].copy_(gradient)
+        self._apply(update)
+
+    def _apply(self, update: Update) -> None:
+        self._server.commit(update)
+        if self._log is not None:
+            for push in update.pushes:
+                key = GradientKey(push.worker, push.incarnation, push.clock)
+                self._log.note_applied(key, update.sequence)
+
+    def close(self) -> None:
+        """End, and leave the newest state on disk. Idempotent."""
+        self.service.close()
+        self._controller.close()
+        self.wait_until_written()
+        if self._log is not None:
+            self._log.close()
+        if self._file is not None and self._written_version < self._server.version:
+            self._write(self._file)
+            self.wait_until_written()
+        self._server.close()
+
+    def wait_until_written(self) -> None:
+        """Wait for the writing of the state that is under way, if any."""
+        if self._writer is not None:
+            self._writer.join()
+
+    def _get_address(self, caller: CallId, request: GetAddress) -> ServerAddress:
+        return ServerAddress(self._server.memory.address, self._incarnation, self._server.parameters)
+
+    def _load(self, caller: CallId, request: LoadServer) -> None:
+        self._server.load(safetensors.torch.load(request.state))
+        if self._file is not None:
+            self._write(self._file)
+            self.wait_until_written()  # from here on it can come back
+
+    def _pull(self, caller: CallId, request: PullVersions) -> object:
+        if self._server.version < request.needed:
+            self._pulls[caller] = request
+            return LATER
+        self._server.remember_pull(request.worker, self._server.weights)
+        return PulledVersions(self._incarnation, self._server.memory.get_versions())
+
+    def _push(self, caller: CallId, request: PushGradient) -> None:
+        """One of an earlier life of the worker comes too late."""
+        worker, incarnation, _ = request.key
+        if incarnation >= self._incarnations.get(worker, 0):
+            self._incarnations[worker] = incarnation
+            if request.begin < request.end:
+                vector = self._server.memory.gradients[worker][request.begin : request.end]
+                decompress(self._server.spec.compression, request.payload, vector)
+            self._log_gradient(request.key)
+
+    def _append(self, caller: CallId, request: AppendGradient) -> None:
+        self._log_gradient(request.key)
+
+    def _log_gradient(self, key: GradientKey) -> None:
+        if self._log is not None:
+            gradient = self._server.memory.gradients[key.worker].numpy()
+            self._log.append(key, gradient.data.cast("B"))
+
+    def _store_weights(self, caller: CallId, request: StoreWeights) -> object:
+        if self._server.version == request.version:  # else updates were lost on the way, and come again
+            self._stored[request.worker] = request.version, self._server.copy_weights()
+            self._answer_fetches()
+        return LATER
+
+    def _fetch(self, caller: CallId, request: FetchWeights) -> object:
+        worker, version = request.worker, request.version
+        held_version, held = self._stored.get(worker, (-1, b""))
+        if request.incarnation == self._incarnation and held_version == version:
+            if self._server.spec.delay_compensation:
+                self._server.remember_pull(worker, torch.frombuffer(bytearray(held), dtype=torch.float32))
+            return held[4 * request.begin : 4 * request.end]
+        if request.incarnation != self._incarnation or self._server.version > version:
+            return None
+        if self._server.version == version:
+            self._stored[worker] = version, self._server.copy_weights()
+            return self._fetch(caller, request)
+        self._fetches[caller] = request
+        return LATER
+
+    def _answer_fetches(self) -> None:
+        for waiting, request in list(self._fetches.items()):
+            if request.version <= self._server.version:
+                del self._fetches[waiting]
+                self.service.reply(waiting, self._fetch(waiting, request))
+
+    def _commit(self, caller: CallId, request: CommitUpdate) -> object:
+        try:
+            self._apply(request.update)
+        except Exception as error:
+            self._report(error)
+            raise
+        for waiting, pull in list(self._pulls.items()):
+            if pull.needed <= self._server.version:
+                del self._pulls[waiting]
+                self.service.reply(waiting, self._pull(waiting, pull))
+        self._answer_fetches()
+        for waiting, dump in list(self._dumps.items()):
+            if dump.version <= self._server.version:
+                del self._dumps[waiting]
+                self.service.reply(waiting, self._dump(waiting, dump))
+        if self._file is not None and time.monotonic() - self._written_s > self._every_s:
+            self._write(self._file)
+        self._forget_saved()
+        return LATER  # the controller does not wait for an answer
+
+    def _store_state(self, caller: CallId, request: StoreState) -> object:
+        if self._server.version == request.version:  # else as weights
+            self._snapshot_at, self._snapshot = request.version, safetensors.torch.save(self._server.dump())
+        return LATER
+
+    def _dump(self, caller: CallId, request: DumpState) -> object:
+        if request.incarnation == self._incarnation and request.version == self._snapshot_at:
+            return self._snapshot
+        if request.incarnation != self._incarnation or self._server.version > request.version:
+            return None
+        if self._server.version == request.version:
+            return safetensors.torch.save(self._server.dump())
+        self._dumps[caller] = request
+        return LATER
+
+    def _write(self, file: Path) -> None:
+        """Write the present state in the background, unless the last one is still being written."""
+        if self._writer is not None and self._writer.is_alive():
+            return
+        if self._log is not None:
+            self._log.begin_segment()
+        self._written_s, self._written_version = time.monotonic(), self._server.version
+        arguments = file, safetensors.torch.save(self._server.dump()), self._written_version
+        self._writer = threading.Thread(target=self._save, args=arguments, name=f"state of server {self._index}")
+        self._writer.start()
+
+    def _save(self, file: Path, state: bytes, version: int) -> None:
+        replace_synced(file, state)
+        self._saved_version = version
+
+    def _forget_saved(self) -> None:
+        """What is in the state on disk need not be in the log, nor in the controller's list of updates."""
+        if self._log is not None and self._saved_version > self._noted_version:
+            self._noted_version = self._saved_version
+            self._log.remove_until(self._noted_version)
+            self._controller.call(NoteWritten(self._index, self._noted_version))

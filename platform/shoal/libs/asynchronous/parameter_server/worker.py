@@ -1,0 +1,298 @@
+"""The synchronizer of a worker in asynchronous training: pulls weights, pushes gradients, and waits only if it must.
+
+Owns the worker's connections. Called by the Trainer. On one host weights and gradients lie in shared memory, so a step
+costs one message to the controller and one to each server. Where a server's memory cannot be opened, they travel in the
+messages (`server_link`): the controller has every server hold the weights of one version for the worker, which fetches
+them, whatever updates come meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
+
+import msgspec
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.errors import SpecMismatch, TrainError
+from shoal.libs.asynchronous.clock import Push, Settings
+from shoal.libs.asynchronous.config import ServersConfig
+from shoal.libs.asynchronous.controlled import ControlledSync
+from shoal.libs.asynchronous.messages import (
+    DumpState,
+    FetchWeights,
+    GetVersion,
+    HoldWeights,
+    Join,
+    LoadServer,
+    LocateServer,
+    Prepare,
+    PullVersions,
+    PushAgain,
+    SetSteps,
+    TakeSnapshot,
+)
+from shoal.libs.asynchronous.parameter_server.partition import ParameterSlice, describe_parameters, plan_partition
+from shoal.libs.asynchronous.parameter_server.server import SETTINGS
+from shoal.libs.asynchronous.parameter_server.server_link import ServerLink
+from shoal.libs.asynchronous.parameter_server.shared_weights import WRITING
+from shoal.libs.asynchronous.parameter_server.update_log import GradientKey
+from shoal.sync.rpc import CurveKeys, RpcClient
+from shoal.sync.synchronizer import Replica, Traffic
+
+
+class ParameterServerSync(ControlledSync):
+    """Worker `worker` of a run with servers.
+
+    optimizer: its parameters get the weights, and its settings go with each push; its state is the servers'
+    servers:   their addresses; "" for one that the controller will know
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        spec: ServersConfig,
+        worker: int,
+        controller: str,
+        servers: Sequence[str],
+        timeout_s: float,
+        keys: CurveKeys | None = None,
+    ) -> None:
+        super().__init__(worker, controller, timeout_s, keys)
+        self._optimizer, self._partition = optimizer, plan_partition(optimizer, len(servers))
+        self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._spec: ServersConfig = spec
+        self._links: list[ServerLink] = []
+        for index, server in enumerate(servers):
+            locate = partial(self._controller.call, LocateServer(index))
+            client = RpcClient(server or locate(), timeout_s, keys=keys, locate=locate)
+            self._links.append(ServerLink(client, self._partition, index, worker, spec))
+        self._needed = self._version = self._steps = 0
+        self._accumulate = self._num_batches = spec.micro_batches  # on average, and in the present step
+        self._sums: list[Tensor | None] = []  # of the gradients of the micro-batches so far, by their weights
+        self._num_done, self._weight = 0, 0.0  # micro-batches; the sum of their weights
+        self._batch_began_s = self._computed_s = 0.0  # this micro-batch; all of the step
+        self._push: Push  # the newest
+        self.get_step_weight: Callable[[], float] = lambda: 1.0  # of the newest gradients: `ParallelModel.step_weight`
+
+    def begin(self, step: int) -> int:
+        self._open_servers()
+        joined = self._controller.call(Join(self._worker, self.is_chief))
+        self._incarnation, self._clock = joined.incarnation, joined.clock
+        self._needed, self._steps = joined.version, joined.steps
+        if not joined.has_weights:
+            self._steps = step // self._accumulate
+            self._load_servers(self._steps)
+        self._pull(self._parameters)
+        return self._accumulate * self._steps
+
+    def _open_servers(self) -> None:
+        """Open every server's memory: at the beginning, and again when one of them has begun another life."""
+        for link in self._links:
+            if link.open() != describe_parameters(self._optimizer):
+                problem = "has parameters of other shapes than the servers'"
+                raise SpecMismatch(
+                    "task", f"worker {self._worker}", problem, "every worker needs the same Task and args"
+                )
+
+    def before_step(self) -> None:
+        self._leave_if_noticed()
+        self._batch_began_s = time.perf_counter()
+        if not self._num_done:  # not in the middle of an accumulation
+            self._pull(self._parameters)
+        self._batch_began_s = time.perf_counter()
+
+    def _pull(self, parameters: Sequence[Tensor], chosen: range | None = None) -> None:
+        """The newest weights that all servers have, and at least those of the last update of this worker.
+
+        chosen: the parameters that are pulled; None: all
+        """
+        began_s = time.perf_counter()
+        while not (self._copy_shared if all(link.memory for link in self._links) else self._fetch)(parameters, chosen):
+            pass
+        self.waited_s += time.perf_counter() - began_s
+
+    def _copy_shared(self, parameters: Sequence[Tensor], chosen: range | None) -> bool:
+        """Copy the weights out of the servers' memory; whether they had a version in common until it was copied."""
+        for link in self._links:
+            link.client.send(PullVersions(self._worker, self._needed))
+        answers = [link.client.receive(PullVersions) for link in self._links]
+        if [each.incarnation for each in answers] != self._server_incarnations:
+            self._open_servers()
+            return False
+        version = max(set.intersection(*(set(each.versions) for each in answers)), default=WRITING)
+        with torch.no_grad():
+            if version >= self._needed and all(
+                link.copy_shared_weights(version, parameters, chosen) for link in self._links
+            ):
+                self._version = version
+                return True
+        self._needed = max(self._needed, *(min(each.versions) for each in answers))  # a server does not go back
+        return False
+
+    def _fetch(self, parameters: Sequence[Tensor], chosen: range | None) -> bool:
+        """Take the weights of one version in messages; whether every server still lived that held them."""
+        marked = self._controller.call(HoldWeights(self._worker))
+        for link, incarnation in zip(self._links, marked.server_incarnations, strict=True):
+            link.fetch(marked.version, incarnation, chosen)
+        answers = [link.client.receive(FetchWeights) for link in self._links]
+        if marked.server_incarnations != self._server_incarnations:
+            self._open_servers()
+        found = [weights for weights in answers if weights is not None]
+        if len(found) < len(answers):
+            return False
+        with torch.no_grad():
+            for link, weights in zip(self._links, found, strict=True):
+                link.copy_weights(weights, parameters, chosen)
+        self._version = marked.version
+        return True
+
+    @property
+    def _server_incarnations(self) -> list[int]:
+        """Of the servers, as this worker knows them."""
+        return [link.incarnation for link in self._links]
+
+    def apply_gradients(self) -> int:
+        """Push the mean gradient of the step's micro-batches, after the last of them."""
+        found = [parameter.grad for parameter in self._parameters]
+        if any(gradient is not None and gradient.is_sparse for gradient in found):
+            raise TrainError("a parameter server takes dense gradients: use sparse=False, or sync=all_reduce")
+        self.num_steps += 1
+        self._num_done += 1
+        weight = self.get_step_weight()
+        self._weight += weight
+        self._computed_s += time.perf_counter() - self._batch_began_s
+        if self._num_batches > 1:
+            found = self._sums = _add_gradients(self._sums, found, weight)
+            if self._num_done < self._num_batches:
+                return self._accumulate * self._steps
+            found = [None if each is None else each / (self._weight or 1.0) for each in found]
+        self._begin_push(found, weight=self._weight, batch_s=self._computed_s / self._num_done)
+        self._finish_push()
+        self._sums, self._num_done, self._weight, self._computed_s = [], 0, 0.0, 0.0
+        return self._accumulate * self._steps
+
+    def _begin_push(
+        self,
+        gradients: Sequence[Tensor | None],
+        chosen: range | None = None,
+        num_steps: int = 1,
+        weight: float = 1.0,
+        batch_s: float = 0.0,
+    ) -> None:
+        """Bring gradients to all servers, of all parameters or the chosen ones. They may not change until the end."""
+        began_s = time.perf_counter()
+        for link in self._links:
+            link.take(gradients, chosen)
+        absent = [index for index, gradient in enumerate(gradients) if gradient is None]
+        num_bytes = sum(link.num_bytes for link in self._links)
+        key = self._worker, self._incarnation, self._clock, self._version
+        self._push = Push(*key, [], absent, self._get_settings(), num_bytes, num_steps, weight, batch_s)
+        self._bring_push()
+        self.waited_s += time.perf_counter() - began_s
+
+    def _bring_push(self) -> None:
+        key = GradientKey(self._push.worker, self._push.incarnation, self._push.clock)
+        for link in self._links:
+            link.send(key)
+        for link in self._links:
+            link.finish()
+        push = msgspec.structs.replace(self._push, server_incarnations=self._server_incarnations)
+        self._pushes.send(Prepare(push))
+
+    def _finish_push(self) -> None:
+        """Wait until this worker may go on."""
+        began_s = time.perf_counter()
+        while isinstance(answer := self._pushes.receive(Prepare), PushAgain):  # a server died meanwhile
+            self._open_servers()
+            self._bring_push()
+        self.waited_s += time.perf_counter() - began_s
+        if answer is None:
+            self._end_as_lost()
+        self._needed, self._clock, self._steps = answer.version, answer.clock, answer.steps
+        self._is_stopping, self._num_batches = answer.is_stopping, answer.num_batches
+
+    def _get_settings(self) -> Settings:
+        """Of each group of the optimiser, for the servers' step."""
+        return [{name: group[name] for name in SETTINGS if name in group} for group in self._optimizer.param_groups]
+
+    def _load_servers(self, step: int) -> None:
+        version = torch.tensor(self._controller.call(GetVersion(step)))
+        for server, link in enumerate(self._links):
+            weights = torch.empty(self._partition.get_size(server))
+            self._partition.write(server, [each.detach() for each in self._parameters], weights)
+            state = {"version": version, "weights": weights}
+            for index, piece in enumerate(self._partition.pieces[server]):
+                stored = self._optimizer.state.get(self._parameters[piece.parameter], {})
+                for name, each in stored.items():
+                    state[f"{index}.{name}"] = each.reshape(-1)[piece.begin : piece.end] if each.ndim else each
+            link.client.call(LoadServer(safetensors.torch.save(state)))
+        self._needed = self._controller.call(SetSteps(step))
+
+    def measure_traffic(self) -> Traffic:
+        """Gradients that this worker has written to servers, and weights that it has read."""
+        pushed = sum(link.num_pushed_bytes for link in self._links)
+        pulled = sum(link.num_pulled_bytes for link in self._links)
+        predicted = self._spec.predict_bytes(sum(each.numel() for each in self._parameters))
+        return Traffic(self.num_steps, pushed, pulled, predicted)
+
+    def collect_state(self) -> None:
+        """The state of one version, from all servers, into the chief's model and optimiser."""
+        states: list[bytes | None] = [None]
+        while None in states:  # once, unless a server dies meanwhile
+            marked = self._controller.call(TakeSnapshot())
+            for link, incarnation in zip(self._links, marked.server_incarnations, strict=True):
+                link.client.send(DumpState(marked.version, incarnation))
+            states = [link.client.receive(DumpState) for link in self._links]
+        for index, encoded in enumerate(states):
+            assert encoded is not None
+            state = safetensors.torch.load(encoded)
+            with torch.no_grad():
+                self._partition.read(index, state.pop("weights"), self._parameters)
+            for name, value in state.items():
+                number, is_stored, stored = name.partition(".")
+                if not is_stored:  # the version; late gradients
+                    continue
+                self._join_state(self._partition.pieces[index][int(number)], stored, value)
+        self._version = marked.version
+
+    def _join_state(self, piece: ParameterSlice, name: str, value: Tensor) -> None:
+        parameter = self._parameters[piece.parameter]
+        own = self._optimizer.state[parameter]
+        if not value.ndim:
+            own[name] = value
+            return
+        if name not in own or own[name].shape != parameter.shape:
+            own[name] = torch.zeros_like(parameter, dtype=value.dtype)
+        own[name].view(-1)[piece.begin : piece.end] = value
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        super().close()
+
+
+def make_server_sync(replica: Replica) -> ParameterServerSync:
+    place, config = replica.require_connection(), cast(ServersConfig, replica.config)
+    where = place.index, place.controller, place.servers, place.timeout_s, place.keys
+    made = ParameterServerSync(replica.optimizer, config, *where)
+    made.is_noticed, made.get_step_weight = place.is_noticed, lambda: float(replica.model.step_weight)
+    return made
+
+
+def _add_gradients(sums: list[Tensor | None], found: Sequence[Tensor | None], weight: float) -> list[Tensor | None]:
+    """The sums with these gradients, times `weight`, added; None where there was none so far."""
+    if not sums:
+        return [None if each is None else each.detach() * weight for each in found]
+    for index, each in enumerate(found):
+        before = sums[index]
+        if before is None:
+            sums[index] = None if each is None else each.detach() * weight
+        elif each is not None:
+            before.add_(each, alpha=weight)
+    return sums

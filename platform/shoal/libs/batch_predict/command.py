@@ -1,0 +1,142 @@
+"""`shoal batch-predict`: a registered model over a file or folder, on the running cluster or on a new one.
+
+Parse, call, print: the job `shoal.libs.batch_predict.flow` does the work.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from shoal.cli.support.console import make_literal_console
+from shoal.cli.support.job_output import (
+    describe_failure,
+    ignore_further_interrupts,
+    interrupt_on_termination,
+    job_environment,
+    new_run_id,
+    read_job_lines,
+)
+from shoal.cluster.attach import find_cluster
+from shoal.cluster.cluster_handle import ClusterHandle
+from shoal.cluster.embedded_cluster import start_cluster
+from shoal.cluster.jobs import JobHandle, JobStatus, new_submission_id, submit
+from shoal.config import format_override
+from shoal.errors import ConfigError, RunError
+from shoal.libs.batch_predict.flow import BatchPredictSpec, check
+from shoal.runs.record.provenance import format_masked_command, make_command_variable
+from shoal.runs.record.serialization import escape_text
+from shoal.store import is_url
+
+POLL_S = 0.2
+MODULE = "shoal.libs.batch_predict.flow"
+
+
+@click.command("batch-predict")
+@click.argument("model", metavar="NAME[@VERSION]")
+@click.argument("source", metavar="INPUT")
+@click.argument("output", metavar="OUTPUT")
+@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
+@click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns of an input.")
+@click.option("--keep", metavar="A,B", help="The columns of the input to keep.  [default: all]")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes with the model.  [default: the CPUs but one]")
+@click.option(
+    "--num-gpus",
+    type=click.FloatRange(min=0),
+    help="GPUs, or a fraction of one, for each.  [default: 0; with options.device=cuda an even share]",
+)
+@click.option(
+    "--skip-errors",
+    is_flag=True,
+    help="Give a row that the model fails on, or that lacks a value, the reason in the column `error`.",
+)
+@click.option("--address", help="The cluster to use: a dashboard URL, or 'local' for a new one.")
+def batch_predict(
+    model: str,
+    source: str,
+    output: str,
+    overrides: tuple[str, ...],
+    columns: tuple[str, ...],
+    keep: str | None,
+    workers: int | None,
+    num_gpus: float | None,
+    skip_errors: bool,
+    address: str | None,
+) -> None:
+    """Predict every row of INPUT, a Parquet or CSV file or a folder of them, and write Parquet into the folder OUTPUT.
+
+    The output has the columns of the input, the model's outputs and its version, in the order of the input. It appears
+    complete or not at all. Either may be in a bucket: s3://BUCKET/PREFIX, gs://... or az://... Needs no endpoint;
+    without a cluster (see `shoal up`), one is started for this command. On a remote cluster, model and paths are those
+    of its hosts.
+
+    \b
+    Examples:
+      shoal batch-predict tabular@champion patients.csv predicted --columns radius,texture,area
+      shoal batch-predict fashion images/ predicted --keep id --workers 4
+      shoal batch-predict fashion s3://my-bucket/images s3://my-bucket/predicted
+      shoal batch-predict fashion@3 images.parquet predicted options.precision=bf16 --skip-errors
+    """
+    paths = {"input": source, "output": output}
+    paths = {field: path if is_url(path) else str(Path(path).resolve()) for field, path in paths.items()}
+    for field, path in paths.items():
+        if escape_text(path) != path:  # the path becomes a word of the job's command, and enters the record
+            raise ConfigError(field, path, "is no text", "give files and folders names in UTF-8")
+    fields = [format_override(path, value) for path, value in {"model": model, **paths}.items()] + list(overrides)
+    fields += [format_override("columns", list(columns))] if columns else []
+    fields += [format_override("keep", [each.strip() for each in keep.split(",")])] if keep else []
+    fields += [f"workers={workers}"] if workers else []
+    fields += [f"num_gpus={num_gpus:g}"] if num_gpus is not None else []
+    fields += ["skip_errors=true"] if skip_errors else []
+    spec, cluster = BatchPredictSpec().override(fields), find_cluster(address)
+    if cluster is None or cluster.is_local:
+        check(spec)  # before a cluster is started
+    interrupt_on_termination()
+    console = make_literal_console()
+    with ExitStack() as stack:
+        try:
+            _run(fields, cluster, console, stack)
+        except KeyboardInterrupt:
+            ignore_further_interrupts()
+            stack.close()
+            console.print("stopped: nothing was written")
+            sys.exit(130)
+
+
+def _run(fields: list[str], cluster: ClusterHandle | None, console: Console, stack: ExitStack) -> None:
+    if cluster is None:
+        console.print("starting a Ray cluster for this run ...")
+        embedded = start_cluster()
+        stack.callback(embedded.stop)
+        cluster = embedded
+    command = format_masked_command(["shoal", *sys.argv[1:]])
+    job = JobHandle(cluster, new_submission_id())
+    stack.callback(job.stop_quietly)  # before the submission: an interruption may come at any moment
+    if cluster.is_local:
+        environment, python, folder = job_environment(new_run_id(), command), sys.executable, None
+    else:
+        environment, python, folder = make_command_variable(command), "python", Path.cwd()  # the folder of hooks
+    words = [python, "-m", MODULE, *fields]
+    submit(cluster, words, env=environment, working_dir=folder, submission_id=job.submission_id)
+    outcome = _follow_job(job, console)
+    if outcome is not JobStatus.SUCCEEDED:
+        raise RunError(describe_failure(job, "batch prediction", outcome))
+
+
+def _follow_job(job: JobHandle, console: Console) -> JobStatus:
+    """Print the job's output until it is over; returns its final state."""
+    num_printed = 0
+    while True:
+        outcome = job.poll_outcome()
+        lines = read_job_lines(job)
+        for line in lines[num_printed:]:
+            console.print(line)
+        num_printed = len(lines)
+        if outcome is not None:
+            return outcome
+        time.sleep(POLL_S)

@@ -1,0 +1,168 @@
+"""Batch prediction: every row of a file or folder gets a registered model's outputs, in Parquet.
+
+    python -m shoal.libs.batch_predict.flow model=fashion@champion input=images.parquet output=predicted
+
+Called by `shoal batch-predict`, in a process connected to a Ray cluster. It owns the order of events and the run
+record; the workers do the work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+
+from pydantic import Field
+
+import shoal.runs
+from shoal.cluster.job_main import expected_run_id, job_main
+from shoal.config import Spec
+from shoal.errors import DataError, needs_extra
+from shoal.libs.batch_predict.bucket_output import BucketOutput
+from shoal.registry import ModelVersion, Registry, TensorSignature
+from shoal.serve.spec.batch_layout import BatchLayout
+from shoal.serve.spec.endpoint import GpuCount
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.model_source import RegisteredModel
+from shoal.serve.tables.table import choose_columns, infer_csv_types, parse_columns
+from shoal.store import is_url, locate, open_source, require_location
+
+with needs_extra("data"):
+    import pyarrow as pa
+    import pyarrow.csv
+    import pyarrow.parquet
+
+JOB = "batch_predict"
+SUFFIXES = (".parquet", ".csv")
+
+
+class BatchPredictSpec(Spec):
+    """A model, its input rows, and how to run it.
+
+    model:         name@version, name@alias, or name for the newest version; fixed when the run begins
+    input:         a Parquet or CSV file, or a folder of either; or its URL
+    output:        a new folder, or its URL: Parquet files with the rows in their order
+    columns:       the columns of an input: `a,b,c` for the only one, `x=a,b,c` for each of several
+    keep:          columns to copy from the input; empty for all
+    skip_errors:   rows that the model fails on get no outputs, and the reason in the column `error`
+    workers:       processes with a copy of the model; None for one on each CPU but one, as far as GPUs suffice
+    num_gpus:      GPUs, or a fraction of one, for each worker; None: with `options.device: cuda` one, or an even share
+                   when there are more workers than GPUs, and otherwise 0
+    torch_threads: per worker
+    options:       how to run the model: precision, device, compile, preprocess, ...
+    """
+
+    model: str = ""
+    input: str = ""
+    output: str = ""
+    columns: list[str] = Field(default_factory=list)
+    keep: list[str] = Field(default_factory=list)
+    skip_errors: bool = False
+    workers: int | None = Field(default=None, ge=1)
+    num_gpus: GpuCount | None = None
+    torch_threads: int = Field(default=1, ge=1)
+    options: ModelOptions = ModelOptions(max_batch_size=256, max_queue_size=1024)
+
+
+def list_input_files(path: str) -> list[Path]:
+    """The file, or the files of the folder sorted by name. Raises ConfigError, DataError."""
+    place = locate(path, "input")
+    found = sorted(place.iterdir(), key=attrgetter("name")) if place.is_dir() else [place]
+    files = [file for file in found if file.suffix in SUFFIXES and not file.name.startswith(".")]
+    if not files or not all(file.is_file() for file in files):
+        raise DataError("input", path, "is no Parquet or CSV file, nor a folder of them", "check the path")
+    kinds = {file.suffix for file in files}
+    if len(kinds) > 1:
+        raise DataError("input", path, "has Parquet and CSV files", "give each kind a folder of its own")
+    return files
+
+
+def check(spec: BatchPredictSpec) -> None:
+    """Require the model, the columns and readable files. Raises ConfigError, DataError, RegistryError."""
+    for field in ("model", "input", "output"):
+        if not getattr(spec, field):
+            raise DataError(field, "", "is not given", f"write {field}=...")
+    open_output(spec.output)
+    schemas = {
+        file: _read_schema(file) for file in list_input_files(spec.input)
+    }  # read all now: a broken file must not fail the run hours later
+    first, *others = schemas
+    chosen = _choose_columns(_read_inputs(Registry().get(spec.model), spec), spec, schemas[first])
+    if missing := [column for column in spec.keep if column not in schemas[first].names]:
+        raise DataError("keep", missing[0], "is not in the table", f"it has {', '.join(schemas[first].names)}")
+    wanted = [*(column for columns in chosen.values() for column in columns), *spec.keep]
+    for file in others:
+        if wrong := [column for column in wanted if schemas[file].names.count(column) != 1]:
+            problem = f"the column {wrong[0]!r} is not once in it, as in {first.name}"
+            raise DataError("input", str(file), problem, "give each file the same columns")
+
+
+def open_output(path: str) -> Path | BucketOutput:
+    """A new folder, or one in a bucket. Raises ConfigError, DataError."""
+    place = require_location("output", path) if is_url(path) else str(Path(path).resolve())
+    if is_url(place):
+        output = BucketOutput(place)
+        output.require_new()
+        return output
+    if Path(place).exists():
+        raise DataError("output", path, "exists already", "name a folder that does not, or remove it")
+    return Path(place)
+
+
+def _read_inputs(version: ModelVersion, spec: BatchPredictSpec) -> list[TensorSignature]:
+    """The model's inputs, with the rows in dimension 0. Raises ConfigError for options that do not fit them."""
+    return BatchLayout(version.manifest.signature, spec.options).signature.inputs
+
+
+def _choose_columns(inputs: Sequence[TensorSignature], spec: BatchPredictSpec, seen: pa.Schema) -> dict[str, list[str]]:
+    """The columns of each input, in every file's own order. Raises DataError."""
+    return choose_columns(inputs, seen.names, parse_columns(spec.columns, inputs))
+
+
+def batch_predict(spec: BatchPredictSpec, job: str) -> str:
+    """Predict every row and return the run's id. Raises DataError, RegistryError, RunError, ClusterError."""
+    from shoal.libs.batch_predict.ray_batch import BatchJob, predict_files, resolve_gpus
+
+    check(spec)
+    registry, files = Registry(), list_input_files(spec.input)
+    version, seen = registry.get(spec.model), _read_schema(files[0])
+    inputs = _read_inputs(version, spec)
+    chosen = _choose_columns(inputs, spec, seen)
+    work = BatchJob(
+        RegisteredModel(version.name, registry.location),
+        version.version,
+        spec.options,
+        chosen,
+        spec.keep or None,
+        spec.skip_errors,
+        spec.torch_threads,
+    )
+    with shoal.runs.create(job, spec.to_record(), expected_run_id(), kind=shoal.runs.RunKind.PREDICTION) as recorder:
+        begun_s = time.monotonic()
+        kind = "file" if len(files) == 1 else "files"
+        print(f"run {recorder.id}: {version.ref} answers the rows of {spec.input} ({len(files)} {kind})", flush=True)
+        types = infer_csv_types(inputs, chosen, seen)
+        num_gpus = resolve_gpus(spec.num_gpus, spec.options, spec.workers)
+        rows = predict_files(work, files, open_output(spec.output), spec.workers, types, num_gpus=num_gpus)
+        seconds = time.monotonic() - begun_s
+        recorder.record_event("predicted", model=version.name, version=version.version, rows=rows, seconds=seconds)
+        print(f"{rows:,} rows in {seconds:.1f} s ({rows / seconds:,.0f} rows/s): {spec.output}", flush=True)
+    return recorder.id
+
+
+def _read_schema(file: Path) -> pa.Schema:
+    """The file's schema; a CSV file's is inferred from its beginning. Raises DataError."""
+    try:
+        with open_source(file) as source:
+            if file.suffix == ".csv":
+                with pyarrow.csv.open_csv(source) as reader:
+                    return reader.schema
+            return pyarrow.parquet.read_schema(source)
+    except (OSError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise DataError("input", str(file), f"cannot be read: {reason}", "give a CSV or a Parquet file") from None
+
+
+if __name__ == "__main__":
+    job_main(BatchPredictSpec(), batch_predict, job=JOB, check=check)

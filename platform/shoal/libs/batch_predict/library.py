@@ -1,0 +1,13 @@
+"""The verb of this library."""
+
+from shoal.plugins.library import Library
+
+LIBRARY = Library(
+    "batch_predict",
+    verbs={
+        "batch-predict": (
+            "shoal.libs.batch_predict.command:batch_predict",
+            "Predict every row of a file or folder with a registered model.",
+        ),
+    },
+)

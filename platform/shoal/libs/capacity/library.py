@@ -1,0 +1,14 @@
+"""The verb of this library, and the capacity model that the autoscaling policy of an endpoint uses."""
+
+from shoal.plugins.library import Library
+
+LIBRARY = Library(
+    "capacity",
+    verbs={
+        "serve simulate": (
+            "shoal.libs.capacity.simulate_command:simulate_verb",
+            "Show the latency of requests at a rate, computed from the model's forward times.",
+        ),
+    },
+    extensions={"shoal.capacity": {"simulated": "shoal.libs.capacity.replica_set:SustainableRates"}},
+)

@@ -1,0 +1,93 @@
+"""A registered model as ONNX: one that is not ONNX yet is traced by torch, which is imported here alone.
+
+Called by `export_model`. What tracing fixes by mistake, such as a branch on the batch's size, shows where the answers
+are compared.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import ConfigError, WeightsError, summarize_error
+from shoal.libs.export.examples import Example
+from shoal.registry import ModelVersion
+from shoal.serve.model.onnx_trace import name_dynamic_axes, trace_to_onnx
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.weights import WeightSnapshot
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def convert_to_onnx(found: ModelVersion, snapshot: WeightSnapshot, options: ModelOptions, example: Example) -> bytes:
+    """Convert the model, traced with this example. Raises ConfigError, with the reason."""
+    import torch
+
+    from shoal.serve.model.formats.onnx import read_signature
+
+    signature, parent = found.manifest.signature, found.manifest.lineage.get("parent")
+    remedy = f"export {parent}, from which it was made" if parent else "use operations that ONNX has, or register ONNX"
+    payload = trace_to_onnx(
+        _open_module(found, snapshot),
+        [torch.from_numpy(example.inputs[spec.name].copy()) for spec in signature.inputs],
+        [spec.name for spec in signature.inputs],
+        [spec.name for spec in signature.outputs],
+        name_dynamic_axes((*signature.inputs, *signature.outputs), options),
+        found.ref,
+        remedy,
+    )
+    try:
+        converted = read_signature(payload, found.ref)
+    except WeightsError as error:  # of weights in bfloat16, for example
+        problem = f"onnxruntime cannot compute its graph: {summarize_error(error.__cause__ or error)}"
+        raise ConfigError("model", found.ref, problem, remedy) from error
+    wanted, got = (
+        [(each.name, each.datatype) for each in (*tensors.inputs, *tensors.outputs)]
+        for tensors in (signature, converted)
+    )
+    if wanted != got:
+        problem = f"its graph has the tensors {got}, the signature {wanted}"
+        raise ConfigError("model", found.ref, problem, "use every input, and give outputs names of their own")
+    return payload
+
+
+def _open_module(found: ModelVersion, snapshot: WeightSnapshot) -> nn.Module:
+    """Open the model as a module whose inputs and outputs are in the signature's order."""
+    from torch import fx, nn
+
+    from shoal.serve.model.formats.exported import bind_constants, flatten_program, load_program
+    from shoal.serve.model.formats.torch_forward import select_outputs
+    from shoal.serve.model.formats.torchscript import load_module
+    from shoal.weights.tensor_files import read_tensors
+
+    kind, signature = found.manifest.model.format, found.manifest.signature
+    call: Any = None
+    module: Any
+    if kind == "torchscript":
+        scripted: nn.Module = load_module(snapshot.payload, found.ref)
+        return scripted  # which cannot be traced: it is converted as it is, branches included
+    if kind == "torch_export":
+        program = load_program(snapshot.payload, found.ref)
+        flat = flatten_program(program.module(check_guards=False))
+        module = fx.GraphModule(flat, flat.graph)  # the exporter calls `train`, which the program's own class refuses
+        call = bind_constants(program, module)
+    else:
+        module = found.manifest.model.build()
+        module.load_state_dict(read_tensors(snapshot))
+        module.eval()
+        if callable(predict := getattr(module, "predict", None)):
+            names = [spec.name for spec in signature.inputs]
+            call = lambda *tensors: predict(**dict(zip(names, tensors, strict=True)))  # noqa: E731
+
+    class InOrder(nn.Module):
+        """The model's outputs as a tuple."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *tensors: Any) -> tuple[Any, ...]:
+            result = self.module(*tensors) if call is None else call(*tensors)
+            return tuple(select_outputs(result, signature.outputs).values())
+
+    return InOrder().eval()

@@ -1,0 +1,162 @@
+"""Exports a registered model into a folder that serves itself. Called by `shoal export`; nothing of it runs on Ray.
+
+registry ─► convert (torch) ─► FolderModel, as the folder runs it ─► verify ─► examples.json
+                                                                         └─► the folder takes its place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from shoal.atomic_file import draft_folder
+from shoal.errors import ConfigError
+from shoal.libs.export import texts
+from shoal.libs.export.convert import convert_to_onnx
+from shoal.libs.export.examples import Example, generate_examples, read_examples
+from shoal.libs.export.folder import copy_runtime, measure_folder, require_target
+from shoal.libs.export.requirements import format_requirements, list_requirements, measure_packages
+from shoal.libs.export.runtime.model import DESCRIPTION_FILE, FORMAT, MODEL_FILE, FolderModel, ModelDescription
+from shoal.libs.export.runtime.self_test import EXAMPLES_FILE
+from shoal.libs.export.spec import ExportSpec
+from shoal.libs.export.verify import bind_exported, compare_answers, load_registered, select_answered
+from shoal.open_inference.messages import TensorMetadata
+from shoal.registry import ModelVersion, Registry, TensorSignature
+from shoal.registry.model_format import FORMATS
+from shoal.serve.spec.batch_layout import BatchLayout
+
+MAX_LAMBDA_BYTES = 250 * 1024 * 1024  # of a function and its layers, unzipped
+MAX_STORED_BYTES = 1 << 20  # of an example; one is stored at any size
+LAMBDA_CLIENT = "awslambdaric==4.2.2"  # of AWS, for the test of a folder
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """A folder that was written.
+
+    difference: the largest one of its answers from the registered model's, relative to their largest value, or to 1
+    size_bytes: unzipped, with its packages
+    """
+
+    folder: Path
+    model: str
+    num_examples: int
+    difference: float
+    size_bytes: int
+
+
+def export_model(spec: ExportSpec) -> ExportReport:
+    """Write the folder. Raises ConfigError, RegistryError, WeightsError and OSError; then nothing has changed."""
+    found, options = Registry().get(spec.model), spec.make_options()
+    into = Path(spec.into or f"{found.name}-{spec.to}").absolute()
+    _require_exportable(found, spec)
+    require_target(into, found.name, replace=spec.replace)
+    description, layout = _describe(found, spec), BatchLayout(found.manifest.signature, options)
+    examples = read_examples(spec.examples, description)
+    examples += generate_examples(found.manifest.signature, layout, options.max_rows)
+    snapshot, registered = found.snapshot(), None
+    if found.manifest.model.format == "onnx":
+        payload = snapshot.payload
+    else:
+        registered = load_registered(found, snapshot, options)
+        examples = select_answered(examples, registered, found.ref)
+        payload = convert_to_onnx(found, snapshot, options, max(examples, key=lambda each: each.num_rows))
+    with draft_folder(into) as draft:
+        (draft / MODEL_FILE).write_bytes(payload)
+        (draft / DESCRIPTION_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(description)) + b"\n")
+        model = FolderModel(draft)
+        exported = bind_exported(model)
+        if registered is None:
+            examples = select_answered(examples, exported, found.ref)
+        difference = compare_answers(examples, registered or exported, exported, spec.tolerance, found.ref)
+        num_examples = _write_examples(draft, model, examples)
+        size_bytes = _write_rest(draft, description)
+    return ExportReport(into, found.ref, num_examples, difference, size_bytes)
+
+
+def _require_exportable(found: ModelVersion, spec: ExportSpec) -> None:
+    """Raises ConfigError for what no folder has: hooks, formats of users' own, tensors of types that ONNX lacks."""
+    model, signature = found.manifest.model, found.manifest.signature
+    if model.format not in FORMATS:
+        problem = f"is of format {model.format}; of {', '.join(FORMATS)} a folder can be made"
+        raise ConfigError("model", found.ref, problem, "register it as ONNX")
+    for hook in ("preprocess", "postprocess"):
+        if getattr(model, hook) and getattr(spec, hook) is None:
+            problem = f"has the {hook} {getattr(model, hook)}, whose code a folder does not have"
+            remedy = f'{hook}="" exports the network without it; let clients do that step'
+            raise ConfigError("model", found.ref, problem, remedy)
+    if model.action == "sampled" and spec.action is None:
+        remedy = "action=best exports it all the same; its clients may sample by the outputs of the distribution"
+        raise ConfigError("model", found.ref, "samples its actions, and a folder takes the best ones", remedy)
+    lacking = {"BF16"} if model.format == "onnx" else {"BF16", "BYTES"}
+    for tensor in (*signature.inputs, *signature.outputs):
+        if tensor.datatype in lacking:
+            problem = f"{tensor.name!r} is {tensor.datatype}, which cannot be converted from {model.format} to ONNX"
+            raise ConfigError("model", found.ref, problem, "give the model tensors of another type")
+    if twice := {each.name for each in signature.inputs} & {each.name for each in signature.outputs}:
+        problem = f"{min(twice)!r} names an input and an output, which ONNX does not allow"
+        raise ConfigError("model", found.ref, problem, "register it with names of their own")
+
+
+def _describe(found: ModelVersion, spec: ExportSpec) -> ModelDescription:
+    manifest = found.manifest
+
+    def convert(tensors: Sequence[TensorSignature]) -> list[TensorMetadata]:
+        return [TensorMetadata(each.name, each.datatype, each.shape, each.columns) for each in tensors]
+
+    return ModelDescription(
+        format=FORMAT,
+        name=found.name,
+        version=found.version,
+        target=spec.to,
+        source_format=manifest.model.format,
+        source_sha256=manifest.sha256,
+        inputs=convert(manifest.signature.inputs),
+        outputs=convert(manifest.signature.outputs),
+        max_batch_size=spec.max_batch_size,
+        batch_dim=spec.make_options().batch_dim,
+        finite=spec.finite,
+        tolerance=spec.tolerance,
+    )
+
+
+def _write_examples(folder: Path, model: FolderModel, examples: Sequence[Example]) -> int:
+    """Write requests and the model's answers, and the smallest request alone; returns their number."""
+    stored: list[dict[str, msgspec.Raw]] = []
+    for example in sorted(examples, key=lambda each: len(each.body)):
+        if stored and len(example.body) > MAX_STORED_BYTES:
+            continue
+        response = model.answer("POST", f"/v2/models/{model.description.name}/infer", [], example.body)
+        if response.status != 200:
+            problem = f"the exported model does not answer it: {response.body.decode()}"
+            raise ConfigError("examples", example.file, problem)
+        stored.append({"request": msgspec.Raw(example.body), "answer": msgspec.Raw(response.body)})
+        if len(stored) == 1:
+            (folder / "request.json").write_bytes(example.body)
+    (folder / EXAMPLES_FILE).write_bytes(msgspec.json.encode(stored))
+    return len(stored)
+
+
+def _write_rest(folder: Path, description: ModelDescription) -> int:
+    """Write what runs, and the page; returns the size with the packages. Raises ConfigError beyond Lambda's limit."""
+    packages, is_lambda = list_requirements(), description.target == "lambda"
+    copy_runtime(folder, description.target)
+    files = {
+        "requirements.txt": format_requirements(packages),
+        "Dockerfile": texts.LAMBDA_DOCKERFILE if is_lambda else texts.CONTAINER_DOCKERFILE,
+        ".dockerignore": texts.DOCKERIGNORE,
+        "test_folder.py": texts.format_test(description.target),
+        "lambda_function.py" if is_lambda else "server.py": texts.FUNCTION if is_lambda else texts.SERVER,
+    }
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    size_bytes = measure_folder(folder) + measure_packages(packages)
+    if is_lambda and size_bytes > MAX_LAMBDA_BYTES:
+        problem = f"the folder has {size_bytes >> 20} MB with its packages, and Lambda takes {MAX_LAMBDA_BYTES >> 20}"
+        raise ConfigError("to", description.target, problem, "export a smaller model, or to a container")
+    test_package = f" {LAMBDA_CLIENT}" if is_lambda else ""
+    (folder / "README.md").write_text(texts.format_page(description, size_bytes >> 20, test_package))
+    return size_bytes

@@ -1,0 +1,91 @@
+"""Writes an exported folder: complete or not at all, with copies of the modules that it runs.
+
+A module is copied with its imports of ours made relative: the folder's package `runtime` is flat, and has no Shoal.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import import_module
+from importlib.metadata import distribution
+from pathlib import Path
+
+import msgspec
+
+from shoal.errors import ConfigError
+from shoal.libs.export.runtime.model import DESCRIPTION_FILE, ModelDescription
+
+PACKAGE = "runtime"
+COPIED = (
+    "shoal.errors",
+    "shoal.open_inference.binary_tensors",
+    "shoal.open_inference.datatypes",
+    "shoal.open_inference.json_tensors",
+    "shoal.open_inference.messages",
+    "shoal.open_inference.request_schema",
+    "shoal.serve.http.codec",
+    "shoal.serve.http.response",
+    "shoal.serve.http.routes",
+    "shoal.serve.messages.decoded_request",
+    "shoal.serve.messages.model_errors",
+    "shoal.serve.model.onnx_session",
+    "shoal.serve.model.output_check",
+    "shoal.serve.protocol.request_limits",
+    "shoal.libs.export.runtime.model",
+    "shoal.libs.export.runtime.self_test",
+)
+COPIED_FOR = {
+    "container": ("shoal.libs.export.runtime.http_server", "shoal.libs.export.runtime.server_process"),
+    "lambda": ("shoal.libs.export.runtime.lambda_events", "shoal.libs.export.runtime.runtime_api"),
+}
+HEADER = "# A part of Shoal, under the Apache License 2.0 (see LICENSE), copied by `shoal export`.\n"
+_IMPORT = re.compile(r"^(\s*)from (shoal\.[\w.]+) import ", re.MULTILINE)
+
+
+def require_target(into: Path, model: str, *, replace: bool) -> None:
+    """Require that the folder can be written. Raises ConfigError unless it is absent, empty, or to be replaced and an
+    export of the same model."""
+    if not into.exists() or (into.is_dir() and not any(into.iterdir())):
+        return
+    if not into.is_dir():
+        raise ConfigError("into", str(into), "is no folder", "name another")
+    if (exported := _read_exported_name(into)) is None:
+        raise ConfigError("into", str(into), "has files that are no export", "name another folder, or empty this one")
+    if exported != model:
+        problem, remedy = f"is an export of {exported!r}, not of {model!r}", "name another folder, or remove it"
+        raise ConfigError("into", str(into), problem, remedy)
+    if not replace:
+        raise ConfigError("into", str(into), "is an export of this model", "--replace writes it anew")
+
+
+def _read_exported_name(folder: Path) -> str | None:
+    """The model whose export the folder is; None when it is none."""
+    try:
+        return msgspec.json.decode((folder / DESCRIPTION_FILE).read_bytes(), type=ModelDescription).name
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def copy_runtime(folder: Path, target: str) -> None:
+    """Copy what a folder of this target runs, and the license."""
+    package = folder / PACKAGE
+    package.mkdir()
+    (package / "__init__.py").write_text(f'{HEADER}"""What this folder runs."""\n')
+    modules = (*COPIED, *COPIED_FOR[target])
+    names = {module: module.rpartition(".")[2] for module in modules}
+    for module, name in names.items():
+        (package / f"{name}.py").write_text(HEADER + _make_relative(inspect.getsource(import_module(module)), names))
+    text = distribution("shoal").read_text("licenses/LICENSE")
+    assert text is not None, "the installed package has its license"
+    (folder / "LICENSE").write_text(text)
+
+
+def _make_relative(source: str, names: dict[str, str]) -> str:
+    """Make imports of copied modules relative. Raises KeyError for one that is not copied."""
+    return _IMPORT.sub(lambda found: f"{found[1]}from .{names[found[2]]} import ", source)
+
+
+def measure_folder(folder: Path) -> int:
+    """The bytes of its files."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

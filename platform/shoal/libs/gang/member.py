@@ -1,0 +1,206 @@
+"""A worker of a replica: loads its part of each version, and computes what the replica sends.
+
+Made by the shell of its process; `serve` returns when the replica is gone. One thread computes, in the order of the
+replica's messages; one reads these, and one the activations of the stage before, so that sending waits for no forward.
+
+| capacity                | what blocks           | who unblocks              | close()                            |
+|-------------------------|-----------------------|---------------------------|------------------------------------|
+| ACTIVATIONS received    | the stage before, by  | the forward that takes    | the connections close, and `serve` |
+| ahead; any number of    | the connection's own  | the next one              | returns after the present forward  |
+| messages, which clients | buffer                |                           |                                    |
+| wait for                |                       |                           |                                    |
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, Listener
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+
+from shoal.errors import InferenceError, ModelError, WeightsError
+from shoal.libs.gang.messages import (
+    Address,
+    BuildModel,
+    DropVersion,
+    JoinGang,
+    LoadVersion,
+    RunBatch,
+    WorkerAnswer,
+    accept,
+    close,
+    connect,
+    receive_tensor,
+    send_tensor,
+)
+from shoal.libs.gang.plan import build_model, to_inputs
+from shoal.libs.gang.shard import Shard, load_shard
+from shoal.parallel.comm.world import TIMEOUT_S, set_network_interface
+from shoal.serve.model.formats.template import TemplateConfig
+from shoal.serve.model.formats.torch_forward import name_all_outputs, select_outputs, to_array
+
+logger = logging.getLogger(__name__)
+ACTIVATIONS = 2
+
+
+class GangMember:
+    """Listens at `address` for the replica that knows `secret`.
+
+    on_lost: called, in a thread, when the replica is gone: a process that computes ends there
+    """
+
+    def __init__(self, host: str, secret: bytes, on_lost: Callable[[], None] = lambda: None) -> None:
+        self._listener = Listener((host, 0), backlog=8)
+        self.address: Address = self._listener.address
+        self._host, self._secret, self._on_lost = host, secret, on_lost
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._received: queue.Queue[Tensor | Exception | None] = queue.Queue(ACTIVATIONS)
+        self._connections: list[Connection] = []
+        self._versions: dict[int, tuple[TemplateConfig, Shard]] = {}
+        self._store: Any = None
+
+    def serve(self, torch_threads: int = 1) -> None:
+        """JoinGang the other workers, and compute until the replica is gone."""
+        torch.set_num_threads(torch_threads)
+        replica = self._accept()
+        try:
+            while isinstance(message := replica.recv(), BuildModel):
+                try:
+                    build_model(message.factory)
+                except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's module: its load reports it
+                    logger.warning("a spare worker cannot build the model: %s", error)
+                replica.send(WorkerAnswer())
+            self._join(replica, message)
+            threading.Thread(target=self._read_messages, args=(replica,), name="shoal-gang", daemon=True).start()
+            while (message := self._messages.get()) is not None:
+                if (answer := self._take(message)) is not None:
+                    replica.send(answer)
+        except (OSError, EOFError):
+            logger.info("a worker ends: its replica or another worker is gone")
+        finally:
+            self.close()
+            self._on_lost()
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+        for connection in self._connections:
+            close(connection)
+        self._listener.close()
+
+    def _accept(self) -> Connection:
+        connection = accept(self._listener, self._secret)
+        self._connections.append(connection)
+        return connection
+
+    def _join(self, replica: Connection, join: JoinGang) -> None:
+        self._rank, self._is_last, self._next, self._mesh = join.rank, join.rank == join.size - 1, None, None
+        if join.splits_layers:
+            self._open_store(replica, join)
+            self._mesh = init_device_mesh("cpu", (join.size,))
+            return
+        if join.next is not None:
+            self._next = connect(join.next, self._secret)
+            self._connections.append(self._next)
+        if join.rank:
+            previous = self._accept()
+            threading.Thread(target=self._read_activations, args=(previous,), daemon=True).start()
+        replica.send(WorkerAnswer())
+
+    def _open_store(self, replica: Connection, join: JoinGang) -> None:
+        """Form the process group. The first worker has its store, of which the replica informs the others."""
+        set_network_interface(self._host)
+        limit = timedelta(seconds=TIMEOUT_S)
+        if join.store is None:  # of one address alone: a store asks nobody for a secret
+            opened = socket.create_server((self._host, 0))
+            host, port = opened.getsockname()
+            descriptor = opened.detach()
+            self._store = TCPStore(
+                host, port, join.size, True, limit, wait_for_workers=False, master_listen_fd=descriptor
+            )
+        else:
+            self._store = TCPStore(*join.store, join.size, False, limit, wait_for_workers=False)
+        replica.send(WorkerAnswer(self._store.port))
+        dist.init_process_group("gloo", store=self._store, rank=join.rank, world_size=join.size, timeout=limit)
+
+    def _read_messages(self, replica: Connection) -> None:
+        with suppress(OSError, EOFError):
+            while True:
+                self._messages.put(replica.recv())
+        self._messages.put(None)
+        self._on_lost()
+
+    def _read_activations(self, previous: Connection) -> None:
+        with suppress(OSError, EOFError):
+            while True:
+                self._received.put(receive_tensor(previous))
+        self._received.put(None)
+
+    def _take(self, message: LoadVersion | DropVersion | RunBatch) -> WorkerAnswer | None:
+        """Handle a message; returns the answer, if it has one."""
+        if isinstance(message, DropVersion):
+            self._versions.pop(message.key, None)
+            return None
+        if isinstance(message, LoadVersion):
+            return self._load(message)
+        return self._run(message)
+
+    def _load(self, load: LoadVersion) -> WorkerAnswer:
+        try:
+            shard = load_shard(load.config, load.plan, load.file, self._rank, self._mesh)
+        except WeightsError as error:
+            return WorkerAnswer(error=WeightsError(str(error)))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's module: the version's rejection has it
+            return WorkerAnswer(error=WeightsError(f"{type(error).__name__}: {error}"))
+        self._versions[load.key] = load.config, shard
+        return WorkerAnswer()
+
+    def _run(self, run: RunBatch) -> WorkerAnswer | None:
+        """Compute a micro-batch; only the worker that has the result answers."""
+        received: Tensor | Exception | None = None
+        if self._mesh is None and self._rank:
+            received = self._received.get()
+            if received is None:
+                raise EOFError
+        result: Any = received
+        if not isinstance(received, Exception):
+            try:
+                result = self._compute(run, received)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's module: its caller has it
+                result = _to_portable(error)
+        if self._next is not None:
+            send_tensor(self._next, result) if isinstance(result, Tensor) else self._next.send(result)
+            return None
+        if self._mesh is not None and self._rank:
+            return None
+        return WorkerAnswer(error=result) if isinstance(result, Exception) else WorkerAnswer(result)
+
+    def _compute(self, run: RunBatch, received: Tensor | None) -> Any:
+        """The activation for the next stage, or the outputs by name. Raises the model's error."""
+        config, shard = self._versions[run.key]
+        with torch.inference_mode():
+            result = shard(to_inputs(run.inputs, config.bf16_inputs), received)
+            if self._next is not None:
+                return result
+            found = name_all_outputs(result) if config.outputs is None else select_outputs(result, config.outputs)
+            return {name: to_array(each) for name, each in found.items()}
+
+
+def _to_portable(error: BaseException) -> InferenceError:
+    """The error, if it is an answer to a request and can be sent; else a ModelError of its text."""
+    if isinstance(error, InferenceError):
+        with suppress(Exception):  # a user's class may not survive it
+            found: InferenceError = ForkingPickler.loads(bytes(ForkingPickler.dumps(error)))
+            return found
+    return ModelError(500, f"{type(error).__name__}: {error}")

@@ -1,0 +1,1 @@
+"""Learning from experience of any age: DQN, R2D2 and SAC, each with a replay."""

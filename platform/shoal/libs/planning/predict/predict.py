@@ -1,0 +1,297 @@
+"""Predicts the cost of a Task under its plan, without a worker.
+
+Profiles the full model once, then dry-runs each kind of rank of the plan. A step that would take long is run on fewer
+samples and scaled. Called by `shoal inspect` and by the launchers: on a cluster after the run, when the cores are free,
+otherwise before it. Leaves random numbers, threads and process groups unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.cost.cost_table import CostTable, combine_ranks
+from shoal.cost.fake_tensors import ModelTooLarge, build_small_model
+from shoal.cpu_count import count_usable_cores
+from shoal.data import Batch, Data
+from shoal.data.loader import load_first_batch
+from shoal.errors import ShoalError, summarize_error
+from shoal.libs.planning.predict.dry_run import (
+    CollectiveTraffic,
+    DryRun,
+    MakeOptimizer,
+    TrainSpecProtocol,
+    dry_run,
+    pick_representative_ranks,
+)
+from shoal.libs.planning.predict.fake_plan import predict_on_fake_tensors
+from shoal.libs.planning.predict.fake_process_group import NotYetSent, SimulatedRanks
+from shoal.libs.planning.predict.message_latency import measure_latency_s
+from shoal.libs.planning.predict.single_device import (
+    CostTaskProtocol,
+    SingleDeviceProfile,
+    preserve_process,
+    profile_single_device,
+)
+from shoal.parallel.comm.world import choose_device
+from shoal.parallel.pipeline.partition import StagePartition
+from shoal.parallel.pipeline.schedules import get_stage_ranks, plan_actions
+from shoal.parallel.pipeline.simulate import SimulatedStep, TransferTime
+from shoal.parallel.pipeline.simulate import simulate_step as play
+from shoal.parallel.placement import PlacementRow, build_placement
+from shoal.parallel.spec import ParallelDims
+from shoal.parallel.tensor.plan import find_tensor_plan
+from shoal.train.optim.optimizers import make_optimizer
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Task
+
+NUM_PIPELINE_ROUNDS = 2  # dry runs of each rank
+BUDGET_S = 1.5  # for a step of a dry run; a longer one is scaled
+
+
+@dataclass(frozen=True)
+class DryPlan:
+    """A plan that was run rank by rank.
+
+    runs:           of the representative ranks
+    placement_rows: which rank stores what
+    """
+
+    degrees: ParallelDims
+    device: torch.device
+    alone: SingleDeviceProfile
+    runs: dict[int, DryRun]
+    notes: tuple[str, ...]
+    placement_rows: tuple[PlacementRow, ...]
+
+
+def predict_cost(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer) -> CostTable:
+    """The table for `task` under `spec`. Call it in one process, before a process group is joined.
+
+    make_optimizer: (task, spec.optimizer, parameters) -> the optimiser, as the run will create it
+
+    A model that is too large to be built here is counted on fake tensors, if it can be.
+
+    Raises PlanError, DataError or ConfigError for a run that is impossible.
+    """
+    try:
+        return build_cost_table(spec, dry_run_plan(task, spec, make_optimizer, is_limited=True))
+    except ModelTooLarge:
+        pass
+    try:
+        return predict_on_fake_tensors(task, spec, make_optimizer, task.data())
+    except ShoalError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a model's code raises of tensors without values
+        note = f"run with the real model, which could not be counted on fake tensors: {summarize_error(error)}"
+    found = build_cost_table(spec, dry_run_plan(task, spec, make_optimizer))
+    return replace(found, notes=(*found.notes, note))
+
+
+def predict_run(task: Task, spec: TrainSpec) -> CostTable:
+    """The estimator that the core asks: see `shoal.train.launch.predicted_cost.Estimator`."""
+    return predict_cost(task, spec, make_optimizer)
+
+
+def dry_run_plan(
+    task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer, *, is_limited: bool = False
+) -> DryPlan:
+    """Profile the full model, and dry-run each kind of rank. As `predict_cost`.
+
+    is_limited: raise ModelTooLarge for a model that is better counted on fake tensors
+    """
+    degrees = spec.resolve_dims()
+    samples = spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
+    threads = spec.threads or max(1, count_usable_cores() // spec.workers)
+    with preserve_process(spec.seed, threads):
+        data = task.data()
+        model = build_small_model(task.model) if is_limited else task.model()
+        device = choose_device(spec.device, 0)
+        model = model.to(device)
+        alone = profile_single_device(task, model, data, samples, device)
+        runs, notes = _run_ranks(task, spec, data, alone, samples, degrees, device, make_optimizer)
+        layout = next(iter(runs.values())).layout
+        batch = load_first_batch(data, samples, device, is_exact=True)
+        placement_rows = _build_placement_rows(task, spec, model, batch, layout)
+    return DryPlan(degrees, device, alone, runs, notes, placement_rows)
+
+
+def build_cost_table(spec: TrainSpecProtocol, plan: DryPlan) -> CostTable:
+    """The numbers of a plan that was run."""
+    degrees, layout = plan.degrees, next(iter(plan.runs.values())).layout
+    ranks = {rank: run.values for rank, run in plan.runs.items()}
+    values = _get_model_values(plan.alone) | combine_ranks(ranks)
+    values["flops_step"] *= degrees.workers / len(ranks)  # the ranks of a stage do the same work
+    if degrees.pipeline > 1:
+        played = simulate_pipeline(spec, plan)
+        values |= {"bubble": played.idle_share, "step_s": played.step_s * spec.parallel.accumulate}
+    cuts = tuple(cut.module for cut in layout.split_points) if layout is not None else ()
+    return CostTable(values, plan.alone.unknown, plan.notes, cuts, ranks, plan.placement_rows)
+
+
+def _get_model_values(alone: SingleDeviceProfile) -> dict[str, float]:
+    return {
+        "parameters": float(alone.parameters),
+        "parameters_trainable": float(alone.trainable),
+        "flops_forward_sample": alone.flops_forward / alone.num_samples,
+        "flops_backward_sample": alone.flops_backward / alone.num_samples,
+        "latency_s": alone.latency_s,
+    }
+
+
+def _run_ranks(
+    task: CostTaskProtocol,
+    spec: TrainSpecProtocol,
+    data: Data,
+    alone: SingleDeviceProfile,
+    samples: int,
+    degrees: ParallelDims,
+    device: torch.device,
+    make: MakeOptimizer,
+) -> tuple[dict[int, DryRun], tuple[str, ...]]:
+    """Profiles of the representative ranks, at the real size of a micro-batch, or scaled to it from two smaller
+    ones."""
+    repeats = spec.batch_size // samples  # micro-batches of all ranks in a step
+
+    def at(size: int) -> dict[int, DryRun]:
+        return _run_round(
+            lambda rank, play: dry_run(task, spec, data, rank, size * repeats, device, make, play), degrees
+        )
+
+    small, large = _choose_sizes(alone.sample_s * repeats / degrees.data, samples)
+    if large == samples:
+        return at(samples), ()
+    less, more = at(small), at(large)
+    found = {rank: _extrapolate(less[rank], more[rank], samples / small - 1) for rank in less}
+    return found, (f"scaled from steps of {small} and {large} samples a micro-batch to {samples}",)
+
+
+def _choose_sizes(sample_s: float, samples: int) -> tuple[int, int]:
+    """The samples of a micro-batch in one dry run and twice as many in another; or all of them, if that is quick.
+
+    sample_s: the time of a step per sample of its micro-batches
+    """
+    affordable = int(BUDGET_S / max(sample_s, 1e-9))
+    if affordable >= samples or samples == 1:
+        return samples, samples
+    small = max(1, min(affordable, samples // 2) // 2)
+    return small, 2 * small
+
+
+def _run_round(run: Callable[[int, SimulatedRanks], DryRun], degrees: ParallelDims) -> dict[int, DryRun]:
+    """Run each representative rank; one that needs a message of a later one runs again after that one.
+
+    Ranks of a pipeline run several times, in turn: their bubble depends on differences of their times, and a slow
+    moment of the machine would add to those of one rank.
+    """
+    play, found = SimulatedRanks(), dict[int, DryRun]()
+    waiting = pick_representative_ranks(degrees)
+    for _ in range(2 * degrees.pipeline):
+        for rank in list(waiting):
+            with suppress(NotYetSent):
+                found[rank] = run(rank, play)
+                waiting.remove(rank)
+        waiting.reverse()
+    assert not waiting, "the stages wait for each other"
+    for rank in sorted(found) * (NUM_PIPELINE_ROUNDS - 1 if degrees.pipeline > 1 else 0):
+        found[rank] = found[rank].merge_fastest(run(rank, play))
+    return dict(sorted(found.items()))
+
+
+def _extrapolate(one: DryRun, two: DryRun, by: float) -> DryRun:
+    """Extrapolate linearly, from `one` and `two` times the samples.
+
+    Nothing becomes less than it is with the larger sample: a time may, where other load slowed the smaller one.
+    """
+
+    def extend(one: dict[Any, float], two: dict[Any, float]) -> dict[Any, float]:
+        return {name: max(two[name], one[name] + (two[name] - one[name]) * by) for name in one}
+
+    values, busy_s = extend(one.values, two.values), extend(one.busy_s, two.busy_s)
+    # All of them, when backward begins.
+    alive = ("memory_parameters", "memory_optimizer", "memory_average", "memory_activations")
+    values["memory_peak"] = max(values["memory_peak"], sum(values[name] for name in alive))
+    handed = extend(one.handed_bytes, two.handed_bytes)
+    small = {(each.ranks, each.is_shared): each.sent_bytes for each in one.traffic}
+    traffic = tuple(_extrapolate_traffic(each, small.get((each.ranks, each.is_shared)), by) for each in two.traffic)
+    messages_s = one.messages_s | two.messages_s
+    return DryRun(values, traffic, two.outside_s, busy_s, two.besides_s, messages_s, handed, two.layout)
+
+
+def _extrapolate_traffic(two: CollectiveTraffic, one_bytes: float | None, by: float) -> CollectiveTraffic:
+    """`by`: from the smaller step; activations grow with the samples, weights do not."""
+    if one_bytes is None:
+        return two
+    return replace(two, sent_bytes=one_bytes + (two.sent_bytes - one_bytes) * by)
+
+
+def _build_placement_rows(
+    task: CostTaskProtocol, spec: TrainSpecProtocol, model: nn.Module, batch: Batch, layout: StagePartition | None
+) -> tuple[PlacementRow, ...]:
+    degrees = spec.resolve_dims()
+    split = find_tensor_plan(model, task, degrees.tensor, batch) if degrees.tensor > 1 else None
+    along: dict[str, list[int]] | None = None
+    if layout is not None:
+        ranks = get_stage_ranks(spec.parallel.schedule, degrees.pipeline)
+        along = {name: sorted({ranks[stage] for stage in stages}) for name, stages in layout.parameters.items()}
+    return tuple(build_placement(model, degrees, split, along))
+
+
+def _is_near(stage: int, size_bytes: float) -> float | None:
+    """All stages are on one host."""
+    return None
+
+
+def simulate_pipeline(
+    spec: TrainSpecProtocol,
+    plan: DryPlan,
+    slowdown: float = 1.0,
+    transit_s: Callable[[int, float], float | None] = _is_near,
+) -> SimulatedStep:
+    """A pipeline's schedule, simulated in its order from the stages' times; one micro-step.
+
+    slowdown:  how much longer the ranks compute than in the dry run
+    transit_s: the seconds that a message takes from a stage to the next one, by the stage and the bytes; None: as
+               between two processes of this host
+    """
+    runs, degrees = plan.runs, plan.degrees
+    busy_s = {name: slowdown * seconds for run in runs.values() for name, seconds in run.busy_s.items()}
+    schedule, accumulate = spec.parallel.schedule, spec.parallel.accumulate
+    micro = spec.parallel.num_micro_batches(degrees)
+    stages = range(1 + max(stage for stage, _ in busy_s))
+    forward_s, backward_s = (
+        [busy_s.get((stage, way), 0.0) / (micro * accumulate) for stage in stages] for way in ("forward", "backward")
+    )
+    num_works = sum(len(works) for works in plan_actions(schedule, degrees.pipeline, micro)) * accumulate
+    between_s = slowdown * sum(run.besides_s for run in runs.values()) / num_works
+    messages = _estimate_transfers(runs, transit_s) if plan.device.type == "cpu" else []
+    return play(schedule, degrees.pipeline, micro, forward_s, backward_s, messages, between_s)
+
+
+def _estimate_transfers(
+    runs: dict[int, DryRun], transit_s: Callable[[int, float], float | None] = _is_near
+) -> list[TransferTime]:
+    """The output message of each stage but the last, as sent and received in the dry runs."""
+    known = {size: both for run in runs.values() for size, both in run.messages_s.items()}
+    handed = {stage: size for run in runs.values() for stage, size in run.handed_bytes.items()}
+    on_the_way_s = measure_latency_s()
+    found = []
+    for stage, size in sorted(handed.items()):
+        send_s, take_s = (_interpolate_s({each: both[way] for each, both in known.items()}, size) for way in (0, 1))
+        elsewhere_s = transit_s(stage, size)
+        found.append(TransferTime(send_s, on_the_way_s if elsewhere_s is None else elsewhere_s, take_s))
+    return found
+
+
+def _interpolate_s(known: dict[int, float], size: float) -> float:
+    """The seconds of a message of this size, interpolated; none are known if the group sends them."""
+    if len(known) < 2:
+        return next(iter(known.values()), 0.0)
+    slope, at_zero = np.polyfit(list(known), list(known.values()), 1)
+    return max(0.0, float(at_zero + slope * size))

@@ -1,0 +1,1 @@
+"""Searches for a task's best hyper-parameters."""

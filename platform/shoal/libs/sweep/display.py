@@ -1,0 +1,108 @@
+"""The table of a sweep: its trials with their parameters and newest evaluations, the best first.
+
+Called by `run_view`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from shoal.cli.display.panels import RunView, render_cells
+from shoal.cli.support.console import make_number_column, make_table
+from shoal.runs import Run
+from shoal.runs.formatting import format_number
+from shoal.runs.report.event_messages import WAITING
+from shoal.runs.sweep_trials import SWEEPING, Sweep, SweepTrial, TrialState, load_sweep
+
+MAX_ROWS = 16  # of a live table
+MAX_FAILURE_LENGTH = 48  # letters; the run of the trial has all of it
+_STYLES = {
+    TrialState.RUNNING: "cyan",
+    TrialState.FINISHED: "green",
+    TrialState.STOPPED: "dim",
+    TrialState.FAILED: "red",
+    TrialState.INTERRUPTED: "yellow",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepView(RunView):
+    """One moment of a sweep; `sweep` is None before its first event. metrics: the best value so far."""
+
+    sweep: Sweep | None
+
+    def list_panels(self) -> Iterator[RenderableType]:
+        if self.sweep is not None:
+            yield render_cells(_count_states(self.sweep))
+            yield render_trials(self.sweep, MAX_ROWS)
+
+    def list_facts(self) -> list[str]:
+        counts = _count_states(self.sweep) if self.sweep is not None else []
+        best = [f"best {name} {format_number(value)}" for name, value in self.metrics.items()]
+        return [*(f"{name} {count}" for name, count in counts), *best]
+
+
+def make_view(run: Run, before: SweepView | None, notes: Sequence[str]) -> SweepView:
+    """The present view of the run."""
+    if not run.list_events(SWEEPING):
+        return SweepView.read(run, {}, notes, phase="starting", sweep=None, metrics={})
+    sweep = load_sweep(run)
+    num_ended = sum(each.state is not TrialState.RUNNING for each in sweep.trials)
+    phase = "registering the best" if num_ended == sweep.num_trials else "sweeping"
+    ranked = sweep.rank()
+    best = {sweep.metric: ranked[0].get_score(sweep.metric)} if ranked else {}
+    entry = run.read_queue_entry()
+    seen = {} if entry is None else {WAITING: entry}
+    return SweepView.read(run, seen, notes, phase=WAITING if seen else phase, sweep=sweep, metrics=best)
+
+
+def render_record(run: Run) -> tuple[str, RenderableType] | None:
+    """The trials as they stand; None before the first."""
+    return ("Trials", render_trials(load_sweep(run))) if run.list_events(SWEEPING) else None
+
+
+def render_trials(sweep: Sweep, max_rows: int | None = None) -> Table:
+    """Trials with a score, best first, then those without one."""
+    ranked = sweep.rank()
+    others = [each for each in sweep.trials if each not in ranked]
+    paths = list(dict.fromkeys(path for each in sweep.trials for path in each.parameters))
+    headings = [path.rpartition(".")[2] for path in paths]
+    numbers = map(make_number_column, ("trial", sweep.metric, "step"))
+    parameters = (Column(heading, overflow="fold") for heading in headings)
+    rows = (
+        _format_trial(trial, sweep, paths, is_best=index == 0 and bool(ranked))
+        for index, trial in enumerate([*ranked, *others][:max_rows])
+    )
+    return make_table(*numbers, *parameters, Column("state", no_wrap=True), rows=rows)
+
+
+def _format_trial(trial: SweepTrial, sweep: Sweep, paths: Sequence[str], *, is_best: bool) -> list[str | Text]:
+    score = format_number(trial.get_score(sweep.metric)) if sweep.metric in trial.values else "-"
+    state = trial.state.value + (f", copied trial {trial.sources[-1][0]}" if trial.sources else "")
+    last = trial.failure.splitlines()[-1] if trial.failure else ""
+    reason = f": {last[:MAX_FAILURE_LENGTH]}{'…' * (len(last) > MAX_FAILURE_LENGTH)}" if last else ""
+    return [
+        str(trial.number),
+        Text(score, style="bold green" if is_best else ""),
+        f"{trial.step:,}",
+        *(format_parameter(trial.parameters.get(path)) for path in paths),
+        Text(state + reason, style=_STYLES[trial.state]),
+    ]
+
+
+def format_parameter(value: object) -> str:
+    """A value of a hyper-parameter, with the digits that tell trials apart."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _count_states(sweep: Sweep) -> list[tuple[str, str]]:
+    counts = Counter(each.state for each in sweep.trials)
+    waiting = sweep.num_trials - len(sweep.trials)
+    cells = [(state.value, str(counts[state])) for state in TrialState if counts[state]]
+    return [*cells, ("waiting", str(waiting))] if waiting else cells

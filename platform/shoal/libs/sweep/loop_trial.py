@@ -1,0 +1,153 @@
+"""One trial of a sweep that is a run of the loop: gateway and learner in this process, actors as processes of its own.
+
+The trial starts its actors and ends them with itself. It reports the mean return of the last 100 episodes, evenly over
+its budget. Called by the worker of a trial (`ray_trial`), and at the end of a sweep to register the best policy.
+Imports no Ray.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import shoal.runs
+from shoal import atomic_file
+from shoal.errors import RecordUnwritable, RunError
+from shoal.flows.local_run import MEAN_RETURN, LocalRun
+from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler
+from shoal.flows.rl_policy import describe_policy_model, inspect_environment
+from shoal.libs.sweep.loop_spec import LoopTrialSpec
+from shoal.libs.sweep.trial import JOB, Trial, TrialReport, find_trial
+from shoal.registry import Registry
+from shoal.runs import RunKind, RunRecorder, Status
+from shoal.train.task import find_source_file
+from shoal.weights import WeightSnapshot
+
+LEARNED = "learned"  # the event at the end of a trial
+WEIGHTS = "model.safetensors"
+POLL_S = 0.1
+
+
+class LoopTrial(Trial):
+    """The run of the loop of one trial."""
+
+    def __init__(self, run_id: str, spec: LoopTrialSpec, *, should_stop: Callable[[], bool] = lambda: False) -> None:
+        super().__init__(run_id, should_stop)
+        self._spec = spec
+
+    def _load_end(self) -> TrialReport | None:
+        record = find_trial(self.run_id)
+        if record is None or record.status is not Status.FINISHED:
+            return None
+        ended = record.last_events()[LEARNED]
+        return TrialReport(ended["steps"], 1.0, {MEAN_RETURN: ended[MEAN_RETURN]}, is_over=True)
+
+    def _run_recorded(self) -> TrialReport:
+        spec = self._spec
+        experience, _ = inspect_environment(spec)
+        resumed = self.run_id if find_trial(self.run_id) is not None else ""
+        with shoal.runs.recording(
+            spec.to_record(), JOB, begun="gateway_ready", kind=RunKind.LOOP, resumed=resumed, run_id=self.run_id
+        ) as recorder:
+            variables, seed = find_actor_variables(spec.recipe), spec.learner.seed
+            with LocalRun("a trial", spec, experience, recorder.folder, spec.actors, variables, seed) as run:
+                recorder.record_event("gateway_ready", address=run.loop.address, env=spec.env, server_key="")
+                report = _LoopFollower(spec, run, recorder).follow(self._report, self._is_stopping)
+            if not report.is_over:
+                recorder.finish(Status.STOPPED)
+        return report
+
+
+def find_actor_variables(recipe: str) -> dict[str, str]:
+    """The environment variables of actors; they find modules next to the job's file, as the job does."""
+    source = find_source_file(recipe) if recipe else None
+    places = [os.environ.get("PYTHONPATH", ""), str(source.parent) if source is not None else ""]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+
+
+class _LoopFollower:
+    """Watches one loop: records what it does, reports, and decides when its budget is spent."""
+
+    def __init__(self, spec: LoopTrialSpec, run: LocalRun, recorder: RunRecorder) -> None:
+        self._spec, self._run, self._loop, self._recorder = spec, run, run.loop, recorder
+        self._metrics, self._sampler = ActorLearnerMetrics(), HistorySampler(time.monotonic())
+
+    def follow(self, report: Callable[[TrialReport], None], is_stopping: Callable[[], bool]) -> TrialReport:
+        """Until the budget is spent, or `is_stopping`: then the result is not over. Raises RunError."""
+        next_report, found = 0.0, TrialReport(0, 0.0)
+        while True:
+            stats = self._poll()
+            found = self._make_report(stats)
+            is_scored = math.isfinite(stats["mean_return"])
+            if found.progress >= 1.0:
+                return self._finish(stats)
+            if is_stopping():
+                return found
+            next_report = next_report or (math.floor(found.progress * self._spec.reports) + 1) / self._spec.reports
+            if found.progress >= next_report and is_scored:
+                report(found)
+                next_report = 0.0
+            time.sleep(POLL_S)
+
+    def _make_report(self, stats: Mapping[str, Any]) -> TrialReport:
+        progress = self._spec.stop.compute_progress(stats["steps"], stats["elapsed_s"])
+        return TrialReport(stats["steps"], progress, {MEAN_RETURN: float(stats["mean_return"])})
+
+    def _poll(self) -> dict[str, Any]:
+        """The gateway's counts, recorded. Raises RunError when the learner or an actor has failed."""
+        self._loop.require_learner()
+        self._run.require_actors()
+        stats = self._loop.gateway.stats()
+        with suppress(RecordUnwritable):
+            for at, kind, details in self._loop.gateway.take_events():
+                self._recorder.record_event(kind, at=at, **details)
+            if stats["steps"]:
+                values = self._metrics.compute(stats, self._loop.learner.stats(), 0.0, time.time())
+                self._recorder.log(stats["steps"], values, in_history=self._sampler.should_keep(time.monotonic()))
+            for version in self._loop.learner.take_published():
+                self._recorder.record_weights(version.version, version.step, version.sha256, version.published_at)
+        return stats
+
+    def _finish(self, stats: Mapping[str, Any]) -> TrialReport:
+        """Store the newest policy. Raises RunError for a trial in which no episode has ended."""
+        mean_return = float(stats["mean_return"])
+        if not math.isfinite(mean_return):
+            raise RunError(f"no episode has ended in {stats['steps']:,} steps: raise stop.steps or stop.wall_s")
+        snapshot = self._loop.learner.pause()
+        atomic_file.replace_synced(self._recorder.folder / WEIGHTS, snapshot.payload)
+        self._recorder.record_event(
+            LEARNED,
+            steps=stats["steps"],
+            seconds=stats["elapsed_s"],
+            episodes=stats["episodes"],
+            mean_return=mean_return,
+            version=snapshot.version,
+        )
+        return TrialReport(stats["steps"], 1.0, {MEAN_RETURN: mean_return}, is_over=True)
+
+
+def register_trial(spec: LoopTrialSpec, run_id: str, recorder: RunRecorder, lineage: Mapping[str, object]) -> None:
+    """Register the policy of a finished trial, and record that in the sweep. Raises RegistryError.
+
+    run_id:  of the trial
+    lineage: where the sweep has found it
+    """
+    record = shoal.runs.load(run_id)
+    ended = record.last_events()[LEARNED]
+    experience, _ = inspect_environment(spec)
+    factory, signature = describe_policy_model(spec, experience)
+    version = Registry().register(
+        spec.model_name,
+        WeightSnapshot.from_payload(ended["version"], (record.folder / WEIGHTS).read_bytes()),
+        model=factory,
+        signature=signature,
+        run_id=recorder.id,
+        metrics={"mean_return_100": ended[MEAN_RETURN], "steps": float(ended["steps"])},
+        aliases=spec.aliases,
+        lineage=lineage,
+    )
+    recorder.record_model(version.name, version.version, version.aliases)

@@ -1,0 +1,1 @@
+"""Trackers of runs: MLflow, Weights & Biases, Trackio."""

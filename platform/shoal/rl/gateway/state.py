@@ -1,0 +1,70 @@
+"""What the parts of a gateway share: its setting, and the state that its thread changes under its lock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.errors import ConfigError
+from shoal.rl.experience.group_commit import GroupCommit
+from shoal.rl.experience.queue import ExperienceQueue
+from shoal.rl.gateway.actor_stats import ActorTable, RunProgress
+from shoal.rl.gateway.opponent_pool import OpponentPool
+from shoal.rl.gateway.send_queue import SendQueue
+from shoal.rl.gateway.sessions import Sessions
+from shoal.rl.spec import GatewaySpec, require_segment_fits
+from shoal.weights import WeightSnapshot
+from shoal.wire import ExperienceSpec
+
+
+@dataclass(frozen=True)
+class GatewaySetting:
+    """What a gateway is started with. Raises ConfigError for an empty token, and where `spec.curve` lacks its keys.
+
+    token, run_id:     of the run, as its actors must know them
+    curve_keys:        (public, secret) as zmq.curve_keypair() makes them
+    is_synchronous:    actors pause between two batches
+    learns_from_users: it takes the episodes of the endpoint's users
+    """
+
+    spec: GatewaySpec
+    experience: ExperienceSpec
+    token: str
+    run_id: str = ""
+    target_return: float | None = None
+    curve_keys: tuple[bytes, bytes] | None = None
+    is_synchronous: bool = False
+    learns_from_users: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.token:
+            raise ConfigError("token", "", "is empty", "a gateway without a token would take anybody's experience")
+        if self.spec.curve and self.curve_keys is None:
+            raise ConfigError("gateway.curve", True, "needs a key pair", "pass curve_keys=zmq.curve_keypair()")
+        require_segment_fits(self.spec, self.experience)
+
+
+class GatewayState:
+    """The state of one gateway. `weights` are the newest; one reference, which another thread replaces.
+
+    opponents:    of a run with self-play
+    group_commit: with `durable: store`
+    """
+
+    def __init__(
+        self,
+        setting: GatewaySetting,
+        queue: ExperienceQueue,
+        opponents: OpponentPool | None = None,
+        group_commit: GroupCommit | None = None,
+    ) -> None:
+        self.setting, self.queue, self.opponents, self.group_commit = setting, queue, opponents, group_commit
+        self.progress = RunProgress(setting.target_return, opponent_names=opponents.names if opponents else {})
+        self.actors = ActorTable()
+        self.sessions = Sessions(queue, setting.experience.segment_length if setting.is_synchronous else 0)
+        self.send_queue = SendQueue(group_commit)
+        self.weights: WeightSnapshot | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the newest weights; 0 before the first."""
+        return self.weights.version if self.weights else 0

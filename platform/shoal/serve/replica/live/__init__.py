@@ -1,1 +1,0 @@
-"""Models that follow the weights of a run: the version that answers, and the trial of a newer one."""

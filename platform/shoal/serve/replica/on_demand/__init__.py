@@ -1,1 +1,0 @@
-"""Models of which a replica has some: requests for another wait, or go to the replica that has it."""

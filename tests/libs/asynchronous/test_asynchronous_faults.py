@@ -1,0 +1,299 @@
+"""Asynchronous training goes on when a server, a worker and the chief are killed, each at a named step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+import shoal.runs
+from shoal.errors import RankLost, TrainError
+from shoal.libs.asynchronous.launch.replicas import ForkedProcess, fit_replicas
+from shoal.parallel import World
+from shoal.train.loop.trainer import Trainer
+from shoal.train.spec import TrainSpec
+from shoal.train.task import make_task
+from train_task import Toy
+from waiting import wait_for
+
+TOY = f"{Path(__file__).parents[2] / 'train_task.py'}:Toy"
+
+
+class Dying(Toy):
+    """A worker dies in its first step."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        os.kill(os.getpid(), 9)
+        return super().loss(outputs, batch)
+
+
+class Raising(Toy):
+    """A worker raises an error of the Task's own in its first step."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        raise LookupError("no such class")
+
+
+class FaultySGD(torch.optim.SGD):
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        if self.num_steps > 3:  # the chief takes a step to see which state there is to restore
+            raise LookupError("no such class")
+        super().step(closure)
+
+
+class RaisingStep(Toy):
+    """A server raises it, in an update."""
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return FaultySGD(parameters, 0.1)
+
+
+class Processes:
+    """Starts the processes of a run, and kills them by name with a signal."""
+
+    def __init__(self, number: int = signal.SIGKILL) -> None:
+        self._signal = number
+        self.running: dict[str, ForkedProcess] = {}
+        self.num_started = 0
+
+    def start(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> ForkedProcess:
+        self.running[name] = process = ForkedProcess(name, target, arguments)
+        self.num_started += 1
+        return process
+
+    def kill(self, name: str) -> None:
+        os.kill(self.running[name].pid, self._signal)
+
+
+class KillingLog:
+    """An event log that kills processes at the steps that the chief reports."""
+
+    def __init__(self, processes: Processes, kills: Mapping[int, str]) -> None:
+        self._processes, self._kills = processes, dict(kills)
+        self.steps: list[int] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.steps.append(step)
+        for due in [each for each in self._kills if each <= step]:
+            self._processes.kill(self._kills.pop(due))
+
+    def record_event(self, kind: str, /, **details: object) -> None:
+        self.events.append((kind, details))
+
+    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        """Not kept."""
+
+    def flush(self) -> None:
+        """Nothing is waiting."""
+
+    def find(self, kind: str) -> list[dict[str, Any]]:
+        return [details for found, details in self.events if found == kind]
+
+
+def spec_of(**changes: Any) -> TrainSpec:
+    base = {
+        "task": TOY,
+        "args": {"step_s": 0.02, "dropout": 0.0},
+        "workers": 2,
+        "batch_size": 32,
+        "sync": {"kind": "parameter_server", "servers": 2, "staleness": 2},
+        "log_every_steps": 1,
+        "stop": {"steps": 120},
+        "threads": 1,
+    }
+    return TrainSpec.parse({**base, **changes})
+
+
+def test_a_run_goes_on_when_a_server_a_worker_and_the_chief_are_killed(tmp_path: Path) -> None:
+    processes = Processes()
+    log = KillingLog(processes, {10: "server 1", 40: "worker 1", 70: "worker 0"})
+    outcome = fit_replicas(spec_of(), "run", tmp_path, log, lambda: False, processes.start)
+    assert outcome.reason == "steps"
+    assert outcome.steps >= 120
+    assert outcome.weights is not None
+    assert outcome.weights.is_file()
+    assert outcome.metrics["loss"] < 0.7  # log(3) = 1.1 is chance
+    assert processes.num_started == 4 + 3
+    assert {details["workers"] for details in log.find("training")} == {2}
+    assert log.find("cost_measured")
+    assert all("sent_bytes" not in details for details in log.find("cost_measured"))
+    assert [details["index"] for details in log.find("server_lost")] == [1]
+    assert sorted(details["index"] for details in log.find("worker_lost")) == [0, 1]
+    assert log.steps == sorted(log.steps)  # the run never went back
+    [counted] = log.find("staleness")
+    assert counted["updates"] >= 2 * 120
+    # τ counts the updates of others between a pull and its update: a bound of 2 steps lets 2 workers be 2 * 2 apart,
+    # and one more while the push is under way.
+    assert max(map(int, counted["counts"])) <= 5
+    assert 0 <= counted["lost"] < counted["updates"]
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+def test_a_durable_run_loses_no_update_when_servers_are_killed(tmp_path: Path, host: str) -> None:
+    """Staleness 0: its weights are those of a run in which no server died, to the bit. By TCP, all goes in messages."""
+    sync = {"kind": "parameter_server", "servers": 2, "durable": True, "transport": "frames" if host else "auto"}
+    spec = spec_of(sync=sync, stop={"steps": 60})
+    weights = []
+    for folder, kills in (("calm", {}), ("killed", {10: "server 1", 25: "server 0", 40: "server 1"})):
+        (tmp_path / folder).mkdir()
+        processes = Processes()
+        log = KillingLog(processes, kills)
+        outcome = fit_replicas(spec, "run", tmp_path / folder, log, lambda: False, processes.start, host=host)
+        assert outcome.steps == 60
+        [counted] = log.find("staleness")
+        assert (counted["updates"], counted["lost"]) == (60, 0)
+        assert len(log.find("server_lost")) == len(kills)
+        assert outcome.weights is not None
+        weights.append(safetensors.torch.load_file(outcome.weights))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_server_that_is_lost_with_its_disk_ends_the_attempt_and_the_next_has_the_checkpoint(tmp_path: Path) -> None:
+    class OnOtherHosts(Processes):
+        """Each server's state is on the disk of its host."""
+
+        def start(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> ForkedProcess:
+            for state in tmp_path.glob(f"{name.replace(' ', '-')}-*.safetensors"):
+                state.unlink()
+            return super().start(name, target, arguments)
+
+    spec = spec_of(checkpoint={"every_steps": 10}, stop={"steps": 60})
+    processes = OnOtherHosts()
+    with pytest.raises(RankLost, match="server 1: server 1 has died, and its state is lost"):
+        fit_replicas(spec, "run", tmp_path, KillingLog(processes, {25: "server 1"}), lambda: False, processes.start)
+    log = KillingLog(processes, {})
+    outcome = fit_replicas(spec, "run", tmp_path, log, lambda: False, processes.start)
+    assert outcome.steps == 60
+    [restored] = log.find("restored")
+    assert restored["step"] >= 10
+
+
+def test_a_process_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    processes = Processes()
+    spec = spec_of(task=f"{__file__}:Dying")
+    with pytest.raises(RankLost, match=r"worker [01] died 3 times: status -9"):
+        fit_replicas(spec, "run", tmp_path, KillingLog(processes, {}), lambda: False, processes.start)
+
+
+@pytest.mark.parametrize(("task", "process"), [("Raising", "worker"), ("RaisingStep", "server")])
+def test_an_error_of_the_task_ends_the_run_with_its_cause_and_its_place(
+    tmp_path: Path, task: str, process: str
+) -> None:
+    processes = Processes()
+    spec = spec_of(task=f"{__file__}:{task}")
+    with pytest.raises(TrainError, match=rf"^{process} [01]: LookupError: no such class\n") as raised:
+        fit_replicas(spec, "run", tmp_path, KillingLog(processes, {}), lambda: False, processes.start)
+    assert f'File "{__file__}"' in str(raised.value)
+    assert processes.num_started == 4  # it would recur: none is replaced
+
+
+class NoticingLog(KillingLog):
+    """An event log that sends a notice to worker 1 each time that it has joined, three times in all."""
+
+    def record_event(self, kind: str, /, **details: object) -> None:
+        super().record_event(kind, **details)
+        if kind == "worker_joined" and details["index"] == 1 and self.count_departures() < 3:
+            self._processes.kill("worker 1")
+
+    def count_departures(self) -> int:
+        return len(self.find("worker_departed"))
+
+
+def test_a_worker_that_is_told_to_end_leaves_between_two_steps(tmp_path: Path) -> None:
+    """As by the notice of a preempted node: no death, however often, and no other worker waits."""
+    processes = Processes(signal.SIGTERM)
+    sync = {"kind": "parameter_server", "staleness": 0}
+    spec = spec_of(sync=sync, workers=[1, 2], stop={"steps": 10_000})
+    log = NoticingLog(processes, {})
+    outcome = fit_replicas(spec, "run", tmp_path, log, lambda: log.count_departures() == 3, processes.start)
+    assert log.find("worker_departed") == [{"index": 1}] * 3
+    assert log.find("worker_lost") == []
+    [counted] = log.find("staleness")
+    assert (counted["updates"], counted["lost"], counted["dropped"]) == (outcome.steps, 0, 0)
+
+
+def test_an_error_of_the_task_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+    processes = Processes()
+    spec = spec_of(args={"fault": "nan", "fault_step": 3, "notes": str(tmp_path)})
+    with pytest.raises(TrainError, match=r"worker [01]: the loss of step 4|NaN|finite"):
+        fit_replicas(spec, "run", tmp_path, KillingLog(processes, {}), lambda: False, processes.start)
+    assert all(process.poll() is not None for process in processes.running.values())
+
+
+def test_a_run_that_waits_for_all_is_that_of_one_process_resumed_or_not(tmp_path: Path) -> None:
+    """Staleness 0: weights of 12 steps, those of a run ended after 5 and gone on with, and those of one process."""
+
+    def train(folder: str, steps: int, **changes: Any) -> dict[str, Tensor]:
+        place = tmp_path / folder
+        place.mkdir(exist_ok=True)
+        spec = spec_of(stop={"steps": steps}, args={"dropout": 0.0}, **changes)
+        log = KillingLog(Processes(), {})
+        if spec.sync.kind == "all_reduce":
+            trainer = Trainer(spec, make_task(spec.task, spec.args), World.single("cpu"), place, journal=log)
+            outcome = trainer.run()
+        else:
+            outcome = fit_replicas(spec, "run", place, log, lambda: False)
+        assert outcome.steps == steps
+        assert outcome.weights is not None
+        return safetensors.torch.load_file(outcome.weights)
+
+    waiting = {"kind": "parameter_server", "staleness": 0}
+    alone = train("alone", 12, sync={"kind": "all_reduce"}, workers=1)
+    at_once = train("at once", 12, sync={**waiting, "servers": 1})
+    train("resumed", 5, sync={**waiting, "servers": 1})
+    resumed = train("resumed", 12, sync={**waiting, "servers": 3}, workers=4)
+    torch.testing.assert_close(at_once, alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(resumed, alone, rtol=1e-4, atol=1e-5)
+
+
+def find_saved_steps(folder: Path) -> list[int]:
+    """Of the complete checkpoints of a run."""
+    return [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*/manifest.json")]
+
+
+@pytest.mark.soak
+def test_a_run_whose_controller_is_killed_leaves_no_process_and_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that has the controller can end none of the others, nor remove the folder of their sockets."""
+    words = [sys.executable, "-m", "shoal.train", f"task={TOY}", "args.step_s=0.02", "workers=2", "batch_size=32"]
+    words += ["sync.kind=parameter_server", "sync.servers=2", "log_every_steps=1", "stop.steps=100000", "threads=1"]
+    words += ["checkpoint.every_steps=20"]
+    short = Path(tempfile.gettempdir(), f"shoal-test-{os.getpid()}")  # a socket's path has at most 107 characters
+    short.mkdir()
+    home = {**os.environ, "SHOAL_HOME": str(tmp_path), "TMPDIR": str(short), "PYTHONUNBUFFERED": "1"}
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    with subprocess.Popen(words, env=home, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        next(started.stdout)  # the first line about a step
+        below = psutil.Process(started.pid).children(recursive=True)
+        assert len(below) >= 4
+        [run] = shoal.runs.list_runs()
+        saved = wait_for(lambda: max(find_saved_steps(run.folder), default=0), what="checkpoint")
+        started.kill()
+    _, alive = psutil.wait_procs(below, timeout=20.0)
+    assert alive == []
+    again = [sys.executable, "-m", "shoal.train", f"resume={run.id}", f"stop.steps={saved + 60}"]
+    done = subprocess.run(again, env=home, capture_output=True, text=True, check=False, timeout=600)
+    shutil.rmtree(short)
+    assert done.returncode == 0, done.stderr
+    events = run.last_events()
+    assert saved <= events["restored"]["step"] <= saved + 40
+    assert events["stopped"]["step"] >= saved + 60

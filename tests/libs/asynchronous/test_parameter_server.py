@@ -1,0 +1,706 @@
+"""Servers, controller and workers in one process: the updates are those of the equations, whatever is divided how."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+from shoal.errors import ConfigError, SpecMismatch, TrainError, WorkerDeparted
+from shoal.libs.asynchronous.clock import Clock, Push, Update
+from shoal.libs.asynchronous.config import (
+    DiLoCoConfig,
+    LocalSGDConfig,
+    LocalStepsConfig,
+    ParameterServerConfig,
+    ServersConfig,
+)
+from shoal.libs.asynchronous.controller import Controller
+from shoal.libs.asynchronous.messages import LeaveRun
+from shoal.libs.asynchronous.parameter_server.local_steps import LocalStepsSync
+from shoal.libs.asynchronous.parameter_server.partition import divide, divide_fragments
+from shoal.libs.asynchronous.parameter_server.rounds import make_clock
+from shoal.libs.asynchronous.parameter_server.server import ParameterServer
+from shoal.libs.asynchronous.parameter_server.server_service import ServerService
+from shoal.libs.asynchronous.parameter_server.worker import ParameterServerSync
+from shoal.sync.costs import load_probe
+from shoal.sync.rpc import CallId, Request, RpcClient, RpcService
+
+TIMEOUT_S = 120.0
+Weigh = Callable[[int, int], float]  # of the gradients of (step, worker), as `ParallelModel.step_weight`
+
+
+def weigh_alike(step: int, worker: int) -> float:
+    return 1.0
+
+
+def weigh_differently(step: int, worker: int) -> float:
+    """As a loss that divides by a count of its own: some micro-batches count nothing."""
+    return [2.5, 0.0, 1.5][(step + worker) % 3]
+
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+
+class Network(nn.Module):
+    """With a parameter that gets a gradient only in even steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.rare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, is_even: bool) -> Tensor:
+        outputs: Tensor = self.layers(x)
+        return outputs * self.rare if is_even else outputs
+
+
+def make_network() -> Network:
+    torch.manual_seed(0)
+    return Network()
+
+
+def batch_of(step: int, worker: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + worker)
+    return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def compute_gradients(network: nn.Module, step: int, worker: int) -> None:
+    network.zero_grad()
+    x, y = batch_of(step, worker)
+    loss = (network(x, step % 2 == 0) - y).square().mean()
+    loss.backward()
+
+
+def make_service(
+    folder: Path,
+    index: int,
+    spec: ServersConfig,
+    num_workers: int,
+    make_optimizer: MakeOptimizer,
+    file: Path | None = None,
+    every_s: float = 0.0,
+) -> ServerService:
+    server = ParameterServer(index, make_optimizer(make_network()), spec, num_workers)
+    address = f"ipc://{folder}/server-{index}"
+    return ServerService(address, index, server, f"ipc://{folder}/controller", TIMEOUT_S, file, every_s)
+
+
+@contextmanager
+def running(
+    folder: Path, spec: ServersConfig, num_workers: int, make_optimizer: MakeOptimizer
+) -> Iterator[tuple[Controller, Callable[[int, Optimizer], ParameterServerSync]]]:
+    """The controller, and how to make a worker's synchronizer."""
+    addresses = [f"ipc://{folder}/server-{index}" for index in range(spec.servers)]
+    services = [make_service(folder, index, spec, num_workers, make_optimizer) for index in range(spec.servers)]
+    clock = make_clock(spec, num_workers)
+    controller = Controller(f"ipc://{folder}/controller", addresses, clock, TIMEOUT_S, spec=spec)
+    controller.start()
+    for each in services:
+        each.start()
+
+    def make_sync(worker: int, optimizer: Optimizer) -> ParameterServerSync:
+        return ParameterServerSync(optimizer, spec, worker, f"ipc://{folder}/controller", addresses, TIMEOUT_S)
+
+    try:
+        yield controller, make_sync
+    finally:
+        controller.close()
+        for each in services:
+            each.close()
+
+
+def train(
+    folder: Path,
+    spec: ServersConfig,
+    num_workers: int,
+    make_optimizer: MakeOptimizer,
+    num_steps: int,
+    weigh: Weigh = weigh_alike,
+) -> tuple[list[Tensor], dict[int, int], Optimizer]:
+    """Every worker in a thread: the chief's weights at the end, how often each τ was seen, the chief's optimiser."""
+    found: dict[int, Any] = {}
+
+    def work(worker: int, make_sync: Callable[[int, Optimizer], ParameterServerSync]) -> None:
+        network = made[worker]
+        optimizer = make_optimizer(network)
+        sync = make_sync(worker, optimizer)
+        try:
+            sync.begin(0)
+            for step in range(num_steps):
+                sync.before_step()
+                compute_gradients(network, step, worker)
+                sync.get_step_weight = partial(weigh, step, worker)
+                sync.apply_gradients()
+            together.wait(TIMEOUT_S)
+            if worker == 0:
+                sync.collect_state()
+            found[worker] = ([each.detach().clone() for each in network.parameters()], optimizer)
+            sync.end()
+        except BaseException as error:  # noqa: BLE001 - the test raises it
+            found[worker] = error
+            together.abort()
+        finally:
+            sync.close()
+
+    together = threading.Barrier(num_workers)
+    made = [make_network() for _ in range(num_workers)]
+    with running(folder, spec, num_workers, make_optimizer) as (controller, make_sync):
+        threads = [threading.Thread(target=work, args=(worker, make_sync)) for worker in range(num_workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        errors = [outcome for outcome in found.values() if isinstance(outcome, BaseException)]
+        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
+        weights, optimizer = found[0]
+        return weights, dict(controller.staleness), optimizer
+
+
+def train_alone(
+    num_workers: int, make_optimizer: MakeOptimizer, num_steps: int, accumulate: int = 1, weigh: Weigh = weigh_alike
+) -> tuple[list[Tensor], Optimizer]:
+    """The same steps over the mean of the workers' gradients, in this thread."""
+    network = make_network()
+    optimizer = make_optimizer(network)
+    for begin in range(0, num_steps, accumulate):
+        sums: list[Tensor | None] = [None] * len(list(network.parameters()))
+        pairs = list(itertools.product(range(begin, begin + accumulate), range(num_workers)))
+        for step, worker in pairs:
+            compute_gradients(network, step, worker)
+            for index, each in enumerate(network.parameters()):
+                if each.grad is not None:
+                    weighted = each.grad * weigh(step, worker)
+                    sums[index] = weighted if sums[index] is None else sums[index] + weighted
+        for each, total in zip(network.parameters(), sums, strict=True):
+            each.grad = None if total is None else total / sum(itertools.starmap(weigh, pairs))
+        optimizer.step()
+    return [each.detach() for each in network.parameters()], optimizer
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda network: SGD(network.parameters(), 0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda network: Adam(network.parameters(), 0.05),
+    "rmsprop": lambda network: RMSprop(network.parameters(), 0.01),
+    "groups": lambda network: AdamW(
+        [
+            {"params": [*network.parameters()][:2], "lr": 0.1},
+            {"params": [*network.parameters()][2:], "weight_decay": 0.3},
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_with_staleness_0_it_is_synchronous_training_step_by_step(tmp_path: Path, name: str, num_servers: int) -> None:
+    weights, staleness, optimizer = train(tmp_path, ParameterServerConfig(servers=num_servers), 3, OPTIMIZERS[name], 6)
+    expected, alone = train_alone(3, OPTIMIZERS[name], 6)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+    assert staleness == {0: 18}
+    for mine, other in zip(optimizer.param_groups, alone.param_groups, strict=True):
+        for one, two in zip(mine["params"], other["params"], strict=True):
+            torch.testing.assert_close(dict(optimizer.state[one]), dict(alone.state[two]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("staleness", [None, 3])
+def test_one_worker_that_does_not_wait_is_sequential_training(tmp_path: Path, staleness: int | None) -> None:
+    spec = ParameterServerConfig(servers=2, staleness=staleness, rate="per_staleness", compensation=0.5)
+    weights, seen, _ = train(tmp_path, spec, 1, OPTIMIZERS["adam"], 6)
+    expected, _ = train_alone(1, OPTIMIZERS["adam"], 6)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+    assert seen == {0: 6}
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+def test_weights_and_gradients_in_messages_give_the_same_bits_as_in_shared_memory(
+    tmp_path: Path, staleness: int | None
+) -> None:
+    found = []
+    for transport in ("shared_memory", "frames"):
+        folder = tmp_path / transport
+        folder.mkdir()
+        spec = ParameterServerConfig(servers=3, staleness=staleness, transport=transport)
+        weights, _, optimizer = train(folder, spec, 3 if staleness == 0 else 1, OPTIMIZERS["adam"], 6)
+        trained = optimizer.param_groups[0]["params"]
+        found.append([*weights, *(optimizer.state[each][name] for each in trained for name in ("exp_avg_sq", "step"))])
+    assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
+
+
+def test_every_push_of_free_workers_becomes_one_update_by_messages_too(tmp_path: Path) -> None:
+    spec = ParameterServerConfig(servers=2, staleness=None, transport="frames", compensation=0.1)
+    weights, seen, _ = train(tmp_path, spec, 4, OPTIMIZERS["sgd"], 10)
+    assert sum(seen.values()) == 40
+    assert all(each.isfinite().all() for each in weights)
+
+
+def test_every_push_of_free_workers_becomes_one_update(tmp_path: Path) -> None:
+    weights, seen, _ = train(tmp_path, ParameterServerConfig(servers=2, staleness=None), 4, OPTIMIZERS["sgd"], 10)
+    assert sum(seen.values()) == 40
+    assert all(each.isfinite().all() for each in weights)
+
+
+def test_a_partition_is_balanced_and_complete() -> None:
+    for whole in (False, True):
+        partition = divide([1000, 10, 500, 490, 7], 3, by_parameter=whole)
+        sizes = [partition.get_size(server) for server in range(3)]
+        assert sum(sizes) == 2007
+        assert max(sizes) <= (1000 if whole else 669)
+        parameters = [torch.arange(float(size)) for size in (1000, 10, 500, 490, 7)]
+        copies = [torch.zeros_like(each) for each in parameters]
+        for server in range(3):
+            vector = torch.empty(sizes[server])
+            partition.write(server, parameters, vector)
+            partition.read(server, vector, copies)
+        torch.testing.assert_close(copies, parameters)
+
+
+def test_more_servers_than_there_is_to_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sync\.servers"):
+        divide([2, 1], 4, by_parameter=False)
+    with pytest.raises(ConfigError, match="needs each whole"):
+        divide([2, 1], 3, by_parameter=True)
+
+
+def test_a_worker_with_another_model_is_refused(tmp_path: Path) -> None:
+    with running(tmp_path, ParameterServerConfig(), 1, OPTIMIZERS["sgd"]) as (_, make_sync):
+        other = nn.Linear(2, 2)
+        sync = make_sync(0, SGD(other.parameters(), 0.1))
+        with pytest.raises(SpecMismatch, match="worker 0"):
+            sync.begin(0)
+        sync.close()
+
+
+def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    with running(tmp_path, ParameterServerConfig(), 1, lambda _: SGD(nn.Embedding(4, 2).parameters(), 0.1)) as (
+        _,
+        make_sync,
+    ):
+        sync = make_sync(0, SGD(embedding.parameters(), 0.1))
+        sync.begin(0)
+        embedding(torch.tensor([1])).sum().backward()
+        with pytest.raises(TrainError, match="sparse"):
+            sync.apply_gradients()
+        sync.close()
+
+
+class Replica:
+    """One worker, step by step, in this thread or another."""
+
+    def __init__(self, worker: int, make_sync: Callable[[int, Optimizer], ParameterServerSync]) -> None:
+        self.worker, self.network = worker, make_network()
+        self.optimizer = OPTIMIZERS["adam"](self.network)
+        self.sync = make_sync(worker, self.optimizer)
+        self.num_steps = 0
+
+    def step(self) -> None:
+        self.sync.before_step()
+        compute_gradients(self.network, self.num_steps, self.worker)
+        self.sync.apply_gradients()
+        self.num_steps += 1
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_server_that_died_comes_back_with_its_state_and_says_what_is_lost(tmp_path: Path, is_old: bool) -> None:
+    """Its last state on disk may be that of its death, or an older one."""
+    spec = ParameterServerConfig(servers=2, staleness=None)
+    addresses = [f"ipc://{tmp_path}/server-{index}" for index in range(2)]
+    files = [tmp_path / f"server-{index}.safetensors" for index in range(2)]
+    controller = Controller(f"ipc://{tmp_path}/controller", addresses, Clock(1, None), TIMEOUT_S)
+    controller.start()
+    servers = [make_service(tmp_path, index, spec, 1, OPTIMIZERS["adam"], files[index]) for index in range(2)]
+    for server in servers:
+        server.start()
+    replica = Replica(
+        0,
+        lambda worker, optimizer: ParameterServerSync(
+            optimizer, spec, worker, f"ipc://{tmp_path}/controller", addresses, TIMEOUT_S
+        ),
+    )
+    older = tmp_path / "older.safetensors"
+    try:
+        replica.sync.begin(0)
+        for step in range(8):
+            if step == 5:
+                replica.sync.before_step()  # its answer comes after the update of the step before
+                servers[1].close()  # which waits for the state to be written
+                servers[1] = make_service(tmp_path, 1, spec, 1, OPTIMIZERS["adam"], files[1])
+                if is_old:
+                    older.replace(files[1])
+                version = int(safetensors.torch.load_file(files[1])["version"])
+                servers[1].start()
+            replica.step()
+            if step == 2:
+                replica.sync.before_step()
+                servers[1].wait_until_written()
+                older.write_bytes(files[1].read_bytes())
+        replica.sync.before_step()
+        assert controller.num_lost == [0, 5 - version]
+        assert (version < 5) == is_old
+        expected, _ = train_alone(1, OPTIMIZERS["adam"], 8)
+        found = [each.detach() for each in replica.network.parameters()]
+        is_equal = all(
+            torch.allclose(mine, other, rtol=1e-5, atol=1e-6) for mine, other in zip(found, expected, strict=True)
+        )
+        assert is_equal != is_old
+    finally:
+        replica.sync.close()
+        controller.close()
+        for server in servers:
+            server.close()
+
+
+def test_a_worker_that_died_is_replaced_while_the_other_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path, ParameterServerConfig(servers=2, staleness=1), 2, OPTIMIZERS["adam"]) as (
+        controller,
+        make_sync,
+    ):
+        chief, other = Replica(0, make_sync), Replica(1, make_sync)
+        calls = RpcClient(f"ipc://{tmp_path}/controller", TIMEOUT_S)
+        try:
+            chief.sync.begin(0)
+            other.sync.begin(0)
+            chief.step()
+            calls.call(LeaveRun(1))  # its launcher does so
+            for _ in range(5):
+                chief.step()  # not bound by the dead one's clock
+            replacement = Replica(1, make_sync)
+            assert replacement.sync.begin(0) == 3  # six updates of two workers' steps
+            replacement.step()
+            other.sync.before_step()
+            compute_gradients(other.network, 0, 1)
+            with pytest.raises(WorkerDeparted, match="another has its place"):
+                other.sync.apply_gradients()  # it was not dead after all
+            replacement.sync.close()
+        finally:
+            calls.close()
+            chief.sync.close()
+            other.sync.close()
+        assert sum(controller.staleness.values()) == 7
+
+
+def train_with_local_steps(
+    folder: Path, spec: LocalStepsConfig, num_workers: int, num_steps: int, weigh: Weigh = weigh_alike
+) -> list[Tensor]:
+    """SGD in each worker, all in threads; the chief's weights at the end."""
+    found: dict[int, Any] = {}
+
+    def work(worker: int) -> None:
+        network = networks[worker]
+        optimizer = SGD(network.parameters(), 0.1)
+        addresses = [f"ipc://{folder}/server-{index}" for index in range(spec.servers)]
+        sync = LocalStepsSync(optimizer, spec, worker, f"ipc://{folder}/controller", addresses, TIMEOUT_S)
+        try:
+            sync.begin(0)
+            for step in range(num_steps):
+                sync.before_step()
+                compute_gradients(network, step, worker)
+                sync.get_step_weight = partial(weigh, step, worker)
+                finished = sync.apply_gradients()
+                assert spec.fragments > 1 or finished == (step + 1) // spec.every * spec.every
+            together.wait(TIMEOUT_S)
+            sync.before_evaluation()
+            found[worker] = [each.detach().clone() for each in network.parameters()]
+            sync.end()
+        except BaseException as error:  # noqa: BLE001 - the test raises it
+            found[worker] = error
+        finally:
+            sync.close()
+
+    together = threading.Barrier(num_workers)
+    networks = [make_network() for _ in range(num_workers)]
+    with running(folder, spec, num_workers, lambda network: spec.make_server_optimizer(SGD(network.parameters(), 0.1))):
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(num_workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+    for outcome in found.values():
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return list(found[0])
+
+
+def train_rounds_alone(
+    num_workers: int, num_steps: int, every: int, outer: MakeOptimizer, weigh: Weigh = weigh_alike
+) -> list[Tensor]:
+    """The same by the equations, one worker after the other: 2311.08105, algorithm 1."""
+    whole = make_network()
+    optimizer = outer(whole)
+    for begin in range(0, num_steps, every):
+        changes = []
+        for worker in range(num_workers):
+            network = copy.deepcopy(whole)
+            inner = SGD(network.parameters(), 0.1)
+            for step in range(begin, begin + every):
+                compute_gradients(network, step, worker)
+                inner.step()
+            pairs = zip(whole.parameters(), network.parameters(), strict=True)
+            changes.append([(before - after).detach() for before, after in pairs])
+        for each, parts in zip(whole.parameters(), zip(*changes, strict=True), strict=True):
+            weights = [
+                sum(weigh(step, worker) for step in range(begin, begin + every)) for worker in range(num_workers)
+            ]
+            each.grad = torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
+            each.grad /= sum(weights)
+        optimizer.step()
+    return [each.detach() for each in whole.parameters()]
+
+
+def test_gradients_count_by_the_weights_of_their_losses(tmp_path: Path) -> None:
+    spec = ParameterServerConfig(servers=2)
+    for accumulate in (1, 2):
+        folder = tmp_path / str(accumulate)
+        folder.mkdir()
+        accumulating = spec.model_copy(update={"accumulate": accumulate})
+        found, _, _ = train(folder, accumulating, 3, OPTIMIZERS["sgd"], 6, weigh_differently)
+        expected, _ = train_alone(3, OPTIMIZERS["sgd"], 6, accumulate, weigh_differently)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_changes_count_by_the_weights_of_their_steps(tmp_path: Path) -> None:
+    found = train_with_local_steps(tmp_path, LocalSGDConfig(every=2, servers=2), 3, 4, weigh_differently)
+    expected = train_rounds_alone(3, 4, 2, lambda network: SGD(network.parameters(), 1.0), weigh_differently)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "outer"),
+    [
+        (LocalSGDConfig(every=4, servers=2), lambda network: SGD(network.parameters(), 1.0)),
+        (
+            DiLoCoConfig(every=3, outer_learning_rate=0.5, outer_momentum=0.8),
+            lambda network: SGD(network.parameters(), 0.5, momentum=0.8, nesterov=True),
+        ),
+    ],
+)
+def test_local_steps_are_those_of_the_equations(tmp_path: Path, spec: LocalStepsConfig, outer: MakeOptimizer) -> None:
+    found = train_with_local_steps(tmp_path, spec, 3, 4 * spec.every)
+    torch.testing.assert_close(found, train_rounds_alone(3, 4 * spec.every, spec.every, outer), rtol=1e-5, atol=1e-6)
+
+
+def test_local_sgd_that_exchanges_after_every_step_is_synchronous_sgd(tmp_path: Path) -> None:
+    found = train_with_local_steps(tmp_path, LocalSGDConfig(every=1), 2, 5)
+    expected = train_rounds_alone(2, 5, 1, lambda network: SGD(network.parameters(), 1.0))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "frames"])
+def test_fragments_are_merged_at_staggered_steps(tmp_path: Path, transport: Literal["shared_memory", "frames"]) -> None:
+    """Streaming DiLoCo, 2501.18512, without a delay: fragment p has its own outer step, at step (p + 1) * every / K."""
+    spec = DiLoCoConfig(every=4, fragments=2, servers=2, transport=transport)
+    found = train_with_local_steps(tmp_path, spec, 2, 8)
+    fragments = divide_fragments([each.numel() for each in make_network().parameters()], 2)
+    torch.testing.assert_close(found, train_fragments_alone(spec, fragments, 2, 8), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "frames"])
+@pytest.mark.parametrize(("kind", "tolerance"), [("top_k", 1e-5), ("fp16", 1e-2)])
+def test_compressed_fragments_are_those_of_the_equations(
+    tmp_path: Path, transport: Literal["shared_memory", "frames"], kind: Literal["fp16", "top_k"], tolerance: float
+) -> None:
+    """Each fragment has an error feedback of its own; top-k of all elements loses nothing."""
+    spec = DiLoCoConfig(every=4, fragments=2, servers=2, transport=transport, compression=kind, top_k=1.0
+    )  # fmt: skip
+    found = train_with_local_steps(tmp_path, spec, 2, 8)
+    fragments = divide_fragments([each.numel() for each in make_network().parameters()], 2)
+    expected = train_fragments_alone(spec, fragments, 2, 8)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 10)
+
+
+def test_a_merged_fragment_is_blended_with_what_a_worker_has_done_meanwhile(tmp_path: Path) -> None:
+    spec = DiLoCoConfig(every=4, fragments=2, delay=1, blend=0.25, servers=2)
+    found = train_with_local_steps(tmp_path, spec, 2, 9)
+    fragments = divide_fragments([each.numel() for each in make_network().parameters()], 2)
+    torch.testing.assert_close(found, train_fragments_alone(spec, fragments, 2, 9), rtol=1e-5, atol=1e-6)
+
+
+def train_fragments_alone(
+    spec: LocalStepsConfig, fragments: list[range], num_workers: int, num_steps: int
+) -> list[Tensor]:
+    """The same by the equations: the merged weights after `num_steps` of all workers."""
+    whole = make_network()
+    parameters = list(whole.parameters())
+    outer = spec.make_server_optimizer(SGD(parameters, 0.1))
+    networks = [copy.deepcopy(whole) for _ in range(num_workers)]
+    inner = [SGD(network.parameters(), 0.1) for network in networks]
+    due = [spec.every * (index + 1) // len(fragments) for index in range(len(fragments))]
+    arriving: dict[int, range] = {}
+    blend = spec.blend if spec.delay else 0.0
+    for step in range(num_steps):
+        for worker, (network, optimizer) in enumerate(zip(networks, inner, strict=True)):
+            compute_gradients(network, step, worker)
+            optimizer.step()
+        for fragment, at in zip(fragments, due, strict=True):
+            if (step + 1) % spec.every == at % spec.every:
+                outer.zero_grad()
+                for index in fragment:
+                    own = [list(network.parameters())[index].detach() for network in networks]
+                    parameters[index].grad = torch.stack([parameters[index].detach() - each for each in own]).mean(0)
+                outer.step()
+                arriving[step + spec.delay] = fragment
+        for index in arriving.pop(step, range(0)):
+            for network in networks:
+                with torch.no_grad():
+                    list(network.parameters())[index].lerp_(parameters[index], 1 - blend)
+    return [each.detach() for each in parameters]
+
+
+def test_more_fragments_than_parameters_are_refused() -> None:
+    assert divide_fragments([10, 10, 100, 10], 3) == [range(2), range(2, 3), range(3, 4)]
+    with pytest.raises(ConfigError, match=r"sync\.fragments"):
+        divide_fragments([1, 2], 3)
+
+
+def test_a_slow_worker_is_called_and_pushes_the_few_steps_that_it_has(tmp_path: Path) -> None:
+    """The mean is weighted by local steps, and those of both workers count."""
+    spec = LocalSGDConfig(every=4, quorum=1, grace_s=TIMEOUT_S)
+    addresses = [f"ipc://{tmp_path}/server-0"]
+    networks = [make_network() for _ in range(2)]
+
+    def make_outer(network: nn.Module) -> Optimizer:
+        return spec.make_server_optimizer(SGD(network.parameters(), 0.1))
+
+    with running(tmp_path, spec, 2, make_outer) as (controller, _):
+        syncs = [
+            LocalStepsSync(
+                SGD(network.parameters(), 0.1), spec, worker, f"ipc://{tmp_path}/controller", addresses, TIMEOUT_S
+            )
+            for worker, network in enumerate(networks)
+        ]
+        start = [each.detach().clone() for each in make_network().parameters()]
+
+        def step(worker: int, number: int) -> None:
+            syncs[worker].before_step()
+            compute_gradients(networks[worker], number, worker)
+            syncs[worker].apply_gradients()
+
+        try:
+            for sync in syncs:
+                sync.begin(0)
+            step(1, 0)
+            fast = threading.Thread(target=lambda: [step(0, number) for number in range(4)])
+            fast.start()
+            wait_until(syncs[1]._is_called)  # as soon as the fast one has pushed
+            step(1, 1)
+            fast.join(TIMEOUT_S)
+            assert not fast.is_alive()
+            assert controller.clock.steps == (4 + 2) // 2
+            found = [each.detach().clone() for each in networks[0].parameters()]
+        finally:
+            for sync in syncs:
+                sync.close()
+    expected = []
+    for worker, count in ((0, 4), (1, 2)):
+        network = make_network()
+        optimizer = SGD(network.parameters(), 0.1)
+        for number in range(count):
+            compute_gradients(network, number, worker)
+            optimizer.step()
+        expected.append([each.detach() for each in network.parameters()])
+    mean = [
+        first - (4 * (first - one) + 2 * (first - two)) / 6 for first, one, two in zip(start, *expected, strict=True)
+    ]
+    torch.testing.assert_close(found, mean, rtol=1e-5, atol=1e-6)
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+def test_late_changes_are_in_the_next_mean_with_their_weight_also_after_a_servers_death() -> None:
+    spec = LocalSGDConfig()
+
+    def make_server() -> ParameterServer:
+        return ParameterServer(0, spec.make_server_optimizer(SGD(make_network().parameters(), 0.1)), spec, 3)
+
+    server, other = make_server(), make_server()
+    size = len(server.weights)
+    changes = [torch.full((size,), value) for value in (1.0, 2.0, 4.0)]
+    for each in (server, other):
+        for worker, change in enumerate(changes):
+            each.memory.gradients[worker].copy_(change)
+    server.load({"version": torch.tensor(0), "weights": torch.zeros(size)})
+    server.commit(Update(1, [Push(2, 1, 0, 0, weight=2)], is_late=True))
+    assert torch.equal(server.weights, torch.zeros(size))
+    other.load(server.dump())  # as a server that begins again does
+    for each in (server, other):
+        each.commit(Update(2, [Push(0, 1, 1, 1, weight=4), Push(1, 1, 1, 1, weight=4)]))
+        torch.testing.assert_close(each.weights, torch.full((size,), -(4 * 1.0 + 4 * 2.0 + 2 * 4.0) / 10))
+        each.commit(Update(3, [Push(0, 1, 2, 2, weight=4)]))  # it is in one mean only
+        torch.testing.assert_close(each.weights, torch.full((size,), -2.0 - 1.0))
+        each.close()
+
+
+def test_an_update_without_weight_leaves_what_no_late_change_has() -> None:
+    spec = LocalSGDConfig()
+    server = ParameterServer(0, spec.make_server_optimizer(SGD(make_network().parameters(), 0.1)), spec, 2)
+    server.load({"version": torch.tensor(0), "weights": torch.zeros(len(server.weights))})
+    for worker in range(2):
+        server.memory.gradients[worker].fill_(float(worker))
+    server.commit(Update(1, [Push(1, 1, 0, 0, absent=[0], weight=2)], is_late=True))
+    server.commit(Update(2, [Push(0, 1, 1, 1, weight=0)]))
+    num_absent = math.prod(server.parameters[0])
+    values, counts = server.weights.unique(return_counts=True)
+    assert (values.tolist(), counts.tolist()) == ([-1.0, 0.0], [len(server.weights) - num_absent, num_absent])
+    server.close()
+
+
+class Count(Request[int], frozen=True):
+    number: int
+
+
+class Unknown(Request[int], frozen=True):
+    """No service has a handler for it."""
+
+
+def test_a_call_that_is_sent_again_is_made_once(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def count(caller: CallId, request: Count) -> int:
+        calls.append(request.number)
+        threading.Event().wait(0.3)  # so long that the caller sends it again
+        return 10 * request.number
+
+    service = RpcService(f"ipc://{tmp_path}/service", {Count: count})
+    client = RpcClient(f"ipc://{tmp_path}/service", TIMEOUT_S, again_s=0.02)
+    service.start()
+    try:
+        assert [client.call(Count(number)) for number in range(2)] == [0, 10]
+        with pytest.raises(TrainError, match="request: ValidationError"):
+            client.call(Unknown())
+        assert client.call(Count(2)) == 20
+        assert calls == [0, 1, 2]
+    finally:
+        client.close()
+        service.close()
+
+
+def test_servers_are_measured_with_their_own_optimizer() -> None:
+    network = nn.Linear(300, 40)
+    num_bytes = 4 * sum(each.numel() for each in network.parameters())
+    optimizer = torch.optim.Adam(network.parameters())
+    own = load_probe(ParameterServerConfig()).measure(optimizer, ParameterServerConfig())
+    assert own.weight_bytes == num_bytes
+    assert 5 * num_bytes <= own.state_bytes < 6 * num_bytes  # weights, two buffers, two moments; counts of steps
+    outer = load_probe(LocalSGDConfig()).measure(optimizer, LocalSGDConfig(servers=2))
+    assert outer.state_bytes == pytest.approx(3 * num_bytes / 2, abs=8)  # without momentum
+    assert outer.memory_bytes(4, 2) == pytest.approx((3 + 5) * num_bytes / 2, abs=8)

@@ -1,0 +1,389 @@
+"""What goes between workers and servers: compressed, accumulated, balanced, logged, over TCP; and what is refused."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_parameter_server import OPTIMIZERS, TIMEOUT_S, compute_gradients, make_network, running, train, train_alone
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
+
+from shoal.errors import ConfigError, ConnectionLost
+from shoal.libs.asynchronous.config import ParameterServerConfig
+from shoal.libs.asynchronous.parameter_server.balance import BatchBalance, divide_batches
+from shoal.libs.asynchronous.parameter_server.compression import (
+    Compression,
+    GradientCompressor,
+    count_payload_bytes,
+    decompress,
+)
+from shoal.libs.asynchronous.parameter_server.partition import plan_partition
+from shoal.libs.asynchronous.parameter_server.server import ParameterServer
+from shoal.libs.asynchronous.parameter_server.update_log import GradientKey, UpdateLog, remove_earlier
+from shoal.sync.rpc import CallId, CurveKeys, Request, RpcClient, RpcService
+from shoal.train.spec import TrainSpec
+
+
+def spec_of(**changes: Any) -> ParameterServerConfig:
+    return ParameterServerConfig.model_validate(changes)
+
+
+# -- compression
+
+
+@pytest.mark.parametrize(("kind", "fraction"), [("fp16", 1.0), ("top_k", 0.05), ("top_k", 1.0)])
+def test_what_was_sent_and_the_residual_are_all_gradients(kind: Compression, fraction: float) -> None:
+    torch.manual_seed(0)
+    size, sent, total = 200, torch.zeros(200), torch.zeros(200)
+    compressor, received = GradientCompressor(kind, size, fraction), torch.empty(200)
+    for _ in range(30):
+        gradient = torch.randn(size)
+        total += gradient
+        payload = compressor.compress(gradient)
+        assert len(payload) == count_payload_bytes(kind, size, fraction)
+        decompress(kind, payload, received)
+        assert torch.equal(received, gradient)  # what the worker counts as sent is what the server gets
+        sent += received
+    torch.testing.assert_close(sent + compressor.residual, total, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "frames"])
+@pytest.mark.parametrize(("kind", "top_k"), [("fp16", 1.0), ("top_k", 0.1)])
+def test_compressed_training_converges(tmp_path: Path, transport: str, kind: str, top_k: float) -> None:
+    spec = spec_of(servers=2, transport=transport, compression=kind, top_k=top_k)
+    weights, seen, _ = train(tmp_path, spec, 2, lambda network: SGD(network.parameters(), 0.05), 60)
+    assert seen == {0: 120}
+    expected, _ = train_alone(2, lambda network: SGD(network.parameters(), 0.05), 60)
+
+    def compute_loss(parameters: list[Tensor]) -> float:
+        network = make_network()
+        with torch.no_grad():
+            for mine, other in zip(network.parameters(), parameters, strict=True):
+                mine.copy_(other)
+        losses = []
+        for step in range(60):
+            compute_gradients(network, step, 0)
+            losses.append(
+                float(sum(each.grad.square().sum() for each in network.parameters() if each.grad is not None))
+            )
+        return sum(losses) / len(losses)
+
+    untrained = compute_loss([each.detach() for each in make_network().parameters()])
+    assert compute_loss(weights) < 1.2 * compute_loss(expected) < untrained
+
+
+# -- accumulation, balance
+
+
+def test_accumulated_steps_are_those_of_the_mean_gradient(tmp_path: Path) -> None:
+    """Six micro-batches, three of each update: one process takes two steps with the mean over three."""
+    network, alone = make_network(), make_network()
+    optimizer, own = OPTIMIZERS["adam"](network), OPTIMIZERS["adam"](alone)
+    with running(tmp_path, spec_of(accumulate=3, servers=2), 1, OPTIMIZERS["adam"]) as (_, make_sync):
+        sync = make_sync(0, optimizer)
+        sync.begin(0)
+        for step in range(6):
+            sync.before_step()
+            compute_gradients(network, 2 * step, 0)
+            assert sync.apply_gradients() == (step + 1) // 3 * 3
+        sync.before_step()
+        sync.close()
+    for begin in (0, 3):
+        sums = [torch.zeros_like(each) for each in alone.parameters()]
+        for step in range(begin, begin + 3):
+            compute_gradients(alone, 2 * step, 0)
+            for total, each in zip(sums, alone.parameters(), strict=True):
+                assert each.grad is not None
+                total += each.grad
+        for total, each in zip(sums, alone.parameters(), strict=True):
+            each.grad = total / 3
+        own.step()
+    torch.testing.assert_close(list(network.parameters()), list(alone.parameters()), rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seconds=st.lists(st.floats(0.01, 10.0), min_size=1, max_size=6), each=st.integers(1, 8))
+def test_batches_are_divided_so_that_the_last_worker_ends_earliest(seconds: list[float], each: int) -> None:
+    times = dict(enumerate(seconds))
+    found = divide_batches(each * len(times), times)
+    assert sum(found.values()) == each * len(times)
+    assert min(found.values()) >= 1
+    slowest = max(found, key=lambda worker: found[worker] * times[worker])
+    if found[slowest] > 1:  # to move a batch of the last worker elsewhere makes nothing better
+        end = found[slowest] * times[slowest]
+        assert all((found[other] + 1) * times[other] >= end * (1 - 1e-9) for other in times if other != slowest)
+
+
+def test_a_worker_that_is_four_times_slower_gets_fewer_batches() -> None:
+    balance = BatchBalance(4)
+    assert balance.divide([0, 1]) == {0: 4, 1: 4}
+    for _ in range(3):
+        balance.note(0, 0.01)
+        balance.note(1, 0.04)
+    assert balance.divide([0, 1]) == {0: 7, 1: 1}  # 70 and 40 ms; 6 and 2 would be 60 and 80
+    assert balance.divide([0, 1, 2])[2] >= 1  # one that has just joined
+
+
+class BalancedWorker(threading.Thread):
+    """A worker whose micro-batches sleep."""
+
+    def __init__(self, sync: Any, network: nn.Module, worker: int, sleep_s: float, num_updates: int) -> None:
+        super().__init__(daemon=True)
+        self._sync, self._network, self._worker, self._sleep_s = sync, network, worker, sleep_s
+        self._num_updates = num_updates
+        self.num_batches: list[int] = []
+        self.ends: list[int] = []
+
+    def run(self) -> None:
+        self._sync.begin(0)
+        pause, steps, count = threading.Event(), 0, 0
+        while len(self.num_batches) < self._num_updates:
+            self._sync.before_step()
+            compute_gradients(self._network, 2 * len(self.ends), self._worker)
+            self.ends.append(self._worker)
+            pause.wait(self._sleep_s)
+            count += 1
+            if (now := self._sync.apply_gradients()) > steps:
+                self.num_batches.append(count)
+                steps, count = now, 0
+
+
+def test_balanced_workers_compute_all_micro_batches_of_a_step_between_them(tmp_path: Path) -> None:
+    spec = spec_of(accumulate=4, balance=True)
+    with running(tmp_path, spec, 2, OPTIMIZERS["sgd"]) as (_, make_sync):
+        networks = [make_network() for _ in range(2)]
+        syncs = [make_sync(worker, OPTIMIZERS["sgd"](networks[worker])) for worker in range(2)]
+        workers = [BalancedWorker(syncs[each], networks[each], each, (0.0, 0.1)[each], 3) for each in range(2)]
+        for each in workers:
+            each.start()
+        for each in workers:
+            each.join(TIMEOUT_S)
+        for sync in syncs:
+            sync.close()
+    fast, slow = (each.num_batches for each in workers)
+    assert (fast[0], slow[0]) == (4, 4)
+    assert [sum(pair) for pair in zip(fast, slow, strict=True)] == [8, 8, 8]
+    assert slow[-1] < fast[-1]
+
+
+# -- staleness by the real clock
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+def test_no_worker_is_further_ahead_than_the_bound_whatever_the_delays(tmp_path: Path, bound: int) -> None:
+    pushed, ahead, pause = [0, 0, 0], list[int](), threading.Event()
+    joined = threading.Barrier(3)  # one that joins later begins with the slowest: it has a clock, and pushed nothing
+
+    def work(worker: int) -> None:
+        network, delays = networks[worker], random.Random(worker)
+        syncs[worker].begin(0)
+        joined.wait(TIMEOUT_S)
+        for step in range(25):
+            syncs[worker].before_step()
+            compute_gradients(network, step, worker)
+            pause.wait(delays.choice((0.0, 0.0, 0.005, 0.03)))
+            pushed[worker] += 1  # before the controller counts it: what others have done is not counted too low
+            syncs[worker].apply_gradients()
+            ahead.append(pushed[worker] - min(pushed))
+        syncs[worker].end()
+
+    with running(tmp_path, spec_of(staleness=bound), 3, OPTIMIZERS["sgd"]) as (controller, make_sync):
+        networks = [make_network() for _ in range(3)]
+        syncs = [make_sync(worker, OPTIMIZERS["sgd"](networks[worker])) for worker in range(3)]
+        threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        for sync in syncs:
+            sync.close()
+        assert sum(controller.staleness.values()) == 3 * 25
+    assert len(ahead) == 3 * 25
+    assert max(ahead) <= bound
+
+
+# -- the log
+
+
+def test_a_log_keeps_what_no_state_on_disk_has(tmp_path: Path) -> None:
+    file = tmp_path / "server-0-ab.safetensors"
+    log = UpdateLog(file)
+    first, second, third = (GradientKey(0, 1, clock) for clock in range(3))
+    log.append(first, b"one")
+    log.note_applied(first, 1)
+    log.begin_segment()
+    log.append(second, b"two")
+    log.note_applied(second, 2)
+    log.begin_segment()
+    log.append(third, b"three")
+    log.close()
+    with (tmp_path / "server-0-ab.2.log").open("ab") as torn:
+        torn.write(b"\0" * 20)  # of a server that was killed
+
+    again = UpdateLog(file)
+    assert [again.read(key) for key in (first, second, third)] == [b"one", b"two", b"three"]
+    again.note_applied(second, 2)
+    again.remove_until(1)  # a state with version 1 is on the disk
+    with pytest.raises(KeyError):
+        again.read(first)
+    assert again.read(second) == b"two"
+    again.append(third, b"three")  # pushed again after the death
+    assert again.read(third) == b"three"
+    again.close()
+    remove_earlier(file)
+    assert len(list(tmp_path.iterdir())) > 0
+    for other in ("server-1-cd.safetensors", "server-01-cd.0.log", "model.safetensors"):
+        (tmp_path / other).touch()
+    kept = {tmp_path / "server-1-cd.safetensors", tmp_path / "server-01-cd.0.log", tmp_path / "model.safetensors"}
+    remove_earlier(tmp_path / "server-0-ef.safetensors")
+    assert set(tmp_path.iterdir()) == kept
+
+
+# -- TCP
+
+
+class Proxy(threading.Thread):
+    """Passes bytes between a caller and a service; `cut` drops all connections and what is under way."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self._port, self._open = port, list[socket.socket]()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+
+    def run(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self._port))
+            self._open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+        except OSError:
+            return
+
+    def cut(self) -> None:
+        for each in self._open:
+            each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        self._open.clear()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+
+class Count(Request[int], frozen=True):
+    number: int
+
+
+def test_a_call_whose_connection_breaks_is_made_once_and_answered() -> None:
+    calls: list[int] = []
+    is_called, may_answer = threading.Event(), threading.Event()
+
+    def count(caller: CallId, request: Count) -> int:
+        calls.append(request.number)
+        is_called.set()
+        may_answer.wait(TIMEOUT_S)
+        return 10 * request.number
+
+    keys = CurveKeys.make()
+    service = RpcService("tcp://127.0.0.1:0", {Count: count}, keys)
+    service.start()
+    proxy = Proxy(int(service.address.rpartition(":")[2]))
+    proxy.start()
+    client = RpcClient(f"tcp://127.0.0.1:{proxy.port}", TIMEOUT_S, keys=keys)
+    try:
+        client.send(Count(7))
+        threading.Thread(target=lambda: (is_called.wait(TIMEOUT_S), proxy.cut(), may_answer.set())).start()
+        assert client.receive(Count) == 70
+        assert client.call(Count(8)) == 80
+        assert calls == [7, 8]
+    finally:
+        client.close()
+        service.close()
+        proxy.close()
+
+
+def test_only_a_process_with_the_runs_key_gets_in() -> None:
+    calls: list[Count] = []
+    handlers = {Count: lambda caller, request: calls.append(request)}
+    service = RpcService("tcp://127.0.0.1:0", handlers, CurveKeys.make())
+    service.start()
+    stranger = RpcClient(service.address, 0.3, again_s=0.1, keys=CurveKeys.make())
+    plain: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    try:
+        with pytest.raises(ConnectionLost, match="has not answered"):
+            stranger.call(Count(0))
+        plain.connect(service.address)
+        plain.send(msgspec.msgpack.encode((0, Count(0))))
+        assert plain.poll(300) == 0
+        assert calls == []
+    finally:
+        stranger.close()
+        plain.close(linger=0)
+        service.close()
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"backups": 1, "staleness": 2}, "backups"),
+        ({"kind": "diloco", "compensation": 0.1}, "compensation"),
+        ({"durable": True, "compensation": 0.1}, "durable"),
+        ({"kind": "all_reduce", "durable": True}, "durable"),
+        ({"kind": "all_reduce", "compression": "fp16"}, "compression"),
+        ({"kind": "all_reduce", "transport": "frames"}, "transport"),
+        ({"kind": "local_sgd", "accumulate": 2}, "accumulate"),
+        ({"balance": True}, "balance"),
+        ({"balance": True, "accumulate": 4, "staleness": 1}, "balance"),
+        ({"top_k": 0.0}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"servers": 0}, "servers"),
+        ({"compression": "gzip"}, "compression"),
+    ],
+)
+def test_combinations_that_mean_nothing_are_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        TrainSpec.parse({"sync": {"kind": "parameter_server", **changes}})
+
+
+def test_more_servers_than_elements_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sync\.servers.*at most 3"):
+        plan_partition(SGD([nn.Parameter(torch.zeros(3))], 0.1), 4)
+
+
+@pytest.mark.parametrize("kind", [LBFGS, SparseAdam])
+def test_an_optimizer_that_cannot_be_divided_is_refused(kind: type[Optimizer]) -> None:
+    """L-BFGS evaluates the loss, which a server cannot; the other takes sparse gradients alone."""
+    with pytest.raises(ConfigError, match=rf"sync\.kind.*{kind.__name__}"):
+        ParameterServer(0, kind(make_network().parameters()), spec_of(), 1)
+
+
+def test_a_model_that_is_not_float32_is_refused() -> None:
+    make: Callable[[], Optimizer] = lambda: SGD([nn.Parameter(torch.zeros(3, dtype=torch.float64))], 0.1)  # noqa: E731
+    with pytest.raises(ConfigError, match="float64"):
+        plan_partition(make(), 1)

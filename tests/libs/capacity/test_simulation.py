@@ -1,0 +1,192 @@
+"""The simulation: exact where a formula is known, close to the oracle, and with admission no collapse."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+from benchmarks.serving.classic import ClassicServer
+
+from shoal.batching.latency_model import ForwardTime
+from shoal.errors import ConfigError
+from shoal.libs.capacity.simulation import ScheduleServer, drive, poisson, simulate
+from shoal.serve.model.warm_up import batch_sizes
+
+MEASURED = [(1, 0.0205), (32, 0.036)]  # 20 ms + 0.5 ms per item
+FORWARD = ForwardTime(MEASURED)
+CAPACITY = FORWARD.capacity_per_s(32)
+
+
+def test_the_forward_is_a_line_through_the_points() -> None:
+    assert FORWARD.seconds(1) == 0.0205
+    assert FORWARD.seconds(16) == pytest.approx(0.028)
+    assert FORWARD.seconds(64) == pytest.approx(0.052)
+    assert FORWARD.capacity_per_s(32) == pytest.approx(32 / 0.036)
+    assert ForwardTime([(8, 0.1)]).seconds(1) == ForwardTime([(8, 0.1)]).seconds(99) == 0.1
+
+
+def test_the_forward_never_falls_with_the_rows_and_the_cheaper_is_right() -> None:
+    falling = ForwardTime([(8, 0.01), (1, 0.02)])
+    assert [falling.seconds(rows) for rows in (1, 4, 8, 64)] == [0.01] * 4
+    assert falling.capacity_per_s(64) == pytest.approx(64 / 0.01)
+    dented = ForwardTime([(1, 0.01), (8, 0.03), (16, 0.02), (32, 0.04)])
+    assert dented.seconds(4) == pytest.approx(0.01 + 0.01 * 3 / 7)
+    assert dented.seconds(12) == 0.02
+    assert dented.seconds(48) == pytest.approx(0.06)
+
+
+def test_batches_of_one_are_the_queue_of_the_textbook() -> None:
+    """M/D/1: the mean number in service is the load, the mean wait load * service / (2 (1 - load))."""
+    service_s, load = 0.01, 0.7
+    result = drive(ScheduleServer(1), ForwardTime([(1, service_s)]), poisson(load / service_s, 30_000))
+    assert result.utilisation == pytest.approx(load, rel=0.03)
+    assert result.mean_batch_rows == 1
+    # The median of M/D/1 at this load, from Erlang's series for the distribution of the wait: 0.68 services of waiting.
+    assert result.p50_s == pytest.approx(service_s * (1 + _median_wait_md1(load)), rel=0.1)
+
+
+def _median_wait_md1(load: float) -> float:
+    """In services. P(wait <= t) = (1 - a) sum over k <= t of (a (k - t))^k / k! * exp(a (t - k)); Erlang 1909."""
+
+    def below(t: float) -> float:
+        terms = (
+            (load * (k - t)) ** k / math.factorial(k) * math.exp(-load * (k - t)) for k in range(math.floor(t) + 1)
+        )
+        return (1 - load) * sum(terms)
+
+    low, high = 0.0, 20.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) < 0.5 else (low, middle)
+    return high
+
+
+@pytest.mark.parametrize("requests_per_s", [60, 200, 400, 800])
+def test_ours_is_the_oracle_and_no_timeout_beats_it_by_much(requests_per_s: float) -> None:
+    arrivals = poisson(requests_per_s, 6000)
+    oracle = drive(ClassicServer(32, 0.0), FORWARD, arrivals)
+    ours = drive(ScheduleServer(32), FORWARD, arrivals)
+    assert (ours.p50_s, ours.p99_s) == (oracle.p50_s, oracle.p99_s)
+    for timeout_s in (0.002, 0.005, 0.02, 0.05):
+        classic = drive(ClassicServer(32, timeout_s), FORWARD, arrivals)
+        assert ours.p50_s <= classic.p50_s * 1.05
+        assert ours.p99_s <= classic.p99_s * 1.05
+
+
+def test_a_deadline_that_everybody_makes_changes_nothing() -> None:
+    arrivals = poisson(400, 4000)
+    without = drive(ScheduleServer(32), FORWARD, arrivals)
+    with_deadline = drive(ScheduleServer(32), FORWARD, arrivals, deadline_s=1.0)
+    assert with_deadline == without
+
+
+@pytest.mark.parametrize("over", [1.2, 2.0])
+@pytest.mark.parametrize("spread", [0.0, 0.1])
+def test_overload_within_a_deadline_keeps_nine_tenths_and_collapses_without_admission(
+    over: float, spread: float
+) -> None:
+    arrivals = poisson(over * CAPACITY, 15_000)
+    admitted = drive(ScheduleServer(32), FORWARD, arrivals, deadline_s=0.1, spread=spread)
+    assert admitted.goodput_per_s >= 0.9 * CAPACITY
+    assert admitted.answered + admitted.refused == admitted.requests
+    collapsed = drive(ScheduleServer(32, admission=False), FORWARD, arrivals, deadline_s=0.1, spread=spread)
+    assert collapsed.goodput_per_s < 0.1 * CAPACITY
+
+
+def test_a_tight_deadline_under_heavy_load_does_not_force_small_batches() -> None:
+    """Though 60 ms are less than two full batches of 36 ms: admission foresees that its batch will be full."""
+    result = drive(ScheduleServer(32), FORWARD, poisson(2 * CAPACITY, 15_000), deadline_s=0.06)
+    assert result.goodput_per_s >= 0.9 * CAPACITY
+
+
+class Slowed(ForwardTime):
+    """Some of the forwards are slow: those that `is_slow` says, by their number and rows."""
+
+    def __init__(self, is_slow: Callable[[int, int], bool]) -> None:
+        super().__init__(SLOPE)
+        self._is_slow, self._started = is_slow, 0
+
+    def seconds(self, rows: int) -> float:
+        self._started += 1
+        return 0.4 if self._is_slow(self._started, rows) else super().seconds(rows)
+
+
+SLOPE = [(1, 0.0205), (64, 0.052)]
+WARM = [(rows, ForwardTime(SLOPE).seconds(rows)) for rows in batch_sizes(64)]
+
+
+@pytest.mark.parametrize("warm", [WARM, []])
+@pytest.mark.parametrize("deadline_s", [0.05, 0.1])
+def test_one_slow_batch_costs_no_more_than_itself(warm: list[tuple[int, float]], deadline_s: float) -> None:
+    slow = iter([True])
+    forward = Slowed(lambda number, rows: rows == 6 and next(slow, False))
+    result = drive(ScheduleServer(64, warm=warm), forward, poisson(400, 8000), deadline_s=deadline_s)
+    assert result.answered >= 0.92 * 8000  # 200 come while it lasts; with 50 ms some are refused in any case
+
+
+@pytest.mark.parametrize("warm", [WARM, []])
+def test_a_slow_spell_is_over_when_it_is_over(warm: list[tuple[int, float]]) -> None:
+    """Of single requests, when there are few; then many come, and need large batches: within a second they get them."""
+    few = poisson(20, 200)
+    many = [few[-1] + seconds for seconds in poisson(400, 8000)]
+    forward = Slowed(lambda number, rows: 100 <= number < 115)
+    server = ScheduleServer(64, warm=warm)
+    drive(server, forward, few, deadline_s=0.1)
+    result = drive(server, forward, many, deadline_s=0.1)
+    assert result.answered >= 8000 - 1.5 * 400
+
+
+def test_a_slow_spell_under_load_is_over_ten_seconds_later() -> None:
+    """Half a second in which each forward takes eight times as long, whatever its size."""
+    server = ScheduleServer(64, warm=WARM)
+    forward = Slowed(lambda number, rows: 200 <= number < 203)
+    drive(server, forward, poisson(400, 4800), deadline_s=0.05)
+    after = [12.0 + seconds for seconds in poisson(400, 8000)]
+    result = drive(server, forward, after, deadline_s=0.05)
+    assert result.answered >= 0.9 * 8000
+
+
+def test_several_slots_share_the_load() -> None:
+    one = simulate(MEASURED, 700, max_batch_rows=32, num_requests=5000)
+    two = simulate(MEASURED, 700, max_batch_rows=32, num_requests=5000, slots=2)
+    assert two.p50_s < one.p50_s
+    assert two.utilisation <= one.utilisation
+    assert two.refused == one.refused == 0
+
+
+def test_a_full_queue_refuses() -> None:
+    result = simulate(MEASURED, 3 * CAPACITY, max_batch_rows=32, max_queue_rows=64, num_requests=5000)
+    assert result.answered == pytest.approx(5000 / 3, rel=0.1)
+    assert result.utilisation > 0.95
+    assert result.p99_s < 0.2
+
+
+def test_the_same_seed_gives_the_same_answer() -> None:
+    first, second = (simulate(MEASURED, 300, max_batch_rows=32, num_requests=2000, seed=3) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("measured", "rate", "field"),
+    [
+        ([], 1.0, "measured"),
+        ([(0, 0.1)], 1.0, "measured"),
+        ([(1, 0.0)], 1.0, "measured"),
+        (MEASURED, 0.0, "requests"),
+        (MEASURED, math.inf, "requests"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(measured: list[tuple[int, float]], rate: float, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        simulate(measured, rate, max_batch_rows=32)
+    assert caught.value.field.startswith(field)
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0, math.nan])
+def test_a_deadline_that_is_none_is_refused(deadline_s: float) -> None:
+    with pytest.raises(ConfigError, match="deadline_s = "):
+        simulate(MEASURED, 1.0, max_batch_rows=32, deadline_s=deadline_s)
+
+
+def test_fewer_than_one_request_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_requests = 0"):
+        simulate(MEASURED, 1.0, max_batch_rows=32, num_requests=0)

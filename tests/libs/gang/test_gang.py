@@ -1,0 +1,231 @@
+"""A model on several workers, without Ray: its answers, its memory, versions on all or none, and workers that die."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import gang_models
+import numpy as np
+import pytest
+from gang_models import LENGTH, OPTIONS, VOCABULARY, ProcessLauncher, ThreadLauncher, predictor_of, started
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError, ModelError, PlanError, WeightsError
+from shoal.libs.gang.gang import Gang
+from shoal.libs.gang.plan import build_model
+from shoal.libs.gang.team import GangLost
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.serve.model.predictor import LoadedModel, Predictor
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.weights import WeightSnapshot
+from waiting import wait_for
+
+
+def make_requests(model: str, num_rows: int = 16) -> list[dict[str, np.ndarray]]:
+    generator = np.random.default_rng(0)
+    if model == "Transformer":
+        return [{"tokens": generator.integers(1, VOCABULARY, (1, LENGTH))} for _ in range(num_rows)]
+    return [{"x": generator.normal(size=(1, 3, 8, 8)).astype(np.float32)} for _ in range(num_rows)]
+
+
+def assert_same(found: LoadedModel, expected: LoadedModel, model: str) -> None:
+    requests = make_requests(model)
+    for one, other in zip(found.predict_batch(requests), expected.predict_batch(requests), strict=True):
+        for name, array in other.items():
+            np.testing.assert_allclose(one[name], array, rtol=1e-4, atol=1e-5)
+
+
+CASES = [
+    ("Transformer", ThreadLauncher, 3, "pipeline"),
+    ("ConvNet", ThreadLauncher, 2, "pipeline"),
+    ("Transformer", ProcessLauncher, 2, "tensor"),
+    ("ConvNet", ProcessLauncher, 2, "tensor"),
+]
+
+
+@pytest.mark.parametrize(("model", "launcher", "size", "split"), CASES)
+def test_answers_are_those_of_one_process(
+    model: str, launcher: Callable[[], Any], size: int, split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = gang_models.register(model)
+    expected = predictor_of(version, None).load(version.snapshot())
+    if (model, split) == ("Transformer", "tensor"):  # of several files, from which workers read slices
+        version = gang_models.register_parts(version, tmp_path, monkeypatch)
+    with started(launcher(), size, split) as gang:
+        assert_same(predictor_of(version, gang).load(version.weight_file()), expected, model)
+
+
+def test_a_version_is_loaded_flipped_and_dropped_on_all_workers() -> None:
+    first, second = gang_models.register("ConvNet"), gang_models.register("ConvNet", seed=1)
+    launcher = ThreadLauncher()
+    with started(launcher) as gang:
+        predictor = predictor_of(first, gang)
+        one, two = predictor.load(first.weight_file()), predictor.load(second.weight_file())
+        assert_same(one, predictor_of(first, None).load(first.snapshot()), "ConvNet")
+        assert_same(two, predictor_of(first, None).load(second.snapshot()), "ConvNet")
+        assert [len(member._versions) for member in launcher.members] == [2, 2]
+        del one
+        wait_for(lambda: [len(member._versions) for member in launcher.members] == [1, 1])
+        assert_same(two, predictor_of(first, None).load(second.snapshot()), "ConvNet")
+
+
+def test_two_batches_are_computed_at_once() -> None:
+    version, requests = gang_models.register("ConvNet"), make_requests("ConvNet", 64)
+    expected = predictor_of(version, None).load(version.snapshot())
+    with started(ThreadLauncher()) as gang, ThreadPoolExecutor(gang.batches_in_flight) as pool:
+        loaded = predictor_of(version, gang).load(version.weight_file())
+        batches = [requests[begin : begin + 4] for begin in range(0, 64, 4)]
+        for found, batch in zip(pool.map(loaded.predict_batch, batches), batches, strict=True):
+            for one, other in zip(found, expected.predict_batch(batch), strict=True):
+                np.testing.assert_allclose(one["y"], other["y"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_damaged_version_is_loaded_by_none() -> None:
+    version, launcher = gang_models.register("ConvNet"), ThreadLauncher()
+    with started(launcher) as gang:
+        predictor, file = predictor_of(version, gang), version.weight_file()
+        good = predictor.load(file)
+        file.path.write_bytes(file.payload[:-1] + b"?")
+        with pytest.raises(WeightsError, match="checksum"):
+            predictor.load(file)
+        wait_for(lambda: [len(member._versions) for member in launcher.members] == [1, 1])
+        assert len(good.predict_batch(make_requests("ConvNet"))) == 16
+
+
+def test_a_stage_has_the_weights_of_its_layers_alone() -> None:
+    version, launcher = gang_models.register("Transformer"), ThreadLauncher()
+    with started(launcher, 3) as gang:
+        loaded = predictor_of(version, gang).load(version.weight_file())
+        stages = [next(iter(member._versions.values()))[1].model for member in launcher.members]
+        sizes = [sum(each.untyped_storage().nbytes() for each in stage.parameters()) for stage in stages]
+        full = sum(each.numel() * 4 for each in build_model(version.manifest.model).parameters())
+        assert max(sizes) < 0.6 * full
+        assert loaded.version == 1
+
+
+def test_a_dead_worker_fails_what_is_computed_and_all_are_replaced() -> None:
+    version, launcher = gang_models.register("ConvNet"), ProcessLauncher()
+    expected = predictor_of(version, None).load(version.snapshot())
+    with started(launcher) as gang:
+        loaded = predictor_of(version, gang).load(version.weight_file())
+        os.kill(launcher.processes[1].pid, signal.SIGKILL)
+        with pytest.raises(GangLost) as lost:
+            collections.deque(map(loaded.predict_batch, itertools.repeat(make_requests("ConvNet"))), maxlen=0)
+        assert (lost.value.status, lost.value.retry_after_s) == (503, 1.0)
+
+        def answers() -> bool:
+            with suppress(GangLost):
+                assert_same(loaded, expected, "ConvNet")
+                return True
+            return False
+
+        wait_for(answers)
+        gang.check_health()
+
+
+def test_spare_workers_take_the_place_of_lost_ones() -> None:
+    version, first, second = gang_models.register("ConvNet"), ProcessLauncher(), ProcessLauncher()
+    expected = predictor_of(version, None).load(version.snapshot())
+    with closing(Gang(first, 2, "pipeline", second)) as gang:
+        gang.start()
+        loaded = predictor_of(version, gang).load(version.weight_file())
+        for spares, workers in ((second, first), (first, second)):
+            wait_for(lambda: gang._waiting)
+            waiting = [each.pid for each in spares.processes]
+            os.kill(workers.processes[1].pid, signal.SIGKILL)
+            wait_for(lambda workers=workers: gang._launcher is not workers and gang._team)
+            assert_same(loaded, expected, "ConvNet")
+            assert [each.pid for each in spares.processes] == waiting
+        wait_for(lambda: gang._waiting)  # a spare may die as well
+        for launcher in (second, first):
+            os.kill(launcher.processes[0].pid, signal.SIGKILL)
+        with pytest.raises(GangLost):
+            collections.deque(map(loaded.predict_batch, itertools.repeat(make_requests("ConvNet"))), maxlen=0)
+        wait_for(lambda: gang._team)
+        assert_same(loaded, expected, "ConvNet")
+    assert not first.processes
+    assert not second.processes
+
+
+def test_the_replicas_end_is_the_workers() -> None:
+    launcher = ProcessLauncher()
+    gang = Gang(launcher, 2, "pipeline")
+    gang.start()
+    processes = list(launcher.processes)
+    assert gang._team is not None
+    launcher.stop = lambda: None  # type: ignore[method-assign]  # as if the replica had been killed
+    gang.close()
+    for process in processes:
+        process.join(60.0)
+        assert process.exitcode == 0
+
+
+def test_a_worker_that_hangs_ends_with_its_replica() -> None:
+    version, launcher = gang_models.register("ConvNet"), ProcessLauncher()
+    with started(launcher) as gang, ThreadPoolExecutor(1) as pool:
+        loaded, processes = predictor_of(version, gang).load(version.weight_file()), list(launcher.processes)
+        os.kill(processes[0].pid, signal.SIGSTOP)
+        wait_for(lambda: is_stopped(processes[0].pid))
+        hanging = pool.submit(loaded.predict_batch, make_requests("ConvNet"))
+        gang.close()
+        with pytest.raises(GangLost):
+            hanging.result(60.0)
+    assert processes[0].exitcode == -signal.SIGKILL
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether all threads of a process are stopped: on a busy machine some go on after the signal."""
+    return all(
+        each.read_text().rpartition(")")[2].split()[0] == "T" for each in Path(f"/proc/{pid}/task").glob("*/stat")
+    )
+
+
+class Failing(nn.Module):
+    """Fails in the first stage or in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] == 7:
+            raise RuntimeError("the first stage")
+        y = self.two(self.one(x))
+        if x[0, 0] == 8:
+            raise RuntimeError("the second")
+        return y
+
+
+def test_a_models_own_error_is_its_requests() -> None:
+    tensor = TensorSignature(name="x", datatype="FP32", shape=[-1, 2])
+    signature = Signature(inputs=[tensor], outputs=[tensor.model_copy(update={"name": "y"})])
+    state = Failing().state_dict()
+    snapshot = WeightSnapshot.of(1, {name: each.numpy() for name, each in state.items()})
+    factory = ModelFactory(factory=f"{__name__}:Failing")
+    version = Registry().register("failing", snapshot, model=factory, signature=signature)
+    with started(ThreadLauncher()) as gang:
+        loaded = predictor_of(version, gang).load(version.weight_file())
+        for value, reason in ((7, "the first stage"), (8, "the second")):
+            with pytest.raises(ModelError, match=reason):
+                loaded.predict_batch([{"x": np.full((1, 2), value, np.float32)}])
+        assert len(loaded.predict_batch([{"x": np.zeros((1, 2), np.float32)}])) == 1
+
+
+def test_what_workers_cannot_share_is_named() -> None:
+    version = gang_models.register("ConvNet")
+    with closing(Gang(ThreadLauncher(), 2, "pipeline")) as gang:
+        config = version.manifest.signature
+        with pytest.raises(ConfigError, match="onnx"):
+            Predictor(ModelFactory(format="onnx"), config, OPTIONS, share=gang.open_template)
+        with pytest.raises(ConfigError, match="precision"):
+            predictor_of(version, gang, ModelOptions(precision="int8"))
+    with closing(Gang(ThreadLauncher(), 9, "pipeline")) as gang, pytest.raises(PlanError, match="9 stages"):
+        predictor_of(version, gang)

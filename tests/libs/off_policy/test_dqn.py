@@ -1,0 +1,282 @@
+"""DQN's targets, loss and first priorities against NumPy oracles from the papers, and its updates from the replay."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import gymnasium
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from rl_setting import EXPERIENCE, POLICY
+from shoal.actor.policy import EpsilonGreedyPolicy, find_ladder_position, make_policy
+from shoal.errors import ConfigError, RunError, WeightsError
+from shoal.libs.off_policy.dqn.algorithm import DQN
+from shoal.libs.off_policy.dqn.loss import double_targets, dqn_loss
+from shoal.libs.off_policy.q_network import QNetwork
+from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
+from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.spec import RLSpec, experience_spec
+
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+SPEC = RLSpec(
+    hidden=(8, 8),
+    algorithm={"name": "dqn", "replay_mb": 0.1, "epsilon_exponent": 7, "huber_delta": 1, "batch_size": 128},
+)
+
+NUM_ACTIONS = 2
+
+
+def make_batch(seed: int, lengths: list[int], terminated: list[bool] | None = None) -> ExperienceBatch:
+    random = np.random.default_rng(seed)
+    steps = sum(lengths)
+    return ExperienceBatch(
+        lease_id=1,
+        observations=random.normal(size=(steps + len(lengths), 4)).astype(np.float32),
+        actions=random.integers(0, NUM_ACTIONS, steps),
+        rewards=random.normal(size=steps).astype(np.float32),
+        log_probabilities=np.zeros(steps, np.float32),
+        versions=np.ones(steps, np.int64),
+        lengths=np.array(lengths, np.int64),
+        terminated=random.random(len(lengths)) < 0.5 if terminated is None else np.array(terminated),
+    )
+
+
+def make_dqn(folder: Path | None = None, **fields: object) -> DQN:
+    torch.set_num_threads(1)  # as the learner does
+    torch.manual_seed(0)
+    spec = SPEC.update({"algorithm": fields})
+    experience = msgspec.structs.replace(EXPERIENCE, policy=spec.algorithm.describe_policy(spec.hidden))
+    made = make_algorithm(spec, experience, folder)
+    assert isinstance(made, DQN)
+    return made
+
+
+def compute_q(network: QNetwork, observations: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        values: np.ndarray = network(torch.from_numpy(observations)).numpy()
+    return values.astype(np.float64)
+
+
+# -- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def test_targets_choose_by_one_network_and_value_by_the_other() -> None:
+    """Equation 4 of 1509.06461, step by step."""
+    random = np.random.default_rng(3)
+    returns, discounts = random.normal(size=50), random.choice([0.0, 0.9], 50)
+    next_q, next_target_q = random.normal(size=(2, 50, 4))
+    expected = [
+        returns[i] + discounts[i] * next_target_q[i, max(range(4), key=lambda a: next_q[i, a])] for i in range(50)
+    ]
+    found = double_targets(*(torch.from_numpy(each) for each in (returns, discounts, next_q, next_target_q)))
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("delta", [1.0, 2.5])
+def test_the_loss_is_huber_s_weighted_and_differentiable(delta: float) -> None:
+    random = np.random.default_rng(4)
+    q, targets = torch.from_numpy(random.normal(size=(40, 3)) * 3).requires_grad_(), random.normal(size=40)
+    actions, weights = random.integers(0, 3, 40), random.random(40)
+    losses = dqn_loss(q, *(torch.from_numpy(each) for each in (actions, targets, weights)), delta)
+    errors = targets - q.detach().numpy()[np.arange(40), actions]
+    huber = np.where(np.abs(errors) <= delta, errors**2 / 2 / delta, np.abs(errors) - delta / 2)
+    np.testing.assert_allclose(losses.errors.numpy(), errors, rtol=1e-12)
+    assert losses.total.item() == pytest.approx(np.mean(weights * huber), rel=1e-12)
+    losses.total.backward()
+    expected = np.zeros((40, 3))
+    expected[np.arange(40), actions] = -weights * np.clip(errors / delta, -1, 1) / 40
+    assert q.grad is not None
+    np.testing.assert_allclose(q.grad.numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_first_priorities_are_the_errors_of_n_step_targets(num_steps: int) -> None:
+    """Segment by segment: a segment's end is bootstrapped from its last observation, unless the episode terminated."""
+    dqn = make_dqn(num_steps=num_steps, discount=0.9)
+    with torch.no_grad():
+        for parameter in dqn._target.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape))
+    batch = make_batch(5, [6, 1, 9], [True, False, False])
+    q, target_q = compute_q(dqn.model, batch.observations), compute_q(dqn._target, batch.observations)
+    expected = []
+    row = step = 0
+    for length, terminated in zip(batch.lengths, batch.terminated, strict=True):
+        for t in range(length):
+            end = min(t + num_steps, length)
+            target = sum(0.9 ** (k - t) * batch.rewards[step + k] for k in range(t, end))
+            if not (terminated and end == length):
+                target += 0.9 ** (end - t) * target_q[row + end, q[row + end].argmax()]
+            expected.append(target - q[row + t, batch.actions[step + t]])
+        row, step = row + length + 1, step + length
+    np.testing.assert_allclose(dqn._compute_errors(batch), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("hidden", [(), (8,), (16, 8, 4)])
+@pytest.mark.parametrize("dueling", [True, False])
+def test_actors_choose_as_the_network_does(hidden: tuple[int, ...], dueling: bool) -> None:
+    spec = RLSpec(hidden=hidden, algorithm={"name": "dqn", "dueling": dueling})
+    torch.manual_seed(1)
+    network = QNetwork(4, 3, hidden, dueling)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.normal_(0.0, 0.7 if parameter.ndim > 1 else 0.1)  # a large bias would decide for itself
+    network.epsilon.zero_()
+    policy = make_policy(spec.algorithm.describe_policy(hidden), seed=0, actor_id="actor-0")
+    policy.load(1, {name: tensor.numpy() for name, tensor in network.state_dict().items()})
+    observations = np.random.default_rng(2).normal(size=(50, 4)).astype(np.float32)
+    predicted = network.predict(torch.from_numpy(observations))
+    assert [policy.act(each) for each in observations] == [(action, 0.0) for action in predicted["action"].tolist()]
+    assert len(set(predicted["action"].tolist())) > 1
+    np.testing.assert_allclose(predicted["value"].detach(), compute_q(network, observations).max(-1), **TOLERANCE)
+
+
+def test_the_mean_advantage_is_taken_out_of_the_value() -> None:
+    """Equation 9 of 1511.06581."""
+    network = QNetwork(4, 3, (8,), dueling=True)
+    observations = torch.randn(20, 4)
+    features = network.trunk(observations)
+    assert network.value is not None
+    advantages, values = network.advantage(features).detach().numpy(), network.value(features).detach().numpy()
+    expected = values + advantages - advantages.mean(1, keepdims=True)
+    np.testing.assert_allclose(network(observations).detach().numpy(), expected, **TOLERANCE)
+
+
+# -- exploration ------------------------------------------------------------------------------------------------------
+
+
+def test_each_actor_explores_by_its_id_alone() -> None:
+    spec = SPEC.algorithm.describe_policy(SPEC.hidden)
+    network = QNetwork(4, 2, (8, 8))
+    network.epsilon.fill_(0.4)
+    weights = {name: tensor.numpy() for name, tensor in network.state_dict().items()}
+
+    def epsilon(actor_id: str, seed: int, stream: int = 0) -> float:
+        policy = make_policy(spec, seed, actor_id)
+        assert isinstance(policy, EpsilonGreedyPolicy)
+        policy.load(1, weights)
+        return policy.get_epsilon(stream)
+
+    for index, u in enumerate([0, 1 / 2, 1 / 4, 3 / 4, 1 / 8]):
+        assert epsilon(f"actor-{index}", seed=1) == epsilon(f"actor-{index}", seed=2)  # restarted
+        assert epsilon(f"actor-{index}", seed=1) == pytest.approx(0.4 ** (1 + 7 * u), rel=1e-6)
+    of_one = [epsilon("actor-0", seed=1, stream=stream) for stream in (3, 0, 1, 2)]
+    assert of_one == [epsilon(f"actor-{index}", seed=1) for index in (3, 0, 1, 2)]
+    others = [find_ladder_position(f"player-{name}") for name in ("red", "green", "blue")]
+    assert len(set(others)) == 3
+    assert all(0 <= u < 1 for u in others)
+    assert find_ladder_position("actor-99999999999999999999") < 1
+
+
+def test_actions_have_the_probabilities_that_are_sent() -> None:
+    """Three actions, ε = 0.3: the best one with 0.8, each other with 0.1. 20,000 draws: within five deviations."""
+    policy = make_policy(msgspec.structs.replace(POLICY, kind="mlp_epsilon_greedy", epsilon="e"), 0, "actor-0")
+    bias = np.array([0.0, 2.0, 1.0], np.float32)
+    policy.load(1, {"policy.0.weight": np.zeros((3, 4)), "policy.0.bias": bias, "e": np.float32(0.3)})
+    drawn = [policy.act(np.zeros(4)) for _ in range(20_000)]
+    counts = np.bincount([action for action, _ in drawn]) / 20_000
+    np.testing.assert_allclose(counts, [0.1, 0.8, 0.1], atol=5 * math.sqrt(0.16 / 20_000))
+    assert {(action, round(math.exp(log), 6)) for action, log in drawn} == {(0, 0.1), (1, 0.8), (2, 0.1)}
+    with pytest.raises(WeightsError, match="'e'"):
+        policy.load(2, {"policy.0.weight": np.zeros((3, 4)), "policy.0.bias": bias})
+
+
+def test_exploration_falls_with_the_steps_of_all_actors() -> None:
+    dqn = make_dqn(epsilon=0.1, epsilon_steps=20, learning_starts=10**6)
+    seen = [dqn.model.epsilon.item()]
+    for _ in range(3):
+        list(dqn.update(make_batch(1, [10])))
+        seen.append(dqn.model.epsilon.item())
+    assert seen == pytest.approx([1.0, 0.55, 0.1, 0.1])
+
+
+def test_a_policy_without_exploration_travels_as_it_always_did() -> None:
+    assert set(msgspec.msgpack.decode(msgspec.msgpack.encode(POLICY))) == {"kind", "activation", "layers"}
+
+
+def test_continuous_actions_are_refused_by_name() -> None:
+    box = gymnasium.spaces.Box(-1, 1, (4,))
+    with pytest.raises(ConfigError, match=r"dqn needs a Discrete action space"):
+        experience_spec(box, box, SPEC)
+
+
+# -- updates ----------------------------------------------------------------------------------------------------------
+
+
+def test_steps_follow_what_was_inserted_and_none_come_before_learning_starts() -> None:
+    dqn = make_dqn(learning_starts=30, batch_size=8, samples_per_insert=2.0, target_update_period=3)
+    before = compute_q(dqn.model, np.ones((1, 4), np.float32))
+    assert list(dqn.update(make_batch(1, [10, 6]))) == []
+    np.testing.assert_array_equal(compute_q(dqn.model, np.ones((1, 4), np.float32)), before)
+    assert len(list(dqn.update(make_batch(2, [14])))) == 3  # 2 * 14 of 8 drawn steps, four are left over
+    metrics = list(dqn.update(make_batch(3, [2])))  # with them, one more
+    assert len(metrics) == 1
+    assert metrics[0]["learner/replay_steps"] == 32
+    assert all(np.isfinite(list(metrics[0].values())))
+
+
+def test_the_target_network_is_a_copy_of_every_so_many_steps() -> None:
+    dqn = make_dqn(learning_starts=1, batch_size=8, samples_per_insert=1.0, target_update_period=3)
+    observation = np.ones((1, 4), np.float32)
+    copies = [compute_q(dqn._target, observation)]
+    online = []
+    for step in range(6):
+        assert len(list(dqn.update(make_batch(step, [8])))) == 1
+        copies.append(compute_q(dqn._target, observation))
+        online.append(compute_q(dqn.model, observation))
+    assert [bool((a != b).any()) for a, b in itertools.pairwise(copies)] == [False, False, True] * 2
+    np.testing.assert_allclose(copies[3], online[2], rtol=1e-6)
+
+
+def test_values_approach_those_of_a_chain_that_is_truncated_and_never_ends() -> None:
+    """One state, reward 1, always truncated: the value is 1 / (1 - γ) = 2; terminated, it is 1."""
+    for terminated, value in ((False, 2.0), (True, 1.0)):
+        dqn = make_dqn(discount=0.5, num_steps=2, learning_starts=1, learning_rate=0.02, target_update_period=5)
+        batch = make_batch(1, [1] * 64, [terminated] * 64)
+        constant = ExperienceBatch(**{**vars(batch), "observations": np.ones((128, 4), np.float32)})
+        constant.rewards[:] = 1.0
+        for _ in range(15):
+            list(dqn.update(constant))
+        found = compute_q(dqn.model, np.ones((1, 4), np.float32))
+        np.testing.assert_allclose(found, value, atol=0.05)
+
+
+def test_a_batch_with_an_infinite_error_is_not_inserted() -> None:
+    dqn = make_dqn(learning_starts=1)
+    bad = make_batch(1, [16])
+    bad.rewards[:] = 3e38
+    with pytest.raises(NonFiniteLoss):
+        list(dqn.update(bad))
+    assert dqn._replay.num_steps == 0
+    assert not dqn.is_usable(bad)
+    assert dqn.is_usable(make_batch(2, [16]))
+
+
+def test_values_that_have_overflowed_end_the_run_and_leave_the_weights() -> None:
+    dqn = make_dqn(learning_starts=1)
+    list(dqn.update(make_batch(1, [16])))
+    with torch.no_grad():
+        dqn._parameters.fill_(1e38)
+    with pytest.raises(RunError, match="not finite"):
+        dqn._step()
+    assert (dqn._parameters == 1e38).all()
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_a_restored_learner_goes_on_with_the_replay_only_where_it_is_on_disk(is_on_disk: bool, tmp_path: Path) -> None:
+    fields = {"learning_starts": 20, "batch_size": 8, "replay_on_disk": is_on_disk}
+    first = make_dqn(tmp_path, **fields)
+    list(first.update(make_batch(1, [16, 16])))
+    second = make_dqn(tmp_path, **fields)
+    second.load_state_dict(first.state_dict())
+    assert second._replay.num_steps == (32 if is_on_disk else 0)
+    assert second.model.epsilon == first.model.epsilon
+    for mine, other in zip(first._target.parameters(), second._target.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    # With an empty replay it waits for as many steps again.
+    assert bool(list(second.update(make_batch(2, [8])))) == is_on_disk
+    assert list(second.update(make_batch(3, [16]))) != []

@@ -1,0 +1,155 @@
+"""The pictures of populations show what the frames hold, and enter the report."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from pandas import DataFrame, Series
+
+from shoal import runs
+from shoal.libs.population import plots
+from shoal.libs.population.plots import draw_genealogy, draw_member_metric, draw_schedules
+from shoal.libs.population.report import build_sections
+from shoal.runs import RunKind
+from shoal.runs.report.plots import LINE, to_svg
+
+COLUMNS = ["member", "begin", "end", "source", "rate", "act"]
+STRETCHES = DataFrame(
+    [(0, 0, 2, None, 0.1, "relu"), (0, 2, 4, 1, 0.2, "tanh"), (1, 0, 4, None, 0.3, "relu")], columns=COLUMNS
+)
+ANCESTRY = DataFrame([(1, 0, 2, None, 0.3, "relu"), (0, 2, 4, 1, 0.2, "tanh")], columns=COLUMNS)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    return tmp_path
+
+
+def blue_lines(figure: Figure, panel: int = 0) -> list[list[list[float]]]:
+    from matplotlib.colors import to_rgba
+
+    (found,) = [
+        each
+        for each in figure.axes[panel].collections
+        if isinstance(each, LineCollection) and tuple(each.get_colors()[0]) == to_rgba(LINE)
+    ]
+    return [segment.tolist() for segment in found.get_segments()]
+
+
+def test_a_genealogy_links_copies_to_their_source() -> None:
+    figure = draw_genealogy(STRETCHES, ANCESTRY, ANCESTRY, restarts=[2])
+    assert blue_lines(figure) == [[[0, 1], [2, 1]], [[2.5, 0], [4, 0]], [[2, 1], [2.5, 0]]]
+    assert "restart" in to_svg(figure)
+
+
+def test_rounds_have_whole_ticks() -> None:
+    stretches = DataFrame([(0, 0, 1, None, 0.1, "relu"), (1, 0, 1, None, 0.3, "relu")], columns=COLUMNS)
+    scores = DataFrame({0: [0.1, 0.2], 1: [0.2, 0.3]})
+    for figure in (
+        draw_genealogy(stretches, stretches, stretches),
+        draw_schedules(stretches, stretches[:1], ["rate", "act"]),
+        draw_member_metric(scores, scores[0], "accuracy"),
+    ):
+        for axes in figure.axes:
+            assert not np.any(axes.get_xticks() % 1)
+
+
+def test_schedules_are_drawn_for_each_hyper_parameter_numbers_or_not() -> None:
+    figure = draw_schedules(STRETCHES, ANCESTRY, ["rate", "act"])
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["rate", "act"]
+    assert blue_lines(figure) == [[[0, 0.3], [2, 0.3]], [[2, 0.2], [4, 0.2]], [[2, 0.3], [2, 0.2]]]
+    assert [label.get_text() for label in figure.axes[1].get_yticklabels()] == ["relu", "tanh"]
+    assert blue_lines(figure, 1)[0] == [[0, 0], [2, 0]]
+
+
+def test_schedules_of_booleans_and_lists_are_drawn() -> None:
+    stretches = DataFrame([(0, 0, 2, None, True, [64]), (1, 0, 2, None, False, [64, 32])], columns=COLUMNS)
+    figure = draw_schedules(stretches, stretches[:1], ["rate", "act"])
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["False", "True"]
+    assert blue_lines(figure) == [[[0, 1], [2, 1]]]
+
+
+def test_the_metric_of_members_has_a_line_for_each_and_the_best() -> None:
+    scores = DataFrame({0: [0.1, 0.2], 1: [0.3, math.nan]}, index=[1, 2])
+    figure = draw_member_metric(scores, Series({1: 0.3, 2: 0.2}), "accuracy$x^$")
+    assert len(figure.axes[0].lines) == 2 + 2  # the median, too
+    assert figure.axes[0].lines[-1].get_ydata().tolist() == [0.3, 0.2]
+    assert "accuracy$x^$" in to_svg(figure)
+
+
+def record_population(run: runs.RunRecorder, rounds: list[dict[str, Any]], metric: str = "accuracy") -> None:
+    run.record_event("population", metric=metric, is_higher_better=metric != "loss", members=3)
+    for number, details in enumerate(rounds, start=1):
+        scores = {f"member/{member:02}/{metric}": score for member, score in enumerate(details["scores"])}
+        run.log(number, {name: math.nan if score is None else score for name, score in scores.items()})
+        run.log(number, {f"validation/{metric}": 0.1 * number})
+        run.record_event("round", round=number, **details)
+
+
+ROUNDS: list[dict[str, Any]] = [
+    {
+        "scores": [0.1, 0.2, 0.3],
+        "hyper_parameters": {"optimizer.learning_rate": [0.1, 0.01, 0.001]},
+        "copies": [[0, 2]],
+    },
+    {
+        "scores": [0.4, 0.7, None],
+        "hyper_parameters": {"optimizer.learning_rate": [0.002, 0.01, 0.001]},
+        "copies": [[2, 1]],
+    },
+    {"scores": [0.5, 0.6, 0.55], "hyper_parameters": {"optimizer.learning_rate": [0.002, 0.01, 0.02]}},
+]
+
+
+def test_a_population_has_its_members_genealogy_and_schedules_in_the_report() -> None:
+    with runs.create("population", "", "one", kind=RunKind.POPULATION) as run:
+        record_population(run, ROUNDS)
+    page = runs.write_report(runs.load("one")).read_text()
+    for told in ("Genealogy", "2 copies in 3 rounds", "the ancestors of member 1 after round 2, the best"):
+        assert told in page, told
+    assert "Schedules that were found" in page
+    assert page.count("<svg") == 5  # with the learning curve over steps and over seconds; none for single members
+    assert "member/00" not in page.split("<h2>Events")[0]
+
+
+def test_the_scales_of_the_report_are_those_of_the_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[object] = []
+    draw = plots.draw_schedules
+    monkeypatch.setattr(plots, "draw_schedules", lambda *given: drawn.append(given[3]) or draw(*given))
+    space = "space: {optimizer.learning_rate: 'log(1e-3, 1)', noise: 'uniform(0,1)', width: 'logint(1,9)', act: [a, b]}"
+    with runs.create("population", space, "one", kind=RunKind.POPULATION) as run:
+        record_population(run, ROUNDS)
+    build_sections(runs.load("one"))
+    assert drawn == [{"optimizer.learning_rate", "width"}]
+
+
+def test_the_members_of_the_report_are_sorted_by_their_score() -> None:
+    with runs.create("population", "", "one", kind=RunKind.POPULATION) as run:
+        record_population(run, ROUNDS)
+    table = build_sections(runs.load("one"))[-1]
+    assert table.header == ["member", "accuracy", "optimizer.learning_rate", "copied"]
+    assert [row[0] for row in table.rows] == ["1", "2", "0"]
+    assert table.rows[0] == ["1", "0.6", "0.01", "1"]
+
+
+def test_the_best_has_the_lowest_score_where_less_is_better() -> None:
+    with runs.create("population", "", "one", kind=RunKind.POPULATION) as run:
+        record_population(run, ROUNDS, metric="loss")
+    first = build_sections(runs.load("one"))[0]
+    assert "member 0 after round 1" in first.note
+
+
+def test_a_population_without_a_score_and_other_runs_have_no_such_sections() -> None:
+    with runs.create("population", "", "one", kind=RunKind.POPULATION) as run:
+        record_population(run, [ROUNDS[0] | {"scores": [None, None, None]}])
+    with runs.create("train", "", "two") as run:
+        run.log(1, {"train/loss": 1.0})
+    assert build_sections(runs.load("one")) == []
+    assert build_sections(runs.load("two")) == []

@@ -1,0 +1,138 @@
+"""A trial of a sweep that is a run of the loop: it learns, reports, ends its actors, and goes on after an end."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import shoal.runs
+from leftovers import still_alive
+from shoal.errors import ConfigError
+from shoal.libs.sweep import loop_trial
+from shoal.libs.sweep.command import make_overrides
+from shoal.libs.sweep.flow import plan_trials
+from shoal.libs.sweep.loop_spec import LoopTrialSpec, load_loop_recipe
+from shoal.libs.sweep.loop_trial import LoopTrial, register_trial
+from shoal.libs.sweep.spec import SweepSpec, check_sweep, sweep_from_overrides
+from shoal.libs.sweep.trial import TrialReport
+from shoal.registry import Registry
+from shoal.runs import RunKind, Status
+
+JOB = f"{Path(__file__).parents[2] / 'sign_job.py'}"
+RATE, STOP = "algorithm.learning_rate=log(1e-4,1e-1)", "stop.steps=4000"
+
+
+def spec_of(*words: str, actors: int | None = None, **fields: Any) -> SweepSpec:
+    """As `shoal sweep` makes it from its words."""
+    overrides = [*make_overrides(JOB, words, actors), *(f"{name}={value}" for name, value in fields.items())]
+    return sweep_from_overrides(overrides)
+
+
+def find_actors() -> list[int]:
+    children = psutil.Process().children(recursive=True)
+    return [each.pid for each in children if "shoal.actor" in each.cmdline()]
+
+
+@pytest.fixture
+def loop() -> LoopTrialSpec:
+    return load_loop_recipe(JOB).override([STOP, "reports=4", "actors=2"])
+
+
+def read_all(trial: LoopTrial) -> list[TrialReport]:
+    found = [trial.next_report()]
+    while not found[-1].is_over:
+        found.append(trial.next_report())
+    return found
+
+
+def test_a_job_of_the_loop_is_a_sweep_of_it() -> None:
+    spec = spec_of(RATE, STOP, "hidden=[8]", actors=3, trials=4)
+    assert spec.loop is not None
+    assert (spec.loop.env, spec.loop.actors, spec.loop.hidden) == ("sign_game:SignGame", 3, (8,))
+    assert spec.make_loop_spec({"algorithm.learning_rate": 0.5}).algorithm.learning_rate == 0.5  # type: ignore[attr-defined]
+    assert spec == SweepSpec.from_yaml(spec.to_yaml())
+    checked = check_sweep(spec)
+    assert (checked.metric, checked.is_higher, checked.total_steps) == ("mean_return", True, 4000)
+    assert [each.number for each in plan_trials(spec, ())] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "fields", "problem"),
+    [
+        ((RATE,), {}, "nothing says when to end a trial"),
+        ((RATE, STOP), {"search": "pbt"}, "rl_population"),
+        ((RATE, STOP), {"metric": "accuracy"}, "there is mean_return"),
+        ((RATE, STOP), {"direction": "min"}, "more return is better"),
+        ((RATE, STOP, "reports=1"), {"scheduler": "asha"}, "too late"),
+        ((RATE, STOP, "target_return=9"), {}, "no such field"),
+        ((RATE, STOP, "learn_from_endpoint=true"), {}, "no endpoint"),
+        ((RATE, STOP, "gateway.port=5555"), {}, "a free port"),
+        ((RATE, STOP, "learner.replicas=2"), {}, "one process"),
+        (("env=choice(a:b,c:d)", STOP), {}, "the same in all trials"),
+        (("algorithm.learning_rate=uniform(-1,1)", STOP), {}, "greater than 0"),
+        (("algorithm.lerning_rate=log(1e-4,1)", STOP), {}, "did you mean 'learning_rate'"),
+        ((RATE, STOP, "env=sign_game:Nothing"), {}, "sign_game:Nothing"),
+    ],
+)
+def test_what_cannot_work_is_refused(words: tuple[str, ...], fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_sweep(spec_of(*words, **fields))
+    assert problem in str(caught.value)
+
+
+def test_a_task_takes_no_actors_and_another_file_is_no_job_of_the_loop(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a Task"):
+        make_overrides("lenet", (RATE,), 2)
+    other = tmp_path / "other.py"
+    other.write_text("# ActorLearnerSpec\ndef spec():\n    return 3\n")
+    with pytest.raises(ConfigError, match="gave a int"):
+        load_loop_recipe(str(other))
+
+
+def test_a_trial_learns_reports_and_leaves_a_policy(loop: LoopTrialSpec) -> None:
+    trial = LoopTrial("t", loop)
+    reports = read_all(trial)
+    assert [each.is_over for each in reports] == [False] * (len(reports) - 1) + [True]
+    assert 2 <= len(reports) <= 4
+    assert all(a.step < b.step for a, b in itertools.pairwise(reports))
+    assert (reports[-1].step >= 4000, reports[-1].progress) == (True, 1.0)
+    assert reports[-1].metrics["mean_return"] > 5.0  # 4 by chance
+    trial.stop()
+    assert find_actors() == []
+    record = shoal.runs.load("t")
+    assert (record.kind, record.status) == (RunKind.LOOP, Status.FINISHED)
+    assert record.latest()["return/mean_100"] > 4.0
+    assert read_all(LoopTrial("t", loop)) == [reports[-1]]  # a finished one does not run again
+    with shoal.runs.create("sweep", "", "s") as recorder:
+        register_trial(loop, "t", recorder, {"sweep": "s", "trial": 0})
+    manifest = Registry().get("signgame@1").manifest
+    assert manifest.lineage == {"sweep": "s", "trial": 0}
+    assert manifest.metrics["mean_return_100"] == reports[-1].metrics["mean_return"]
+
+
+def test_a_stopped_trial_ends_its_actors_and_goes_on_from_its_checkpoint(loop: LoopTrialSpec) -> None:
+    loop = loop.override(["stop.steps=40000", "reports=40"])  # far from its end when it is stopped
+    trial = LoopTrial("t", loop)
+    first = trial.next_report()
+    pids = find_actors()
+    assert len(pids) == 2
+    trial.stop()
+    assert still_alive(pids) == []
+    assert shoal.runs.load("t").status is Status.STOPPED
+    reports = read_all(LoopTrial("t", loop))
+    assert all(each.step > first.step for each in reports)
+    record = shoal.runs.load("t")
+    assert (record.status, record.incarnation) == (Status.FINISHED, 2)
+    assert find_actors() == []
+
+
+def test_an_actor_that_fails_is_the_trials_failure(loop: LoopTrialSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_trial, "find_actor_variables", lambda recipe: {"PYTHONPATH": ""})
+    last = read_all(LoopTrial("t", loop))[-1]
+    assert "a trial needs all of its actors: actor-" in last.failure
+    assert shoal.runs.load("t").status is Status.FAILED
+    assert find_actors() == []

@@ -1,0 +1,126 @@
+"""The pictures of sweeps show what the frames hold, and enter the report."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pandas import DataFrame, Series
+
+from shoal import runs
+from shoal.libs.sweep.plots import compute_importance, draw_importance, draw_parallel_coordinates
+from shoal.libs.sweep.report import build_sections
+from shoal.runs import RunKind
+from shoal.runs.report.plots import to_svg
+from shoal.runs.sweep_trials import TrialLog, TrialState
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    return tmp_path
+
+
+def make_trials(num_trials: int = 60) -> DataFrame:
+    rng = np.random.default_rng(0)
+    return DataFrame(
+        {
+            "rate": 10 ** rng.uniform(-4, 0, num_trials),
+            "name": rng.choice(["adam", "sgd"], num_trials),
+            "is_deep": rng.random(num_trials) < 0.5,
+            "idle": rng.random(num_trials),
+        }
+    )
+
+
+def test_importance_is_the_share_of_the_variance() -> None:
+    """score = 2 a + b with a, b uniform: shares of 4/5 and 1/5; the forest's error is a tenth here."""
+    rng = np.random.default_rng(0)
+    trials = DataFrame({"b": rng.random(300), "idle": rng.random(300), "a": rng.random(300)})
+    found = compute_importance(trials, 2 * trials["a"] + trials["b"])
+    assert found is not None
+    assert list(found["parameter"]) == ["a", "b", "idle"]
+    assert found["importance"].to_numpy() == pytest.approx([0.8, 0.2, 0.0], abs=0.1)
+    again = compute_importance(trials, 2 * trials["a"] + trials["b"])
+    assert again is not None
+    assert again.equals(found)
+
+
+def test_importance_is_known_of_logarithms_texts_and_booleans() -> None:
+    trials = make_trials()
+    for parameter, scores in {
+        "rate": -np.abs(np.log10(trials["rate"]) + 2),
+        "name": (trials["name"] == "adam").astype(float),
+        "is_deep": trials["is_deep"].astype(float),
+    }.items():
+        found = compute_importance(trials, scores)
+        assert found is not None
+        assert found["parameter"][0] == parameter
+        assert found["importance"][0] > 0.8
+
+
+def test_importance_is_none_where_nothing_can_be_said() -> None:
+    trials, scores = make_trials(9), Series(np.arange(9.0))
+    assert compute_importance(trials, scores) is not None
+    scores[[0, 1]] = math.nan
+    assert compute_importance(trials, scores) is None  # seven are left
+    assert compute_importance(make_trials(20), Series(np.ones(20))) is None
+
+
+def test_parallel_coordinates_have_a_line_for_each_trial_the_best_on_top() -> None:
+    trials = make_trials(5)
+    trials.index = [3, 1, 4, 15, 9]
+    scores = Series([0.1, 0.9, math.nan, 0.5, 0.3], index=trials.index)
+    figure = draw_parallel_coordinates(trials, scores, "loss", higher_is_better=False)
+    lines = [line for line in figure.axes[0].lines if len(line.get_ydata()) == 5]
+    assert len(lines) == 5
+    assert max(lines, key=lambda line: line.get_zorder()) is lines[0]
+    assert [float(line.get_ydata()[-1]) for line in lines if line is not lines[2]] == pytest.approx([0, 1, 0.5, 0.25])
+    heights = lines[0].get_ydata()
+    log = np.log(trials["rate"].to_numpy())
+    assert float(heights[0]) == pytest.approx((log[0] - log.min()) / np.ptp(log))
+
+
+@pytest.mark.parametrize("num_trials", [1, 2])
+def test_few_trials_and_long_names_are_drawn(num_trials: int) -> None:
+    trials = make_trials(num_trials).rename(columns={"rate": "a.$x^$" * 20, "idle": "other.$x^$"})
+    scores = Series([math.nan] * num_trials)
+    assert "svg" in to_svg(draw_parallel_coordinates(trials, scores, "score"))
+    bars = DataFrame({"parameter": ["a.$x^$" * 20], "importance": [0.5], "spread": [0.1]})
+    assert "$x^$" in to_svg(draw_importance(bars))
+
+
+def record_sweep(run: runs.RunRecorder, num_trials: int) -> None:
+    log = TrialLog(run)
+    log.begin(num_trials=40, metric="validation/accuracy", is_higher=True, search="random", scheduler="asha")
+    for number, (_, parameters) in enumerate(make_trials(num_trials).iterrows()):
+        log.start(
+            number,
+            f"one-{number}",
+            {name: getattr(value, "item", lambda v=value: v)() for name, value in parameters.items()},
+        )
+        score = -abs(math.log10(parameters["rate"]) + 2)
+        log.report(number, 10, 1.0, {"validation/accuracy": score})
+        if number:
+            log.end(number, TrialState.FINISHED, 10, {"validation/accuracy": score})
+
+
+def test_a_sweep_has_its_trials_and_their_importance_in_the_report() -> None:
+    with runs.create("sweep", "", "one", kind=RunKind.SWEEP) as run:
+        record_sweep(run, 12)
+    page = runs.write_report(runs.load("one")).read_text()
+    for told in ("12 of 40 trials", "Importance of the parameters", "share of the score's variance", "one-11"):
+        assert told in page, told
+    assert "trial-003" not in page
+
+
+def test_a_sweep_of_few_trials_says_what_importance_needs() -> None:
+    with runs.create("sweep", "", "one", kind=RunKind.SWEEP) as run:
+        record_sweep(run, 3)
+    sections = build_sections(runs.load("one"))
+    assert [section.title for section in sections] == ["Trials", "Importance of the parameters", "All trials"]
+    assert sections[1].note == "needs 8 trials with different scores"
+    assert sections[2].rows[-1][:2] != ["0", "interrupted"]
+    assert ["0", "interrupted"] in [row[:2] for row in sections[2].rows]

@@ -1,0 +1,189 @@
+"""The trials of a sweep in its record, as a trial's own run, and as a table."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import shoal.runs
+from shoal.cli.display import run_view
+from shoal.errors import CheckpointError
+from shoal.libs.sweep.display import SweepView, make_view
+from shoal.libs.sweep.trial import TrialReport, TrialRun, load_result
+from shoal.runs import RunKind, RunRecorder, Status
+from shoal.runs.sweep_trials import TrialLog, TrialState, load_history, load_sweep
+from shoal.train.launch.finalize import fetch_weights
+from shoal.train.launch.validate import validate_run
+from shoal.train.spec import TrainSpec
+
+TASK = f"{Path(__file__).parents[2] / 'train_task.py'}:Toy"
+SETTING = {"num_trials": 4, "metric": "accuracy", "is_higher": True, "search": "random", "scheduler": "asha"}
+
+
+@pytest.fixture
+def recorder() -> RunRecorder:
+    return shoal.runs.create("sweep", "train: {}\nspace: {}\ntrials: 4", "s", kind=RunKind.SWEEP)
+
+
+def record_trials(recorder: RunRecorder) -> None:
+    log = TrialLog(recorder)
+    log.begin(**SETTING)
+    for number in range(4):
+        log.start(number, f"s-t{number}", {"optimizer.learning_rate": 0.1 * (number + 1)})
+    log.report(0, 10, 0.5, {"accuracy": 0.5, "loss": 2.0})
+    log.report(0, 20, 1.0, {"accuracy": 0.8, "loss": 1.0})
+    log.end(0, TrialState.FINISHED, 20, {"accuracy": 0.8, "loss": 1.0})
+    log.report(1, 10, 0.5, {"accuracy": 0.9})
+    log.end(1, TrialState.STOPPED, 10, {"accuracy": 0.9})
+    log.end(2, TrialState.FAILED, 5, {}, "NotFinite: the loss")
+    log.report(3, 10, 0.5, {"accuracy": 0.6})
+    log.copy(3, 0, 20, {"optimizer.learning_rate": 0.12})
+    recorder.flush()
+
+
+def test_a_sweep_is_read_while_it_goes_on_and_after(recorder: RunRecorder) -> None:
+    with recorder:
+        record_trials(recorder)
+        run = shoal.runs.load("s")
+        sweep = load_sweep(run)
+        assert [each.state.value for each in sweep.trials] == ["finished", "stopped", "failed", "running"]
+        assert [each.number for each in sweep.rank()] == [1, 0, 3]
+        best = sweep.find_best()  # a stopped one has no network
+        assert best is not None
+        assert best.number == 0
+        last = sweep.trials[3]
+        assert (last.step, last.values, last.sources) == (10, {"accuracy": 0.6}, ((0, 20),))
+        assert last.parameters == {"optimizer.learning_rate": 0.12}
+        assert load_history(run, 0, "accuracy") == [(0.5, 0.5), (1.0, 0.8)]
+        assert load_history(run, 2, "accuracy") == []
+        recorder.finish(Status.STOPPED)
+    assert load_sweep(shoal.runs.load("s")).trials[3].state is TrialState.INTERRUPTED
+
+
+def test_the_table_has_the_best_first(recorder: RunRecorder) -> None:
+    with recorder:
+        record_trials(recorder)
+        view = make_view(shoal.runs.load("s"), None, ["a note"])
+        drawn = run_view.make_view(shoal.runs.load("s"), None)
+        assert isinstance(drawn, SweepView)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(run_view.render(view, 100))
+    text = console.export_text()
+    assert text.index("0.9") < text.index("0.8") < text.index("0.6")
+    for word in ("copied trial 0", "NotFinite: the loss", "stopped", "learning_rate", "a note"):
+        assert word in text
+    assert "best accuracy 0.9" in view.format_plain_line()
+
+
+def test_a_trial_of_another_host_passes_through_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record and its network; the driver has a home of its own."""
+    monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "there"))
+    reports = read_all(make_trial("t", tmp_path, is_remote=True))
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "here"))
+    result = load_result("t")
+    assert result.metrics == reports[-1].metrics
+    fetch_weights(result, "t")
+    assert result.weights is not None
+    there = tmp_path / "there/runs/t" / result.weights.name
+    assert result.weights.read_bytes() == there.read_bytes()
+
+
+def make_trial(run_id: str, folder: Path, *, is_remote: bool = False, **fields: object) -> TrialRun:
+    stop, every = {"steps": 30}, {"every_steps": 10}
+    spec = TrainSpec(task=TASK, stop=stop, evaluate=every, checkpoint=every, batch_size=32, **fields)
+    return TrialRun(run_id, spec, validate_run(spec), is_remote=is_remote)
+
+
+def read_all(trial: TrialRun) -> list[TrialReport]:
+    found = [trial.next_report()]
+    while not found[-1].is_over:
+        found.append(trial.next_report())
+    return found
+
+
+def test_a_trial_reports_its_evaluations_and_its_end_once(tmp_path: Path) -> None:
+    reports = read_all(make_trial("t", tmp_path))
+    assert [(each.step, round(each.progress, 3)) for each in reports] == [(10, 0.333), (20, 0.667), (30, 1), (30, 1)]
+    assert [each.is_over for each in reports] == [False, False, False, True]
+    assert reports[-1].metrics == load_result("t").metrics
+    again = read_all(make_trial("t", tmp_path))
+    assert [each.is_over for each in again] == [True]
+    assert again[0].metrics == reports[-1].metrics
+    assert shoal.runs.load("t").incarnation == 1
+
+
+def test_a_stopped_trial_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    whole = read_all(make_trial("whole", tmp_path))
+    trial = make_trial("t", tmp_path)
+    assert trial.next_report().step == 10
+    trial.stop()
+    assert shoal.runs.load("t").status is Status.STOPPED
+    reports = read_all(make_trial("t", tmp_path))
+    assert shoal.runs.load("t").last_events()["restored"]["step"] >= 10
+    assert reports[-1] == whole[-1]
+
+
+def test_a_trial_takes_anothers_network_and_its_own_hyper_parameters(tmp_path: Path) -> None:
+    donor = make_trial("donor", tmp_path)
+    assert donor.next_report().step == 10
+    donor.copy_checkpoint(tmp_path / "copy")
+    donor.stop()
+    trial = make_trial("t", tmp_path, optimizer={"learning_rate": 0.5, "weight_decay": 0.25})
+    trial.start_from(tmp_path / "copy")
+    reports = read_all(trial)
+    assert [each.step for each in reports] == [20, 30, 30]  # the donor's evaluation is not this trial's
+    record = shoal.runs.load("t")
+    assert record.last_events()["copied"] == {"source": "donor"}
+    assert record.last_events()["restored"]["step"] == 10
+    assert record.latest()["train/learning_rate"] == 0.5
+
+
+def test_anothers_network_replaces_later_ones_of_the_trial_in_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
+    donor = make_trial("donor", tmp_path)
+    assert donor.next_report().step == 10
+    donor.copy_checkpoint(tmp_path / "copy")
+    donor.stop()
+    trial = make_trial("t", tmp_path)
+    assert [trial.next_report().step for _ in range(2)] == [10, 20]
+    trial.stop()
+    again = make_trial("t", tmp_path)
+    again.start_from(tmp_path / "copy")
+    read_all(again)
+    assert shoal.runs.load("t").last_events()["restored"]["step"] == 10
+
+
+def test_a_trials_own_copy_changes_nothing(tmp_path: Path) -> None:
+    trial = make_trial("t", tmp_path)
+    trial.next_report()
+    trial.copy_checkpoint(tmp_path / "copy")
+    trial.stop()
+    again = make_trial("t", tmp_path)
+    again.start_from(tmp_path / "copy")
+    read_all(again)
+    assert "copied" not in shoal.runs.load("t").last_events()
+
+
+def test_what_a_trial_cannot_do_is_its_end_and_not_the_sweeps(tmp_path: Path) -> None:
+    notes = {"notes": str(tmp_path), "fault": "nan", "fault_step": 12}
+    last = read_all(make_trial("t", tmp_path, args=notes))[-1]
+    assert last.step == 10
+    assert last.failure.startswith("NotFinite: the loss")
+    assert shoal.runs.load("t").status is Status.FAILED
+    own = read_all(make_trial("u", tmp_path, args={"notes": str(tmp_path / "u"), "fault": "raise"}))[-1]
+    assert "FileNotFoundError" in own.failure
+
+
+def test_a_checkpoint_that_never_comes_is_an_error(tmp_path: Path) -> None:
+    trial = make_trial("t", tmp_path)
+    read_all(trial)
+    for path in (trial.folder / "checkpoints").glob("step-*"):
+        path.rename(tmp_path / path.name)
+    with pytest.raises(CheckpointError, match="step 30"):
+        trial.copy_checkpoint(tmp_path / "copy")
