@@ -152,7 +152,7 @@ def find_callable(field: str, reference: str) -> Any:
     return found
 
 
-FORMAT = 2  # of a manifest with parts; one without them has 1, and one of Shoal 0.1 no number
+FORMAT = 2  # of a manifest with parts; one without them has 1
 
 
 class ManifestPart(Spec):

@@ -32,11 +32,19 @@ from types import MappingProxyType
 from shoal.atomic_file import describe_newer_format, is_newer_format, log_unknown_fields
 from shoal.errors import ConfigError, RegistryError, StoreError
 from shoal.registry.aliases import FORMAT as ALIASES_FORMAT
-from shoal.registry.aliases import Aliases, AliasMove
+from shoal.registry.aliases import (
+    NAME,
+    Aliases,
+    AliasMove,
+    is_twin,
+    require_alias,
+    require_aliases,
+    require_name,
+    split_ref,
+)
 from shoal.registry.manifest import FORMAT as MANIFEST_FORMAT
 from shoal.registry.manifest import Manifest, ManifestPart, ModelFactory, Signature
 from shoal.registry.model_format import INDEX_FILE, find_format, get_payload_file
-from shoal.registry.reference import NAME, is_twin, require_alias, require_aliases, require_name, split_ref
 from shoal.registry.version import FILES, ModelVersion
 from shoal.store import Entry, KeyTaken, open_store, store_url, update
 from shoal.weights import WeightFile, WeightSnapshot
