@@ -245,10 +245,10 @@ class Checkpointer:
         self._finish_reading()
         damaged: list[str] = []
         for step in self._read_on_first(lambda: self._sources.list_steps(is_shared=self._visibility.is_shared)):
-            found = self._verify(step)
-            if isinstance(found, Found):
-                return found._replace(damaged=damaged)
-            damaged.append(f"{checkpoint_path(self.folder, step).name}: {found}")
+            checked = self._verify(step)
+            if isinstance(checked, Found):
+                return checked._replace(damaged=damaged)
+            damaged.append(f"{checkpoint_path(self.folder, step).name}: {checked}")
         if damaged:
             raise CheckpointError(f"no checkpoint in {self._shown_folder} can be read: {'; '.join(damaged)}")
         return None
@@ -257,11 +257,11 @@ class Checkpointer:
         """The checkpoint of that step. Raises CheckpointError when there is none or when it is damaged."""
         self.wait()
         self._finish_reading()
-        found = self._verify(step)
-        if isinstance(found, Found):
-            return found
+        checked = self._verify(step)
+        if isinstance(checked, Found):
+            return checked
         name = checkpoint_path(self.folder, step).name
-        raise CheckpointError(f"{name} in {self._shown_folder} cannot be used: {found}")
+        raise CheckpointError(f"{name} in {self._shown_folder} cannot be used: {checked}")
 
     def best(self) -> Found | None:
         """The checkpoint last saved as the best one, or None. Raises CheckpointError."""
@@ -399,7 +399,7 @@ class Checkpointer:
         """Of this step and the best one: what an earlier process has left in a folder that all ranks see."""
         if not self._visibility.is_shared:
             return []
-        found = self._read_on_first(lambda: self._sources.find_missing_uploads(step, uploads.steps))
+        missing = self._read_on_first(lambda: self._sources.find_missing_uploads(step, uploads.steps))
         return [
             Upload(
                 manifest["step"],
@@ -409,7 +409,7 @@ class Checkpointer:
                 is_best,
                 self.keep,
             )
-            for manifest, is_best in found
+            for manifest, is_best in missing
         ]
 
     @property
@@ -428,17 +428,17 @@ class Checkpointer:
 
     def _read_on_first(self, read: Callable[[], T]) -> T:
         """What the first rank reads, on every rank. Raises CheckpointError, on every rank, for an OSError there."""
-        found: T | None = None
+        result: T | None = None
         problem = ""
         if self._ranks.is_first:
             try:
-                found = read()
+                result = read()
             except OSError as error:
                 problem = f"the checkpoints in {self._shown_folder} cannot be read: {error}"
-        found, problem = self._ranks.broadcast((found, problem))
+        result, problem = self._ranks.broadcast((result, problem))
         if problem:
             raise CheckpointError(problem)
-        return cast("T", found)
+        return cast("T", result)
 
     def _verify(self, step: int) -> Found | str:
         """The checkpoint, or its problem. The ranks share the reading."""

@@ -203,8 +203,8 @@ def parse_manifest(payload: bytes, path: Path) -> dict[str, Any] | str:
         manifest = json.loads(payload)
     except ValueError as error:
         return f"{MANIFEST} is not JSON ({error})"
-    if isinstance(manifest, dict) and atomic_file.is_newer_format(found := manifest.get("format"), FORMAT):
-        return NewerFormat(atomic_file.describe_newer_format(path / MANIFEST, found, FORMAT))
+    if isinstance(manifest, dict) and atomic_file.is_newer_format(number := manifest.get("format"), FORMAT):
+        return NewerFormat(atomic_file.describe_newer_format(path / MANIFEST, number, FORMAT))
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         return f"{MANIFEST} is not one of format {FORMAT}"
     if manifest.pop("sha256", "") != _checksum(manifest):
@@ -216,8 +216,8 @@ def parse_manifest(payload: bytes, path: Path) -> dict[str, Any] | str:
 
 def find_damages(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The problems of these files, if any."""
-    found = (directory.find_damage(path / name, FileChecksum(**expected)) for name, expected in files.items())
-    return [reason for reason in found if reason]
+    reasons = (directory.find_damage(path / name, FileChecksum(**expected)) for name, expected in files.items())
+    return [reason for reason in reasons if reason]
 
 
 def read_index(path: Path) -> dict[str, Any] | str:

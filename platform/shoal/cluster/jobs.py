@@ -307,7 +307,7 @@ class JobHandle:
         """The answer; None without one, for SILENCE_TIMEOUT_S in a row at most and while the head may live. Then raises
         the reason (ClusterError, ConnectionLost)."""
         try:
-            found = question()
+            result = question()
         except (ClusterError, ConnectionLost):
             now = time.monotonic()
             self._silent_since_s = self._silent_since_s or now
@@ -316,7 +316,7 @@ class JobHandle:
                 raise
             return None
         self._silent_since_s = None
-        return found
+        return result
 
     def _read_log_from(self, client: httpx2.Client | None, start: int, is_complete: bool) -> tuple[str, int]:
         """As `read_logs_from`; `start` counts bytes of a local file, or characters of a remote log."""

@@ -44,13 +44,13 @@ def find_cluster_processes(cluster_id: str, temp_dir: Path) -> list[psutil.Proce
                 and any(file.path.startswith(f"{temp_dir}/") for file in process.open_files())
             ):
                 own.append(process)
-    found: dict[int, psutil.Process] = {}
+    members: dict[int, psutil.Process] = {}
     while own:
         process = own.pop()
-        if process.pid not in found and process.pid != os.getpid():
-            found[process.pid] = process
+        if process.pid not in members and process.pid != os.getpid():
+            members[process.pid] = process
             own.extend(children[process.pid])
-    return list(found.values())
+    return list(members.values())
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -97,11 +97,11 @@ class Aliases(Spec):
     def with_promotion(self, version: int, aliases: Iterable[str], time: float) -> Aliases:
         """A copy in which `aliases` name `version`, with a move for each that did not; without any move, this
         object."""
-        found = self
+        aliased = self
         for alias in aliases:
-            if found.target(alias) != version:
-                found = found.with_move(alias, AliasMove(version=version, time=time, kind="promote"))
-        return found
+            if aliased.target(alias) != version:
+                aliased = aliased.with_move(alias, AliasMove(version=version, time=time, kind="promote"))
+        return aliased
 
     def with_move(self, alias: str, move: AliasMove) -> Aliases:
         """A copy with one more move."""

@@ -85,8 +85,8 @@ class FolderStore(Store):
         return Entry(key, status.st_size, status.st_mtime)
 
     def list_entries(self, folder: str = "") -> list[Entry]:
-        found = ((path.relative_to(self.root).as_posix(), status) for path, status in _walk(self.root / folder))
-        return sorted(Entry(key, status.st_size, status.st_mtime) for key, status in found)
+        result = ((path.relative_to(self.root).as_posix(), status) for path, status in _walk(self.root / folder))
+        return sorted(Entry(key, status.st_size, status.st_mtime) for key, status in result)
 
     def list_folders(self, folder: str = "") -> list[str]:
         try:

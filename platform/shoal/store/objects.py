@@ -110,8 +110,8 @@ class ObjectStore(Store):
     @_retry
     def read_tagged(self, key: str) -> Tagged:
         with self._calls(key) as client:
-            found = client.get(self._client, key)
-            return Tagged(bytes(found.bytes()), found.meta["e_tag"] or "")
+            result = client.get(self._client, key)
+            return Tagged(bytes(result.bytes()), result.meta["e_tag"] or "")
 
     @_retry
     def download(self, key: str, path: Path, tag: str = "") -> str:
@@ -159,12 +159,12 @@ class ObjectStore(Store):
             try:
                 if file.reader_position != file.position:  # it empties the client's buffer
                     reader.seek(file.position)
-                found = bytes(reader.read(size_bytes))
+                result = bytes(reader.read(size_bytes))
             except OSError as error:  # in place of the client's own
                 raise BaseError(str(error)) from None
             file.reader = reader
-            file.position = file.reader_position = file.position + len(found)
-            return found
+            file.position = file.reader_position = file.position + len(result)
+            return result
 
     @_retry
     def write(self, key: str, content: bytes | Path) -> None:
@@ -210,14 +210,14 @@ class ObjectStore(Store):
     @_retry
     def list_entries(self, folder: str = "") -> list[Entry]:
         with self._calls(folder) as client:
-            found = [each for page in client.list(self._client, folder or None) for each in page]
-        return sorted(map(_to_entry, found))
+            result = [each for page in client.list(self._client, folder or None) for each in page]
+        return sorted(map(_to_entry, result))
 
     @_retry
     def list_folders(self, folder: str = "") -> list[str]:
         with self._calls(folder) as client:
-            found = client.list_with_delimiter(self._client, folder or None)
-        return sorted(each.rpartition("/")[2] for each in found["common_prefixes"])
+            result = client.list_with_delimiter(self._client, folder or None)
+        return sorted(each.rpartition("/")[2] for each in result["common_prefixes"])
 
     def delete(self, keys: Iterable[str]) -> None:
         if listed := list(keys):
@@ -279,9 +279,9 @@ class _Reader(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
-        found = self._store._read(self, len(buffer))
-        buffer[: len(found)] = found
-        return len(found)
+        result = self._store._read(self, len(buffer))
+        buffer[: len(result)] = result
+        return len(result)
 
 
 _REMEDY = "check the URL, the credentials (AWS_*, GOOGLE_* or AZURE_* in the environment) and the network"

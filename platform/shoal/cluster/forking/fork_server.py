@@ -116,15 +116,15 @@ def _receive(connection: socket.socket, size_bytes: int) -> bytes:
 
 def stat_module_files(names: Iterable[str]) -> FileStamps:
     """The present state of the files from which these modules were read, by module name."""
-    found: FileStamps = {}
+    result: FileStamps = {}
     for name in names:
         file = getattr(sys.modules[name], "__file__", None)
         try:
             seen = os.stat(file) if file else None
         except OSError:  # inside an archive, or deleted
             seen = None
-        found[name] = (seen.st_ino, seen.st_mtime_ns) if seen is not None else None
-    return found
+        result[name] = (seen.st_ino, seen.st_mtime_ns) if seen is not None else None
+    return result
 
 
 def can_fork(worker: WorkerRequest) -> bool:

@@ -65,17 +65,17 @@ def _open_file(path: Path, cache_bytes: int) -> Any:
 
 
 def _get_dataset(file: Any, location: str, path: Path) -> Any:
-    found = file.get(location)
-    if not isinstance(found, h5py.Dataset):
+    result = file.get(location)
+    if not isinstance(result, h5py.Dataset):
         there: list[str] = []
         file.visititems(lambda name, each: there.append(name) if isinstance(each, h5py.Dataset) else None)
         raise DataError("fields", location, f"is no dataset in {path.name}", f"there are: {', '.join(there) or 'none'}")
-    if not found.shape:
+    if not result.shape:
         raise DataError("fields", location, f"has no rows: it is a single value in {path.name}")
-    if found.dtype.kind not in "biuf":
+    if result.dtype.kind not in "biuf":
         remedy = "store rows of equal length, of a number type"
-        raise DataError("fields", location, f"is ragged or no numbers: its dtype is {found.dtype}", remedy)
-    return found
+        raise DataError("fields", location, f"is ragged or no numbers: its dtype is {result.dtype}", remedy)
+    return result
 
 
 def _read_rows(dataset: Any, indices: Indices) -> np.ndarray[Any, Any]:

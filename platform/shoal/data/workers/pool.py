@@ -192,21 +192,21 @@ def _stop_workers(workers: list[_Worker]) -> None:
 
 def _find_origins(modules: set[str]) -> list[ModuleOrigin]:
     """The modules that a fresh process could not import by name."""
-    found = []
+    origins = []
     for name in sorted(modules):
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None)
         spec = getattr(module, "__spec__", None)
         if name == "__main__" and spec is not None:
-            found.append(ModuleOrigin(name, None, spec.name))
+            origins.append(ModuleOrigin(name, None, spec.name))
         elif name == "__main__" and file is None:
             problem = "the dataset is defined in an interactive session, which worker processes cannot see"
             raise ConfigError("loader.workers", name, problem, "put it into a file, or set loader.workers=0")
         elif file is not None and "." not in name:
             by_name = PathFinder.find_spec(name)
             if name == "__main__" or by_name is None or by_name.origin != file:
-                found.append(ModuleOrigin(name, os.path.abspath(file), None))
-    return found
+                origins.append(ModuleOrigin(name, os.path.abspath(file), None))
+    return origins
 
 
 def _format_samples_of(request: Request) -> str:

@@ -102,16 +102,16 @@ def optimizer_state(named: NamedParameters, optimizer: Optimizer, *, to_fill: bo
     another plan has other blocks.
     """
     undo = _initialise_state(optimizer)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, parameter, group in _iter_parameters(named, optimizer):
         kept = optimizer.state[parameter]
         state = {
             key: _convert_quantised(torch.as_tensor(value), to_fill) for key, value in kept.items() if value is not None
         }
-        found[name] = {"state": state, "settings": torch.tensor(list(_iter_settings(group)), dtype=torch.float64)}
+        result[name] = {"state": state, "settings": torch.tensor(list(_iter_settings(group)), dtype=torch.float64)}
     if not to_fill:
         undo()
-    return found
+    return result
 
 
 def _convert_quantised(value: Tensor, dequantizes: bool) -> Tensor:

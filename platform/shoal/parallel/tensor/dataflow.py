@@ -45,7 +45,7 @@ def find_entering_parameters(trace: ModelTrace, pair: Pair) -> frozenset[str] | 
     if trains and not all(call.has_gradients for call in trace.training_calls if call.name in pair.names):
         return f"what happens {between} cannot be seen: they are called without gradients, or recomputed reentrantly"
     names = {id(parameter): name for name, parameter in trace.model.named_parameters()}
-    found = set[str]()
+    entering = set[str]()
     for call in rows:
         for node in _walk_back(call.input_node, stops):
             if getattr(node, "_forward_cls", None) is CheckpointFunction:
@@ -53,9 +53,9 @@ def find_entering_parameters(trace: ModelTrace, pair: Pair) -> frozenset[str] | 
             if hasattr(node, "variable"):
                 if id(node.variable) not in names:
                     return f"a tensor that is no parameter enters {between}, where it gets the gradient of one part"
-                found.add(names[id(node.variable)])
-    owned = {name for name in found if name.rpartition(".")[0] in pair.names}
-    return f"{min(owned)} enters {between}" if owned else frozenset(found)
+                entering.add(names[id(node.variable)])
+    owned = {name for name in entering if name.rpartition(".")[0] in pair.names}
+    return f"{min(owned)} enters {between}" if owned else frozenset(entering)
 
 
 def find_shared_randomness(trace: ModelTrace, pair: Pair) -> str | None:
