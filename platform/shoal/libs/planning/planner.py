@@ -28,6 +28,7 @@ from shoal.libs.planning.predict.predict import DryPlan, dry_run_plan, simulate_
 from shoal.libs.planning.predict.single_device import preserve_process
 from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.parallel.comm.world import choose_device
+from shoal.sync.config import find_sync_config_type
 from shoal.sync.costs import load_probe
 from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.spec import TrainSpec
