@@ -32,7 +32,7 @@ from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_number
 from shoal.sources import StreamSource
-from shoal.train.launch.shutdown_signal import shutdown_event
+from shoal.train.launch.training_run import shutdown_event
 from shoal.train.reporting.console import ConsoleLog
 from shoal.train.reporting.event_log import RecordLog
 from shoal.weights import WeightSnapshot
