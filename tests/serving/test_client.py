@@ -16,7 +16,7 @@ import torch
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, Counting, served
 from shoal.client import AsyncClient, Client
-from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, RetrySteps
+from shoal.client.retry import EndpointRequest, Reply, RetryPolicy
 from shoal.errors import Closed, ConfigError, ConnectionLost, InferenceError
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
@@ -336,11 +336,10 @@ def test_a_change_is_sent_once_and_waited_for_until_the_endpoint_has_given_it_up
 ) -> None:
     waited_s = []
 
-    def converse(request: EndpointRequest, policy: RetryPolicy) -> RetrySteps:
+    async def converse(request: EndpointRequest, policy: RetryPolicy, transport: object) -> Reply:
         assert policy.is_change, "a change that was sent is not sent again"
         waited_s.append(policy.timeout_s)
         return Reply(200, {}, b'{"name": "m"}')
-        yield
 
     monkeypatch.setattr("shoal.client.client.request_with_retries", converse)
     asked = change(client_type("http://127.0.0.1:1"))

@@ -1,4 +1,4 @@
-"""The rules of trying again, told to a conversation without a socket, a clock or a wait."""
+"""The rules of trying again, without a socket, a clock or a wait."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from shoal.client.retry import (
     NotSent,
     Reply,
     RetryPolicy,
-    RetrySteps,
-    Send,
     SendOutcome,
-    Sleep,
     TimedOut,
     request_with_retries,
 )
-from shoal.client.transport import AsyncTransport, Transport
+from shoal.client.transport import AsyncTransport, BlockingTransport
 from shoal.errors import Closed, ConnectionLost, InferenceError
 
 REQUEST = EndpointRequest("POST", "/v2/models/m/infer", body=b"{}")
@@ -29,31 +26,28 @@ DONE = Reply(200, {}, b"{}")
 
 
 class Talk:
-    """Plays the outside: a clock that a Wait, and `send_s` for each attempt, moves on."""
+    """A transport without a socket: a clock that a wait, and `send_s` for each attempt, moves on."""
 
-    def __init__(self, patience: RetryPolicy, send_s: float = 0.01) -> None:
-        self.now_s, self._send_s = 100.0, send_s
-        self.sent: list[Send] = []
+    def __init__(self, policy: RetryPolicy, send_s: float = 0.01, late_s: float = 0.0) -> None:
+        """late_s: how much longer each wait takes than it should"""
+        self.now_s, self._policy, self._send_s, self._late_s = 100.0, policy, send_s, late_s
+        self.sent: list[tuple[EndpointRequest, float]] = []
         self.waits: list[float] = []
-        self._talk: RetrySteps = request_with_retries(REQUEST, patience, clock=lambda: self.now_s, jitter=lambda: 0.0)
+
+    async def send(self, request: EndpointRequest, timeout_s: float) -> SendOutcome:
+        self.sent.append((request, timeout_s))
+        self.now_s += self._send_s
+        return next(self._script)
+
+    async def sleep(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.now_s += seconds + self._late_s
 
     def answer(self, *outcomes: SendOutcome) -> Reply:
-        """What the conversation returns or raises when its attempts end so, one after the other."""
-        script = iter(outcomes)
-        try:
-            asked = next(self._talk)
-            while True:
-                if isinstance(asked, Sleep):
-                    self.waits.append(asked.seconds)
-                    self.now_s += asked.seconds
-                    asked = self._talk.send(None)
-                else:
-                    self.sent.append(asked)
-                    self.now_s += self._send_s
-                    asked = self._talk.send(next(script))
-        except StopIteration as ended:
-            reply: Reply = ended.value
-            return reply
+        """What a call returns or raises when its attempts end so, one after the other."""
+        self._script = iter(outcomes)
+        call = request_with_retries(REQUEST, self._policy, self, clock=lambda: self.now_s, jitter=lambda: 0.0)
+        return asyncio.run(call)
 
 
 REFUSED = NotSent("refused")
@@ -116,13 +110,13 @@ def test_the_time_of_the_caller_is_for_all_attempts_together() -> None:
     talk = Talk(RetryPolicy(1.0), send_s=0.4)
     with pytest.raises(ConnectionLost):
         talk.answer(NotSent("refused"), NotSent("refused"), NotSent("refused"))
-    assert [round(send.timeout_s, 2) for send in talk.sent] == [1.0, 0.55, 0.05]
+    assert [round(timeout_s, 2) for _, timeout_s in talk.sent] == [1.0, 0.55, 0.05]
 
 
 def test_the_time_of_the_caller_may_have_begun_before() -> None:
     talk = Talk(RetryPolicy(1.0, sends_deadline=True, end_s=100.6))
     assert talk.answer(NotSent("refused"), DONE) is DONE
-    assert [send.request.headers["shoal-deadline-ms"] for send in talk.sent] == ["600.000", "540.000"]
+    assert [request.headers["shoal-deadline-ms"] for request, _ in talk.sent] == ["600.000", "540.000"]
     assert REQUEST.headers == {}
     late = Talk(RetryPolicy(1.0, end_s=99.9))
     with pytest.raises(InferenceError, match=r"no answer within 1 s"):
@@ -131,45 +125,18 @@ def test_the_time_of_the_caller_may_have_begun_before() -> None:
 
 
 def test_a_wait_that_takes_longer_than_the_time_tells_what_was_found_before_it() -> None:
-    """On a busy machine; that nobody listens says more than that there was no answer."""
-    talk = Talk(RetryPolicy(0.2))
-    asked = next(talk._talk)
-    assert isinstance(asked, Send)
-    assert isinstance(talk._talk.send(NotSent("refused")), Sleep)
-    talk.now_s += 1.0
+    """On a busy machine; that no process listens says more than that there was no answer."""
     with pytest.raises(ConnectionLost, match="cannot be reached: refused"):
-        talk._talk.send(None)
+        Talk(RetryPolicy(0.2), late_s=1.0).answer(REFUSED)
 
 
 def test_a_client_that_is_closed_while_a_call_waits_to_be_tried_again_says_so() -> None:
-    transport = Transport("http://127.0.0.1:1", "", 1)
+    async def ask(transport: BlockingTransport | AsyncTransport) -> None:
+        closing = transport.close()
+        if closing is not None:
+            await closing
+        with pytest.raises(Closed):
+            await transport.send(REQUEST, 5.0)
 
-    def closed_meanwhile() -> RetrySteps:
-        yield Sleep(0.0)
-        transport.close()
-        yield Send(REQUEST, 5.0)
-        raise AssertionError("it was sent")
-
-    with pytest.raises(Closed):
-        transport.run(closed_meanwhile())
-
-
-def test_so_does_an_asynchronous_one() -> None:
-    is_closed: list[bool] = []
-
-    def waiting() -> RetrySteps:
-        while not is_closed:
-            yield Sleep(0.001)
-        yield Send(REQUEST, 5.0)
-        raise AssertionError("it was sent")
-
-    async def close_meanwhile() -> None:
-        transport = AsyncTransport("http://127.0.0.1:1", "", 1)
-        asked = asyncio.create_task(transport.run(waiting()))
-        await asyncio.sleep(0)
-        await transport.close()
-        is_closed.append(True)
-        await asked
-
-    with pytest.raises(Closed):
-        asyncio.run(close_meanwhile())
+    for kind in (BlockingTransport, AsyncTransport):
+        asyncio.run(ask(kind("http://127.0.0.1:1", "", 1)))

@@ -78,14 +78,13 @@ def build_skeleton(build: Callable[[], nn.Module]) -> nn.Module:
 
     with replace_registered(drop):
         model = build()
-    _require_plain(model)  # holds no tensor when it has returned: the next counts who does
+    _require_registered(model)  # whose loop's variable, too, would be another reference
     if is_used_elsewhere(model):
         raise PlanError("model", type(model).__name__, "has a parameter in a list or an object, too", _REMEDY)
     return model.eval()
 
 
-def _require_plain(model: nn.Module) -> None:
-    """Raise PlanError unless the parameters, and nothing else, are without memory."""
+def _require_registered(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise PlanError("model", name, "has no shape before the first call", _REMEDY)
