@@ -35,7 +35,7 @@ from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.config import Spec
 from shoal.data.formats import Idx
 from shoal.errors import DataError, RankLost, needs_extra
-from shoal.libs.asynchronous.launch.process_group import ForkedProcess, end_with_parent
+from shoal.libs.asynchronous.process_group import ForkedProcess, end_with_parent
 from shoal.libs.som import network as som
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.comm.world import TIMEOUT_S, choose_device, set_network_interface
