@@ -20,7 +20,7 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.grpc_asking import raw, request, until
 from serving.grpc_replica import LIMITS, TIMEOUT_S, exchange, served
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
-from shoal.cluster.ingress.listening import is_listening
+from shoal.cluster.ingress.front import is_listening
 from shoal.cluster.ports import find_free_port
 from shoal.errors import InferenceError
 from shoal.open_inference import inference_pb2 as pb

@@ -92,7 +92,7 @@ class AlgorithmConfig(Spec):
 
     @classmethod
     def choose_type(cls, values: Mapping[str, Any]) -> type[Spec]:
-        return find_config_type(values.get("name"))
+        return find_algorithm_config_type(values.get("name"))
 
 
 class ImpalaConfig(AlgorithmConfig):
@@ -157,7 +157,7 @@ class PPOConfig(AlgorithmConfig):
         return self.synchronous
 
 
-def find_config_type(name: object) -> type[AlgorithmConfig]:
+def find_algorithm_config_type(name: object) -> type[AlgorithmConfig]:
     """The configuration of the algorithm `name`. Raises ValueError."""
     config_type = find_extension(str(name), GROUP, CONFIGS)
     if not (isinstance(config_type, type) and issubclass(config_type, AlgorithmConfig)):
@@ -167,14 +167,14 @@ def find_config_type(name: object) -> type[AlgorithmConfig]:
 
 def find_fitting(fits: Callable[[type[AlgorithmConfig]], bool]) -> list[str]:
     """The words of the algorithms of which `fits` is true, of the platform, of libraries and of installed packages."""
-    return [name for name in (*CONFIGS, *collect_extensions(GROUP)) if fits(find_config_type(name))]
+    return [name for name in (*CONFIGS, *collect_extensions(GROUP)) if fits(find_algorithm_config_type(name))]
 
 
 def _parse_config(value: object) -> object:
     if isinstance(value, str):
         value = {"name": value}
     if isinstance(value, Mapping):
-        return find_config_type(value.get("name")).parse(value)
+        return find_algorithm_config_type(value.get("name")).parse(value)
     return value
 
 

@@ -94,8 +94,8 @@ Sections = list[tuple[str, list[str]]]
 
 def find_socket_folder(sections: Sections) -> str | None:
     """The folder of HAProxy's unix sockets, private to its user; None when there is no admin socket."""
-    found = [match[1] for line in dict(sections)["global"] if (match := _ADMIN_SOCKET.fullmatch(line))]
-    return found[0] if found else None
+    result = [match[1] for line in dict(sections)["global"] if (match := _ADMIN_SOCKET.fullmatch(line))]
+    return result[0] if result else None
 
 
 def is_backup(line: str) -> bool:

@@ -16,9 +16,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from shoal.batching.latency_model import ForwardTime
-from shoal.cli.support.ca_option import ca_option
 from shoal.cli.support.console import make_table, print_json
-from shoal.cli.support.number_types import SECONDS, FiniteRange
+from shoal.cli.support.options import SECONDS, FiniteRange, ca_option
 from shoal.client import Client, ModelStatus
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.config import Spec

@@ -25,7 +25,7 @@ from shoal.libs.optimise.steps import STEPS, Model, Step, require_step
 from shoal.libs.optimise.student import TASK_FACTORY, Student, choose_default_student, parse_student
 from shoal.parallel.model import compute_loss_and_metrics
 from shoal.registry import ModelVersion, Registry
-from shoal.registry.reference import require_alias
+from shoal.registry.aliases import require_alias
 from shoal.runs.run_reader import infer_direction
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.launch.validate import choose_metric

@@ -138,7 +138,7 @@ def _measure(models: Sequence[Model], subject: Subject, batch: int) -> list[Meas
     measurements = []
     for model, forward, latency_s, batch_latency_s in zip(models, forwards, *latencies, strict=True):
         network = measure.ServedNetwork(forward, signature, subject.example)
-        metrics = measure.evaluate_network(network, subject.task, subject.data, batch)
+        metrics = measure.score_network(network, subject.task, subject.data, batch)
         measurements.append(Measurement(metrics, latency_s, batch_latency_s, len(model.payload), model.flops))
     return measurements
 

@@ -27,7 +27,7 @@ from shoal.errors import TrainError
 from shoal.parallel import World
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.comm.world import set_network_interface
-from shoal.sync.config import find_config_type
+from shoal.sync.config import find_sync_config_type
 from shoal.sync.costs import EVICTED_BYTES, CostProbe, load_probe
 from shoal.sync.rpc import Request, RpcClient, RpcService
 from shoal.train.loop.components import TrainComponents, build_components
@@ -122,7 +122,7 @@ def calibrate(spec: TrainSpec, num_processes: int, samples: int, threads: int, *
 
 
 def _find_probe() -> CostProbe:
-    return load_probe(find_config_type("parameter_server")())  # type: ignore[call-arg]  # its kind is the default
+    return load_probe(find_sync_config_type("parameter_server")())  # type: ignore[call-arg]  # its kind is the default
 
 
 def _serve(num_workers: int, spec: TrainSpec, folder: str) -> None:

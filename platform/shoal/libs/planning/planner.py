@@ -28,7 +28,7 @@ from shoal.libs.planning.predict.predict import DryPlan, dry_run_plan, simulate_
 from shoal.libs.planning.predict.single_device import preserve_process
 from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.parallel.comm.world import choose_device
-from shoal.sync.config import find_config_type
+from shoal.sync.config import find_sync_config_type
 from shoal.sync.costs import load_probe
 from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.spec import TrainSpec
@@ -225,7 +225,7 @@ def _prepare(task: Task, spec: TrainSpec, hardware: HardwareSpec, report: Callab
     try:
         with preserve_process(spec.seed, 1):
             optimizer = make_optimizer(task, single.optimizer, build_model(task, single.task).parameters())
-            find_config_type("parameter_server")().check_model(optimizer)  # type: ignore[call-arg]
+            find_sync_config_type("parameter_server")().check_model(optimizer)  # type: ignore[call-arg]
     except ConfigError:
         has_server = False
     calibration = calibrate(single, processes, samples, threads, has_server=has_server)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import click
 
-from shoal.cli.commands.launch.session import RunArguments, launch_run
+from shoal.cli.commands.run_session import RunArguments, launch_run
 from shoal.cli.support.console import strip_task_key
-from shoal.cli.support.job_lookup import find_job
+from shoal.cli.support.jobs import find_job
 from shoal.config import format_override, last_override
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import is_loop_job

@@ -34,7 +34,7 @@ BUSY_TIMEOUT_MS = 100  # for a commit while another process locks the file; the 
 
 ActorKey = tuple[str, int]  # (actor id, incarnation)
 
-FORMAT = 1  # in the file's user_version; 0: a file of Shoal 0.1, with the same tables
+FORMAT = 1  # in the file's user_version
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS accounts (
     actor_id TEXT, incarnation INTEGER, next_seq INTEGER, received INTEGER, consumed INTEGER,

@@ -24,15 +24,17 @@ from shoal.cli.commands.runs import is_resumable
 from shoal.cli.display import run_view, train_display
 from shoal.cli.display.panels import RunView
 from shoal.cli.support.console import make_literal_console
-from shoal.cli.support.job_lookup import find_job, split_secret_overrides, validate_overrides
-from shoal.cli.support.job_output import (
+from shoal.cli.support.jobs import (
     JobLogReader,
     describe_failure,
+    find_job,
     follow_lines,
     ignore_further_interrupts,
     interrupt_on_termination,
     job_environment,
     new_run_id,
+    split_secret_overrides,
+    validate_overrides,
 )
 from shoal.cluster import jobs as ray_jobs
 from shoal.cluster.attach import find_cluster
@@ -94,12 +96,12 @@ def launch_run(typed: RunArguments, *, plain: bool) -> None:
             if typed.has_remote_inference and typed.num_environments > 1:
                 problem, remedy = "is for actors that run the policy themselves", "with --inference remote: --actors"
                 raise ConfigError("envs", typed.num_environments, problem, remedy)
-            found = find_cluster(typed.address)
-            if found is not None and not found.is_local:
-                _run_remote(found, typed, path, console)
+            cluster = find_cluster(typed.address)
+            if cluster is not None and not cluster.is_local:
+                _run_remote(cluster, typed, path, console)
                 return
             session = RunSession(typed, path, console, plain or not console.is_terminal)
-            session.run(found, stack)
+            session.run(cluster, stack)
         except KeyboardInterrupt:
             ignore_further_interrupts()
             console.print("stopping what was started for this run ...")
@@ -165,12 +167,12 @@ class RunSession:
         if self._actors is not None:
             self._actors.finish(ACTORS_END_S)
         if outcome is not ray_jobs.JobStatus.SUCCEEDED:
-            said = (
+            lines = (
                 added.mask(describe_failure(self._job, f"the job of run {self.run_id}", outcome)),
                 *notes,
                 self.format_resume_hint(),
             )
-            raise RunError("\n".join(said).rstrip())
+            raise RunError("\n".join(lines).rstrip())
         self._print_summary()
 
     def format_resume_hint(self) -> str:
@@ -200,22 +202,22 @@ class RunSession:
         return outcome
 
     def _poll(self) -> ray_jobs.JobStatus | None:
-        """Read the run; returns the job's final state when it is over."""
+        """Read the run; returns the job's final state when it is over.
+
+        Raises RunError when all started actors have failed before the run received any experience.
+        """
         assert self._job is not None
         time.sleep(run_view.REFRESH_S)
         self._read_record()
         outcome = self._job.poll_outcome()  # first, so that the job's last output is not missed
         if self._view is None or not (self._view.metrics or self._view.phase == train_display.TRAINING):
-            self._print_new_lines(is_over=outcome is ray_jobs.JobStatus.SUCCEEDED)
-            if outcome is None:
-                self._require_actors()
+            assert self._job_log is not None
+            for line in self._job_log.read_new_lines(is_over=outcome is ray_jobs.JobStatus.SUCCEEDED):
+                self._console.print(self._typed.environment.mask(line))  # not every job records metrics
+            if outcome is None and self._actors is not None and self._actors.are_all_dead:
+                lost = "no actor is left, and none has sent anything"
+                raise RunError("\n".join((lost, *self._take_new_notes(), self.format_resume_hint())))
         return outcome
-
-    def _print_new_lines(self, is_over: bool) -> None:
-        """Print the job's output while its record has nothing to show: not every job records metrics."""
-        assert self._job_log is not None
-        for line in self._job_log.read_new_lines(is_over=is_over):
-            self._console.print(self._typed.environment.mask(line))
 
     def _read_record(self) -> None:
         try:
@@ -236,19 +238,19 @@ class RunSession:
             return
         for note in self._take_new_notes():
             self._console.print(note)
-        if said := self._line_throttle.format_if_due(self._view):
-            self._console.print(said)
+        if line := self._line_throttle.format_if_due(self._view):
+            self._console.print(line)
 
     def _take_new_notes(self) -> list[str]:
         """The problems not printed yet."""
         seen = self._view.notes if self._view is not None else ()
-        found = [
+        new = [
             note
             for note in dict.fromkeys((*self._notes, *self._describe_dead_actors(), *seen))
             if note not in self._printed_notes
         ]
-        self._printed_notes += found
-        return found
+        self._printed_notes += new
+        return new
 
     # -- actors ---------------------------------------------------------------------------------------------------
 
@@ -270,12 +272,6 @@ class RunSession:
 
     def _describe_dead_actors(self) -> list[str]:
         return self._actors.describe_dead() if self._actors is not None else []
-
-    def _require_actors(self) -> None:
-        """Raise RunError when all started actors have failed before the run received any experience."""
-        if self._actors is not None and self._actors.are_all_dead:
-            said = ("no actor is left, and none has sent anything", *self._take_new_notes(), self.format_resume_hint())
-            raise RunError("\n".join(said))
 
     def _end_actors(self) -> None:
         if self._actors is not None:
@@ -303,22 +299,22 @@ class RunSession:
             say(shown[1])
         if "solved" in events:
             seconds, steps = events["solved"]["seconds"], events["solved"]["steps"]
-            told = f" {seconds:.1f} s after the first segment, with {steps:,} environment steps"
-            say(Text.assemble(("solved", "green"), told))
+            details = f" {seconds:.1f} s after the first segment, with {steps:,} environment steps"
+            say(Text.assemble(("solved", "green"), details))
         for model in models:
             ref = (f"{model['name']}@{model['version']}", "bold")
             aliases = f" ({', '.join(model['aliases'])})" if model["aliases"] else ""
             say(Text.assemble("registered ", ref, aliases))
         if "evaluated" in events:
             played = events["evaluated"]
-            told = f" over {len(played['returns'])} episodes played through the endpoint's HTTP interface"
+            details = f" over {len(played['returns'])} episodes played through the endpoint's HTTP interface"
             mean = (f"{played['mean_return']:.1f}", "bold")
-            say(Text.assemble("mean return ", mean, f"{told} ({played['requests']} requests)"))
+            say(Text.assemble("mean return ", mean, f"{details} ({played['requests']} requests)"))
         if "policies_evaluated" in events:
             for name, returns in events["policies_evaluated"]["returns"].items():
                 mean = (f"{statistics.fmean(returns):.3g}", "bold")
-                told = f" over {len(returns)} episodes played through the endpoint"
-                say(Text.assemble(f"mean return of {name} ", mean, told))
+                details = f" over {len(returns)} episodes played through the endpoint"
+                say(Text.assemble(f"mean return of {name} ", mean, details))
         say(f"run folder      {record.folder}")
         for label, name in (("report", "report.html"), ("learning curve", "learning_curve.png")):
             if (record.folder / name).exists():

@@ -1,12 +1,28 @@
-"""The option `--ca` of the verbs that call an endpoint."""
+"""The numbers that options take, and the option `--ca` of the verbs that call an endpoint."""
 
 from __future__ import annotations
 
+import math
 import os
+from typing import Any
 
 import click
 
 from shoal.client.tls import CA_VARIABLE
+
+
+class FiniteRange(click.FloatRange):
+    """A range without NaN, which click takes for any, and without infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not finite.", param, ctx)
+        return number
+
+
+PERCENT = FiniteRange(0, 100)
+SECONDS = FiniteRange(min=0, min_open=True)
 
 
 def _set_authorities(context: click.Context, option: click.Parameter, ca: str) -> None:

@@ -1,14 +1,14 @@
-"""The common part of column formats (pyarrow): the selected columns are read into memory, once per process.
-
-Called by `parquet` and `arrow_files`, which read files into pyarrow's tables.
-"""
+"""Column formats (pyarrow): Arrow files and streams, and Parquet. The selected columns are read into memory, once per
+process."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,12 @@ from shoal.store import fetch
 
 with needs_extra("data"):
     import pyarrow as arrow
+    from pyarrow import ipc, parquet
+
+_MAGIC = b"ARROW1"  # begins an Arrow file, but not a stream
+
+
+T = TypeVar("T")
 
 
 class ColumnDataset(FileDataset):
@@ -35,15 +41,15 @@ class ColumnDataset(FileDataset):
     suffixes: ClassVar[tuple[str, ...]]
 
     def __init__(self, path: str | Path, fields: Fields) -> None:
-        place = require_path(path)
+        found = require_path(path)
         self.locations, self.as_dict = parse_fields(fields)
-        files = [place]
-        if place.is_dir():
-            files = sorted((file for file in place.iterdir() if file.suffix in self.suffixes), key=attrgetter("name"))
+        files = [found]
+        if found.is_dir():
+            files = sorted((file for file in found.iterdir() if file.suffix in self.suffixes), key=attrgetter("name"))
             fetch(files)
         if not files:
             raise DataError("path", str(path), f"has no {' or '.join(f'*{suffix}' for suffix in self.suffixes)} in it")
-        heads = [self._read_head_checked(file) for file in files]
+        heads = [self._check_damage(self._read_head, file) for file in files]
         kinds = {column: _check_column(heads, files, column) for column in self.locations.values()}
         self._shapes = {name: f"{kinds[column]} of {column}" for name, column in self.locations.items()}
         super().__init__(files, sum(rows for rows, _ in heads))
@@ -67,24 +73,16 @@ class ColumnDataset(FileDataset):
 
     def _open(self) -> dict[str, np.ndarray[Any, Any]]:
         columns = list(dict.fromkeys(self.locations.values()))
-        tables = [self._read_columns_checked(file, columns) for file in self.paths]
+        tables = [self._check_damage(self._read_columns, file, columns) for file in self.paths]
         table = arrow.concat_tables(tables, promote_options="default")  # the types are equal: nullability may differ
         return {name: _read_values(table.column(column), column) for name, column in self.locations.items()}
 
-    def _read_head_checked(self, path: Path) -> tuple[int, Any]:
+    def _check_damage(self, read: Callable[..., T], path: Path, *args: Any) -> T:
+        """What `read` returns for a file. Raises DataError."""
         try:
-            return self._read_head(path)
+            return read(path, *args)
         except (arrow.ArrowException, OSError) as error:
-            raise self._make_damage_error(path, error) from error
-
-    def _read_columns_checked(self, path: Path, columns: list[str]) -> Any:
-        try:
-            return self._read_columns(path, columns)
-        except (arrow.ArrowException, OSError) as error:
-            raise self._make_damage_error(path, error) from error
-
-    def _make_damage_error(self, path: Path, error: Exception) -> DataError:
-        return DataError("path", str(path), f"cannot be read as {self.kind} ({error})", "is it whole?")
+            raise DataError("path", str(path), f"cannot be read as {self.kind} ({error})", "is it whole?") from error
 
 
 def _check_column(heads: list[tuple[int, Any]], files: list[Path], column: str) -> str:
@@ -124,3 +122,53 @@ def _read_values(column: Any, name: str) -> np.ndarray[Any, Any]:
     if inner.null_count:
         raise DataError("fields", name, f"has {inner.null_count} missing values", "fill them, or leave those rows out")
     return np.asarray(inner.to_numpy(zero_copy_only=False)).reshape(len(column), -1)
+
+
+class Arrow(ColumnDataset):
+    """Columns of one Arrow file or stream, or of all `*.arrow`, `*.feather` and `*.ipc` in a folder."""
+
+    kind, suffixes = "Arrow", (".arrow", ".feather", ".ipc")
+
+    @staticmethod
+    def _read_head(path: Path) -> tuple[int, Any]:
+        with _open_batches(path, []) as (_, batches):
+            num_rows = sum(batch.num_rows for batch in batches)
+        with _open_batches(path, None) as (schema, _):
+            return num_rows, schema
+
+    @staticmethod
+    def _read_columns(path: Path, columns: list[str]) -> Any:
+        with _open_batches(path, columns) as (schema, batches):
+            return arrow.Table.from_batches(batches, schema).select(columns)
+
+
+@contextmanager
+def _open_batches(path: Path, columns: list[str] | None) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """The schema of these columns (None: of all), and the record batches, which have only these columns."""
+    with arrow.OSFile(str(path)) as source:
+        is_file = source.read(len(_MAGIC)) == _MAGIC
+        source.seek(0)
+        opened = ipc.open_file if is_file else ipc.open_stream
+        options = ipc.IpcReadOptions()
+        if columns is not None:
+            with opened(source) as every:
+                options = ipc.IpcReadOptions(included_fields=[every.schema.get_field_index(name) for name in columns])
+            source.seek(0)
+        with opened(source, options=options) as reader:
+            indices = range(reader.num_record_batches) if is_file else None
+            yield reader.schema, iter(reader) if indices is None else map(reader.get_batch, indices)
+
+
+class Parquet(ColumnDataset):
+    """Columns of one Parquet file, or of all `*.parquet` in a folder; pages that have checksums are checked."""
+
+    kind, suffixes = "Parquet", (".parquet",)
+
+    @staticmethod
+    def _read_head(path: Path) -> tuple[int, Any]:
+        with parquet.ParquetFile(path) as file:
+            return file.metadata.num_rows, file.schema_arrow
+
+    @staticmethod
+    def _read_columns(path: Path, columns: list[str]) -> Any:
+        return parquet.read_table(path, columns=columns, page_checksum_verification=True)

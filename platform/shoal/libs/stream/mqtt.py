@@ -1,4 +1,7 @@
-"""A private mosquitto on this machine, for a run without a broker and for tests. Called by the flow."""
+"""Sensors' messages of an MQTT topic, and forecasts back; a private mosquitto for a run without a broker.
+
+Called by the flow and by tests.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,21 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+import msgspec
 
 from shoal.atomic_file import make_folder
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError
+from shoal.libs.stream.messages import MessageParser
+from shoal.libs.stream.spec import SensorTopicSpec
+from shoal.sources.mqtt import PUBLISHER, SEQUENCE, MqttSource
+
+if TYPE_CHECKING:
+    from shoal.libs.stream.trainer import SensorForecast
 
 START_S, END_S, POLL_S = 10.0, 5.0, 0.02
 # Queues without a limit: mosquitto drops silently beyond its default of 1,000 messages. Without mosquitto's limit of 20
@@ -31,10 +43,33 @@ user {user}
 """
 
 
+class SensorSource(MqttSource):
+    """width: values of a message; 0: any number. report: as of MqttSource"""
+
+    def __init__(
+        self, spec: SensorTopicSpec, width: int, report: Callable[..., None] = lambda kind, **details: None
+    ) -> None:
+        super().__init__(spec, MessageParser(width, spec.topic, spec.sensor_field), report)
+        self._answers = spec.answers
+
+    def publish_forecasts(self, forecasts: Sequence[SensorForecast]) -> None:
+        """Send each at most once."""
+        for forecast in forecasts if self._answers else ():
+            message = forecast.message
+            content = {
+                "forecast": forecast.prediction,
+                "time": message.time_s,
+                PUBLISHER: message.publisher,
+                SEQUENCE: message.sequence,
+                "updates": forecast.num_updates,
+            }
+            self.publish(f"{self._answers}/{message.sensor}", msgspec.json.encode(content))
+
+
 class PrivateBroker:
     """mosquitto on a free port of the loopback interface; its files are in `folder`. It ends with this process.
 
-    Sessions outlive it: a broker that is started anew in the same folder holds them. Raises ConfigError when mosquitto
+    Sessions outlive it: the next broker in the same folder holds them. Raises ConfigError when mosquitto
     is not installed, ClusterError when it does not start.
     """
 
@@ -44,20 +79,12 @@ class PrivateBroker:
             problem = "a private broker needs mosquitto, which is not installed"
             raise ConfigError("mqtt.broker", "", problem, "apt-get install mosquitto, or name a broker")
         make_folder(folder)
-        self._folder, self.port = folder, port or find_free_port()
+        self.port = port or find_free_port()
         config = folder / "mosquitto.conf"
         config.write_text(CONFIG.format(port=self.port, folder=folder, user=getpass.getuser()))
-        words = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
-        command = [*words, program, "-c", str(config)]
+        ends_with_this = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+        command = [*ends_with_this, program, "-c", str(config)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self._wait()
-
-    @property
-    def address(self) -> str:
-        """HOST:PORT"""
-        return f"127.0.0.1:{self.port}"
-
-    def _wait(self) -> None:
         deadline_s = time.monotonic() + START_S
         while time.monotonic() < deadline_s and self._process.poll() is None:
             try:
@@ -66,7 +93,12 @@ class PrivateBroker:
             except OSError:
                 time.sleep(POLL_S)
         self.close()
-        raise ClusterError(f"mosquitto did not start: see {self._folder}/mosquitto.log")
+        raise ClusterError(f"mosquitto did not start: see {folder}/mosquitto.log")
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT"""
+        return f"127.0.0.1:{self.port}"
 
     def close(self) -> None:
         """End it; it saves its sessions. Idempotent."""

@@ -1,6 +1,6 @@
-"""The environment of a job that a command starts, and its output without Ray's own messages.
+"""The job that a command starts: its file and words, its environment, and its output without Ray's own messages.
 
-Called by the commands that start jobs. Reads a job's log; starts and stops nothing.
+Called by the commands that start jobs. Reads a job's log; starts and stops nothing but the check of a job's words.
 """
 
 from __future__ import annotations
@@ -8,20 +8,28 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
+from pathlib import Path
+from types import MappingProxyType
 
 import click
 
 from shoal.cluster.embedded_cluster import make_python_path_variable
 from shoal.cluster.jobs import JobHandle, JobStatus
-from shoal.errors import ClusterError, ConnectionLost
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.home import home, load_access_token
-from shoal.runs.record.provenance import make_command_variable
+from shoal.recipes import find_recipe, recipe_names
+from shoal.runs.record.provenance import make_command_variable, split_secrets
 from shoal.store import store_variable
+
+CHECKED_RUN = "SHOAL_CHECKED_RUN"  # see shoal/train/launch/checked_run.py
+_PREFIX, _MAX_VARIABLE_CHARS = "checked run: ", 100_000  # Linux takes 131,072 bytes
+_TAKES_CHECK = re.compile(r"\b(job|stream|sweep|train)_main\b")  # in the file of a job that parses overrides by Shoal
 
 # Messages of Ray and Serve about themselves in a job's log.
 _RAY_LOG_LINE = re.compile(
@@ -29,6 +37,48 @@ _RAY_LOG_LINE = re.compile(
 )
 _ERROR_PREFIX = "error: "  # begins the line of a ShoalError: see cluster.job_main
 _NUM_LAST_LINES = 15
+
+
+def find_job(job: str) -> Path:
+    """The file of a job: a path, or the name of one in ./jobs or of a recipe. Raises ConfigError with the known
+    jobs."""
+    for candidate in (Path(job), Path("jobs") / f"{job}.py", find_recipe(job)):
+        if candidate is not None and candidate.is_file():
+            return candidate.resolve()
+    here = sorted(path.stem for path in Path("jobs").glob("*.py"))
+    known = ", ".join(dict.fromkeys([*here, *recipe_names()])) or "none here"
+    raise ConfigError("job", job, "is neither a file nor in ./jobs", f"jobs: {known}")
+
+
+def split_secret_overrides(path: Path, overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The overrides without secrets, which travel in the environment; unchanged for a job that parses its own."""
+    shown, secrets = split_secrets(overrides)
+    return (shown, secrets) if secrets and _supports_check(path) else (list(overrides), {})
+
+
+def validate_overrides(
+    path: Path, overrides: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """Let the job check its overrides, and what the `variables` say, before a cluster starts. Raises RunError with the
+    job's own error.
+
+    Returns variables for the job, with what its check has found: it need not check again.
+    """
+    if not (overrides or variables) or not _supports_check(path):
+        return {}
+    command = [sys.executable, str(path), *overrides, "--check"]
+    environment = {**os.environ, **variables, CHECKED_RUN: "print"}
+    checked = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if checked.returncode:
+        message = checked.stderr.strip() or "it said nothing"
+        _, is_typed, error = f"\n{message}".rpartition("\nerror: ")
+        raise RunError(error if is_typed else message)  # an untyped error is the user's own, with its traceback
+    results = [line.removeprefix(_PREFIX) for line in checked.stdout.splitlines() if line.startswith(_PREFIX)]
+    return {CHECKED_RUN: results[-1]} if results and len(results[-1]) < _MAX_VARIABLE_CHARS else {}
+
+
+def _supports_check(path: Path) -> bool:
+    return bool(_TAKES_CHECK.search(path.read_text(errors="replace")))  # whatever its encoding
 
 
 def new_run_id() -> str:
