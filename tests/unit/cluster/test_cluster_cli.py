@@ -301,7 +301,7 @@ def test_asking_a_dashboard_again_and_again_reads_the_trusted_certificates_once_
     read: list[object] = []
     original = ssl.create_default_context
     monkeypatch.setattr(ssl, "create_default_context", lambda *a, **k: read.append(a) or original(*a, **k))
-    dashboard_api._load_certificates.cache_clear()
+    dashboard_api._make_ssl_context.cache_clear()
     handle = ClusterHandle("127.0.0.1:6379", f"{scheme}://127.0.0.1:8265", "token", {})
     for _ in range(3):
         dashboard_api.connect(handle).close()

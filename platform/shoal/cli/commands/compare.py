@@ -21,7 +21,7 @@ from shoal.runs import load
 from shoal.runs.formatting import format_duration, format_number
 
 if TYPE_CHECKING:
-    from shoal.cost.compare.comparison import Column
+    from shoal.cost.compare import Column
     from shoal.train.reporting.time_to_accuracy import TargetReached
 
 
@@ -43,7 +43,7 @@ def compare(runs: tuple[str, ...], metric: str | None, target: str | None, plot:
       shoal compare 20261120-0645 20261120-0712 --target accuracy=0.9
       shoal compare latest 20261120-0645 --metric validation/loss --plot runs.png --json
     """
-    from shoal.cost.compare.comparison import build_column, find_common_metric
+    from shoal.cost.compare import build_column, find_common_metric
 
     records = list({run.id: run for run in map(load, runs)}.values())
     if len(records) < 2:
@@ -88,7 +88,7 @@ def _find_reached(column: Column, target: str) -> TargetReached | None:
 
 
 def _save_plot(columns: list[Column], plot: Path | None) -> Path:
-    from shoal.cost.compare.comparison_plot import plot_comparison
+    from shoal.cost.compare import plot_comparison
     from shoal.runs.report.plots import to_png
 
     path = plot or columns[0].run.folder / "comparison.png"
@@ -120,8 +120,7 @@ def _to_dict(column: Column, reached: TargetReached | None) -> dict[str, object]
 
 
 def _build_table(columns: list[Column], reached: list[TargetReached | None], target: str | None) -> Table:
-    from shoal.cost.compare.comparison import ROWS
-    from shoal.cost.compare.comparison_plot import format_value
+    from shoal.cost.compare import ROWS, format_value
 
     rows = [
         ["job", *(column.run.title for column in columns)],

@@ -23,8 +23,7 @@ import numpy as np
 from shoal.client.payload import ArrayLike
 from shoal.errors import DataError, needs_extra
 from shoal.open_inference.datatypes import NUMPY_DTYPES
-from shoal.open_inference.messages import TensorMetadata
-from shoal.serve.tables.description import TensorDescription, format_tensor_spec
+from shoal.open_inference.messages import TensorDescription, TensorMetadata, describe_tensor
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError)
 
@@ -47,7 +46,7 @@ def parse_arguments(arguments: Sequence[str], inputs: Sequence[TensorDescription
             rows = [*before, *rows]
             if len({np.shape(row) for row in rows}) > 1 and -1 not in spec.shape[1:]:
                 problem = f"has rows of another shape than {spec.name}=... before it"
-                raise DataError("input", argument, problem, f"the input is {format_tensor_spec(spec)}")
+                raise DataError("input", argument, problem, f"the input is {describe_tensor(spec)}")
         arrays[spec.name] = rows
     return arrays
 
@@ -118,18 +117,24 @@ def _parse_rows(
     for spec in inputs:
         if spec.name in arrays and len(arrays[spec.name]) != len(rows):
             problem = f"its {len(rows)} rows do not make {len(rows)} of the input {spec.name!r}"
-            raise DataError("json", path, problem, f"the input is {format_tensor_spec(spec)}")
+            raise DataError("json", path, problem, f"the input is {describe_tensor(spec)}")
     return arrays
 
 
 def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
-    """Columns of a CSV or Parquet file; `serve.tables.table` defines which."""
+    """Columns of a CSV or Parquet file; `open_inference.tables` defines which."""
     with needs_extra("data"):
         import pyarrow as pa
         import pyarrow.csv
         import pyarrow.parquet
 
-    from shoal.serve.tables.table import build_inputs, choose_columns, infer_csv_types, parse_columns, split_by_length
+    from shoal.open_inference.tables import (
+        build_inputs,
+        choose_columns,
+        infer_csv_types,
+        parse_columns,
+        split_by_length,
+    )
 
     named = parse_columns(columns, inputs)
     try:
@@ -243,7 +248,7 @@ def _load_picture(path: Path, spec: TensorDescription) -> np.ndarray:
     last = len(sizes) == 3 and sizes[2] in (1, 3) and not first
     if not (len(sizes) == 2 or first or last) or spec.datatype in ("BYTES", "BOOL"):
         raise DataError(
-            "image", str(path), f"the model takes {format_tensor_spec(spec)}, which is no picture", "use --npy"
+            "image", str(path), f"the model takes {describe_tensor(spec)}, which is no picture", "use --npy"
         )
     height, width = sizes[1:] if first else sizes[:2]
     is_grey = len(sizes) == 2 or (sizes[0] if first else sizes[2]) == 1
@@ -292,7 +297,7 @@ def _require_single_input(field: str, argument: str, inputs: Sequence[TensorDesc
 
 def _list_inputs(inputs: Sequence[TensorDescription]) -> str:
     """`inputs: x: FP32 [any, 3], y: INT64 [any]`."""
-    return "inputs: " + ", ".join(f"{spec.name}: {format_tensor_spec(spec)}" for spec in inputs)
+    return "inputs: " + ", ".join(f"{spec.name}: {describe_tensor(spec)}" for spec in inputs)
 
 
 def _parse_values(argument: str, text: str, spec: TensorDescription) -> list[Any]:
@@ -327,7 +332,7 @@ def _reshape_rows(field: str, argument: str, rows: Any, spec: TensorDescription)
         return array.reshape(-1, *inner)
     if array.ndim == 1 and len(inner) == 1:
         return array[None]
-    problem = f"{array.size} values do not make rows of {format_tensor_spec(spec)}"
+    problem = f"{array.size} values do not make rows of {describe_tensor(spec)}"
     raise DataError(field, argument, problem, "give whole rows, or nested lists")
 
 
@@ -345,7 +350,7 @@ def _to_ragged_rows(field: str, argument: str, rows: Sequence[Any], spec: Tensor
     except ValueError:
         is_open = False
     if not is_open:
-        raise DataError(field, argument, "has rows of different lengths", f"the input is {format_tensor_spec(spec)}")
+        raise DataError(field, argument, "has rows of different lengths", f"the input is {describe_tensor(spec)}")
     return arrays
 
 

@@ -51,14 +51,14 @@ def enumerate_candidates(
     sync:          overrides `sync.FIELD=...`, for the kinds that have the field
     """
     workers = hosts * devices
-    found = [Candidate("one device", ("parallel=single", "workers=1"), 1)]
+    candidates = [Candidate("one device", ("parallel=single", "workers=1"), 1)]
     if workers == 1:
-        return found
+        return candidates
     for tensor in _divisors(devices):
         for pipeline in _divisors(workers // tensor):
             if pipeline <= MAX_STAGES:
-                found += _divide_model(workers, hosts, tensor, pipeline, micro_batches)
-    return found + list(_replicate_model(workers, hosts, every, sync))
+                candidates += _divide_model(workers, hosts, tensor, pipeline, micro_batches)
+    return candidates + list(_replicate_model(workers, hosts, every, sync))
 
 
 def _divide_model(
