@@ -64,7 +64,7 @@ def render_record(record: Run) -> tuple[str, RenderableType] | None:
 
 
 def render(view: RunView, width: int) -> RenderableType:
-    """For a terminal of this width."""
+    """Draw the view for a terminal of this width."""
     return _Wrapped(view.render(), width - len("^C"))  # which the terminal echoes
 
 

@@ -111,7 +111,7 @@ def _make_database(path: Path) -> None:
 
 
 class WandbTracker(Tracker):
-    """A run of Weights & Biases, whose id is Shoal's.
+    """A run of Weights & Biases, with Shoal's id.
 
     W&B drops a value of an earlier step than its own counter, which a restarted run would log: the steps are a metric
     of their own, the x-axis of all others. The library uploads in the background, from files in the run's folder.
