@@ -1,6 +1,6 @@
 """The pipeline schedules of torch.distributed.pipelining by Shoal's names: their requirements and their order of work.
 
-Called by `model`, which runs them, and by `simulate`, which predicts them. Forms no group and runs nothing.
+Called by `model`, which runs them, and by what predicts them. Forms no group and runs nothing.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from shoal.errors import PlanError
 from shoal.libs.planning.predict.dry_run import MakeOptimizer, TrainSpecProtocol
 from shoal.libs.planning.predict.fake_step import FakeStep, FakeTask, StepByDepth
 from shoal.libs.planning.predict.repeated_blocks import MIN_BLOCKS, find_repeated_blocks
+from shoal.libs.planning.predict.simulate_pipeline import SimulatedStep, TransferTime, simulate_step
 from shoal.libs.planning.predict.single_device import CostTaskProtocol, preserve_process
 from shoal.parallel import ParallelDims, ParallelSpec
-from shoal.parallel.pipeline.simulate import SimulatedStep, TransferTime, simulate_step
 from shoal.parallel.placement import PlacementRow, build_placement
 from shoal.parallel.spec import ScheduleName
 from shoal.parallel.validate import check_plan

@@ -1,6 +1,6 @@
 """How long the ranks of a pipeline wait for each other: simulates a step's schedule with given times.
 
-Pure arithmetic over the order of torch's own schedules. Called by `cost`, for its prediction, and by tests.
+Pure arithmetic over the order of torch's own schedules. Called by `fake_plan`.
 """
 
 from __future__ import annotations
