@@ -33,7 +33,7 @@ from shoal.libs.planning.predict.dry_run import (
 from shoal.libs.planning.predict.fake_plan import predict_on_fake_tensors
 from shoal.libs.planning.predict.fake_process_group import NotYetSent, SimulatedRanks
 from shoal.libs.planning.predict.message_latency import measure_latency_s
-from shoal.libs.planning.predict.simulate_pipeline import SimulatedStep, TransferTime
+from shoal.libs.planning.predict.simulate_pipeline import SimulatedStep, TransferTime, plan_actions
 from shoal.libs.planning.predict.simulate_pipeline import simulate_step as play
 from shoal.libs.planning.predict.single_device import (
     CostTaskProtocol,
@@ -43,7 +43,7 @@ from shoal.libs.planning.predict.single_device import (
 )
 from shoal.parallel.comm.world import choose_device
 from shoal.parallel.pipeline.partition import StagePartition
-from shoal.parallel.pipeline.schedules import get_stage_ranks, plan_actions
+from shoal.parallel.pipeline.schedules import get_stage_ranks
 from shoal.parallel.placement import PlacementRow, build_placement
 from shoal.parallel.spec import ParallelDims
 from shoal.parallel.tensor.plan import find_tensor_plan
