@@ -32,6 +32,12 @@ from shoal.libs.planning.predict.dry_run import (
 )
 from shoal.libs.planning.predict.fake_plan import predict_on_fake_tensors
 from shoal.libs.planning.predict.fake_process_group import NotYetSent, SimulatedRanks
+from shoal.libs.planning.predict.simulate_pipeline import (
+    SimulatedStep,
+    TransferTime,
+    plan_actions,
+    simulate_step,
+)
 from shoal.libs.planning.predict.single_device import (
     SingleDeviceProfile,
     preserve_process,
@@ -39,8 +45,7 @@ from shoal.libs.planning.predict.single_device import (
 )
 from shoal.parallel.comm.shm_p2p import ShmP2P
 from shoal.parallel.comm.world import choose_device
-from shoal.parallel.pipeline.schedules import get_stage_ranks, plan_actions
-from shoal.parallel.pipeline.simulate import SimulatedStep, TransferTime, simulate_step
+from shoal.parallel.pipeline.schedules import get_stage_ranks
 from shoal.parallel.placement import PlacementRow, build_placement
 from shoal.parallel.spec import ParallelDims
 from shoal.parallel.tensor.plan import find_tensor_plan
