@@ -52,8 +52,8 @@ class Partition:
 
     def find_range(self, server: int, chosen: range) -> tuple[int, int]:
         """Where the server's vector has these parameters: its first element, and the one after the last."""
-        found = [piece for piece in self.pieces[server] if piece.parameter in chosen]
-        return (found[0].offset, found[-1].offset + found[-1].size) if found else (0, 0)
+        pieces = [piece for piece in self.pieces[server] if piece.parameter in chosen]
+        return (pieces[0].offset, pieces[-1].offset + pieces[-1].size) if pieces else (0, 0)
 
     def read(self, server: int, vector: Tensor, parameters: Sequence[Tensor], chosen: range | None = None) -> int:
         """Copy the server's vector into the parameters, or into the chosen ones; returns the bytes."""
