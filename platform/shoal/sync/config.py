@@ -107,7 +107,7 @@ class SyncConfig(Spec):
 
     @classmethod
     def choose_type(cls, values: Mapping[str, Any]) -> type[Spec]:
-        return find_config_type(values.get("kind", _DEFAULT))
+        return find_sync_config_type(values.get("kind", _DEFAULT))
 
     @classmethod
     def expand_choice(cls, choice: str) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _make_variant(kind: str, **fields: object) -> SyncConfig:
     return variant
 
 
-def find_config_type(kind: object) -> type[SyncConfig]:
+def find_sync_config_type(kind: object) -> type[SyncConfig]:
     """The configuration of the synchronizer `kind`. Raises ValueError."""
     config_type = find_extension(str(kind), GROUP, CONFIGS)
     if not (isinstance(config_type, type) and issubclass(config_type, SyncConfig)):
@@ -189,7 +189,7 @@ def _parse_config(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     kind = value.get("kind", _DEFAULT)
-    config_type = find_config_type(kind)
+    config_type = find_sync_config_type(kind)
     for name in value:
         if name not in config_type.model_fields:
             given = "null" if value[name] is None else value[name]
