@@ -48,17 +48,17 @@ class ServerLink:
         Raises ConfigError when the memory must be shared and cannot be.
         """
         self.close_memory()
-        found = self.client.call(GetAddress())
-        self.incarnation = found.incarnation
+        server = self.client.call(GetAddress())
+        self.incarnation = server.incarnation
         if self._spec.transport != "frames":
             try:
-                self.memory = SharedWeights.open(found.memory)
+                self.memory = SharedWeights.open(server.memory)
             except OSError as error:
                 if self._spec.transport == "shared_memory":
                     problem = f"worker {self._worker} cannot open the memory of server {self._server} ({error})"
                     remedy = "use sync.transport=auto when they are on different hosts"
                     raise ConfigError("sync.transport", "shared_memory", problem, remedy) from error
-        return found.parameters
+        return server.parameters
 
     # -- a gradient
 
