@@ -42,15 +42,18 @@ _ABSENT: dict[str, Any] = {
 @contextmanager
 def growing_cluster(
     node_types: Mapping[str, tuple[Mapping[str, float], int]], *, head_cpus: int = 0, idle_s: float = 5.0
-) -> Iterator[EmbeddedCluster]:
-    """node_types: the resources of each type of node, and the most nodes of it."""
+) -> Iterator[tuple[EmbeddedCluster, subprocess.Popen[bytes]]]:
+    """The cluster, and its autoscaler.
+
+    node_types: the resources of each type of node, and the most nodes of it
+    """
     head = {"RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID, "RAY_NODE_TYPE_NAME": HEAD}
     with start_cluster(num_cpus=head_cpus, environment={**head, "RAY_enable_autoscaler_v2": "1"}) as cluster:
         assert cluster.temp_dir is not None
         config = cluster.temp_dir / "autoscaler.yaml"
         config.write_text(json.dumps(_make_config(cluster.address, node_types, head_cpus, idle_s)))  # YAML, too
-        with _start_autoscaler(cluster, config):
-            yield cluster
+        with _start_autoscaler(cluster, config) as autoscaler:
+            yield cluster, autoscaler
 
 
 def _make_config(
@@ -87,7 +90,7 @@ def _make_config(
 
 
 @contextmanager
-def _start_autoscaler(cluster: EmbeddedCluster, config: Path) -> Iterator[None]:
+def _start_autoscaler(cluster: EmbeddedCluster, config: Path) -> Iterator[subprocess.Popen[bytes]]:
     assert cluster.temp_dir is not None
     assert cluster.cluster_id is not None
     logs = cluster.temp_dir / "autoscaler"
@@ -110,7 +113,7 @@ def _start_autoscaler(cluster: EmbeddedCluster, config: Path) -> Iterator[None]:
             [*command, f"--logs-dir={logs}"], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
         try:
-            yield
+            yield process
         finally:
             process.kill()
             process.wait()

@@ -10,6 +10,8 @@ load, and no node goes.
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -89,7 +91,23 @@ def watch_waits() -> AbstractContextManager[None]:
     def look() -> str:
         return next((describe_wait(run.last_events()) for run in shoal.runs.list_runs(1)), "")
 
-    return watch(look, "", lambda _, now: say(f"`shoal status`: {now or 'it waits no longer'}"))
+    def tell(_: str, now: str) -> None:
+        say(f"`shoal status`: {now or 'it waits no longer'}")
+        resume_autoscaler()
+
+    return watch(look, "", tell)
+
+
+AUTOSCALER: list[subprocess.Popen[bytes]] = []
+
+
+def pause_autoscaler() -> None:
+    """Until a wait is reported: else a node may come before that."""
+    AUTOSCALER[0].send_signal(signal.SIGSTOP)
+
+
+def resume_autoscaler() -> None:
+    AUTOSCALER[0].send_signal(signal.SIGCONT)
 
 
 def register_model() -> None:
@@ -172,7 +190,9 @@ def place_workers() -> None:
 
     def record(kind: str, **details: object) -> None:
         say(f"{kind}: {format_warning(kind, details) or 'over'}")
+        resume_autoscaler()
 
+    pause_autoscaler()
     with RunAdmission("rehearsal") as admission:
         require_capacity(make_training(1), record, admission)
     say(f"a worker has a place; nodes: {count_nodes()}")
@@ -190,7 +210,8 @@ def rehearse(is_short: bool) -> None:
     with ExitStack() as stack:
         os.environ["SHOAL_HOME"] = stack.enter_context(tempfile.TemporaryDirectory())
         types = {"small": ({"CPU": NODE_CPUS}, MAX_NODES)}
-        cluster = stack.enter_context(growing_cluster(types, idle_s=60.0 if is_short else 15.0))
+        cluster, autoscaler = stack.enter_context(growing_cluster(types, idle_s=60.0 if is_short else 15.0))
+        AUTOSCALER[:] = [autoscaler]
         os.environ.update(cluster.environment)
         import ray
 
@@ -202,9 +223,10 @@ def rehearse(is_short: bool) -> None:
         refuse_what_never_fits()
         if is_short:
             place_workers()
+            pause_autoscaler()
             serve_replicas(["endpoint.num_replicas=2"], lambda endpoint: wait_for_replicas(endpoint, 2))
             return
-        serve_replicas(["endpoint.max_replicas=3"], load_and_rest)
+        serve_replicas(["endpoint.scale.max=3"], load_and_rest)
         wait_until_no_node()
         train_on_new_nodes()
         wait_until_no_node()

@@ -30,8 +30,8 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, what: str) -> str:
     import torch
 
     traceback.clear_frames(error.__traceback__)
-    found = _REQUESTED.search(str(error))
-    requested = f" ({found[1]} more)" if found else ""
+    match = _REQUESTED.search(str(error))
+    requested = f" ({match[1]} more)" if match else ""
     there = ""
     if torch.cuda.is_available():
         share, total = torch.cuda.get_per_process_memory_fraction(), torch.cuda.mem_get_info()[1]

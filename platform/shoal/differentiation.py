@@ -42,8 +42,8 @@ def differentiate_plainly(
         outputs = compute(*own)
     wanted = [each for each, is_wanted in zip(own, is_needed, strict=True) if is_wanted]
     has_graph = torch.is_grad_enabled()
-    found = iter(torch.autograd.grad(outputs, wanted, grad_outputs, create_graph=has_graph, allow_unused=True))
-    return tuple(next(found) if is_wanted else None for is_wanted in is_needed)
+    result = iter(torch.autograd.grad(outputs, wanted, grad_outputs, create_graph=has_graph, allow_unused=True))
+    return tuple(next(result) if is_wanted else None for is_wanted in is_needed)
 
 
 class ForwardState:

@@ -43,14 +43,14 @@ def to_floats(field: str, values: Any, columns: Sequence[str] | None = None) -> 
         return _convert_column(field, str(values.name), values)
     names = find_names(values)
     if names is None and _is_of("pandas", values, "DataFrame"):
-        found = [_convert_column(field, str(at), values.iloc[:, at]) for at in range(values.shape[1])]
+        result = [_convert_column(field, str(at), values.iloc[:, at]) for at in range(values.shape[1])]
     elif names is None:
         return _convert_array(field, values)
     else:
         require_columns(field, names, names if columns is None else columns)
         read = values.column if _is_arrow(values) else lambda at: values.iloc[:, at]
-        found = [_convert_column(field, name, read(names.index(name))) for name in columns or names]
-    return np.stack(found, 1) if found else np.zeros((len(values), 0))
+        result = [_convert_column(field, name, read(names.index(name))) for name in columns or names]
+    return np.stack(result, 1) if result else np.zeros((len(values), 0))
 
 
 def select_columns(values: Any, columns: Sequence[str]) -> np.ndarray:
@@ -152,13 +152,13 @@ def _convert_arrow(field: str, name: str, column: Any) -> np.ndarray:
 
 def _convert_all(field: str, name: str, values: Iterable[Any]) -> np.ndarray:
     """Values one by one, each of any type."""
-    found = []
+    result = []
     for row, value in enumerate(values):
         number = _to_number(value)
         if number is None:
             raise DataError(field, name, f"row {row} has {value!r}, which is no number", REMEDY)
-        found.append(number)
-    return np.array(found, np.float64)
+        result.append(number)
+    return np.array(result, np.float64)
 
 
 def _to_number(value: Any) -> float | None:

@@ -56,63 +56,60 @@ class Talk:
             return reply
 
 
-def test_what_is_answered_is_asked_once() -> None:
-    talk = Talk(RetryPolicy(5.0))
-    assert talk.answer(DONE) is DONE
-    assert (len(talk.sent), talk.waits) == (1, [])
+REFUSED = NotSent("refused")
+LOST = ConnectionBroken("reset")
 
 
-def test_without_a_connection_it_is_tried_again_and_waits_longer_each_time() -> None:
-    talk = Talk(RetryPolicy(5.0))
-    assert talk.answer(NotSent("refused"), NotSent("refused"), NotSent("refused"), DONE) is DONE
-    assert talk.waits == [0.05, 0.1, 0.2]
+@pytest.mark.parametrize(
+    ("policy", "outcomes", "waits"),
+    [
+        (RetryPolicy(5.0), [DONE], []),
+        (RetryPolicy(5.0), [REFUSED, REFUSED, REFUSED, DONE], [0.05, 0.1, 0.2]),
+        (RetryPolicy(5.0), [FULL, DONE], [2.0]),
+        (RetryPolicy(5.0, retry_lost=True), [LOST, DONE], [0.05]),
+        (RetryPolicy(5.0, retry_lost=True, is_change=True), [REFUSED, DONE], [0.05]),
+    ],
+)
+def test_what_may_be_sent_again_is(policy: RetryPolicy, outcomes: list[SendOutcome], waits: list[float]) -> None:
+    talk = Talk(policy)
+    assert talk.answer(*outcomes) is DONE
+    assert (len(talk.sent), talk.waits) == (len(outcomes), waits)
 
 
-def test_it_gives_up_after_so_many_attempts() -> None:
-    talk = Talk(RetryPolicy(5.0, num_retries=1))
-    with pytest.raises(ConnectionLost, match="cannot be reached: refused"):
-        talk.answer(NotSent("refused"), NotSent("refused"))
+CHANGE = RetryPolicy(5.0, retry_lost=True, is_change=True)
 
 
-def test_a_full_queue_is_asked_again_when_it_says() -> None:
-    talk = Talk(RetryPolicy(5.0))
-    assert talk.answer(FULL, DONE) is DONE
-    assert talk.waits == [2.0]
-
-
-def test_what_would_be_too_late_is_not_waited_for() -> None:
-    talk = Talk(RetryPolicy(1.5))
-    with pytest.raises(InferenceError, match="the queue is full") as refused:
-        talk.answer(FULL)
-    assert (refused.value.status, refused.value.retry_after_s, talk.waits) == (429, 2.0, [])
-
-
-@pytest.mark.parametrize("status", [400, 404, 422, 500, 504])
-def test_other_refusals_are_final(status: int) -> None:
-    talk = Talk(RetryPolicy(5.0))
-    with pytest.raises(InferenceError, match="no") as refused:
-        talk.answer(Reply(status, {"retry-after": "0"}, b'{"error": "no"}'))
-    assert (refused.value.status, refused.value.retry_after_s) == (status, None)
-
-
-def test_a_refusal_without_a_time_is_final() -> None:
-    with pytest.raises(InferenceError):
-        Talk(RetryPolicy(5.0)).answer(Reply(503, {}, b'{"error": "closing"}'))
-
-
-def test_a_lost_answer_is_not_asked_for_again_unless_told() -> None:
-    with pytest.raises(ConnectionLost, match="before the answer was complete"):
-        Talk(RetryPolicy(5.0)).answer(ConnectionBroken("reset"))
-    assert Talk(RetryPolicy(5.0, retry_lost=True)).answer(ConnectionBroken("reset"), DONE) is DONE
-
-
-@pytest.mark.parametrize("outcome", [FULL, Reply(503, {"retry-after": "1"}, b"{}"), ConnectionBroken("reset")])
-def test_a_change_that_was_sent_is_not_asked_for_again(outcome: SendOutcome) -> None:
-    """Whatever the answer says: who gave it need not know what became of the change."""
-    patience = RetryPolicy(5.0, retry_lost=True, is_change=True)
-    with pytest.raises((InferenceError, ConnectionLost)):
-        Talk(patience).answer(outcome)
-    assert Talk(patience).answer(NotSent("refused"), DONE) is DONE
+@pytest.mark.parametrize(
+    ("policy", "outcomes", "message"),
+    [
+        (RetryPolicy(5.0, num_retries=1), [REFUSED, REFUSED], "cannot be reached: refused"),
+        (RetryPolicy(1.5), [FULL], "the queue is full"),  # what would be too late is not waited for
+        *(
+            (RetryPolicy(5.0), [Reply(each, {"retry-after": "0"}, b'{"error": "no"}')], "no")
+            for each in (400, 404, 500, 504)
+        ),
+        (RetryPolicy(5.0), [Reply(503, {}, b'{"error": "closing"}')], "closing"),
+        (RetryPolicy(5.0), [LOST], "before the answer was complete"),
+        # Whatever the answer says of a change: who gave it need not know what became of it.
+        (CHANGE, [FULL], "full"),
+        (CHANGE, [Reply(503, {"retry-after": "1"}, b"{}")], "HTTP status|{}"),
+        (CHANGE, [LOST], "before the answer was complete"),
+        (RetryPolicy(0.5), [TimedOut()], r"no answer within 0.5 s"),
+        (RetryPolicy(1.0), [Reply(502, {}, b"<h1>Bad Gateway</h1>")], "Bad Gateway"),  # not the protocol's words
+        (RetryPolicy(1.0), [Reply(500, {}, b"")], "HTTP status 500"),
+    ],
+)
+def test_what_ends_a_call(policy: RetryPolicy, outcomes: list[SendOutcome], message: str) -> None:
+    talk = Talk(policy)
+    with pytest.raises((InferenceError, ConnectionLost), match=message) as caught:
+        talk.answer(*outcomes)
+    assert len(talk.sent) == len(outcomes)
+    if isinstance(caught.value, InferenceError):
+        last = outcomes[-1]
+        assert caught.value.status == (last.status if isinstance(last, Reply) else 504)
+        assert caught.value.retry_after_s == {429: 2.0, 503: None if policy is not CHANGE else 1.0}.get(
+            caught.value.status
+        )
 
 
 def test_the_time_of_the_caller_is_for_all_attempts_together() -> None:
@@ -126,6 +123,7 @@ def test_the_time_of_the_caller_may_have_begun_before() -> None:
     talk = Talk(RetryPolicy(1.0, sends_deadline=True, end_s=100.6))
     assert talk.answer(NotSent("refused"), DONE) is DONE
     assert [send.request.headers["shoal-deadline-ms"] for send in talk.sent] == ["600.000", "540.000"]
+    assert REQUEST.headers == {}
     late = Talk(RetryPolicy(1.0, end_s=99.9))
     with pytest.raises(InferenceError, match=r"no answer within 1 s"):
         late.answer(DONE)
@@ -141,27 +139,6 @@ def test_a_wait_that_takes_longer_than_the_time_tells_what_was_found_before_it()
     talk.now_s += 1.0
     with pytest.raises(ConnectionLost, match="cannot be reached: refused"):
         talk._talk.send(None)
-
-
-def test_no_answer_in_time_is_what_the_endpoint_would_say_too() -> None:
-    with pytest.raises(InferenceError, match=r"no answer within 0.5 s") as late:
-        Talk(RetryPolicy(0.5)).answer(TimedOut())
-    assert late.value.status == 504
-
-
-def test_a_deadline_is_told_as_what_is_left_of_it() -> None:
-    talk = Talk(RetryPolicy(1.0, sends_deadline=True))
-    talk.answer(NotSent("refused"), DONE)
-    assert [send.request.headers["shoal-deadline-ms"] for send in talk.sent] == ["1000.000", "940.000"]
-    assert REQUEST.headers == {}
-
-
-def test_words_that_are_not_the_protocols_are_kept() -> None:
-    with pytest.raises(InferenceError, match="Bad Gateway") as refused:
-        Talk(RetryPolicy(1.0)).answer(Reply(502, {}, b"<h1>Bad Gateway</h1>"))
-    assert refused.value.status == 502
-    with pytest.raises(InferenceError, match="HTTP status 500"):
-        Talk(RetryPolicy(1.0)).answer(Reply(500, {}, b""))
 
 
 def test_a_client_that_is_closed_while_a_call_waits_to_be_tried_again_says_so() -> None:

@@ -145,7 +145,7 @@ def test_a_full_disk_is_said_by_the_next_save_and_the_older_checkpoint_stays(
     checkpointer.wait()
     with monkeypatch.context() as patch:  # a file of which the kernel says that there is no space left
         if full == "shard":
-            patch.setattr("shoal.checkpoint.shard_reader.shard_name", lambda rank, size: "/dev/full")
+            patch.setattr("shoal.checkpoint.shard_plan.shard_name", lambda rank, size: "/dev/full")
         else:
             name = "INDEX" if full == "index.json" else "MANIFEST"
             patch.setattr(f"shoal.checkpoint.manifest.{name}", "/dev/full")

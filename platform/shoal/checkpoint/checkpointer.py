@@ -27,13 +27,21 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 from shoal.checkpoint import manifest as record
-from shoal.checkpoint import shard_reader
-from shoal.checkpoint.compatibility import find_leftovers, find_misfit
 from shoal.checkpoint.coordination import CheckpointGroup
 from shoal.checkpoint.directory import checkpoint_path, draft_path
 from shoal.checkpoint.json_state import Leaf, decode, encode, flatten
 from shoal.checkpoint.manifest import INDEX, SaveJob
-from shoal.checkpoint.shard_plan import assign_shards, build_index, describe_tensors, make_save_plan, plan_reads
+from shoal.checkpoint.shard_plan import (
+    assign_shards,
+    build_index,
+    describe_tensors,
+    fill_tensors,
+    find_leftovers,
+    find_misfit,
+    make_save_plan,
+    plan_reads,
+    shard_name,
+)
 from shoal.checkpoint.sources import CheckpointSources, divide_files, probe_folder, require_durable
 from shoal.checkpoint.staging_buffer import DirectStaging, StagingBuffer, has_cuda
 from shoal.checkpoint.stored import StoredCheckpoints
@@ -109,9 +117,8 @@ class Checkpointer:
         self._staging: StagingBuffer | None = None
         self._index: dict[str, Any] = {}  # of the tensors; on the first rank
         self._in_flight: Future[None] | None = None
-        self._previous_step: int | None = (
-            None  # the step last loaded or saved: any steps between it and the next belong to another timeline
-        )
+        # The step last loaded or saved: any steps between it and the next belong to another timeline.
+        self._previous_step: int | None = None
         self._closed = False
 
     def require_durable(self) -> None:
@@ -152,7 +159,12 @@ class Checkpointer:
         """
         self.wait()
         with self._report_rejection():
-            step = _as_int(step)
+            try:
+                step = operator.index(step)  # numbers of NumPy and torch, for JSON
+            except TypeError:
+                raise ConfigError("step", step, "is no whole number") from None
+            if step >= 2**63:
+                raise ConfigError("step", step, "is beyond the whole numbers of 64 bits")
             if step < 0:
                 raise ConfigError("step", step, "is below 0", "count from 0, or from 1")
             leaves = flatten(state)
@@ -174,10 +186,7 @@ class Checkpointer:
             return SaveJob(step, draft, target, plan, best, self.keep, since, values, *notes)
         if step in self._uploads.steps:  # its files are being read
             self._uploads.finish(self._timeout_s)
-        names = [
-            shard_reader.shard_name(self._ranks.rank, self._ranks.size),
-            *([INDEX] if self._ranks.is_first else []),
-        ]
+        names = [shard_name(self._ranks.rank, self._ranks.size), *([INDEX] if self._ranks.is_first else [])]
         self._uploads.add(Upload(step, target, names, attempt, best, self.keep), since)
         pinned = frozenset(self._uploads.steps)
         return SaveJob(step, draft, target, plan, best, self.keep, since, values, *notes, attempt, pinned)
@@ -236,10 +245,10 @@ class Checkpointer:
         self._finish_reading()
         damaged: list[str] = []
         for step in self._read_on_first(lambda: self._sources.list_steps(is_shared=self._visibility.is_shared)):
-            found = self._verify(step)
-            if isinstance(found, Found):
-                return found._replace(damaged=damaged)
-            damaged.append(f"{checkpoint_path(self.folder, step).name}: {found}")
+            checked = self._verify(step)
+            if isinstance(checked, Found):
+                return checked._replace(damaged=damaged)
+            damaged.append(f"{checkpoint_path(self.folder, step).name}: {checked}")
         if damaged:
             raise CheckpointError(f"no checkpoint in {self._shown_folder} can be read: {'; '.join(damaged)}")
         return None
@@ -248,11 +257,11 @@ class Checkpointer:
         """The checkpoint of that step. Raises CheckpointError when there is none or when it is damaged."""
         self.wait()
         self._finish_reading()
-        found = self._verify(step)
-        if isinstance(found, Found):
-            return found
+        checked = self._verify(step)
+        if isinstance(checked, Found):
+            return checked
         name = checkpoint_path(self.folder, step).name
-        raise CheckpointError(f"{name} in {self._shown_folder} cannot be used: {found}")
+        raise CheckpointError(f"{name} in {self._shown_folder} cannot be used: {checked}")
 
     def best(self) -> Found | None:
         """The checkpoint last saved as the best one, or None. Raises CheckpointError."""
@@ -284,15 +293,22 @@ class Checkpointer:
         misfit = next((one for _, _, one in held if one), None) or find_leftovers(index, held, found.path.name)
         if misfit is not None:
             raise SpecMismatch(*misfit)
-        trouble = ""
+        problem = ""
         try:
             reads = plan_reads(index["tensors"], tensors)
-            self._fetch(found, {chunk.file for _, chunk in reads})
-            shard_reader.fill_tensors(found.path, reads, tensors)
+            verified = {
+                name
+                for rank in self._visibility.ranks
+                for name in self._sources.get_share(found.step, rank, self._ranks.size)
+            }
+            needed = {chunk.file for _, chunk in reads} - verified  # else it was verified elsewhere
+            if problems := self._sources.fetch(found.step, sorted(needed)):
+                raise CheckpointError(f"{found.path.name}: {'; '.join(problems)}")
+            fill_tensors(found.path, reads, tensors)
         except CheckpointError as error:
-            trouble = str(error)
-        if trouble := next(filter(None, self._ranks.all_gather(trouble)), ""):
-            raise CheckpointError(trouble)
+            problem = str(error)
+        if problem := next(filter(None, self._ranks.all_gather(problem)), ""):
+            raise CheckpointError(problem)
         for name in leaves.keys() - tensors.keys():
             leaves[name].container[leaves[name].key] = decode(index["values"][name])
         self._previous_step = found.step
@@ -341,11 +357,16 @@ class Checkpointer:
         if newest != -oldest:
             raise CheckpointError(f"ranks save different steps at the same time: {-oldest} and {newest}")
         if changed or self._staging is None:
-            plans = self._ranks.all_gather(_plan_or_error(tensors))
-            if error := next((one for one in plans if isinstance(one, ShoalError)), None):
-                raise error
+            plan: SavePlan | ConfigError
+            try:
+                plan = make_save_plan(tensors)
+            except ConfigError as error:
+                plan = error
+            plans = self._ranks.all_gather(plan)
+            if rejection := next((one for one in plans if isinstance(one, ShoalError)), None):
+                raise rejection
             layouts = assign_shards([one for one in plans if isinstance(one, SavePlan)])  # the same on every rank
-            files = [shard_reader.shard_name(rank, self._ranks.size) for rank in range(self._ranks.size)]
+            files = [shard_name(rank, self._ranks.size) for rank in range(self._ranks.size)]
             self._index = build_index([one for one in plans if isinstance(one, SavePlan)], layouts, files)
             layout, old = layouts[self._ranks.rank], self._staging
             copied = self.asynchronous
@@ -356,14 +377,17 @@ class Checkpointer:
     def _write(self, job: SaveJob, staging: StagingBuffer) -> None:
         """In the background thread: write this rank's shard, then, together, the rest of the checkpoint."""
         staging.finish_copy()
-        name = shard_reader.shard_name(self._ranks.rank, self._ranks.size)
+        name = shard_name(self._ranks.rank, self._ranks.size)
         written = record.write_shard(job, name, staging.iter_blocks())
         reason: str | None = None
         if gathered := self._ranks.gather(written):
             reason = record.commit(job, self._index, gathered)
         reason = self._ranks.broadcast(reason)
         if reason:
-            self._discard(job)
+            if self._uploads is not None:
+                self._uploads.cancel(job.step)
+            if self._is_leader:
+                shutil.rmtree(job.draft, ignore_errors=True)
             raise CheckpointError(f"step {job.step} could not be saved in {self.folder}: {reason}")
         if 0 not in self._visibility.ranks:
             record.commit_shard(job, name, is_leader=self._is_leader)
@@ -375,7 +399,7 @@ class Checkpointer:
         """Of this step and the best one: what an earlier process has left in a folder that all ranks see."""
         if not self._visibility.is_shared:
             return []
-        found = self._read_on_first(lambda: self._sources.find_missing_uploads(step, uploads.steps))
+        missing = self._read_on_first(lambda: self._sources.find_missing_uploads(step, uploads.steps))
         return [
             Upload(
                 manifest["step"],
@@ -385,14 +409,8 @@ class Checkpointer:
                 is_best,
                 self.keep,
             )
-            for manifest, is_best in found
+            for manifest, is_best in missing
         ]
-
-    def _discard(self, job: SaveJob) -> None:
-        if self._uploads is not None:
-            self._uploads.cancel(job.step)
-        if self._is_leader:
-            shutil.rmtree(job.draft, ignore_errors=True)
 
     @property
     def _is_leader(self) -> bool:
@@ -410,17 +428,17 @@ class Checkpointer:
 
     def _read_on_first(self, read: Callable[[], T]) -> T:
         """What the first rank reads, on every rank. Raises CheckpointError, on every rank, for an OSError there."""
-        found: T | None = None
+        result: T | None = None
         problem = ""
         if self._ranks.is_first:
             try:
-                found = read()
+                result = read()
             except OSError as error:
                 problem = f"the checkpoints in {self._shown_folder} cannot be read: {error}"
-        found, problem = self._ranks.broadcast((found, problem))
+        result, problem = self._ranks.broadcast((result, problem))
         if problem:
             raise CheckpointError(problem)
-        return cast("T", found)
+        return cast("T", result)
 
     def _verify(self, step: int) -> Found | str:
         """The checkpoint, or its problem. The ranks share the reading."""
@@ -438,31 +456,6 @@ class Checkpointer:
         path = checkpoint_path(self.folder, step)
         return Found(manifest["step"], path, manifest["world_size"], manifest["plan"], [])
 
-    def _fetch(self, found: Found, names: set[str]) -> None:
-        """Download what is read here and was verified elsewhere. Raises CheckpointError."""
-        here = self._visibility.ranks
-        verified = {name for rank in here for name in self._sources.get_share(found.step, rank, self._ranks.size)}
-        if problems := self._sources.fetch(found.step, sorted(names - verified)):
-            raise CheckpointError(f"{found.path.name}: {'; '.join(problems)}")
-
-
-def _as_int(step: int) -> int:
-    """Convert numbers of NumPy and torch for JSON. Raises ConfigError for a step that the ranks cannot compare."""
-    try:
-        whole = operator.index(step)
-    except TypeError:
-        raise ConfigError("step", step, "is no whole number") from None
-    if whole >= 2**63:
-        raise ConfigError("step", step, "is beyond the whole numbers of 64 bits")
-    return whole
-
 
 def _select_tensors(leaves: Mapping[str, Leaf]) -> dict[str, torch.Tensor]:
     return {name: leaf.value for name, leaf in leaves.items() if isinstance(leaf.value, torch.Tensor)}
-
-
-def _plan_or_error(tensors: Mapping[str, torch.Tensor]) -> SavePlan | ConfigError:
-    try:
-        return make_save_plan(tensors)
-    except ConfigError as error:
-        return error

@@ -56,8 +56,8 @@ def list_newest_first(folder: Path) -> list[Path]:
         if not target.exists():
             with suppress(OSError):  # a read-only folder
                 aside.rename(target)
-    found = {step: path for path in folder.glob("step-*") if (step := parse_step(path.name)) >= 0}
-    return [path for _, path in sorted(found.items(), reverse=True)]
+    paths = {step: path for path in folder.glob("step-*") if (step := parse_step(path.name)) >= 0}
+    return [path for _, path in sorted(paths.items(), reverse=True)]
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileChecksum:

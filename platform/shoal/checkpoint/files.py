@@ -31,7 +31,7 @@ from shoal.checkpoint.directory import (
 )
 from shoal.errors import CheckpointError, ConfigError
 
-FORMAT = 1  # of the manifest; one of Shoal 0.1 has no number
+FORMAT = 1  # of the manifest
 
 
 class Loaded(NamedTuple):
@@ -53,10 +53,8 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
     torch.save(state, buffer)
     buffer.seek(0)
     if foreign := get_unsafe_globals_in_checkpoint(buffer):
-        problem = "would have to be run to be read again"
-        raise ConfigError(
-            "state", foreign[0], problem, "give tensors, and Python's own numbers, strings, lists and dicts"
-        )
+        remedy = "give tensors, and Python's own numbers, strings, lists and dicts"
+        raise ConfigError("state", foreign[0], "would have to be run to be read again", remedy)
     try:
         shutil.rmtree(draft, ignore_errors=True)
         make_folder(draft)
@@ -86,19 +84,14 @@ def load_latest(folder: Path) -> Loaded | None:
             continue
         if isinstance(manifest, dict) and is_newer_format(found := manifest.get("format"), FORMAT):
             raise CheckpointError(describe_newer_format(path / "manifest.json", found, FORMAT))
-        if not _is_manifest_of(manifest, path):
+        step = manifest.get("step") if isinstance(manifest, dict) else None
+        if type(step) is not int or checkpoint_path(folder, step) != path:  # no checksum covers the manifest itself
             damaged.append(f"{path.name}: manifest.json does not name this step")
             continue
         if hashlib.sha256(payload).hexdigest() != manifest.get("sha256"):
             damaged.append(f"{path.name}: state.pt does not match its checksum")
             continue
-        return Loaded(manifest["step"], torch.load(io.BytesIO(payload), "cpu", weights_only=True), damaged)
+        return Loaded(step, torch.load(io.BytesIO(payload), "cpu", weights_only=True), damaged)
     if damaged:
         raise CheckpointError(f"no checkpoint in {folder} can be read: {'; '.join(damaged)}")
     return None
-
-
-def _is_manifest_of(manifest: Any, path: Path) -> bool:
-    """Whether it is a manifest of this folder's step: no checksum covers the manifest itself."""
-    step = manifest.get("step") if isinstance(manifest, dict) else None
-    return type(step) is int and checkpoint_path(path.parent, step) == path

@@ -67,17 +67,13 @@ def encode(value: Any, name: str) -> Any:
         return {"$items": [[encode(key, name), encode(one, f"{name}.{key}")] for key, one in value.items()]}
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
-    if isinstance(value, torch.Tensor) and _is_plain_tensor(value):
+    is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dtype in DTYPE_NAMES
+    if is_tensor and value.layout is torch.strided and not value.is_nested and not value.is_meta:
         flat = value.detach().cpu().contiguous().reshape(-1)
         text = base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode()
         return {"$tensor": [DTYPE_NAMES[value.dtype], list(value.shape), text]}
     remedy = "give plain numbers, strings, lists, dicts or whole tensors"
     raise ConfigError(name, value, f"a checkpoint does not hold a {type(value).__name__}", remedy)
-
-
-def _is_plain_tensor(value: torch.Tensor) -> bool:
-    is_plain = value.layout is torch.strided and not value.is_nested and not value.is_meta
-    return is_plain and not isinstance(value, DTensor) and value.dtype in DTYPE_NAMES
 
 
 def decode(value: Any) -> Any:

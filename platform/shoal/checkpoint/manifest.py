@@ -85,9 +85,14 @@ def _commit(job: SaveJob, index: Mapping[str, Any], shards: Sequence[ShardResult
     for rank, one in enumerate(shards):
         if not job.attempt and not (job.draft / one.file).exists():
             raise CheckpointError(f"rank 0 does not see the shard of rank {rank}: the folder must be shared by all")
+    values: dict[str, Any] = {}
+    for rank, one in enumerate(shards):
+        for name, value in one.values.items():
+            if values.setdefault(name, value) != value:
+                raise CheckpointError(f"{name} is {value!r:.80} on rank {rank}, but {values[name]!r:.80} before it")
     content = {
         "tensors": index,
-        "values": _merge([one.values for one in shards]),
+        "values": values,
         "extras": job.extras,
         "per_rank": [one.per_rank for one in shards],
     }
@@ -137,15 +142,6 @@ def commit_shard(job: SaveJob, name: str, *, is_leader: bool) -> None:
         directory.delete_old_checkpoints(job.target.parent, job.step, job.keep, job.pinned, job.since, job.draft)
 
 
-def _merge(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for rank, values in enumerate(of_ranks):
-        for name, value in values.items():
-            if merged.setdefault(name, value) != value:
-                raise CheckpointError(f"{name} is {value!r:.80} on rank {rank}, but {merged[name]!r:.80} before it")
-    return merged
-
-
 def read_best_step(folder: Path) -> int | None:
     """The step last marked as the best one, if its checkpoint still exists.
 
@@ -166,21 +162,21 @@ def read_best_step(folder: Path) -> int | None:
 
 
 class BestMark(NamedTuple):
-    """The content of `best.json`. Earlier versions stored only the step."""
+    """The content of `best.json`."""
 
     step: int
-    sha256: str | None
+    sha256: str
 
     def is_of(self, manifest: Mapping[str, Any]) -> bool:
         """Whether it marks the checkpoint with this manifest."""
-        return self.sha256 in (None, _checksum(manifest))
+        return self.sha256 == _checksum(manifest)
 
 
 def parse_best(payload: bytes) -> BestMark | None:
     """None for what is no mark."""
     try:
         noted = json.loads(payload)
-        return BestMark(int(noted["step"]), noted.get("sha256"))
+        return BestMark(int(noted["step"]), str(noted["sha256"]))
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -207,8 +203,8 @@ def parse_manifest(payload: bytes, path: Path) -> dict[str, Any] | str:
         manifest = json.loads(payload)
     except ValueError as error:
         return f"{MANIFEST} is not JSON ({error})"
-    if isinstance(manifest, dict) and atomic_file.is_newer_format(found := manifest.get("format"), FORMAT):
-        return NewerFormat(atomic_file.describe_newer_format(path / MANIFEST, found, FORMAT))
+    if isinstance(manifest, dict) and atomic_file.is_newer_format(number := manifest.get("format"), FORMAT):
+        return NewerFormat(atomic_file.describe_newer_format(path / MANIFEST, number, FORMAT))
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         return f"{MANIFEST} is not one of format {FORMAT}"
     if manifest.pop("sha256", "") != _checksum(manifest):
@@ -220,8 +216,8 @@ def parse_manifest(payload: bytes, path: Path) -> dict[str, Any] | str:
 
 def find_damages(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The problems of these files, if any."""
-    found = (directory.find_damage(path / name, FileChecksum(**expected)) for name, expected in files.items())
-    return [reason for reason in found if reason]
+    reasons = (directory.find_damage(path / name, FileChecksum(**expected)) for name, expected in files.items())
+    return [reason for reason in reasons if reason]
 
 
 def read_index(path: Path) -> dict[str, Any] | str:

@@ -10,7 +10,6 @@ import json
 import secrets
 import threading
 from pathlib import Path
-from typing import Any
 
 from shoal.atomic_file import write_synced
 from shoal.checkpoint.directory import FileChecksum, checkpoint_path, list_newest_first, parse_step
@@ -44,21 +43,20 @@ class CheckpointMirror:
         try:
             step = next(iter(self._stored.list_steps()), -1)
             manifest = self._stored.read_manifest(step) if step > own else ""
-            problem = self._download(step, manifest) if isinstance(manifest, dict) else manifest
+            if isinstance(manifest, str):
+                problem = manifest
+            else:
+                path = checkpoint_path(self._folder, step)
+                problem = self._stored.download(step, manifest, STATE, path / STATE)
+                if not problem:
+                    content = {"format": 1, "step": step, "time": manifest["time"], **manifest["files"][STATE]}
+                    write_synced(path / MANIFEST, json.dumps(content).encode())
         except StoreError as error:
             if own >= 0:
                 return
             problem = str(error)
         if problem:
             raise CheckpointError(f"no checkpoint can be read from {self._stored.url}: {problem}")
-
-    def _download(self, step: int, manifest: dict[str, Any]) -> str:
-        path = checkpoint_path(self._folder, step)
-        if problem := self._stored.download(step, manifest, STATE, path / STATE):
-            return problem
-        content = {"format": 1, "step": step, "time": manifest["time"], **manifest["files"][STATE]}
-        write_synced(path / MANIFEST, json.dumps(content).encode())
-        return ""
 
     def add(self, path: Path) -> None:
         """Upload this checkpoint, which is the newest."""
@@ -84,14 +82,11 @@ class CheckpointMirror:
                     self._thread = None
                     return
             try:
-                self._upload(path)
+                step, content = parse_step(path.name), json.loads((path / MANIFEST).read_bytes())
+                files = {STATE: FileChecksum(content["size_bytes"], content["sha256"])}
+                self._stored.upload(step, self._token, path / STATE)
+                self._stored.publish(step, build_manifest(step, files, folder=self._token), best=False)
+                self._stored.delete_old(step, self._keep, None)
                 self.failure = ""
             except Exception as error:  # noqa: BLE001 - the top of a thread: the learner reports it when it saves
                 self.failure = f"{path.name} is only in {self._folder}: {summarize_error(error)}"
-
-    def _upload(self, path: Path) -> None:
-        step, content = parse_step(path.name), json.loads((path / MANIFEST).read_bytes())
-        files = {STATE: FileChecksum(content["size_bytes"], content["sha256"])}
-        self._stored.upload(step, self._token, path / STATE)
-        self._stored.publish(step, build_manifest(step, files, folder=self._token), best=False)
-        self._stored.delete_old(step, self._keep, None)

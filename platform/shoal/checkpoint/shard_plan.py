@@ -4,15 +4,17 @@ The rules are those of torch's distributed checkpoint: its planners find the chu
 chunk on several ranks to the one with the least to write, check that the chunks cover the tensor, and intersect them
 with a reader's parts. The bytes are ours: a shard is a safetensors file, the index a JSON file.
 
-Called by `checkpointer`; touches no file.
+Called by `checkpointer`. Of files it reads shards, of which it copies the required chunks; it does not communicate.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem
 from torch.distributed.tensor import DTensor
 
+from shoal.checkpoint.json_state import Leaf
 from shoal.errors import CheckpointError, ConfigError
 from shoal.weights.tensor_files import DTYPE_NAMES, DTYPES
 
@@ -100,8 +103,8 @@ def assign_shards(plans: Sequence[SavePlan]) -> list[ShardLayout]:
     known: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            whole = _tensor_data(item)
-            shape, dtype = whole.size, whole.properties.dtype
+            tensor = _tensor_data(item)
+            shape, dtype = tensor.size, tensor.properties.dtype
             other, *same = known.setdefault(item.index.fqn, (rank, shape, dtype))
             if same != [shape, dtype]:
                 here, there = f"{dtype} {list(shape)}", f"{same[1]} {list(same[0])}"  # type: ignore[call-overload]
@@ -110,22 +113,23 @@ def assign_shards(plans: Sequence[SavePlan]) -> list[ShardLayout]:
         shared, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(list(plans))
     except (AssertionError, ValueError) as error:
         raise CheckpointError(f"the ranks' parts do not make whole tensors: {error}") from error
-    return [_build_layout(plan.items) for plan in shared]
+    layouts = []
+    for plan in shared:
+        slots, begin = [], 0
+        for item in sorted(
+            plan.items, key=lambda item: (-_tensor_data(item).properties.dtype.itemsize, item.index.fqn)
+        ):
+            chunk, dtype = _tensor_data(item).chunk, _tensor_data(item).properties.dtype
+            end = begin + math.prod(chunk.sizes) * dtype.itemsize
+            slots.append(Slot(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), dtype, begin, end))
+            begin = end
+        layouts.append(ShardLayout(tuple(slots)))
+    return layouts
 
 
 def _tensor_data(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None  # only tensors are planned
     return item.tensor_data
-
-
-def _build_layout(items: Sequence[WriteItem]) -> ShardLayout:
-    slots, begin = [], 0
-    for item in sorted(items, key=lambda item: (-_tensor_data(item).properties.dtype.itemsize, item.index.fqn)):
-        chunk, dtype = _tensor_data(item).chunk, _tensor_data(item).properties.dtype
-        end = begin + math.prod(chunk.sizes) * dtype.itemsize
-        slots.append(Slot(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), dtype, begin, end))
-        begin = end
-    return ShardLayout(tuple(slots))
 
 
 class ChunkLocation(NamedTuple):
@@ -165,3 +169,74 @@ def plan_reads(index: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) ->
             places[MetadataIndex(name, one["offsets"])] = place
     plan = create_default_local_load_plan(dict(tensors), Metadata(metadata))
     return [(item, places[item.storage_index]) for item in plan.items]
+
+
+Misfit = tuple[str, object, str, str]  # the arguments of SpecMismatch
+
+
+def find_misfit(
+    index: Mapping[str, Any], leaves: Mapping[str, Leaf], tensors: Mapping[str, torch.Tensor], here: str
+) -> Misfit | None:
+    """The first entry of this rank's state that the checkpoint `here` cannot fill."""
+    for name in leaves:
+        tensor = tensors.get(name)
+        other = "tensors" if tensor is None else "values"
+        if tensor is None and name in index["values"]:
+            continue
+        saved = index["tensors"].get(name)
+        if name in index[other]:
+            kind = "a tensor" if tensor is None else "not a tensor"
+            return name, str(type(leaves[name].value).__name__), f"is {kind} in {here}", "load it into the same model"
+        if tensor is None or saved is None:
+            return name, "", f"is not in {here}", "load it into the same model and optimiser"
+        held = (DTYPE_NAMES.get(tensor.dtype), list(tensor.shape), tensor.is_meta)
+        if held != (saved["dtype"], saved["shape"], False):
+            what = f"{'meta ' * tensor.is_meta}{tensor.dtype} {list(tensor.shape)}"
+            return name, what, f"is {saved['dtype']} {saved['shape']} in {here}", "load it into the same model"
+    return None
+
+
+def find_leftovers(
+    index: Mapping[str, Any], stored: Sequence[tuple[list[str], list[str], Misfit | None]], here: str
+) -> Misfit | None:
+    """The first entry of the checkpoint without a place in the state, which has places for others of its kind."""
+    tops = tuple({f"{top}." for tops, _, _ in stored for top in tops})
+    names = {name for _, names, _ in stored for name in names}
+    for name in [*index["tensors"], *index["values"]]:
+        if name not in names and name.startswith(tops):
+            remedy = "load it into the same model and optimiser, whose state torch makes at its first step"
+            return name, "", f"is in {here}, but the state has no place for it", remedy
+    return None
+
+
+def shard_name(rank: int, size: int) -> str:
+    """The file of this rank."""
+    return f"shard-{rank:05d}-of-{size:05d}.safetensors"
+
+
+@torch.no_grad()
+def fill_tensors(
+    folder: Path, wanted: Iterable[tuple[ReadItem, ChunkLocation]], tensors: dict[str, torch.Tensor]
+) -> None:
+    """Copy every required piece into its tensor. Raises CheckpointError."""
+    maps: dict[str, mmap.mmap] = {}
+    for item, place in wanted:
+        if not math.prod(item.lengths):
+            continue
+        try:
+            if place.file not in maps:
+                with (folder / place.file).open("rb") as file:  # writable for torch, never written back
+                    maps[place.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            flat = torch.frombuffer(maps[place.file], dtype=place.dtype, count=math.prod(place.sizes), offset=place.at)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder.name}: {place.file} cannot be read ({error})") from error
+        target = tensors[item.dest_index.fqn].detach()
+        target = target.to_local() if isinstance(target, DTensor) else target
+        source = flat.view(place.sizes)
+        _narrow(target, item.dest_offsets, item.lengths).copy_(_narrow(source, item.storage_offsets, item.lengths))
+
+
+def _narrow(tensor: torch.Tensor, offsets: torch.Size, lengths: torch.Size) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor

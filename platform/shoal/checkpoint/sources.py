@@ -62,8 +62,9 @@ def require_durable(
     if visibility.is_shared:
         return
     shared_with_first = ranks.all_gather(0 in visibility.ranks)
-    other = sorted({host for host, is_seen in zip(visibility.hosts, shared_with_first, strict=True) if not is_seen})
-    hosts = f"{', '.join(other)} and {visibility.hosts[0]}"
+    places = [f"{host} ({path})" for host, path in zip(visibility.hosts, ranks.all_gather(str(folder)), strict=True)]
+    other = sorted({place for place, is_seen in zip(places, shared_with_first, strict=True) if not is_seen})
+    hosts = f"{', '.join(other)} and {places[0]}"
     if store is None:
         problem = f"the hosts {hosts} have no folder in common there, and no checkpoint could be read again"
         remedy = "set SHOAL_STORE to a bucket (s3://BUCKET/PREFIX), or SHOAL_HOME to a folder that all hosts mount"
@@ -108,10 +109,10 @@ class CheckpointSources:
 
         is_shared: whether this folder has all files of its checkpoints
         """
-        found = [parse_step(path.name) for path in list_newest_first(self._folder)]
+        steps = [parse_step(path.name) for path in list_newest_first(self._folder)]
         if self._stored is None:
-            return found
-        own = [step for step in found if is_shared and (checkpoint_path(self._folder, step) / MANIFEST).exists()]
+            return steps
+        own = [step for step in steps if is_shared and (checkpoint_path(self._folder, step) / MANIFEST).exists()]
         try:
             stored = self._stored.list_steps()
         except StoreError as error:
@@ -162,22 +163,22 @@ class CheckpointSources:
             return []
         path = checkpoint_path(self._folder, step)
         try:
-            found = [self._stored.download(step, manifest, name, path / name) for name in names]
+            problems = [self._stored.download(step, manifest, name, path / name) for name in names]
         except OSError as error:
             return [str(error)]
-        return [problem for problem in found if problem]
+        return [problem for problem in problems if problem]
 
     def find_missing_uploads(self, step: int, known: Collection[int]) -> list[tuple[dict[str, Any], bool]]:
         """Of this step and the best one here: the manifests of those that are not in the store, and which is the best.
 
         known: steps that are left out
         """
-        best, found = record.read_best_step(self._folder), []
+        best, result = record.read_best_step(self._folder), []
         for each in sorted({step, step if best is None else best} - set(known)):
             manifest, is_stored = self.read_manifest(each)
             if isinstance(manifest, dict) and not is_stored and "folder" in manifest:
-                found.append((manifest, each == best))
-        return found
+                result.append((manifest, each == best))
+        return result
 
     def read_best_step(self) -> int | None:
         """The step marked as the best one, here or in the store: the later of the two. Raises StoreError."""
@@ -185,12 +186,12 @@ class CheckpointSources:
         if self._stored is None:
             return own
         try:
-            found = self._stored.read_best_step()
+            stored = self._stored.read_best_step()
         except StoreError:
             if own is None:
                 raise
             return own
-        return max((step for step in (own, found) if step is not None), default=None)
+        return max((step for step in (own, stored) if step is not None), default=None)
 
 
 def divide_files(names: Collection[str], rank: int, size: int) -> list[str]:

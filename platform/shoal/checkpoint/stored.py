@@ -117,7 +117,7 @@ class StoredCheckpoints:
         for key in keys:
             if (step := parse_step(key.partition("/")[0])) >= 0 and not key.endswith(f"/{MANIFEST}"):
                 files.setdefault(step, []).append(key)
-        found = []
+        result = []
         for step, listed in files.items():
             attempts = {key.split("/")[1] for key in listed}
             if step in retained and len(attempts) > 1:
@@ -127,8 +127,8 @@ class StoredCheckpoints:
                 attempts.discard(manifest["folder"])
             elif step in retained:
                 continue
-            found += [key for key in listed if key.split("/")[1] in attempts]
-        return found
+            result += [key for key in listed if key.split("/")[1] in attempts]
+        return result
 
     def download(self, step: int, manifest: Mapping[str, Any], name: str, path: Path) -> str:
         """Make `path` the file `name` of a checkpoint, unless it is; returns the problem, "" if there is none.

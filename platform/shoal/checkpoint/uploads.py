@@ -82,12 +82,12 @@ class Uploader:
     def _run(self, uploads: Sequence[Upload]) -> None:
         for each in uploads:
             try:
-                self._upload(each)
+                self._upload_one(each)
             except Exception as error:  # noqa: BLE001 - the top of a thread: the ranks report it when they save
                 self.failure = f"step {each.step}: {summarize_error(error)}"
                 return
 
-    def _upload(self, upload: Upload) -> None:
+    def _upload_one(self, upload: Upload) -> None:
         for name in upload.names:
             self._stored.upload(upload.step, upload.attempt, upload.folder / name)
         if not self._is_first:

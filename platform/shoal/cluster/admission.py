@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
-from typing import Any, Self
+from typing import Self
 
 import ray
 from ray._private import state
@@ -189,21 +189,17 @@ class RunAdmission:
             if not may_ask:
                 request.close()
                 time.sleep(timeout_s)
-            said = describe_shortage(self._run, runs, free, total)
+            shortage = describe_shortage(self._run, runs, free, total)
             launches = describe_launches() if growth else ""
             if waited_s >= wait_s:
                 missing = f"no nodes came{_after_colon(launches)}; " if growth else ""
-                raise NoCapacity(lack, f"{missing}{said}", wait_s)
+                raise NoCapacity(lack, f"{missing}{shortage}", wait_s)
             if waited_s >= QUIET_S:
                 nodes = f"; waiting for nodes{_after_colon(launches)}" if growth else ""
-                entry = self._describe(runs)
-                log.report(f"{lack}: {said}{nodes}", REPORT_S, (entry["position"], launches), **entry)
-
-    def _describe(self, runs: Sequence[QueuedRun]) -> dict[str, Any]:
-        """The run's entry in the queue, for the record."""
-        waiting, fields = [each.run_id for each in order_waiting(runs)], asdict(self._run)
-        shown = {name: fields[name] for name in ("owner", "priority", "since_s", "needs")}
-        return {"position": waiting.index(self._run.run_id) + 1, **shown}
+                position = [each.run_id for each in order_waiting(runs)].index(self._run.run_id) + 1
+                entry = {name: getattr(self._run, name) for name in ("owner", "priority", "since_s", "needs")}
+                reason = f"{lack}: {shortage}{nodes}"
+                log.report(reason, REPORT_S, (position, launches), position=position, **entry)
 
 
 def _after_colon(text: str) -> str:

@@ -69,33 +69,28 @@ def lock_cluster_state() -> AbstractContextManager[None]:
 
 def _resolve_address(field: str, address: str) -> ClusterHandle:
     url = address.partition("#")[0].rstrip("/")  # a browser shows the dashboard's as http://HOST:8265/#/overview
-    for handle in (_load_local_handle(), _load_environment_handle()):
+    folder = os.environ.get(
+        FOLDER_VARIABLE
+    )  # of the cluster whose client environment this process has, or whose job it is
+    of_environment = load_handle(Path(folder) / "cluster.json") if folder else None
+    for handle in (_load_local_handle(), of_environment):
         if handle is not None and url in (handle.address, handle.dashboard_url):
             if not handle.is_head_alive():
                 raise ConfigError(field, address, "is a cluster that has ended", "`shoal up` starts a new one")
             return handle
-    if not _is_url(url):
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port, or of brackets
+        is_url = False
+    if not is_url:
         raise ConfigError(field, address, "is not the URL of a dashboard", "write http://HOST:8265, or unset it")
     return _make_remote_handle(url)
-
-
-def _is_url(address: str) -> bool:
-    try:
-        parts = urlsplit(address)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port, or of brackets
-        return False
 
 
 def _load_local_handle() -> ClusterHandle | None:
     handle = load_handle(state_path())
     return handle if handle is not None and handle.is_on_this_host else None
-
-
-def _load_environment_handle() -> ClusterHandle | None:
-    """The local cluster whose client environment this process has (or whose job it is)."""
-    folder = os.environ.get(FOLDER_VARIABLE)
-    return load_handle(Path(folder) / "cluster.json") if folder else None
 
 
 def _make_remote_handle(url: str) -> ClusterHandle:
@@ -105,9 +100,9 @@ def _make_remote_handle(url: str) -> ClusterHandle:
     if token:
         require_header_safe("RAY_AUTH_TOKEN", token)
         return ClusterHandle(url, url, token, {**environment, "RAY_AUTH_TOKEN": token})
-    said = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(said or os.path.expanduser("~/.ray/auth_token"))  # unchanged when the home folder is unknown
-    if said and not path.exists():
+    given = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(given or os.path.expanduser("~/.ray/auth_token"))  # unchanged when the home folder is unknown
+    if given and not path.exists():
         raise ConfigError("RAY_AUTH_TOKEN_PATH", str(path), "does not exist", "copy the cluster's token file there")
     if not path.exists():
         path = ray_token_path()

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -100,23 +99,20 @@ def set_environment(values: Mapping[str, str]) -> Iterator[None]:
 def load_handle(path: Path) -> ClusterHandle | None:
     """The handle that `save` wrote; None if there is no such file. Raises ClusterError for any other file."""
     try:
-        return _from_record(json.loads(path.read_text()))
+        record = json.loads(path.read_text())
+        token_path = Path(record["environment"]["RAY_AUTH_TOKEN_PATH"])
+        return ClusterHandle(
+            address=record["address"],
+            dashboard_url=record["dashboard_url"],
+            token=token_path.read_text().strip() if token_path.exists() else "",
+            environment=record["environment"],
+            temp_dir=Path(record["temp_dir"]),
+            cluster_id=record["cluster_id"],
+            head_pid=record["head_pid"],
+            started_at_s=record["started_at_s"],
+            host=record.get("host"),
+        )
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise ClusterError(f"{path} is no file of `shoal up` ({error!r}): delete it") from error
-
-
-def _from_record(record: dict[str, Any]) -> ClusterHandle:
-    token_path = Path(record["environment"]["RAY_AUTH_TOKEN_PATH"])
-    return ClusterHandle(
-        address=record["address"],
-        dashboard_url=record["dashboard_url"],
-        token=token_path.read_text().strip() if token_path.exists() else "",
-        environment=record["environment"],
-        temp_dir=Path(record["temp_dir"]),
-        cluster_id=record["cluster_id"],
-        head_pid=record["head_pid"],
-        started_at_s=record["started_at_s"],
-        host=record.get("host"),
-    )

@@ -37,12 +37,12 @@ def connect(cluster: ClusterHandle) -> httpx2.Client:
         headers={"Authorization": f"Bearer {cluster.token}"},
         timeout=REQUEST_TIMEOUT_S,
         trust_env=not cluster.is_local,  # loopback needs no proxy
-        verify=_load_certificates() if cluster.dashboard_url.startswith("https:") else False,  # of plain HTTP, none
+        verify=_make_ssl_context() if cluster.dashboard_url.startswith("https:") else False,  # of plain HTTP, none
     )
 
 
 @cache
-def _load_certificates() -> ssl.SSLContext:
+def _make_ssl_context() -> ssl.SSLContext:
     """This machine's trusted certificates. Reading them takes 50 ms, and a run's state is polled twice a second."""
     return httpx2.create_ssl_context()
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -109,12 +109,17 @@ def start_cluster(
     _require_plain_paths()
     cluster_id = uuid.uuid4().hex
     temp_dir = get_cluster_folder(cluster_id)
-    with contextlib.ExitStack() as on_failure, _reserve_ports() as (ports, metrics_port, replica_ports):
+    with (
+        contextlib.ExitStack() as on_failure,
+        reserve_ports(len(_PORTS) + 1) as (metrics_port, *free),  # until the servers listen
+        reserve_port_block() as block,  # which no other cluster takes as long as the dashboard has the first of it
+    ):
+        ports = dict(zip(_PORTS, free, strict=True)) | ({"dashboard_port": block[0]} if block else {})
         on_failure.callback(end_cluster, cluster_id, temp_dir, grace_s=0.5)  # an interruption may come at any moment
         temp_dir.mkdir(0o700)
         (temp_dir / "cluster-id").write_text(cluster_id)
         (temp_dir / "tmp").mkdir()
-        serve = serve_environment(temp_dir) | limit_replica_ports(replica_ports)
+        serve = serve_environment(temp_dir) | limit_replica_ports(block[1:])
         if detached:  # it may serve what Ray's own `serve deploy` brings, which does not prepare; `deploy` does
             with contextlib.suppress(ClusterError):
                 prepare_ingress(serve)
@@ -148,17 +153,10 @@ def start_cluster(
     return cluster
 
 
-@contextlib.contextmanager
-def _reserve_ports() -> Iterator[tuple[dict[str, int], int, range]]:
-    """The ports of Ray's servers, that of its metrics, and the replicas'; reserved until the servers listen.
-
-    The dashboard has the first of the replicas' block, which no other cluster takes as long as it listens there.
-    """
-    with reserve_ports(len(_PORTS) + 1) as (metrics_port, *free), reserve_port_block() as block:
-        ports = dict(zip(_PORTS, free, strict=True))
-        if block:
-            ports["dashboard_port"] = block[0]
-        yield ports, metrics_port, block[1:]
+def _can_fork() -> bool:
+    """Whether to fork workers: not where an accelerator's driver might already be initialised (decision 012)."""
+    has_accelerator = any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
+    return sys.platform == "linux" and os.environ.get(FORK_VARIABLE) != "0" and not has_accelerator
 
 
 def _require_plain_paths() -> None:
@@ -171,12 +169,6 @@ def _require_plain_paths() -> None:
         if not is_plain:
             problem = "has a quotation mark or a backslash, with which Ray starts no worker"
             raise ConfigError("path", path, problem, "move it to a folder without")
-
-
-def _can_fork() -> bool:
-    """Whether to fork workers: not where an accelerator's driver might already be initialised (decision 012)."""
-    has_accelerator = any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
-    return sys.platform == "linux" and os.environ.get(FORK_VARIABLE) != "0" and not has_accelerator
 
 
 def _launch(options: Mapping[str, object], environment: dict[str, str], detached: bool) -> subprocess.Popen[bytes]:
@@ -270,22 +262,15 @@ def _wait_until_ready(head: subprocess.Popen[bytes], temp_dir: Path, timeout_s: 
             raise ClusterError(f"Ray could not start: {report['failed']}. `shoal doctor` checks this machine")
         return report
     problem = "ended while starting" if readable else f"was not ready within {timeout_s:g} s"
-    raise ClusterError(f"Ray {problem}. {_read_log_tail(temp_dir)} `shoal doctor` checks this machine")
-
-
-def _read_log_tail(temp_dir: Path) -> str:
     log = temp_dir / "head.log"
     lines = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
-    return f"It said: {' / '.join(lines)}." if lines else "It said nothing."
+    output = f"It said: {' / '.join(lines)}." if lines else "It said nothing."
+    raise ClusterError(f"Ray {problem}. {output} `shoal doctor` checks this machine")
 
 
 def _stop(head: subprocess.Popen[bytes], cluster_id: str, temp_dir: Path, grace_s: float) -> None:
+    """End the cluster, collect the head's exit status, and close our ends of its pipes."""
     end_cluster(cluster_id, temp_dir, grace_s=grace_s)
-    _reap(head)
-
-
-def _reap(head: subprocess.Popen[bytes]) -> None:
-    """Collect the head's exit status and close our ends of its pipes."""
     for pipe in (head.stdin, head.stdout):
         if pipe is not None:
             pipe.close()

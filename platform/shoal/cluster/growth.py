@@ -14,6 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -58,7 +59,12 @@ class Growth:
         return bool(self.node_types)
 
     def __str__(self) -> str:
-        types = [f"{each.max_nodes} {each.name} ({_format_resources(each.resources)})" for each in self.node_types]
+        types = []
+        for each in self.node_types:
+            amounts = [
+                f"{amount:g} {name}" for name, amount in sorted(each.resources.items()) if name.isupper() and amount
+            ]
+            types.append(f"{each.max_nodes} {each.name} ({', '.join(amounts) or 'no CPU'})")
         is_less = self.max_nodes < sum(each.max_nodes for each in self.node_types)
         return ", ".join(types) + (f", {self.max_nodes} nodes in all" if is_less else "")
 
@@ -69,10 +75,11 @@ class Growth:
         distinct = Counter(tuple(sorted(bundle.items())) for bundle in bundles)
         total: Counter[str] = Counter()
         for items, count in distinct.items():
-            if self._count_slots(dict(items)) < count:
+            slots: float = sum(self._list_amounts(partial(_count_on, bundle=dict(items))))
+            if slots < count:
                 return False
             total.update({name: amount * count for name, amount in items})
-        return all(self._sum(name) + _STEP >= amount for name, amount in total.items())
+        return all(sum(self.list_hosts(name)) + _STEP >= amount for name, amount in total.items())
 
     def list_hosts(self, resource: str) -> list[float]:
         """The amount of a resource on each host that may be there: of the most nodes, those with the most of it."""
@@ -82,27 +89,21 @@ class Growth:
         nodes = [amount for each in self.node_types for amount in [measure(each.resources)] * each.max_nodes]
         return [measure(self.head), *sorted(nodes, reverse=True)[: self.max_nodes]]
 
-    def _count_slots(self, bundle: Bundle) -> float:
-        return sum(self._list_amounts(lambda host: _count_on(host, bundle)))
-
-    def _sum(self, resource: str) -> float:
-        return sum(self.list_hosts(resource))
-
 
 def _count_on(host: Bundle, bundle: Bundle) -> float:
     needs = {name: amount for name, amount in bundle.items() if amount}
     return min((math.floor(host.get(name, 0.0) / amount + _STEP) for name, amount in needs.items()), default=math.inf)
 
 
-def _format_resources(resources: Bundle) -> str:
-    shown = [f"{resources[name]:g} {name}" for name in sorted(resources) if name.isupper() and resources[name]]
-    return ", ".join(shown) or "no CPU"
-
-
 def find_growth() -> Growth:
     """What the connected cluster may have. Takes a worker's start on the head where this process is elsewhere."""
+    from ray._private.state import state
+
     head = next(node for node in ray.nodes() if node["Alive"] and HEAD in node["Resources"])
-    growth = Growth({}, _read_platform_record())
+    record = state.get_cluster_config()  # of managed platforms
+    groups = record.node_group_configs if record is not None else ()
+    types = [NodeType(each.name, dict(each.resources), each.max_count) for each in groups if each.max_count]
+    growth = Growth({}, tuple(replace(each, max_nodes=UNLIMITED) if each.max_nodes < 0 else each for each in types))
     if not growth:
         address = ray.get_runtime_context().gcs_address
         if head["NodeID"] == ray.get_runtime_context().get_node_id():
@@ -113,16 +114,6 @@ def find_growth() -> Growth:
     return replace(growth, head=head["Resources"])
 
 
-def _read_platform_record() -> tuple[NodeType, ...]:
-    from ray._private.state import state
-
-    config = state.get_cluster_config()
-    if config is None:
-        return ()
-    groups = [(each.name, dict(each.resources), each.max_count) for each in config.node_group_configs]
-    return tuple(NodeType(name, has, UNLIMITED if most < 0 else most) for name, has, most in groups if most)
-
-
 def find_on_head(gcs_address: str) -> Growth:
     """What the autoscaler of this host may add; nothing without one. Also nothing, with a warning, when that cannot be
     read."""
@@ -130,7 +121,10 @@ def find_on_head(gcs_address: str) -> Growth:
         if config := _find_config_file(gcs_address):
             return parse_growth(yaml.safe_load(config.read_text()) or {})
         if _KUBERAY_NAME in os.environ and _KUBERAY_NAMESPACE.exists():
-            return _read_ray_cluster(os.environ[_KUBERAY_NAME], _KUBERAY_NAMESPACE.read_text().strip())
+            from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClient
+
+            client = KubernetesHttpApiClient(_KUBERAY_NAMESPACE.read_text().strip())
+            return parse_ray_cluster(client.get(f"rayclusters/{os.environ[_KUBERAY_NAME]}"))
     except (OSError, yaml.YAMLError) as error:  # an HTTPError of requests is an OSError
         logger.warning("only present nodes count, since the autoscaler's configuration cannot be read: %s", error)
     return Growth({})
@@ -145,12 +139,6 @@ def _find_config_file(gcs_address: str) -> Path | None:
                 if word.startswith(_OPTION):
                     return Path(word.removeprefix(_OPTION))
     return None
-
-
-def _read_ray_cluster(name: str, namespace: str) -> Growth:
-    from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClient
-
-    return parse_ray_cluster(KubernetesHttpApiClient(namespace).get(f"rayclusters/{name}"))
 
 
 def parse_ray_cluster(ray_cluster: Mapping[str, Any]) -> Growth:
@@ -207,8 +195,8 @@ def describe_launches() -> str:
     for launch in status.pending_launches:
         launching[launch.ray_node_type_name] += launch.count
     failures = {launch.ray_node_type_name: launch.details for launch in status.failed_launches}
-    told = [f"{count} {name} {'is' if count == 1 else 'are'} being started" for name, count in launching.items()]
-    return "; ".join(told + [f"{name} could not be started ({details})" for name, details in failures.items()])
+    parts = [f"{count} {name} {'is' if count == 1 else 'are'} being started" for name, count in launching.items()]
+    return "; ".join(parts + [f"{name} could not be started ({details})" for name, details in failures.items()])
 
 
 def _get_status() -> Any:

@@ -31,8 +31,13 @@ PORTS = {
 
 def build_host_environment(folder: Path) -> dict[str, str]:
     """The variables. Creates `folder`, for HAProxy's files. Raises ConfigError."""
-    for each in (folder, folder / "ha"):
-        _make_private_folder(each)
+    for each in (folder, folder / "ha"):  # Ray will run programs in it, and any user may have created its name in /tmp
+        with suppress(FileExistsError):
+            each.mkdir(mode=0o700, parents=True)
+        status = each.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            remedy = "remove it, or name another folder as the argument of `python -m shoal.cluster.host_environment`"
+            raise ConfigError("folder", str(each), "can be changed by another user", remedy)
     return {
         **serve_environment(folder),
         **PORTS,
@@ -44,17 +49,6 @@ def build_host_environment(folder: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_JOB_STOP_WAIT_TIME_S": "15",
     }
-
-
-def _make_private_folder(folder: Path) -> None:
-    """Ray will run programs in it, and any user may have created its name in /tmp. Raises ConfigError when another
-    user can change it."""
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700, parents=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        remedy = "remove it, or name another folder as the argument of `python -m shoal.cluster.host_environment`"
-        raise ConfigError("folder", str(folder), "can be changed by another user", remedy)
 
 
 def main() -> None:

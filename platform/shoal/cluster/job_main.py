@@ -48,11 +48,22 @@ def job_main(
     """
     sys.path.append(os.getcwd())  # overrides may name modules there; the job's own folder is in it already
     words = restore_secrets(sys.argv[1:]) if arguments is None else list(arguments)
-    fields = [_rename_field(word, renamed) for word in words if word not in (CHECK, *HELP)]
+    fields = []
+    for name, separator, value in (word.partition("=") for word in words if word not in (CHECK, *HELP)):
+        if name in renamed:
+            print(f"warning: the field {name} is called {renamed[name]} now", file=sys.stderr, flush=True)
+        fields.append(f"{renamed.get(name, name)}{separator}{value}")
     try:
-        base = _load_recorded_spec(spec, fields) if isinstance(spec, Spec) else spec(fields)
+        if not isinstance(spec, Spec):
+            base = spec(fields)
+        elif resumed := last_override(fields, "resume"):
+            base = type(spec).from_record(shoal.runs.load(resumed).spec, fields)  # without the secrets
+        else:
+            base = spec
         if not set(HELP).isdisjoint(words):
-            print(f"usage: {_get_program()} [field=value ...]\n\nfields and their defaults:\n\n{base.to_yaml()}")
+            module = sys.modules["__main__"].__spec__  # of `-m`
+            program = f"python -m {module.name}" if module else f"python {sys.argv[0]}"
+            print(f"usage: {program} [field=value ...]\n\nfields and their defaults:\n\n{base.to_yaml()}")
             return
         chosen = base.override(fields)
         check(chosen)
@@ -74,26 +85,6 @@ def job_main(
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)
         sys.exit(130)
-
-
-def _rename_field(override: str, renamed: Mapping[str, str]) -> str:
-    name, separator, value = override.partition("=")
-    if name not in renamed:
-        return override
-    print(f"warning: the field {name} is called {renamed[name]} now", file=sys.stderr, flush=True)
-    return f"{renamed[name]}{separator}{value}"
-
-
-def _get_program() -> str:
-    """The typed command, up to the overrides: a file, or `-m` and a module."""
-    module = sys.modules["__main__"].__spec__
-    return f"python -m {module.name}" if module else f"python {sys.argv[0]}"
-
-
-def _load_recorded_spec(spec: SpecT, overrides: Sequence[str]) -> SpecT:
-    """The resumed run's spec with the overrides applied (its record holds no secrets); `spec` if none is resumed."""
-    resumed = last_override(overrides, "resume")
-    return type(spec).from_record(shoal.runs.load(resumed).spec, overrides) if resumed else spec
 
 
 def expected_run_id() -> str | None:

@@ -41,16 +41,8 @@ SILENCE_TIMEOUT_S = 30.0  # for a dashboard that does not answer while the head 
 CACHES = ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 # Of a folder that is uploaded, and of the package: its own `runs/` has folders of modules, a user's those of runs.
 EXCLUDES = (
-    ".git",
-    ".venv",
-    ".venv-*",
-    "venv",
-    "/runs/*/",
-    "!/runs/record/",
-    "!/runs/report/",
-    "!/runs/tracking/",
-    *CACHES,
-    "*.sqlite*",
+    *(".git", ".venv", ".venv-*", "venv", "/runs/*/", "!/runs/record/", "!/runs/report/", "!/runs/tracking/"),
+    *(*CACHES, "*.sqlite*"),
 )
 NOISY_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")  # loggers
 HOME_EXCLUDES = (
@@ -145,13 +137,16 @@ def _submit_remote(
     runtime_env: dict[str, Any] = {
         **added,
         "py_modules": [str(Path(shoal.__file__).parent)],
-        "excludes": [*EXCLUDES, *_list_home_excludes(working_dir)],
+        "excludes": list(EXCLUDES),
     }
     if env:
         runtime_env["env_vars"] = env
     if working_dir is not None:
         require_no_shadowing(working_dir)
-        runtime_env["working_dir"] = str(working_dir.resolve())
+        folder = working_dir.resolve()
+        runtime_env["working_dir"] = str(folder)
+        if folder in home().parents:  # $SHOAL_HOME lies in the uploaded folder
+            runtime_env["excludes"] += [f"/{home().relative_to(folder)}/{name}" for name in HOME_EXCLUDES]
     from ray.job_submission import JobSubmissionClient
 
     # Ray's client prefers its variables to its argument, and logs each file that it excludes.
@@ -174,14 +169,6 @@ def _submit_remote(
     except (RuntimeError, ValueError) as error:
         raise ClusterError(f"{cluster.dashboard_url} refused the job: {error}") from None
     return JobHandle(cluster, chosen)
-
-
-def _list_home_excludes(working_dir: Path | None) -> list[str]:
-    """Patterns that exclude $SHOAL_HOME when it lies in the uploaded folder."""
-    kept = home()
-    if working_dir is None or (folder := working_dir.resolve()) not in kept.parents:
-        return []
-    return [f"/{kept.relative_to(folder)}/{name}" for name in HOME_EXCLUDES]
 
 
 def require_no_shadowing(working_dir: Path) -> None:
@@ -267,7 +254,9 @@ class JobHandle:
             pass
         info = self.info()
         if info.status is JobStatus.FAILED:
-            raise RunError(f"job {self.submission_id} failed: {self._describe_failure(info)}")
+            lines = self.read_logs().strip().splitlines()[-NUM_LAST_LINES:]
+            reason = "the last lines of its log are\n" + "\n".join(lines) if lines else info.message
+            raise RunError(f"job {self.submission_id} failed: {reason}")
         return info.status
 
     def follow(self, timeout_s: float) -> Iterator[str]:
@@ -318,7 +307,7 @@ class JobHandle:
         """The answer; None without one, for SILENCE_TIMEOUT_S in a row at most and while the head may live. Then raises
         the reason (ClusterError, ConnectionLost)."""
         try:
-            found = question()
+            result = question()
         except (ClusterError, ConnectionLost):
             now = time.monotonic()
             self._silent_since_s = self._silent_since_s or now
@@ -327,7 +316,7 @@ class JobHandle:
                 raise
             return None
         self._silent_since_s = None
-        return found
+        return result
 
     def _read_log_from(self, client: httpx2.Client | None, start: int, is_complete: bool) -> tuple[str, int]:
         """As `read_logs_from`; `start` counts bytes of a local file, or characters of a remote log."""
@@ -351,10 +340,6 @@ class JobHandle:
                 file.seek(start)
                 return file.read()
         return b""
-
-    def _describe_failure(self, info: JobInfo) -> str:
-        lines = self.read_logs().strip().splitlines()[-NUM_LAST_LINES:]
-        return "the last lines of its log are\n" + "\n".join(lines) if lines else info.message
 
 
 def _parse_job_info(entry: Mapping[str, Any]) -> JobInfo:

@@ -38,23 +38,19 @@ def find_cluster_processes(cluster_id: str, temp_dir: Path) -> list[psutil.Proce
             if _has_exited(process):
                 continue
             children[process.ppid()].append(process)
-            if _read_environment(process).get(CLUSTER_ID_VARIABLE) == cluster_id or _is_ray_process_in(
-                process, temp_dir
+            is_marked = _read_environment(process).get(CLUSTER_ID_VARIABLE) == cluster_id
+            if is_marked or (
+                process.name().startswith("ray")
+                and any(file.path.startswith(f"{temp_dir}/") for file in process.open_files())
             ):
                 own.append(process)
-    found: dict[int, psutil.Process] = {}
+    members: dict[int, psutil.Process] = {}
     while own:
         process = own.pop()
-        if process.pid not in found and process.pid != os.getpid():
-            found[process.pid] = process
+        if process.pid not in members and process.pid != os.getpid():
+            members[process.pid] = process
             own.extend(children[process.pid])
-    return list(found.values())
-
-
-def _is_ray_process_in(process: psutil.Process, temp_dir: Path) -> bool:
-    return process.name().startswith("ray") and any(
-        file.path.startswith(f"{temp_dir}/") for file in process.open_files()
-    )
+    return list(members.values())
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -85,7 +81,8 @@ def end_processes(cluster_id: str, temp_dir: Path, *, grace_s: float = 2.0, time
     """
     asked: set[psutil.Process] = set()
     kill_at_s = time.monotonic() + grace_s
-    while alive := _filter_alive(asked) | set(find_cluster_processes(cluster_id, temp_dir)):
+    # Signalled processes that still run count even without the parent that proved their membership.
+    while alive := {*filter(is_alive, asked), *find_cluster_processes(cluster_id, temp_dir)}:
         now_s = time.monotonic()
         if now_s > kill_at_s + timeout_s:
             raise ClusterError(f"processes {sorted(p.pid for p in alive)} of cluster {cluster_id} survive SIGKILL")
@@ -98,11 +95,6 @@ def end_processes(cluster_id: str, temp_dir: Path, *, grace_s: float = 2.0, time
                     process.terminate()
         asked.update(alive)
         psutil.wait_procs(alive, timeout=POLL_S)
-
-
-def _filter_alive(asked: set[psutil.Process]) -> set[psutil.Process]:
-    """The signalled processes that still run, even without the parent that proved their membership."""
-    return {process for process in asked if is_alive(process)}
 
 
 def _is_server(process: psutil.Process) -> bool:
@@ -121,10 +113,10 @@ def remove_folder(temp_dir: Path, cluster_id: str) -> None:
     """Remove the cluster's temporary folder after checking that it is this cluster's: by its mark, or by its name if
     its start was interrupted before the mark was written."""
     try:
-        said = (temp_dir / "cluster-id").read_text()
+        mark = (temp_dir / "cluster-id").read_text()
     except FileNotFoundError:
-        said = ""
-    if temp_dir.exists() and (said == cluster_id or (not said and temp_dir == get_cluster_folder(cluster_id))):
+        mark = ""
+    if temp_dir.exists() and (mark == cluster_id or (not mark and temp_dir == get_cluster_folder(cluster_id))):
         shutil.rmtree(temp_dir)
 
 

@@ -72,29 +72,21 @@ class _HeadNode(Node):
         persist_port(self.get_session_dir_path(), self.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, port)
         super().start_ray_processes()
         self.start_api_server(include_dashboard=True, raise_on_failure=True)
-        self._wait_until_complete()
-
-    def _wait_until_complete(self) -> None:
-        """Wait until the raylet has registered and its agents, which start the jobs, listen.
-
-        Ray's own timeouts are 30 s for the raylet and 15 s for the agents; a busy machine needs more. Here the parent
-        sets the deadline. Raises ClusterError when a part of Ray ends meanwhile.
-        """
-        while not (self._has_raylet() and self._has_dashboard_agent() and self._read_port(RUNTIME_ENV_AGENT_PORT_NAME)):
+        # Ray's own timeouts are 30 s for the raylet and 15 s for its agents, which start the jobs; a busy machine needs
+        # more. Here the parent sets the deadline.
+        while not (self._is_registered() and self._read_port(RUNTIME_ENV_AGENT_PORT_NAME)):
             if dead := [name for name, _ in self.dead_processes()]:
                 logs = Path(self.get_logs_dir_path())
                 raise ClusterError("; ".join(f"{name} ended: {summarize_logs(logs, name)}" for name in dead))
             time.sleep(CHECK_PERIOD_S / 10)
 
-    def _has_raylet(self) -> bool:
+    def _is_registered(self) -> bool:
+        """Whether the raylet is registered, and its agent with the dashboard. Raises ClusterError when that cannot
+        listen."""
         try:
             get_node(self.gcs_address, self.node_id)
         except RuntimeError:
             return False
-        return True
-
-    def _has_dashboard_agent(self) -> bool:
-        """Whether the agent is registered with the dashboard. Raises ClusterError when it cannot listen."""
         if self._read_port(DASHBOARD_AGENT_LISTEN_PORT_NAME) == "-1":
             raise ClusterError("Ray's dashboard agent cannot listen: somebody has taken its port meanwhile")
         key = f"{DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX}{self.node_id}".encode()
@@ -150,7 +142,13 @@ def main() -> None:
     """Start Ray, report it in one line on standard output, and run until SIGTERM or until Ray dies."""
     options: HeadOptions = json.loads(sys.argv[1])
     temp_dir = Path(options["temp_dir"])
-    lifeline, ready = _redirect_standard_streams(temp_dir)
+    # The parent's pipes stay with this process; its children get /dev/null and a log file.
+    lifeline, ready = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(temp_dir / "head.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     watch = _ParentWatch(lifeline, os.environ[CLUSTER_ID_VARIABLE], temp_dir)
     if options["watch_parent"]:
         watch.start()
@@ -193,13 +191,8 @@ def _start_fork_server() -> subprocess.Popen[bytes]:
 
     Starts before any part of Ray, since it takes as long as all of them. Ends with this process.
     """
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "shoal.cluster.forking.fork_server",
-        os.environ[fork_client.ADDRESS_VARIABLE],
-    ]
+    address = os.environ[fork_client.ADDRESS_VARIABLE]
+    command = [sys.executable, "-P", "-m", "shoal.cluster.forking.fork_server", address]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
@@ -221,17 +214,6 @@ def _make_ray_params(options: HeadOptions) -> RayParams:
         temp_dir=str(Path(options["temp_dir"]) / "ray"),
         setup_worker_path=fork_client.__file__ if options["fork_workers"] else None,
     )
-
-
-def _redirect_standard_streams(temp_dir: Path) -> tuple[int, int]:
-    """Keep the parent's pipes for this process; give the children /dev/null and a log file."""
-    lifeline, ready = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(temp_dir / "head.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(null, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    return lifeline, ready
 
 
 if __name__ == "__main__":

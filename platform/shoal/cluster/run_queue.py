@@ -45,10 +45,10 @@ def order_waiting(runs: Sequence[QueuedRun]) -> list[QueuedRun]:
     """The waiting runs in the order of their starts: the highest priority first, then the owner with the fewest runs
     that have started or are ahead, then the oldest."""
     ahead = Counter(each.owner for each in runs if each.state is not AdmissionState.WAITING)
-    left, ordered = [each for each in runs if each.state is AdmissionState.WAITING], list[QueuedRun]()
-    while left:
-        following = min(left, key=lambda each: (-each.priority, ahead[each.owner], each.since_s, each.run_id))
-        left.remove(following)
+    waiting, ordered = [each for each in runs if each.state is AdmissionState.WAITING], list[QueuedRun]()
+    while waiting:
+        following = min(waiting, key=lambda each: (-each.priority, ahead[each.owner], each.since_s, each.run_id))
+        waiting.remove(following)
         ordered.append(following)
         ahead[following.owner] += 1
     return ordered
@@ -78,21 +78,20 @@ def describe_shortage(own: QueuedRun, runs: Sequence[QueuedRun], free: Resources
     amounts = [f"{_round(free.get(name, 0.0))} of {total.get(name, 0.0):g} {name}s free" for name in own.needs]
     started = [each for each in runs if each.state is not AdmissionState.WAITING and each.run_id != own.run_id]
     holders = [each for each in started if any(each.needs.get(name) for name in own.needs)]
-    told = [f"{each.run_id} ({each.owner}) has {format_needs(each.needs)}" for each in holders[:MAX_HOLDERS_SHOWN]]
+    parts = [f"{each.run_id} ({each.owner}) has {format_needs(each.needs)}" for each in holders[:MAX_HOLDERS_SHOWN]]
     more = len(holders) - MAX_HOLDERS_SHOWN
     others = {
         name: total.get(name, 0.0) - free.get(name, 0.0) - sum(each.needs.get(name, 0.0) for each in holders)
         for name in own.needs
     }
-    told += [f"{more} more runs have others"] * (more > 0)
-    told += [f"other work has {format_needs(others)}"] * any(amount > _STEP for amount in others.values())
+    parts += [f"{more} more runs have others"] * (more > 0)
+    parts += [f"other work has {format_needs(others)}"] * any(amount > _STEP for amount in others.values())
     waiting = [each.run_id for each in order_waiting(runs)]
     if len(waiting) > 1 and own.run_id in waiting:
         position = waiting.index(own.run_id)
-        told.append(
-            f"{f'after {waiting[position - 1]}, ' * (position > 0)}{position + 1} of {len(waiting)} in the queue"
-        )
-    return "; ".join([", ".join(amounts), *told])
+        before = f"after {waiting[position - 1]}, " if position else ""
+        parts.append(f"{before}{position + 1} of {len(waiting)} in the queue")
+    return "; ".join([", ".join(amounts), *parts])
 
 
 def format_needs(needs: Resources) -> str:

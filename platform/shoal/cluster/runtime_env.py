@@ -65,7 +65,17 @@ def parse_job_environment(
     packages:  as pip takes them
     variables: NAME=VALUE, or NAME of one of this process
     """
-    fields = _read(file) if file is not None else {}
+    content: Any = {}
+    if file is not None:
+        try:
+            content = yaml.safe_load(file.read_text())
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            problem = f"cannot be read: {error}"
+            raise ConfigError("runtime_env", str(file), problem, "give a file of YAML or JSON") from None
+        if not isinstance(content, dict):
+            problem = "holds no fields of a runtime_env"
+            raise ConfigError("runtime_env", str(file), problem, "write it as `pip: [PACKAGE]`")
+    fields: dict[str, Any] = content
     for name in _OURS:
         if name in fields:
             problem = f"has {name}, which is the folder that the job is started in"
@@ -91,18 +101,6 @@ def format_options(file: Path | None, packages: Sequence[str], image: str, varia
     options += [("--image", image)] if image else []
     options += [("--env", each.partition("=")[0]) for each in variables]
     return tuple(part for option in options for part in option)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        problem = f"cannot be read: {error}"
-        raise ConfigError("runtime_env", str(file), problem, "give a file of YAML or JSON") from None
-    if not isinstance(found, dict):
-        problem = "holds no fields of a runtime_env"
-        raise ConfigError("runtime_env", str(file), problem, "write it as `pip: [PACKAGE]`")
-    return found
 
 
 def _parse_variable(written: str) -> tuple[str, str]:

@@ -100,9 +100,9 @@ class Spec(_Model):
             ]
             if not unknown:
                 raise
-        found = cls._parse_record(known, overrides)
+        result = cls._parse_record(known, overrides)
         log_unknown_fields(source, unknown)
-        return found
+        return result
 
     @classmethod
     def _parse_record(cls, values: Mapping[str, Any], overrides: Iterable[str]) -> Self:
@@ -395,8 +395,8 @@ def _find_field_owner(owner: _Owner, name: str) -> _Owner:
 def _suggest(name: str, owner: type[BaseModel]) -> str:
     if inner := [path for path in _list_nested_paths(owner) if path.endswith(f".{name}")]:
         return f"did you mean {' or '.join(map(repr, inner))}?"
-    if issubclass(owner, Spec) and (found := owner.explain_absence(name)):
-        return found
+    if issubclass(owner, Spec) and (result := owner.explain_absence(name)):
+        return result
     close = difflib.get_close_matches(name, owner.list_fields() if issubclass(owner, Spec) else (), n=1)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -67,8 +67,12 @@ class PinnedTransfer:
 
     def begin(self, batch: Batch) -> _InFlight:
         with torch.cuda.stream(self._stream):
-            moved = map_tensors(batch, self._copy)
-            return _InFlight(moved, self._stream.record_event())
+
+            def copy(tensor: Tensor) -> Tensor:
+                source = tensor.pin_memory() if self._pin and can_be_pinned(tensor) else tensor
+                return source.to(self._device, non_blocking=True)
+
+            return _InFlight(map_tensors(batch, copy), self._stream.record_event())
 
     def finish(self, moving: _InFlight) -> Batch:
         computing = torch.cuda.current_stream(self._device)
@@ -76,10 +80,6 @@ class PinnedTransfer:
         # allocated on one stream, used on another: must not be reused before that use is over
         map_tensors(moving.batch, lambda tensor: tensor.record_stream(computing))
         return moving.batch
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        held = tensor.pin_memory() if self._pin and can_be_pinned(tensor) else tensor
-        return held.to(self._device, non_blocking=True)
 
 
 def can_be_pinned(tensor: Tensor) -> bool:

@@ -70,10 +70,18 @@ class Loader:
         self.last_indices: list[int] | None = None
         share = RankShare(*share)
         self._num_ranks = share.size
-        _check_division(batch_size, share, drop_last or hasattr(source, "batches"))
+        _require_divisible(batch_size, share, drop_last or hasattr(source, "batches"))
         shuffle = self.spec.shuffle if shuffle is None else shuffle
-        self._messages = _open_stream(source, share, self.spec.workers) if is_stream(source) else None
-        source = self._messages or source
+        self._messages: MessageDataset | None = None
+        if is_stream(source):
+            name = type(source).__name__
+            if share.size > 1:
+                problem = f"is a stream, which {share.size} data ranks cannot share"
+                raise ConfigError("data", name, problem, "use workers=1")
+            if self.spec.workers:
+                problem = f"{name} is read in the training process"
+                raise ConfigError("loader.workers", self.spec.workers, problem, "leave it out")
+            source = self._messages = MessageDataset(source)
         reader: Reader
         self._epoch_plan: EpochPlan
         if is_iterable(source):
@@ -82,10 +90,8 @@ class Loader:
         else:
             reader = MapReader(source, collate, seed)
             num_samples = _count_samples(source, batch_size, drop_last)
-            order = MapOrder(
-                num_samples, batch_size, share, seed, shuffle, drop_last, _sample_sizes(source, num_samples)
-            )
-            self._epoch_plan = MapEpochPlan(order)
+            sizes = _read_sample_sizes(source, num_samples)
+            self._epoch_plan = MapEpochPlan(MapOrder(num_samples, batch_size, share, seed, shuffle, drop_last, sizes))
         self._feed = WorkerPool(reader, self.spec) if self.spec.workers else InProcessReader(reader)
         self._transfer = make_transfer(self.device, self.spec.pin)
         self._in_flight: deque[ReadBatch | EpochEnd] = deque()
@@ -116,12 +122,19 @@ class Loader:
 
         Raises DataError, naming the samples if known.
         """
-        while (made := self._next()) is not None:
-            self._epoch_plan.on_batch_delivered(made, self.position)
-            self.position += made.num_global
-            self.num_samples, self.num_global = made.num_samples, made.num_global
-            self.last_indices = None if made.indices is None else made.indices[: made.num_samples].tolist()
-            yield made.batch
+        while not self._epoch_plan.is_over(self.position):
+            self._read_ahead(1 if self.is_stream else 1 + self._transfer.ahead)  # the next message may never come
+            first = self._in_flight.popleft()
+            self._is_feed_positioned = isinstance(first, ReadBatch)
+            if isinstance(first, EpochEnd):
+                self._epoch_plan.on_epoch_end(first, self.position)
+                break
+            batch = self._transfer.finish(first.batch)
+            self._epoch_plan.on_batch_delivered(first, self.position)
+            self.position += first.num_global
+            self.num_samples, self.num_global = first.num_samples, first.num_global
+            self.last_indices = None if first.indices is None else first.indices[: first.num_samples].tolist()
+            yield batch
         self.epoch, self.position = self.epoch + 1, 0
 
     def is_at_end(self) -> bool:
@@ -134,31 +147,19 @@ class Loader:
         self._read_ahead(1)
         return isinstance(self._in_flight[0], EpochEnd)
 
-    def _next(self) -> ReadBatch | None:
-        if self._epoch_plan.is_over(self.position):
-            return None
-        self._read_ahead(1 if self.is_stream else 1 + self._transfer.ahead)  # the next message may never come
-        first = self._in_flight.popleft()
-        self._is_feed_positioned = isinstance(first, ReadBatch)
-        if isinstance(first, ReadBatch):
-            return first._replace(batch=self._transfer.finish(first.batch))
-        self._epoch_plan.on_epoch_end(first, self.position)
-        return None
-
     def _read_ahead(self, count: int) -> None:
         """Start copying so many batches to the device, or the remaining ones of the epoch and its end."""
         began_s = time.perf_counter()
         if not self._is_feed_positioned:
             self._in_flight.clear()
-            self._feed.restart(
-                self._epoch_plan.iter_requests(self.epoch, self.position), self._epoch_plan.worker_index(self.position)
-            )
+            requests = self._epoch_plan.iter_requests(self.epoch, self.position)
+            self._feed.restart(requests, self._epoch_plan.worker_index(self.position))
         self._is_feed_positioned = False  # until this succeeds
         while len(self._in_flight) < count and not (self._in_flight and isinstance(self._in_flight[-1], EpochEnd)):
-            made = self._feed.next()
-            self._in_flight.append(
-                made._replace(batch=self._transfer.begin(made.batch)) if isinstance(made, ReadBatch) else made
-            )
+            item = self._feed.next()
+            if isinstance(item, ReadBatch):
+                item = item._replace(batch=self._transfer.begin(item.batch))
+            self._in_flight.append(item)
         self._is_feed_positioned = True
         self.wait_s += time.perf_counter() - began_s
 
@@ -204,16 +205,6 @@ class Loader:
         self.close()
 
 
-def _open_stream(source: Source, share: RankShare, num_workers: int) -> MessageDataset:
-    """Raises ConfigError where several processes would read it."""
-    name = type(source).__name__
-    if share.size > 1:
-        raise ConfigError("data", name, f"is a stream, which {share.size} data ranks cannot share", "use workers=1")
-    if num_workers:
-        raise ConfigError("loader.workers", num_workers, f"{name} is read in the training process", "leave it out")
-    return MessageDataset(source)
-
-
 def _as_int(field: str, value: Any) -> int:
     """Convert NumPy's and torch's numbers too, which JSON cannot hold in the state. Raises ConfigError."""
     try:
@@ -222,11 +213,11 @@ def _as_int(field: str, value: Any) -> int:
         raise ConfigError(field, value, "is no whole number") from None
 
 
-def _check_division(batch_size: int, share: RankShare, is_equal: bool) -> None:
+def _require_divisible(batch_size: int, share: RankShare, is_equal: bool) -> None:
+    """Raises ConfigError for a rank that there is not, or a batch that ranks cannot share."""
     if not 0 <= share.rank < share.size:
-        raise ConfigError(
-            "share", tuple(share), "is no rank of so many", "ranks are 0 to size - 1, as in (0, 2), (1, 2)"
-        )
+        remedy = "ranks are 0 to size - 1, as in (0, 2), (1, 2)"
+        raise ConfigError("share", tuple(share), "is no rank of so many", remedy)
     if batch_size < 1 or (is_equal and batch_size % share.size):
         near = max(batch_size // share.size, 1) * share.size
         problem = f"does not divide by {share.size} data ranks"
@@ -238,9 +229,8 @@ def _count_samples(source: Source, batch_size: int, drop_last: bool) -> int:
     name = type(source).__name__
     num_samples = length_of(source)
     if num_samples is None:
-        raise DataError(
-            "data", name, "has no length", "give it a __len__, or, where nobody knows it, an __iter__ alone"
-        )
+        remedy = "give it a __len__, or, where nobody knows it, an __iter__ alone"
+        raise DataError("data", name, "has no length", remedy)
     if not num_samples:
         raise DataError("data", name, "is empty")
     if drop_last and num_samples < batch_size:
@@ -249,7 +239,7 @@ def _count_samples(source: Source, batch_size: int, drop_last: bool) -> int:
     return num_samples
 
 
-def _sample_sizes(source: Source, num_samples: int) -> Indices | None:
+def _read_sample_sizes(source: Source, num_samples: int) -> Indices | None:
     """`sample_sizes` of the dataset, if it has them. Raises DataError."""
     given = getattr(source, "sample_sizes", None)
     if given is None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, field_validator
 
-from shoal.cluster.ingress.listening import require_listenable
+from shoal.cluster.ingress.front import require_listenable
 from shoal.config import Spec, last_override
 from shoal.errors import ConfigError, needs_extra
 from shoal.registry import Registry, split_ref

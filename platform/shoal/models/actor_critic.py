@@ -43,7 +43,7 @@ class _TanhPerceptron(torch.autograd.Function):
         if is_plain_backward_needed(z_grad):
             parameters = [each for pair in zip(weights, biases, strict=True) for each in pair]
             return differentiate_plainly(_compute_layers, (kept[0], *parameters), ctx.needs_input_grad, z_grad)
-        found: list[Tensor | None] = []
+        result: list[Tensor | None] = []
         for index in reversed(range(num_layers)):
             bias_grad = z_grad.sum(0)
             weight_grad = (
@@ -53,9 +53,9 @@ class _TanhPerceptron(torch.autograd.Function):
                 weight_grad = weight_grad * 2 - bias_grad.unsqueeze(-1)
                 input_grad = z_grad @ (weights[index] * 4)
                 z_grad = torch.ops.aten.sigmoid_backward.grad_input(input_grad, kept[index], grad_input=input_grad)
-            found += [bias_grad, weight_grad]
+            result += [bias_grad, weight_grad]
         x_grad = z_grad @ weights[0] if ctx.needs_input_grad[0] else None
-        return (x_grad, *reversed(found))
+        return (x_grad, *reversed(result))
 
 
 def _compute_layers(x: Tensor, *parameters: Tensor) -> Tensor:

@@ -88,9 +88,9 @@ class OwnNetwork(nn.Module):
         tensors = list(found) if isinstance(found, tuple | list) else [found]
         names = (["mean", "log_std"] if self._is_gaussian else ["outputs"]) + ["value"] * self._has_value
         if len(tensors) != len(names) or not all(isinstance(each, Tensor) for each in tensors):
-            raise ConfigError(
-                "model", self._reference, f"forward gives {_describe(found)}, expected ({', '.join(names)})"
-            )
+            kinds = ", ".join(type(each).__name__ for each in tensors)
+            given = f"({kinds})" if isinstance(found, tuple | list) else f"a {kinds}"
+            raise ConfigError("model", self._reference, f"forward gives {given}, expected ({', '.join(names)})")
         value = tensors.pop() if self._has_value else None
         if self._is_gaussian:
             mean, log_std = tensors
@@ -116,9 +116,3 @@ def _build_module(reference: str, name: str, source: str, offered: dict[str, Any
     if not isinstance(module, nn.Module):
         raise ConfigError("model", reference, f"gives a {type(module).__name__}", "name a subclass of torch.nn.Module")
     return module
-
-
-def _describe(found: object) -> str:
-    if isinstance(found, tuple | list):
-        return f"({', '.join(type(each).__name__ for each in found)})"
-    return f"a {type(found).__name__}"

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from shoal.models.action_distribution import Categorical, MultiCategorical, SquashedGaussian
 from shoal.models.actor_critic import ActorCritic
-from shoal.models.frame_encoder import FrameEncoder
-from shoal.models.recurrent_layer import RecurrentLayer
+from shoal.models.frame_encoder import FrameEncoder, RecurrentLayer
 
 
 class RecurrentActorCritic(nn.Module):

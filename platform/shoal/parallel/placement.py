@@ -61,18 +61,23 @@ def build_placement(
     pipeline_ranks: of each parameter, by its first name: the ranks along the pipeline that have it
     """
     groups: list[_LayerGroup] = []
-    whole = set[str]() if pipeline_ranks is None else _find_unsharded_modules(model, pipeline_ranks)
+    unsharded = set[str]() if pipeline_ranks is None else _find_unsharded_modules(model, pipeline_ranks)
     for name, first, num_parameters in _iter_layers(model):
-        layout, share = _describe_split(name, degrees, tensor, name not in whole)
-        ranks = _find_ranks(degrees, None if pipeline_ranks is None else pipeline_ranks[first])
+        layout, share = _describe_split(name, degrees, tensor, name not in unsharded)
+        ranks = tuple(
+            rank
+            for rank in range(degrees.workers)
+            if pipeline_ranks is None or degrees.coordinates(rank).pipeline in pipeline_ranks[first]
+        )
         if not groups or (groups[-1].layout, groups[-1].ranks) != (layout, ranks):
             groups.append(_LayerGroup(layout, share, ranks))
         groups[-1].names.append(name or type(model).__name__)
         groups[-1].num_parameters += num_parameters
-    return [
-        PlacementRow(_format_span(each.names), each.num_parameters, each.layout, each.ranks, each.share)
-        for each in groups
-    ]
+    rows = []
+    for each in groups:
+        module = each.names[0] if len(each.names) == 1 else f"{each.names[0]} ... {each.names[-1]}"
+        rows.append(PlacementRow(module, each.num_parameters, each.layout, each.ranks, each.share))
+    return rows
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -120,15 +125,3 @@ def _describe_split(
         parts.append(f"1/{shards} sharded")
         share /= shards
     return " x ".join(parts) or "whole", share
-
-
-def _find_ranks(degrees: ParallelDims, along_pipeline: Sequence[int] | None) -> tuple[int, ...]:
-    ranks = range(degrees.workers)
-    if along_pipeline is None:
-        return tuple(ranks)
-    return tuple(rank for rank in ranks if degrees.coordinates(rank).pipeline in along_pipeline)
-
-
-def _format_span(names: Sequence[str]) -> str:
-    """`first ... last` of a run of layers."""
-    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"

@@ -159,9 +159,9 @@ class ParallelSpec(Spec):
             known *= size or 1
         unknown = [name for name, size in given.items() if size is None]
         if workers % known or (not unknown and known != workers):
-            raise PlanError(
-                "workers", workers, f"does not fit {_format_product(given)}", _suggest_workers(given, known)
-            )
+            product = " x ".join(f"{name} {size}" for name, size in given.items() if size is not None) or "the plan"
+            remedy = f"use a multiple of {known}, or other degrees" if unknown else f"use workers={known}"
+            raise PlanError("workers", workers, f"does not fit {product}", remedy)
         for name in unknown:  # the first open degree takes the remaining factor
             given[name] = workers // known
             known = workers
@@ -205,12 +205,3 @@ def _count_copies(data: int, tensor: int, ranks_per_host: int | None) -> int:
         problem = f"{data} data ranks of {tensor} each do not fill hosts of {ranks_per_host}"
         raise PlanError("parallel.replicate", "hosts", problem, "give the number of copies")
     return max(1, data // here)
-
-
-def _format_product(given: Mapping[str, int | None]) -> str:
-    return " x ".join(f"{name} {size}" for name, size in given.items() if size is not None) or "the plan"
-
-
-def _suggest_workers(given: Mapping[str, int | None], known: int) -> str:
-    fixed = all(size is not None for size in given.values())
-    return f"use workers={known}" if fixed else f"use a multiple of {known}, or other degrees"

@@ -50,10 +50,10 @@ def next_phase(phases: Iterator[tuple[str, Loss]], name: str | None) -> tuple[st
 
     Raises ConfigError when micro-batches differ in their phases.
     """
-    found = next(phases, None)
-    if name is not None and (found is None or found[0] != name):
+    result = next(phases, None)
+    if name is not None and (result is None or result[0] != name):
         raise _make_step_error("yields other optimizers for some micro-batches", "yield the same ones for each batch")
-    return None if found is None else (found[0], require_loss(found[1], FIELD))
+    return None if result is None else (result[0], require_loss(result[1], FIELD))
 
 
 def get_phase_parameters(parameters: Mapping[str, list[nn.Parameter]], name: str) -> list[nn.Parameter]:

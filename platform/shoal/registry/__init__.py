@@ -3,9 +3,8 @@
 from shoal.errors import needs_extra
 
 with needs_extra("cluster"):
-    from shoal.registry.aliases import Aliases, AliasMove
+    from shoal.registry.aliases import Aliases, AliasMove, AliasNames, require_name, split_ref
     from shoal.registry.manifest import Manifest, ModelFactory, Signature, TensorSignature
-    from shoal.registry.reference import AliasNames, require_name, split_ref
     from shoal.registry.registry import Registry
     from shoal.registry.version import ModelVersion
 

@@ -1,19 +1,21 @@
-"""The version of each alias, now and before: an append-only list of moves for each alias. Also the used version
-numbers.
+"""References to registered models, `name@3` or `name@champion`, and the version of each alias, now and before: an
+append-only list of moves for each alias. Also the used version numbers.
 
-Pure values: the registry reads and writes them as `aliases.json`. Never touches a file.
+Pure values: the registry reads and writes aliases as `aliases.json`. Never touches a file.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from shoal.config import Spec
+from shoal.errors import ConfigError
 
-FORMAT = 1  # of aliases.json; a file of Shoal 0.1 has no number
+FORMAT = 1  # of aliases.json
 
 
 class AliasMove(Spec):
@@ -95,12 +97,61 @@ class Aliases(Spec):
     def with_promotion(self, version: int, aliases: Iterable[str], time: float) -> Aliases:
         """A copy in which `aliases` name `version`, with a move for each that did not; without any move, this
         object."""
-        found = self
+        aliased = self
         for alias in aliases:
-            if found.target(alias) != version:
-                found = found.with_move(alias, AliasMove(version=version, time=time, kind="promote"))
-        return found
+            if aliased.target(alias) != version:
+                aliased = aliased.with_move(alias, AliasMove(version=version, time=time, kind="promote"))
+        return aliased
 
     def with_move(self, alias: str, move: AliasMove) -> Aliases:
         """A copy with one more move."""
         return self.model_copy(update={"moves": {**self.moves, alias: [*self.moves.get(alias, []), move]}})
+
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+ALIAS = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+
+
+def split_ref(ref: str) -> tuple[str, str]:
+    """Split `name@3` or `name@champion` into name and version or alias; the second is empty for `name` and
+    `name@latest`.
+
+    Raises ConfigError for an invalid reference.
+    """
+    name, separator, word = ref.partition("@")
+    require_name("model", name)
+    if separator and not ALIAS.fullmatch(word):
+        raise ConfigError("model", ref, "is not a model reference", "write name@3, name@champion, or name")
+    return name, "" if word == "latest" else word
+
+
+def require_name(field: str, name: str) -> None:
+    """Check a model's name early. Raises ConfigError for an invalid one."""
+    if not NAME.fullmatch(name):
+        remedy = "use A-Z, a-z, 0-9, '.', '_' and '-', 128 at most, and begin with a letter or a digit"
+        raise ConfigError(field, name, "is not a name", remedy)
+
+
+def is_twin(name: str, other: str) -> bool:
+    return name.lower() == other.lower()
+
+
+def require_alias(alias: str, field: str = "alias") -> None:
+    """Check an alias early. Raises ConfigError for an invalid one."""
+    if not ALIAS.fullmatch(alias):
+        remedy = "use a-z, 0-9, '.', '_' and '-', 128 at most, and begin with a-z or 0-9"
+        raise ConfigError(field, alias, "is not a name", remedy)
+    if alias.isdigit() or alias == "latest":
+        raise ConfigError(
+            field, alias, "is already a reference to a version", "choose a name, such as champion or candidate"
+        )
+
+
+def require_aliases(aliases: tuple[str, ...]) -> tuple[str, ...]:
+    for alias in aliases:
+        require_alias(alias)
+    return aliases
+
+
+# A field of a spec: an invalid alias is rejected when the spec is read, not after the training.
+AliasNames = Annotated[tuple[str, ...], AfterValidator(require_aliases)]

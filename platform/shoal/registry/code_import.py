@@ -136,8 +136,8 @@ class _StoredCode:
         """What an import statement of a stored module calls."""
         if level or name.partition(".")[0] not in self.code.roots:
             return builtins.__import__(name, globals, locals, fromlist or (), level)
-        found = builtins.__import__(f"{self.package}.{name}", globals, locals, fromlist or (), 0)
-        return found if fromlist else sys.modules[f"{self.package}.{name.partition('.')[0]}"]
+        result = builtins.__import__(f"{self.package}.{name}", globals, locals, fromlist or (), 0)
+        return result if fromlist else sys.modules[f"{self.package}.{name.partition('.')[0]}"]
 
 
 class _Loader(SourceFileLoader):
@@ -166,15 +166,15 @@ class _Finder(MetaPathFinder):
         if stored is None or path is None:
             return None
         own = [each for each in path if Path(each).is_relative_to(stored.folder)]
-        found = PathFinder.find_spec(fullname, own, target)
-        if found is not None and isinstance(found.loader, SourceFileLoader):
-            found.loader = _Loader(fullname, str(found.origin), stored)
-        if found is None and not any(Path(each, "__init__.py").is_file() for each in own):
+        spec = PathFinder.find_spec(fullname, own, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(fullname, str(spec.origin), stored)
+        if spec is None and not any(Path(each, "__init__.py").is_file() for each in own):
             installed = find_module(fullname.partition(".")[2])
             places = installed and [installed.origin or "", *(installed.submodule_search_locations or ())]
             if places and any(map(is_installed, map(Path, places))):
                 return ModuleSpec(fullname, _InstalledLoader())
-        return found
+        return spec
 
 
 class _InstalledLoader(Loader):

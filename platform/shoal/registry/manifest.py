@@ -106,9 +106,9 @@ class ModelFactory(Spec):
     def build(self) -> object:
         """Import the factory and call it. Raises ConfigError with the reason."""
         with activate_code(self.code):
-            found = find_callable("model.factory", self.factory)
+            result = find_callable("model.factory", self.factory)
             try:
-                return found(**self.kwargs)
+                return result(**self.kwargs)
             except (TypeError, ValueError) as error:
                 raise ConfigError("model.kwargs", self.kwargs, f"{self.factory} refused them ({error})") from error
 
@@ -140,19 +140,19 @@ def find_callable(field: str, reference: str) -> Any:
     if not (module_name and separator and path):
         raise ConfigError(field, reference, "is not of the form module:name", remedy)
     try:
-        found: Any = import_module(module_name)
+        result: Any = import_module(module_name)
     except ImportError as error:
         raise ConfigError(field, reference, f"cannot be imported ({error})", remedy) from error
     for part in path.split("."):
-        if not hasattr(found, part):
+        if not hasattr(result, part):
             raise ConfigError(field, reference, f"{module_name!r} has no {path!r}", remedy)
-        found = getattr(found, part)
-    if not callable(found):
+        result = getattr(result, part)
+    if not callable(result):
         raise ConfigError(field, reference, "is not a class or function", remedy)
-    return found
+    return result
 
 
-FORMAT = 2  # of a manifest with parts; one without them has 1, and one of Shoal 0.1 no number
+FORMAT = 2  # of a manifest with parts; one without them has 1
 
 
 class ManifestPart(Spec):

@@ -100,7 +100,11 @@ def collect_code(model: Mapping[str, Any], *folders: Path) -> ModelCode:
             files[path] = content.decode()
         except UnicodeDecodeError:
             binary[path] = base64.b64encode(content).decode()
-    packages = {name: release for each in collector.installed for name, release in _find_distribution(each)}
+    packages: dict[str, str] = {}
+    for module in collector.installed:
+        has_name = _find_release(module) != "missing"  # as most have: others are looked up, which takes longer
+        names = [module] if has_name else _map_modules().get(module, ())
+        packages |= {name: _find_release(name) for name in names}
     return ModelCode(files=files, binary=binary, packages=dict(sorted(packages.items())))
 
 
@@ -121,7 +125,10 @@ def require_installed(model: Mapping[str, Any]) -> None:
         raise ConfigError("code", "installed", f"a file of format {model['format']} can contain code", remedy)
     stored = ModelCode.parse(model["code"] or {})
     here = collect_code({**model, "kwargs": _leave_out_sources(model["kwargs"])})
-    texts, texts_here = (_unify_line_ends(each.files) for each in (stored, here))
+    texts, texts_here = (  # one that was opened as a text, as a Task's is, has the line ends of Unix
+        {path: text.replace("\r\n", "\n").replace("\r", "\n") for path, text in each.files.items()}
+        for each in (stored, here)
+    )
     for path in sorted({*texts, *stored.binary, *texts_here, *here.binary}):
         if (texts.get(path), stored.binary.get(path)) != (texts_here.get(path), here.binary.get(path)):
             state = "differs from" if path in here.files or path in here.binary else "is missing here, but is of"
@@ -130,14 +137,8 @@ def require_installed(model: Mapping[str, Any]) -> None:
         if source not in texts_here.values():
             raise ConfigError("code", "installed", "the text of a `source` is no file's that lies here", remedy)
     for nested in _list_nested(model["kwargs"]):
-        require_installed(
-            {"factory": "", "preprocess": "", "postprocess": "", "format": "module", "kwargs": {}, **nested}
-        )
-
-
-def _unify_line_ends(files: Mapping[str, str]) -> dict[str, str]:
-    """A file that was opened as a text, as a Task's is, has those of Unix."""
-    return {path: text.replace("\r\n", "\n").replace("\r", "\n") for path, text in files.items()}
+        empty = {"factory": "", "preprocess": "", "postprocess": "", "format": "module", "kwargs": {}}
+        require_installed({**empty, **nested})
 
 
 def _list_sources(value: Any) -> Iterator[Any]:
@@ -197,11 +198,8 @@ class _Collector:
             module = Path(module).stem
         if name and all(part.isidentifier() for part in module.split(".")):
             self._add_module(module)
-            if (
-                module.partition(".")[0] in self.installed
-                and (spec := find_module(module, self._folders))
-                and spec.origin
-            ):
+            is_installed_here = module.partition(".")[0] in self.installed
+            if is_installed_here and (spec := find_module(module, self._folders)) and spec.origin:
                 self._follow(_read_source(Path(spec.origin)), _get_package(spec), is_own=False)
 
     def add_arguments(self, value: object) -> None:
@@ -266,11 +264,8 @@ class _Collector:
                     self._add_module(name)
                 elif (root := name.partition(".")[0]) not in sys.stdlib_module_names:
                     self.installed.add(root)
-        if (
-            folder is not None
-            and top is not None
-            and any(isinstance(each, ast.Name) and each.id == "__file__" for each in nodes)
-        ):
+        names_itself = any(isinstance(each, ast.Name) and each.id == "__file__" for each in nodes)
+        if folder is not None and top is not None and names_itself:
             texts = {each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)}
             self._add_named_files(folder, {each for each in texts if 0 < len(each) <= 255 and "\0" not in each}, top)
 
@@ -359,15 +354,6 @@ def _find_release(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "missing"
-
-
-def _find_distribution(module: str) -> Iterator[tuple[str, str]]:
-    """The packages with a top-level module, and their releases."""
-    if (release := _find_release(module)) != "missing":  # most have the module's name
-        yield module, release
-        return
-    for name in _map_modules().get(module, ()):
-        yield name, _find_release(name)
 
 
 @cache

@@ -97,12 +97,12 @@ def find_format(name: str) -> ModelFormat:
     if name in FORMATS:
         return FORMATS[name]
     try:
-        found = load_object(name) if ":" in name else find_extension(name, GROUP, dict.fromkeys(FORMATS, ""))
+        chosen = load_object(name) if ":" in name else find_extension(name, GROUP, dict.fromkeys(FORMATS, ""))
     except ValueError as error:
         raise ConfigError("format", name, str(error)) from None
-    if not isinstance(found, ModelFormat):
+    if not isinstance(chosen, ModelFormat):
         raise ConfigError("format", name, "is no shoal.extend.ModelFormat", "name the object, as my_format:FORMAT")
-    return found
+    return chosen
 
 
 def find_format_of_file(suffix: str) -> ModelFormat | None:

@@ -32,11 +32,19 @@ from types import MappingProxyType
 from shoal.atomic_file import describe_newer_format, is_newer_format, log_unknown_fields
 from shoal.errors import ConfigError, RegistryError, StoreError
 from shoal.registry.aliases import FORMAT as ALIASES_FORMAT
-from shoal.registry.aliases import Aliases, AliasMove
+from shoal.registry.aliases import (
+    NAME,
+    Aliases,
+    AliasMove,
+    is_twin,
+    require_alias,
+    require_aliases,
+    require_name,
+    split_ref,
+)
 from shoal.registry.manifest import FORMAT as MANIFEST_FORMAT
 from shoal.registry.manifest import Manifest, ManifestPart, ModelFactory, Signature
 from shoal.registry.model_format import INDEX_FILE, find_format, get_payload_file
-from shoal.registry.reference import NAME, is_twin, require_alias, require_aliases, require_name, split_ref
 from shoal.registry.version import FILES, ModelVersion
 from shoal.store import Entry, KeyTaken, open_store, store_url, update
 from shoal.weights import WeightFile, WeightSnapshot
@@ -124,22 +132,17 @@ class Registry:
                 files={each: hashlib.sha256(content).hexdigest() for each, content in files.items()},
             )
             contents |= {f"{FILES}/{each}": content for each, content in files.items()}
-            self._write_version(manifest, contents, aliases)
+            with self._undo_on_failure(name, version, contents):
+                for file, content in contents.items():
+                    self.store.write(f"{name}/{version}/{file}", content)
+                described = manifest.model_dump_json(indent=2, exclude=None if parts else {"parts"})
+                self.store.create(f"{name}/{version}/{_MANIFEST}", described.encode())  # the last one
+                self._update_aliases(
+                    name, lambda now: now.with_version(version).with_promotion(version, aliases, time.time())
+                )
         except OSError as error:
             raise RegistryError(f"{name!r} cannot be registered in {self.location}: {error}") from error
         return self.get(f"{name}@{version}")
-
-    def _write_version(self, manifest: Manifest, contents: Mapping[str, bytes | Path], aliases: Sequence[str]) -> None:
-        """The manifest comes last; nothing stays of a version that cannot be written."""
-        name, version = manifest.name, manifest.version
-        with self._undo_on_failure(name, version, contents):
-            for file, content in contents.items():
-                self.store.write(f"{name}/{version}/{file}", content)
-            described = manifest.model_dump_json(indent=2, exclude=None if manifest.parts else {"parts"})
-            self.store.create(f"{name}/{version}/{_MANIFEST}", described.encode())
-            self._update_aliases(
-                name, lambda now: now.with_version(version).with_promotion(version, aliases, time.time())
-            )
 
     @_convert_os_errors()
     def get(self, ref: str) -> ModelVersion:
@@ -165,25 +168,25 @@ class Registry:
     @_convert_os_errors()
     def list(self, name: str | None = None) -> tuple[ModelVersion, ...]:
         """Every version of `name`, or of every model, oldest first. Raises RegistryError when `name` is unknown."""
-        found: Sequence[ModelVersion] = ()
+        result: Sequence[ModelVersion] = ()
         for each in self._list_names() if name is None else [name]:
             aliases, versions = self._find_versions(each)
-            found = [*found, *(self._load_version(each, version, aliases) for version in versions)]
-        return tuple(found)
+            result = [*result, *(self._load_version(each, version, aliases) for version in versions)]
+        return tuple(result)
 
     @_convert_os_errors()
     def promote(self, ref: str, alias: str = "champion") -> ModelVersion:
         """Point `alias` at the version of `ref`; no move when it is there already. Raises RegistryError."""
         require_alias(alias)
-        found = self.get(ref)
+        result = self.get(ref)
 
         def promote(now: Aliases) -> Aliases:
-            if found.version in now.removed:
-                raise RegistryError(f"{found.ref} was removed: `shoal models list` shows what there is")
-            return now.with_promotion(found.version, [alias], time.time())
+            if result.version in now.removed:
+                raise RegistryError(f"{result.ref} was removed: `shoal models list` shows what there is")
+            return now.with_promotion(result.version, [alias], time.time())
 
-        self._update_aliases(found.name, promote)
-        return self.get(found.ref)
+        self._update_aliases(result.name, promote)
+        return self.get(result.ref)
 
     @_convert_os_errors()
     def rollback(self, name: str, alias: str = "champion") -> ModelVersion:
@@ -229,7 +232,7 @@ class Registry:
     @_convert_os_errors()
     def find_dependents(self) -> Mapping[str, Sequence[str]]:
         """By the reference of a base, the versions whose lineage names it: without it they cannot be loaded."""
-        found: dict[str, list[str]] = defaultdict(list)
+        result: dict[str, list[str]] = defaultdict(list)
         for entry in self.store.list_entries():
             place = _split_key(entry.key)
             if place is None or entry.key != f"{place[0]}/{place[1]}/{_MANIFEST}":
@@ -238,8 +241,8 @@ class Registry:
                 made = self._load_version(*place, Aliases())
                 base = made.manifest.lineage.get("base")
                 if isinstance(base, str) and made.version not in self._read_aliases(made.name).removed:
-                    found[base].append(made.ref)
-        return found
+                    result[base].append(made.ref)
+        return result
 
     def require_no_dependents(self, refs: Sequence[str]) -> None:
         """Check that only versions among `refs` have one of them as their base. Raises RegistryError."""
@@ -337,12 +340,12 @@ class Registry:
         try:
             values = json.loads(payload)
             _require_known_format(path, values, ALIASES_FORMAT)
-            found = Aliases.parse(values)
+            result = Aliases.parse(values)
         except ValueError as error:
             remedy = "restore it from a copy, or remove it and promote"
             raise RegistryError(f"{path} cannot be read ({error}): {remedy}") from error
-        log_unknown_fields(path, found.model_extra or ())
-        return found
+        log_unknown_fields(path, result.model_extra or ())
+        return result
 
     def _update_aliases(self, name: str, change: Callable[[Aliases], Aliases]) -> None:
         def change_payload(payload: bytes | None) -> bytes | None:
@@ -389,12 +392,12 @@ def _list_contents(snapshot: WeightSnapshot, file: str) -> tuple[list[ManifestPa
         return [], {file: snapshot.payload}
     if not snapshot.has_index:
         return [], {file: snapshot.find(snapshot.index)}
-    found = [
+    result = [
         ManifestPart(file=part.path.name, sha256=part.sha256, size_bytes=snapshot.find(part).stat().st_size)
         for part in snapshot.parts
     ]
     contents: dict[str, bytes | Path] = {part.path.name: snapshot.find(part) for part in snapshot.parts}
-    return found, {**contents, INDEX_FILE: snapshot.find(snapshot.index)}
+    return result, {**contents, INDEX_FILE: snapshot.find(snapshot.index)}
 
 
 def _resolve_version(selector: str, versions: Sequence[int], aliases: Aliases) -> int | None:

@@ -39,9 +39,9 @@ class ModelVersion:
         """The payload as files, unread and unchecked; those of a bucket are downloaded when they are needed."""
         manifest, key = self.manifest, f"{self.name}/{self.version}"
         folder = self.store.locate(key)
-        origin, place = ((self.store.url, key), Path()) if folder is None else (None, folder)
-        parts = [WeightPart(place / each.file, each.sha256) for each in manifest.parts]
-        path = place / self._file
+        origin, parent = ((self.store.url, key), Path()) if folder is None else (None, folder)
+        parts = [WeightPart(parent / each.file, each.sha256) for each in manifest.parts]
+        path = parent / self._file
         return WeightFile(self.version, path, manifest.sha256, manifest.created_at, parts=parts, origin=origin)
 
     def snapshot(self) -> WeightSnapshot:
@@ -53,13 +53,16 @@ class ModelVersion:
         if file.is_verified or file.has_index:
             file.verify()
             return file
-        snapshot = self._read(file.path)
+        remedy = f"restore {self.location}/{self._file} from a copy, or register the model again"
+        try:
+            payload = file.path.read_bytes()
+        except OSError as error:
+            raise WeightsError(f"{self._file} of {self.ref} cannot be read ({error}): {remedy}") from error
+        snapshot = WeightSnapshot(self.version, payload, self.manifest.sha256, self.manifest.created_at)
         if not snapshot.is_intact:
-            expected = self.manifest.size_bytes
-            raise WeightsError(
-                f"{self._file} of {self.ref} is damaged: the checksum does not match"
-                f" ({len(snapshot.payload)} bytes, {expected} expected): {self._remedy(self._file)}"
-            )
+            sizes = f"{len(payload)} bytes, {self.manifest.size_bytes} expected"
+            problem = f"is damaged: the checksum does not match ({sizes})"
+            raise WeightsError(f"{self._file} of {self.ref} {problem}: {remedy}")
         return snapshot
 
     def fetch_file(self, name: str) -> Path:
@@ -78,15 +81,3 @@ class ModelVersion:
     @property
     def _file(self) -> str:
         return INDEX_FILE if self.manifest.parts else get_payload_file(self.manifest.model.format)
-
-    def _remedy(self, file: str) -> str:
-        return f"restore {self.location}/{file} from a copy, or register the model again"
-
-    def _read(self, path: Path) -> WeightSnapshot:
-        try:
-            payload = path.read_bytes()
-        except OSError as error:
-            raise WeightsError(
-                f"{self._file} of {self.ref} cannot be read ({error}): {self._remedy(self._file)}"
-            ) from error
-        return WeightSnapshot(self.version, payload, self.manifest.sha256, self.manifest.created_at)

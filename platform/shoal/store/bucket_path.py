@@ -38,9 +38,9 @@ class BucketPath(PosixPath):
     @classmethod
     def of(cls, bucket_url: str, key: str, entries: Sequence[Entry], is_folder: bool) -> Self:
         cache = _open_cache(home())
-        found = cls(cache.get_folder(bucket_url) / key if is_folder else cache.get_path(bucket_url, entries[0]))
-        found.bucket_url, found.key, found.entries, found._is_folder = bucket_url, key, entries, is_folder
-        return found
+        result = cls(cache.get_folder(bucket_url) / key if is_folder else cache.get_path(bucket_url, entries[0]))
+        result.bucket_url, result.key, result.entries, result._is_folder = bucket_url, key, entries, is_folder
+        return result
 
     def __reduce__(self) -> tuple[object, ...]:  # another host has its cache elsewhere
         return (type(self).of, (self.bucket_url, self.key, self.entries, self._is_folder))
@@ -103,8 +103,8 @@ def locate(path: str | Path, field: str = "path") -> Path:
     text = str(path)
     if not is_url(text):
         return Path(path).expanduser().absolute()
-    if found := _COLLAPSED.match(text):
-        text = f"{found[1]}://{'/' if found[1] == 'file' else ''}{text[found.end() :]}"
+    if match := _COLLAPSED.match(text):
+        text = f"{match[1]}://{'/' if match[1] == 'file' else ''}{text[match.end() :]}"
     url = require_location(field, text)
     if "://" not in url:
         return Path(url)

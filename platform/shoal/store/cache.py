@@ -31,7 +31,14 @@ class BlobCache:
 
     def __init__(self, folder: Path | None = None, capacity_bytes: int | None = None) -> None:
         self.folder = home() / "cache" if folder is None else folder
-        self._capacity_bytes = _read_capacity() if capacity_bytes is None else capacity_bytes
+        if capacity_bytes is None:
+            text = os.environ.get("SHOAL_CACHE_GIB", "").strip() or str(CAPACITY_GIB)
+            try:
+                capacity_bytes = int(float(text) * 2**30)
+            except ValueError:
+                remedy = "write the GiB that copies may take"
+                raise ConfigError("SHOAL_CACHE_GIB", text, "is no number", remedy) from None
+        self._capacity_bytes = capacity_bytes
         self._unchecked_bytes = self._capacity_bytes  # downloaded since the capacity was checked
 
     def fetch(self, store: Store, key: str, sha256: str) -> Path:
@@ -102,10 +109,11 @@ class BlobCache:
                 draft.unlink(missing_ok=True)
         if self._unchecked_bytes > self._capacity_bytes // 100:  # many small files are not listed for each of them
             self._unchecked_bytes = 0
-            self._evict(path)
+            self._remove_unused(path)
         return path
 
-    def _evict(self, newest: Path) -> None:
+    def _remove_unused(self, newest: Path) -> None:
+        """Remove files that were used longest ago, and not the newest one, until the rest fit."""
         folders = [each for each in self.folder.iterdir() if not each.name.startswith(".")]
         paths = [path for folder in folders for path in folder.rglob("*")]
         found = [(status.st_atime, status.st_size, path) for path in paths if (status := _stat(path))]
@@ -125,14 +133,6 @@ def is_present(path: Path, size_bytes: int | None = None) -> bool:
         return size_bytes is None or path.stat().st_size == size_bytes
     except FileNotFoundError:
         return False
-
-
-def _read_capacity() -> int:
-    text = os.environ.get("SHOAL_CACHE_GIB", "").strip() or str(CAPACITY_GIB)
-    try:
-        return int(float(text) * 2**30)
-    except ValueError:
-        raise ConfigError("SHOAL_CACHE_GIB", text, "is no number", "write the GiB that copies may take") from None
 
 
 def _stat(path: Path) -> os.stat_result | None:

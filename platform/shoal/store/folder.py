@@ -85,8 +85,8 @@ class FolderStore(Store):
         return Entry(key, status.st_size, status.st_mtime)
 
     def list_entries(self, folder: str = "") -> list[Entry]:
-        found = [Entry(self._key(path), status.st_size, status.st_mtime) for path, status in _walk(self.root / folder)]
-        return sorted(found)
+        result = ((path.relative_to(self.root).as_posix(), status) for path, status in _walk(self.root / folder))
+        return sorted(Entry(key, status.st_size, status.st_mtime) for key, status in result)
 
     def list_folders(self, folder: str = "") -> list[str]:
         try:
@@ -100,7 +100,12 @@ class FolderStore(Store):
             path = self.root / key
             path.unlink(missing_ok=True)
             for parent in path.parents:
-                if parent == self.root or not _remove_if_empty(parent):
+                try:
+                    if parent == self.root or set(os.listdir(parent)) - {_LOCK}:  # a folder's lock is no content
+                        break
+                    (parent / _LOCK).unlink(missing_ok=True)
+                    parent.rmdir()
+                except OSError:  # another has written to it, or removed it
                     break
 
     def open_folder(self, folder: str) -> FolderStore:
@@ -120,9 +125,6 @@ class FolderStore(Store):
         with self._draft(key, content) as draft:
             move_synced(draft, self.root / key)
 
-    def _key(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix()
-
     @contextmanager
     def _draft(self, key: str, content: bytes | Path) -> Iterator[Path]:
         """The content in a file beside its place, on the disk. It is removed at the end, if it is still there."""
@@ -131,7 +133,14 @@ class FolderStore(Store):
         for _ in range(3):  # `delete` removes a folder that is empty at the moment
             make_folder(path.parent)
             try:
-                _write(draft, content)
+                if isinstance(content, bytes):
+                    write_synced(draft, content)
+                else:
+                    with content.open("rb") as source, draft.open("xb") as target:
+                        draft.chmod(0o600)
+                        shutil.copyfileobj(source, target, 1 << 22)
+                        target.flush()
+                        os.fsync(target.fileno())
                 break
             except FileNotFoundError:
                 if path.parent.exists():
@@ -145,17 +154,6 @@ class FolderStore(Store):
             draft.unlink(missing_ok=True)
 
 
-def _write(draft: Path, content: bytes | Path) -> None:
-    if isinstance(content, bytes):
-        write_synced(draft, content)
-        return
-    with content.open("rb") as source, draft.open("xb") as target:
-        draft.chmod(0o600)
-        shutil.copyfileobj(source, target, 1 << 22)
-        target.flush()
-        os.fsync(target.fileno())
-
-
 def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:  # also one that is removed now
         for each in entries:
@@ -166,15 +164,3 @@ def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
             else:
                 with suppress(FileNotFoundError):
                     yield Path(each.path), each.stat()
-
-
-def _remove_if_empty(folder: Path) -> bool:
-    """A folder's lock is no content."""
-    try:
-        if set(os.listdir(folder)) - {_LOCK}:
-            return False
-        (folder / _LOCK).unlink(missing_ok=True)
-        folder.rmdir()
-    except OSError:  # another has written to it, or removed it
-        return False
-    return True

@@ -52,8 +52,8 @@ def require_location(field: str, url: str) -> str:
 
 def open_store(url: str | Path | None = None) -> Store:
     """The store at a URL or folder (`store_url()` when None). Raises ConfigError, OSError, MissingExtra."""
-    place = store_url() if url is None else require_location("store", str(url))
-    return _open_bucket(place) if "://" in place else FolderStore(Path(place))
+    location = store_url() if url is None else require_location("store", str(url))
+    return _open_bucket(location) if "://" in location else FolderStore(Path(location))
 
 
 def open_shared_store(folder: Path, url: str) -> Store | None:
@@ -63,7 +63,4 @@ def open_shared_store(folder: Path, url: str) -> Store | None:
     return None if own is not None and own.resolve() == folder.resolve() else store
 
 
-@lru_cache(maxsize=64)
-def _open_bucket(url: str) -> Store:
-    """One client for all callers: it has their connections."""
-    return ObjectStore(url)
+_open_bucket = lru_cache(maxsize=64)(ObjectStore)  # one client for all callers: it has their connections

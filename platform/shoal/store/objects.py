@@ -82,7 +82,14 @@ class ObjectStore(Store):
 
     def __init__(self, url: str, timeout_s: float | None = None) -> None:
         self.url = url.rstrip("/")
-        self.timeout_s = _read_timeout() if timeout_s is None else timeout_s
+        if timeout_s is None:
+            text = os.environ.get("SHOAL_STORE_TIMEOUT_S", "").strip() or str(TIMEOUT_S)
+            try:
+                timeout_s = float(text)
+            except ValueError:
+                remedy = "write the seconds for which calls wait for a store that is away"
+                raise ConfigError("SHOAL_STORE_TIMEOUT_S", text, "is no number", remedy) from None
+        self.timeout_s = timeout_s
         self._client, self._bulk = self._open_client(REQUEST_TIMEOUT), self._open_client(BULK_TIMEOUT)
 
     def _open_client(self, timeout: str) -> Any:
@@ -103,8 +110,8 @@ class ObjectStore(Store):
     @_retry
     def read_tagged(self, key: str) -> Tagged:
         with self._calls(key) as client:
-            found = client.get(self._client, key)
-            return Tagged(bytes(found.bytes()), found.meta["e_tag"] or "")
+            result = client.get(self._client, key)
+            return Tagged(bytes(result.bytes()), result.meta["e_tag"] or "")
 
     @_retry
     def download(self, key: str, path: Path, tag: str = "") -> str:
@@ -152,12 +159,12 @@ class ObjectStore(Store):
             try:
                 if file.reader_position != file.position:  # it empties the client's buffer
                     reader.seek(file.position)
-                found = bytes(reader.read(size_bytes))
+                result = bytes(reader.read(size_bytes))
             except OSError as error:  # in place of the client's own
                 raise BaseError(str(error)) from None
             file.reader = reader
-            file.position = file.reader_position = file.position + len(found)
-            return found
+            file.position = file.reader_position = file.position + len(result)
+            return result
 
     @_retry
     def write(self, key: str, content: bytes | Path) -> None:
@@ -203,14 +210,14 @@ class ObjectStore(Store):
     @_retry
     def list_entries(self, folder: str = "") -> list[Entry]:
         with self._calls(folder) as client:
-            found = [each for page in client.list(self._client, folder or None) for each in page]
-        return sorted(map(_to_entry, found))
+            result = [each for page in client.list(self._client, folder or None) for each in page]
+        return sorted(map(_to_entry, result))
 
     @_retry
     def list_folders(self, folder: str = "") -> list[str]:
         with self._calls(folder) as client:
-            found = client.list_with_delimiter(self._client, folder or None)
-        return sorted(each.rpartition("/")[2] for each in found["common_prefixes"])
+            result = client.list_with_delimiter(self._client, folder or None)
+        return sorted(each.rpartition("/")[2] for each in result["common_prefixes"])
 
     def delete(self, keys: Iterable[str]) -> None:
         if listed := list(keys):
@@ -272,21 +279,12 @@ class _Reader(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
-        found = self._store._read(self, len(buffer))
-        buffer[: len(found)] = found
-        return len(found)
+        result = self._store._read(self, len(buffer))
+        buffer[: len(result)] = result
+        return len(result)
 
 
 _REMEDY = "check the URL, the credentials (AWS_*, GOOGLE_* or AZURE_* in the environment) and the network"
-
-
-def _read_timeout() -> float:
-    text = os.environ.get("SHOAL_STORE_TIMEOUT_S", "").strip() or str(TIMEOUT_S)
-    try:
-        return float(text)
-    except ValueError:
-        remedy = "write the seconds for which calls wait for a store that is away"
-        raise ConfigError("SHOAL_STORE_TIMEOUT_S", text, "is no number", remedy) from None
 
 
 def _to_entry(meta: Any) -> Entry:

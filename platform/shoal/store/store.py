@@ -139,17 +139,17 @@ def update(store: Store, key: str, change: TaggedUpdate) -> bytes | None:
     pause_s = _FIRST_PAUSE_S
     for _ in range(MAX_UPDATES):
         try:
-            found: Tagged | None = store.read_tagged(key)
+            result: Tagged | None = store.read_tagged(key)
         except FileNotFoundError:
-            found = None
-        payload = change(None if found is None else found.payload)
+            result = None
+        payload = change(None if result is None else result.payload)
         if payload is None:
-            return None if found is None else found.payload
+            return None if result is None else result.payload
         try:
-            if found is None:
+            if result is None:
                 store.create(key, payload)
             else:
-                store.replace(key, payload, found.tag)
+                store.replace(key, payload, result.tag)
         except (KeyTaken, KeyChanged):
             time.sleep(random.uniform(0, pause_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -25,7 +25,7 @@ from click.testing import CliRunner
 from shoal import runs
 from shoal.cli.commands import cluster as verbs
 from shoal.cli.commands.runs import runs as runs_command
-from shoal.cli.support.job_output import ignore_further_interrupts, interrupt_on_termination
+from shoal.cli.support.jobs import ignore_further_interrupts, interrupt_on_termination
 from shoal.client.discovery import find_endpoint
 from shoal.cluster import attach, dashboard_api, embedded_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
@@ -301,7 +301,7 @@ def test_asking_a_dashboard_again_and_again_reads_the_trusted_certificates_once_
     read: list[object] = []
     original = ssl.create_default_context
     monkeypatch.setattr(ssl, "create_default_context", lambda *a, **k: read.append(a) or original(*a, **k))
-    dashboard_api._load_certificates.cache_clear()
+    dashboard_api._make_ssl_context.cache_clear()
     handle = ClusterHandle("127.0.0.1:6379", f"{scheme}://127.0.0.1:8265", "token", {})
     for _ in range(3):
         dashboard_api.connect(handle).close()

@@ -243,7 +243,7 @@ def test_what_an_alias_has_meant_counts_where_nothing_else_is_known(registry: Re
         made = register(registry, value)
     shutil.rmtree(made.location)
     path = Path(registry.location) / "cartpole" / "aliases.json"
-    path.write_text(json.dumps({"moves": json.loads(path.read_text())["moves"]}))  # as earlier releases wrote it
+    path.write_text(json.dumps({"moves": json.loads(path.read_text())["moves"]}))  # and no number
     assert register(registry, 4.0).version == 4
 
 

@@ -6,7 +6,7 @@ a child of the embedded cluster's head, imports the workers' modules once and fo
 shoal, since a job may bring its own.
 
 A forked worker behaves like a fresh one: its own environment, folder, streams, `sys.path`, `__main__` and random
-seeds. Its imports follow its own `sys.path` (see `preloaded_modules`).
+seeds. Its imports follow its own `sys.path` (see `PreloadedModuleFinder`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from importlib.machinery import PathFinder
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from shoal.cluster.forking.fork_client import OOM_SCORE, STARTUP_VARIABLES, WorkerRequest
-from shoal.cluster.forking.preloaded_modules import PreloadedModuleFinder
 
 # Modules that workers import sooner or later and that survive a fork: no threads except numpy's, whose library handles
 # forks, and no connections. So neither pyarrow, which has a thread, nor pandas, which imports it. An optimiser's first
@@ -53,7 +55,10 @@ def main() -> None:
     _replace_environment(environment)  # torch's compiler has written to it, and will again in the workers that use it
     gc.collect()
     gc.freeze()  # otherwise a worker's first collection would copy all shared pages
-    become_worker(_serve_forks(sys.argv[1], stat_module_files(filter(_is_outermost, imported))), imported)
+    # A package's file stands for all of it: an upgrade replaces every file of a package.
+    outer = {name: sys.modules.get(name.rpartition(".")[0]) for name in imported}
+    packages = [name for name, package in outer.items() if getattr(package, "__file__", None) is None]
+    become_worker(_serve_forks(sys.argv[1], stat_module_files(packages)), imported)
 
 
 def _serve_forks(address: str, read: FileStamps) -> WorkerRequest:
@@ -109,23 +114,17 @@ def _receive(connection: socket.socket, size_bytes: int) -> bytes:
     return bytes(text)
 
 
-def _is_outermost(name: str) -> bool:
-    """Whether the package's file stands for all of it: an upgrade replaces every file of a package."""
-    around = sys.modules.get(name.rpartition(".")[0])
-    return getattr(around, "__file__", None) is None
-
-
 def stat_module_files(names: Iterable[str]) -> FileStamps:
     """The present state of the files from which these modules were read, by module name."""
-    found: FileStamps = {}
+    result: FileStamps = {}
     for name in names:
         file = getattr(sys.modules[name], "__file__", None)
         try:
             seen = os.stat(file) if file else None
         except OSError:  # inside an archive, or deleted
             seen = None
-        found[name] = (seen.st_ino, seen.st_mtime_ns) if seen is not None else None
-    return found
+        result[name] = (seen.st_ino, seen.st_mtime_ns) if seen is not None else None
+    return result
 
 
 def can_fork(worker: WorkerRequest) -> bool:
@@ -134,27 +133,15 @@ def can_fork(worker: WorkerRequest) -> bool:
     names -= {"PYTHONPATH"}
     if any(os.environ.get(name) != worker["environment"].get(name) for name in names):
         return False
-    ours, theirs = (
-        resolve_python_path(os.environ, os.getcwd()),
-        resolve_python_path(worker["environment"], worker["folder"]),
-    )
+    ours = resolve_python_path(os.environ, os.getcwd())
+    theirs = resolve_python_path(worker["environment"], worker["folder"])
     if not set(ours) <= set(theirs):
         return False
     added = [folder for folder in theirs if folder not in ours]
     importlib.invalidate_caches()  # here and in the fork: a folder that was missing for an earlier worker may exist now
-    return not any(
-        _is_importable(name, added) for name in (*_list_imported_packages(), "sitecustomize", "usercustomize")
-    )
-
-
-def _is_importable(name: str, folders: list[str]) -> bool:
-    spec = PathFinder.find_spec(name, folders) if folders else None
-    return spec is not None and spec.loader is not None  # a folder of that name is not a module
-
-
-def _list_imported_packages() -> set[str]:
-    """The imported packages; shoal counts as not imported."""
-    return {name.partition(".")[0] for name in sys.modules} - {"shoal", "__main__"}
+    imported = {name.partition(".")[0] for name in sys.modules} - {"shoal", "__main__"}
+    specs = (PathFinder.find_spec(name, added) for name in (*imported, "sitecustomize", "usercustomize"))
+    return not added or all(spec is None or spec.loader is None for spec in specs)  # without a loader it is a folder
 
 
 def resolve_python_path(environment: Mapping[str, str], folder: str) -> list[str]:
@@ -174,16 +161,10 @@ def become_worker(worker: WorkerRequest, imported: Iterable[str]) -> None:
     os.setpriority(os.PRIO_PROCESS, 0, worker["niceness"])
     Path(OOM_SCORE).write_text(worker["oom_score"])
     os.setpgid(0, 0)  # the raylet kills the process group of an ended worker
-    ours, theirs = (
-        resolve_python_path(os.environ, os.getcwd()),
-        resolve_python_path(worker["environment"], worker["folder"]),
-    )
+    ours = resolve_python_path(os.environ, os.getcwd())
+    theirs = resolve_python_path(worker["environment"], worker["folder"])
     os.chdir(worker["folder"])
-    sys.path[:] = [
-        str(Path(script).parent),
-        *theirs,
-        *(p for p in sys.path if p not in ours),
-    ]
+    sys.path[:] = [str(Path(script).parent), *theirs, *(each for each in sys.path if each not in ours)]
     _replace_environment(worker["environment"])
     sys.argv[:] = worker["command"]
     tempfile.tempdir = None  # an earlier call may have fixed it
@@ -215,18 +196,57 @@ def _initialize_torch(torch: Any) -> None:
         torch.set_num_threads(min(int(number), torch.get_num_threads()))  # never more than the machine has
 
 
-def _initialize_multiprocessing(multiprocessing: Any) -> None:
-    multiprocessing.current_process().authkey = os.urandom(32)
-
-
 # The work of these modules at import. Python's own random generator reseeds itself.
 INITIALIZERS: dict[str, Callable[[Any], None]] = {
     "numpy": lambda numpy: numpy.random.seed(),
     "sympy": lambda sympy: sympy.core.random.rng.seed(),
-    "multiprocessing": _initialize_multiprocessing,
+    "multiprocessing": lambda processes: setattr(processes.current_process(), "authkey", os.urandom(32)),
     "torch": _initialize_torch,
 }
 
 
 if __name__ == "__main__":
     main()
+
+
+class PreloadedModuleFinder(MetaPathFinder, Loader):
+    """Modules in memory, hidden until they are imported.
+
+    A package's modules reappear at its first import if the import would find the same files now; otherwise the
+    package is imported anew. `begin` repeats a package's work at import (read its environment, draw a seed).
+    """
+
+    def __init__(self, names: Iterable[str], begin: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        """Hide these modules. `begin` maps a package's name to a function of its module."""
+        self._packages: dict[str, dict[str, ModuleType]] = defaultdict(dict)
+        self._found: dict[str, dict[str, ModuleType]] = {}
+        self._initializers = begin
+        for name in names:
+            self._packages[name.partition(".")[0]][name] = sys.modules.pop(name)
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        modules = self._packages.pop(name, None)  # a package is imported before its submodules
+        if modules is None or not _is_same_module(modules[name].__spec__, find_spec(name)):
+            return None
+        self._found[name] = modules
+        return ModuleSpec(name, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = self._found[spec.name][spec.name]
+        spec.loader_state = module.__spec__  # importlib replaces it by `spec`
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        name, module.__spec__ = module.__name__, module.__spec__.loader_state
+        sys.modules.update(self._found.pop(name))
+        if name in self._initializers:
+            self._initializers[name](module)
+
+
+def _is_same_module(ours: ModuleSpec | None, found: ModuleSpec | None) -> bool:
+    """Whether both mean the same files. A namespace package may have gained folders."""
+    if ours is None or found is None or ours.origin != found.origin:
+        return False
+    return set(ours.submodule_search_locations or ()) <= set(found.submodule_search_locations or ())

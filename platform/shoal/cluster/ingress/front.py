@@ -7,17 +7,26 @@ that is loopback. The files hold the private key, and only their owner may read 
 
 from __future__ import annotations
 
+import csv
+import errno
 import json
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from shoal.atomic_file import create_private, make_folder
 from shoal.cluster.ingress.haproxy_config import FRONT_FILE
+from shoal.errors import ConfigError
 
 CERTIFICATE_FILE, CLIENT_CA_FILE = "front.pem", "client-ca.pem"
 MAX_PROXIES = 8  # trusted proxies in a row before a client
+ADMIN_TIMEOUT_S = 5.0
+# The subject of the client's certificate, whose control characters RFC 2253 escapes.
+_ADD_SUBJECT = (
+    'http-request set-header shoal-from "%[req.fhdr(shoal-from)] %[ssl_c_s_dn(,0,rfc2253)]" if { ssl_c_used }'
+)
 
 
 class CertificateFiles(NamedTuple):
@@ -99,7 +108,7 @@ def _describe(front: Front, folder: Path) -> dict[str, object]:
         "options": {protocol: v6only + text for protocol, text in options.items()},
         "num_threads": front.num_threads,
         "trusts": bool(front.trusted_proxies),
-        "rules": [*_trust(front.trusted_proxies), *(_name_subject() if front.client_ca else ())],
+        "rules": [*_trust(front.trusted_proxies), *([_ADD_SUBJECT] if front.client_ca else ())],
         "spec": front.spec,
         **({"node": front.node, "address": front.address} if front.node else {}),
     }
@@ -122,6 +131,45 @@ def _trust(networks: Sequence[str]) -> list[str]:
     return rules
 
 
-def _name_subject() -> list[str]:
-    """A rule that adds the subject of the client's certificate, whose control characters RFC 2253 escapes."""
-    return ['http-request set-header shoal-from "%[req.fhdr(shoal-from)] %[ssl_c_s_dn(,0,rfc2253)]" if { ssl_c_used }']
+def require_listenable(host: str, ports: Mapping[str, int | None]) -> None:
+    """Raises ConfigError for an address that is not this host's, or a port that others have.
+
+    ports: by field; none, and 0, is any free one
+    """
+    for name, port in {"host": 0, **ports}.items():
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that end are no listeners
+                listener.bind(address)
+        except OSError as error:
+            if name == "host":
+                problem, remedy = f"is no address of the cluster's head ({error.strerror})", "0.0.0.0 or :: for all"
+                raise ConfigError("endpoint.host", host, problem, f"give one of it, or {remedy} of them") from None
+            problem = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
+            remedy = "give another, or 0 for a free one"
+            raise ConfigError(f"endpoint.{name}", port, f"{problem} at {host}", remedy) from None
+
+
+def is_listening(host: str, port: int) -> bool:
+    """Whether this host accepts connections at this address."""
+    try:
+        with socket.create_connection((host, port), ADMIN_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
+
+
+def is_routed(application: str, admin_socket: Path) -> bool:
+    """Whether HAProxy, asked at its socket, sends requests to a replica of this application of Serve's."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ADMIN_TIMEOUT_S)
+        try:
+            connection.connect(str(admin_socket))
+            connection.sendall(b"show stat\n")
+            with connection.makefile() as answer:
+                rows = list(csv.DictReader(answer))
+        except OSError:  # it is starting
+            return False
+    servers = [row for row in rows if row["# pxname"] == f"http-{application}" and row["act"] == "1"]
+    return any(row["status"].startswith("UP") for row in servers if row["svname"] != "BACKEND")

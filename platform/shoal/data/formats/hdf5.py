@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ class Hdf5(FileDataset):
 
     def _open(self) -> dict[str, Any]:
         file = _open_file(self.paths[0], self.cache_bytes)
-        return {name: file[place] for name, place in self.locations.items()}
+        return {name: file[location] for name, location in self.locations.items()}
 
 
 def _open_file(path: Path, cache_bytes: int) -> Any:
@@ -66,17 +65,17 @@ def _open_file(path: Path, cache_bytes: int) -> Any:
 
 
 def _get_dataset(file: Any, location: str, path: Path) -> Any:
-    found = file.get(location)
-    if not isinstance(found, h5py.Dataset):
+    result = file.get(location)
+    if not isinstance(result, h5py.Dataset):
         there: list[str] = []
         file.visititems(lambda name, each: there.append(name) if isinstance(each, h5py.Dataset) else None)
         raise DataError("fields", location, f"is no dataset in {path.name}", f"there are: {', '.join(there) or 'none'}")
-    if not found.shape:
+    if not result.shape:
         raise DataError("fields", location, f"has no rows: it is a single value in {path.name}")
-    if found.dtype.kind not in "biuf":
+    if result.dtype.kind not in "biuf":
         remedy = "store rows of equal length, of a number type"
-        raise DataError("fields", location, f"is ragged or no numbers: its dtype is {found.dtype}", remedy)
-    return found
+        raise DataError("fields", location, f"is ragged or no numbers: its dtype is {result.dtype}", remedy)
+    return result
 
 
 def _read_rows(dataset: Any, indices: Indices) -> np.ndarray[Any, Any]:
@@ -84,22 +83,17 @@ def _read_rows(dataset: Any, indices: Indices) -> np.ndarray[Any, Any]:
     row_bytes = max(dataset.dtype.itemsize * int(np.prod(dataset.shape[1:])), 1)
     gap = dataset.chunks[0] if dataset.chunks else max(_RUN_GAP_BYTES // row_bytes, 1)
     order = np.argsort(indices, kind="stable")
-    places = indices[order]
+    places = indices[order].tolist()
     rows = np.empty((len(indices), *dataset.shape[1:]), dataset.dtype)
-    for part in _iter_runs(places.tolist(), gap, max(_READ_BYTES // row_bytes, 1)):
+    start, most = 0, max(_READ_BYTES // row_bytes, 1)
+    for end in range(1, len(places) + 1):
+        if end < len(places) and places[end] - places[end - 1] <= gap and places[end] - places[start] < most:
+            continue
+        part, start = slice(start, end), end
         first, last = int(places[part.start]), int(places[part.stop - 1])
         try:
             block = dataset[first : last + 1]
         except OSError as error:
             raise DataError("path", dataset.file.filename, f"cannot be read ({error})", "is it whole?") from error
-        rows[order[part]] = block[places[part] - first]
+        rows[order[part]] = block[indices[order[part]] - first]
     return rows
-
-
-def _iter_runs(positions: list[int], gap: int, most: int) -> Iterator[slice]:
-    """Parts of sorted `positions` that are read in one go: without a wider gap, and over `most` rows at most."""
-    start = 0
-    for at in range(1, len(positions) + 1):
-        if at == len(positions) or positions[at] - positions[at - 1] > gap or positions[at] - positions[start] >= most:
-            yield slice(start, at)
-            start = at

@@ -47,44 +47,43 @@ class Idx(FileDataset):
     @classmethod
     def mnist(cls, folder: str | Path, train: bool) -> Self:
         """The training or test half of a folder with MNIST's file names, `.gz` or not. Raises DataError."""
-        place, stem = require_path(folder, "folder"), "train" if train else "t10k"
-        found = []
+        parent, stem = require_path(folder, "folder"), "train" if train else "t10k"
+        files = []
         for name in (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte"):
-            candidates = sorted(
-                (each for each in place.iterdir() if each.name in (name, f"{name}.gz")), key=attrgetter("name")
-            )
+            found = (each for each in parent.iterdir() if each.name in (name, f"{name}.gz"))
+            candidates = sorted(found, key=attrgetter("name"))  # a bucket's files have other paths
             if not candidates:
                 raise DataError("folder", str(folder), f"has no {name}, nor {name}.gz")
-            found.append(candidates[0])
-        fetch(found)
-        return cls(*found)
+            files.append(candidates[0])
+        fetch(files)
+        return cls(*files)
 
     def shapes(self) -> dict[str, str]:
-        return {str(place): f"{head.dtype.name}{head.shape[1:]}" for place, head in enumerate(self._headers)}
+        return {str(index): f"{head.dtype.name}{head.shape[1:]}" for index, head in enumerate(self._headers)}
 
     def batch(self, indices: Indices) -> tuple[Tensor, ...]:
-        return tuple(self._to_tensor(array[indices]) for array in self._files)
-
-    def _to_tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
-        tensor = as_tensor(values, "idx")
-        if values.ndim == 1 and not tensor.is_floating_point():
-            return tensor.to(torch.int64)
-        if self.scale and values.ndim >= 3 and tensor.dtype == torch.uint8:
-            return tensor.unsqueeze(1).to(torch.float32).div_(255)
-        return tensor
+        tensors = []
+        for array in self._files:
+            tensor = as_tensor(array[indices], "idx")
+            if array.ndim == 1 and not tensor.is_floating_point():
+                tensor = tensor.to(torch.int64)
+            elif self.scale and array.ndim >= 3 and tensor.dtype == torch.uint8:
+                tensor = tensor.unsqueeze(1).to(torch.float32).div_(255)
+            tensors.append(tensor)
+        return tuple(tensors)
 
     def _open(self) -> list[np.ndarray[Any, Any]]:
-        return [_load_array(path, header) for path, header in zip(self.paths, self._headers, strict=True)]
-
-
-def _load_array(path: Path, header: _Header) -> np.ndarray[Any, Any]:
-    if path.suffix != ".gz":
-        return np.memmap(path, header.dtype, "r", header.offset, header.shape)
-    try:
-        payload = gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError("path", str(path), f"is damaged ({error})", "fetch the file again") from error
-    return np.frombuffer(payload, header.dtype, offset=header.offset).reshape(header.shape)
+        arrays: list[np.ndarray[Any, Any]] = []
+        for path, header in zip(self.paths, self._headers, strict=True):
+            if path.suffix != ".gz":
+                arrays.append(np.memmap(path, header.dtype, "r", header.offset, header.shape))
+                continue
+            try:
+                payload = gzip.decompress(path.read_bytes())
+            except (OSError, EOFError, zlib.error) as error:
+                raise DataError("path", str(path), f"is damaged ({error})", "fetch the file again") from error
+            arrays.append(np.frombuffer(payload, header.dtype, offset=header.offset).reshape(header.shape))
+        return arrays
 
 
 def _read_header(path: Path) -> _Header:
@@ -101,18 +100,13 @@ def _read_header(path: Path) -> _Header:
         raise DataError("path", str(path), "is truncated within its header", "fetch the file again")
     header = _Header(np.dtype(_DTYPES[magic[2]]), struct.unpack(f">{magic[3]}I", words), 4 + len(words))
     expected = header.offset + header.dtype.itemsize * int(np.prod(header.shape, dtype=np.int64))
-    actual = _get_size_bytes(path)
+    actual = path.stat().st_size
+    if path.suffix == ".gz":
+        with path.open("rb") as file:  # its last word: the size modulo 2**32
+            file.seek(-4, 2)
+            actual = int.from_bytes(file.read(4), "little")
     if actual != expected % 2**32 if path.suffix == ".gz" else actual != expected:
         shape = " x ".join(map(str, header.shape))
         problem = f"is truncated or damaged: {shape} {header.dtype.name} take {expected} bytes, it says {actual}"
         raise DataError("path", str(path), problem, "fetch the file again")
     return header
-
-
-def _get_size_bytes(path: Path) -> int:
-    """Its bytes; for a gzipped file, the size in its last word (modulo 2**32)."""
-    if path.suffix != ".gz":
-        return path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(-4, 2)
-        return int.from_bytes(file.read(4), "little")

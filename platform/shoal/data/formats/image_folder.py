@@ -39,10 +39,10 @@ class ImageFolder(FileDataset):
         mode: Literal["RGB", "L"] = "RGB",
         transform: Callable[[Image.Image], Tensor] | None = None,
     ) -> None:
-        place = require_path(folder, "folder")
-        if not place.is_dir():
+        parent = require_path(folder, "folder")
+        if not parent.is_dir():
             raise DataError("folder", str(folder), "is a file", "give the folder that has one folder for each class")
-        folders = sorted((each for each in place.iterdir() if each.is_dir()), key=attrgetter("name"))
+        folders = sorted((each for each in parent.iterdir() if each.is_dir()), key=attrgetter("name"))
         self.classes = [each.name for each in folders]
         self.size, self.mode, self.transform = size, mode, transform
         if not self.classes:
@@ -50,11 +50,11 @@ class ImageFolder(FileDataset):
         paths: list[Path] = []
         labels: list[int] = []
         for label, each in enumerate(folders):
-            found = sorted((file for file in each.iterdir() if file.suffix.lower() in SUFFIXES), key=attrgetter("name"))
-            if not found:
+            files = sorted((file for file in each.iterdir() if file.suffix.lower() in SUFFIXES), key=attrgetter("name"))
+            if not files:
                 raise DataError("folder", f"{folder}/{each.name}", "is empty: a class without pictures")
-            paths += found
-            labels += [label] * len(found)
+            paths += files
+            labels += [label] * len(files)
         self.labels = np.array(labels, dtype=np.int64)
         self.deterministic = transform is None
         super().__init__(paths, len(paths))

@@ -69,13 +69,13 @@ def _parse_location(text: str | Path) -> _Location:
     path, separator, name = str(text).rpartition(":")
     if separator and path.endswith(".npz"):
         return require_path(path), name
-    found = require_path(text)
-    if found.suffix != ".npz":
-        return found, ""
-    names = _list_names(found)
+    file = require_path(text)
+    if file.suffix != ".npz":
+        return file, ""
+    names = _list_names(file)
     if len(names) != 1:
         raise DataError("fields", str(text), f"holds {', '.join(names) or 'nothing'}", f"say which: {text}:NAME")
-    return found, names[0]
+    return file, names[0]
 
 
 def _list_names(path: Path) -> list[str]:

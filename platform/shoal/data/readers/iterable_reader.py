@@ -155,8 +155,10 @@ class PlainReader(StreamReader):
 
     def _make_batch(self, request: StreamRequest) -> ReadBatch | EpochEnd:
         samples = self._take_samples(request, self.batch_size)
-        if len(samples) < self.batch_size:
-            self._check_length()
+        length = length_of(self.source) if len(samples) < self.batch_size else None
+        if length is not None and self._at < length:
+            problem = f"has yielded {self._at} samples, and says that it has {length}"
+            raise DataError("data", self._name(), problem, "let its __len__ tell the truth")
         if not samples or (self.drop_last and len(samples) < self.batch_size):
             return EpochEnd(self._at)
         part = self.share.get_slice(len(samples))
@@ -164,12 +166,6 @@ class PlainReader(StreamReader):
         if self.collate is not None:  # all ranks have the same samples, and each collates its own part
             self._seed(request, -1 - (self._at - len(samples) + part.start))
         return ReadBatch(self._collate_samples(mine), part.stop - part.start, len(samples), None, self._state())
-
-    def _check_length(self) -> None:
-        length = length_of(self.source)
-        if length is not None and self._at < length:
-            problem = f"has yielded {self._at} samples, and says that it has {length}"
-            raise DataError("data", self._name(), problem, "let its __len__ tell the truth")
 
 
 class ShardReader(StreamReader):

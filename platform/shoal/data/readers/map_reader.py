@@ -90,7 +90,17 @@ class MapReader:
 
     def __init__(self, source: Source, collate: Collate | None, seed: int) -> None:
         self._source, self._collate, self._seed = source, collate, seed
-        self._is_tensor_dataset, self._has_getitems = _is_plain_tensor_dataset(source), _has_own_getitems(source)
+        # Samples that are just rows of tensors: a subclass may augment them.
+        self._is_tensor_dataset = (
+            isinstance(source, TensorDataset)
+            and not has_shoal_method(source, "batch")
+            and not hasattr(source, "__getitems__")
+            and type(source).__getitem__ is TensorDataset.__getitem__
+        )
+        inner = source
+        while type(inner) is Subset:  # which always has `__getitems__`, and may read samples one by one
+            inner = inner.dataset
+        self._has_getitems = hasattr(inner, "__getitems__")
         self._has_batch_method = collate is None and has_shoal_method(source, "batch")
         self._is_source_random = not (getattr(source, "deterministic", False) or self._is_tensor_dataset)
         self.is_random = self._is_source_random or collate is not None
@@ -117,34 +127,20 @@ class MapReader:
             seed_all(self._seed, epoch, listed[0])
         if self._has_batch_method:
             return default_convert(source.batch(indices))
-        many = self._has_getitems
-        samples = source.__getitems__(listed) if many else [self._read_sample(epoch, index) for index in listed]
+        samples: Any = []
+        if self._has_getitems:
+            samples = source.__getitems__(listed)
+        else:
+            for index in listed:
+                if self._is_source_random:
+                    seed_all(self._seed, epoch, index)
+                samples.append(source[index])
         if isinstance(samples, list) and len(samples) != len(listed):
             problem = f"gives {len(samples)} samples where {len(listed)} are asked for"
-            raise DataError(
-                "data", type(source).__name__, problem, "give one for each index: its __getitems__ does not"
-            )
+            remedy = "give one for each index: its __getitems__ does not"
+            raise DataError("data", type(source).__name__, problem, remedy)
         collate: Collate = self._collate or default_collate
         return collate(samples)
-
-    def _read_sample(self, epoch: int, index: int) -> Any:
-        if self._is_source_random:
-            seed_all(self._seed, epoch, index)
-        return self._source[index]
-
-
-def _is_plain_tensor_dataset(source: Source) -> bool:
-    """Whether it is a TensorDataset whose samples are just rows of its tensors: a subclass may augment them."""
-    if not isinstance(source, TensorDataset) or has_shoal_method(source, "batch") or hasattr(source, "__getitems__"):
-        return False
-    return type(source).__getitem__ is TensorDataset.__getitem__
-
-
-def _has_own_getitems(source: Source) -> bool:
-    """Whether it has its own `__getitems__`: torch's Subset always has one, but may read samples one by one."""
-    while type(source) is Subset:
-        source = source.dataset
-    return hasattr(source, "__getitems__")
 
 
 def make_read_error(error: Exception, source: Source, indices: Indices | None) -> DataError:

@@ -14,12 +14,12 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from shoal.errors import DataError
 from shoal.sources.deduplicator import WINDOW, Deduplicator
-from shoal.sources.source import MalformedPayload, StreamMessage, StreamSource, StreamState
+from shoal.sources.source import StreamMessage, StreamSource, StreamState
 
 logger = logging.getLogger(__name__)
 POLL_MESSAGES, POLL_S = 256, 1.0
@@ -36,16 +36,14 @@ class MessageDataset:
     def __init__(self, source: StreamSource) -> None:
         self._source = source
         self._limit: int | None = getattr(source, "max_unacknowledged", None)
-        self._deduplicator = self._make_deduplicator()
+        self._window = max(WINDOW, 2 * (self._limit or 0))  # all that may come again
+        self._deduplicator = Deduplicator(self._window)
         self._waiting: deque[StreamMessage] = deque()  # polled, and not yielded
         self._is_open = False
         self._num_covered = 0  # deliveries that the last sample accounts for; at most, since some are malformed
         self._num_committed = 0  # deliveries
         self._has_yielded = self._has_warned = False  # yielded: since the source was opened
         self._opening = ""  # in the states that count deliveries from then on
-
-    def _make_deduplicator(self) -> Deduplicator:
-        return Deduplicator(max(WINDOW, 2 * (self._limit or 0)))  # all that may come again
 
     def __iter__(self) -> Iterator[Any]:
         if not self._is_open:
@@ -64,23 +62,17 @@ class MessageDataset:
             if self._source.is_exhausted:
                 return
             delivery = self._source.poll(POLL_MESSAGES, POLL_S)
-            self._warn_once(delivery.malformed)
+            name = type(self._source).__name__
+            if delivery.malformed and not self._has_warned:
+                first = delivery.malformed[0]
+                logger.warning("%s: a message of %s is not learnt: %s", name, first.origin, first.problem)
+                self._has_warned = True
             self._waiting.extend(delivery.messages)
-            self._require_progress(is_empty=not delivery.messages)
-
-    def _warn_once(self, malformed: Sequence[MalformedPayload]) -> None:
-        for each in malformed[: not self._has_warned]:
-            logger.warning(
-                "%s: a message of %s is not learnt: %s", type(self._source).__name__, each.origin, each.problem
-            )
-            self._has_warned = True
-
-    def _require_progress(self, *, is_empty: bool) -> None:
-        num_open = self._source.num_delivered - self._num_committed
-        if is_empty and self._limit is not None and num_open >= self._limit:
-            problem = f"waits for an acknowledgement: {num_open} messages are not in a checkpoint yet"
-            remedy = "lower checkpoint.every_steps, or raise receive_maximum"
-            raise DataError("data", type(self._source).__name__, problem, remedy)
+            num_open = self._source.num_delivered - self._num_committed
+            if not delivery.messages and self._limit is not None and num_open >= self._limit:
+                problem = f"waits for an acknowledgement: {num_open} messages are not in a checkpoint yet"
+                remedy = "lower checkpoint.every_steps, or raise receive_maximum"
+                raise DataError("data", name, problem, remedy)
 
     def state_dict(self) -> dict[str, Any]:
         """What was yielded so far."""
@@ -90,7 +82,7 @@ class MessageDataset:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after `state`: what was read beyond it comes again."""
         self.close()
-        self._deduplicator = self._make_deduplicator()
+        self._deduplicator = Deduplicator(self._window)
         self._deduplicator.load_state_dict(state["deduplicator"])
 
     def commit(self, state: dict[str, Any]) -> None:

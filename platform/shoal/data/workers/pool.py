@@ -57,7 +57,14 @@ class WorkerPool:
 
     def __init__(self, reader: Reader, spec: LoaderSpec) -> None:
         self._spec = spec
-        self._descriptor, modules = _pack_reader(reader, spec.workers)
+        try:
+            self._descriptor, modules = pack(reader)
+        except Exception as error:  # a user's object may raise anything
+            problem = f"the dataset cannot be handed to worker processes: {type(error).__name__}: {error}"
+            remedy = (
+                "define it and its collate function at the top of a file, open files lazily, or set loader.workers=0"
+            )
+            raise ConfigError("loader.workers", spec.workers, problem, remedy) from error
         self._end_descriptor = weakref.finalize(self, os.close, self._descriptor)
         self._origins = _find_origins(modules)
         self._workers: list[_Worker] = []
@@ -131,17 +138,13 @@ class WorkerPool:
         process = self._workers[number].process
         with suppress(subprocess.TimeoutExpired):
             process.wait(_EXIT_TIMEOUT_S)
-        code = process.returncode
+        code, which = process.returncode, f"its worker process {number} (pid {process.pid})"
         self._stop()
         if code is None:
-            problem = (
-                f"its worker process {number} (pid {process.pid}) has closed its socket{_format_samples_of(request)}"
-            )
+            problem = f"{which} has closed its socket{_format_samples_of(request)}"
             return DataError("data", "dataset", problem, "let the dataset close no files but its own")
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        problem = (
-            f"its worker process {number} (pid {process.pid}) {how} while it made a batch{_format_samples_of(request)}"
-        )
+        problem = f"{which} {how} while it made a batch{_format_samples_of(request)}"
         remedy = "its own words are above"
         if code == -signal.SIGKILL:
             remedy = "if memory ran out, lower loader.workers or loader.prefetch"
@@ -187,32 +190,23 @@ def _stop_workers(workers: list[_Worker]) -> None:
             worker.process.wait()
 
 
-def _pack_reader(reader: Reader, num_workers: int) -> tuple[int, set[str]]:
-    try:
-        return pack(reader)
-    except Exception as error:  # a user's object may raise anything
-        problem = f"the dataset cannot be handed to worker processes: {type(error).__name__}: {error}"
-        remedy = "define it, and its collate function, at the top of a file, open files lazily, or set loader.workers=0"
-        raise ConfigError("loader.workers", num_workers, problem, remedy) from error
-
-
 def _find_origins(modules: set[str]) -> list[ModuleOrigin]:
     """The modules that a fresh process could not import by name."""
-    found = []
+    origins = []
     for name in sorted(modules):
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None)
         spec = getattr(module, "__spec__", None)
         if name == "__main__" and spec is not None:
-            found.append(ModuleOrigin(name, None, spec.name))
+            origins.append(ModuleOrigin(name, None, spec.name))
         elif name == "__main__" and file is None:
             problem = "the dataset is defined in an interactive session, which worker processes cannot see"
             raise ConfigError("loader.workers", name, problem, "put it into a file, or set loader.workers=0")
         elif file is not None and "." not in name:
             by_name = PathFinder.find_spec(name)
             if name == "__main__" or by_name is None or by_name.origin != file:
-                found.append(ModuleOrigin(name, os.path.abspath(file), None))
-    return found
+                origins.append(ModuleOrigin(name, os.path.abspath(file), None))
+    return origins
 
 
 def _format_samples_of(request: Request) -> str:

@@ -36,21 +36,16 @@ class _Pickler(pickle.Pickler):
         self.modules: set[str] = set()
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is Tensor and _is_plain(value):
-            flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return _rebuild_tensor, (pickle.PickleBuffer(flat.data), value.dtype, tuple(value.shape))
-        if type(value) is np.memmap and (place := _get_memmap_arguments(value)) is not None:
-            return np.memmap, place
+        if type(value) is Tensor and value.device.type == "cpu" and value.layout is torch.strided and value.numel():
+            special = (value.is_nested, value.requires_grad, value.is_quantized, value.is_conj(), value.is_neg())
+            if not any(special):
+                flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+                return _rebuild_tensor, (pickle.PickleBuffer(flat.data), value.dtype, tuple(value.shape))
+        if type(value) is np.memmap and (arguments := _get_memmap_arguments(value)) is not None:
+            return np.memmap, arguments
         if isinstance(value, type | FunctionType) and value.__module__:
             self.modules.add(value.__module__)
         return NotImplemented
-
-
-def _is_plain(value: Tensor) -> bool:
-    on_cpu = value.device.type == "cpu" and value.layout is torch.strided and value.numel() > 0
-    return on_cpu and not (
-        value.is_nested or value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg()
-    )
 
 
 def _rebuild_tensor(memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -62,15 +57,15 @@ def _get_memmap_arguments(value: np.memmap[Any, Any]) -> tuple[object, ...] | No
 
     Writes to the new mapping are private to the reader, as for everything else with many readers.
     """
-    whole: Any = value
-    while isinstance(whole.base, np.memmap):
-        whole = whole.base
-    is_mapped = isinstance(whole.base, mmap.mmap) and value.mode in ("r", "r+") and value.size > 0
+    full: Any = value
+    while isinstance(full.base, np.memmap):
+        full = full.base
+    is_mapped = isinstance(full.base, mmap.mmap) and value.mode in ("r", "r+") and value.size > 0
     if not is_mapped or value.filename is None or not os.path.exists(value.filename):
         return None
     if not (value.flags.c_contiguous or value.flags.f_contiguous):
         return None
-    offset = whole.offset + value.ctypes.data - whole.ctypes.data
+    offset = full.offset + value.ctypes.data - full.ctypes.data
     return value.filename, value.dtype, "c", offset, value.shape, "C" if value.flags.c_contiguous else "F"
 
 

@@ -41,7 +41,11 @@ class WorkerFailure(NamedTuple):
 def main(descriptor: int) -> None:
     """Serve requests over the socket until it closes."""
     torch.set_num_threads(1)
-    _leave_cores_to_steps()
+    # Where cores are busy, a request wakes this process, which would at once take the core from the step that sent it,
+    # for as long as a batch takes to make. In batch scheduling it has the same share of time, and waits for its turn.
+    with suppress(OSError):  # a sandbox may forbid it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with socket.socket(fileno=descriptor) as connection:
         try:
             answer = _load_reader(connection)
@@ -50,14 +54,6 @@ def main(descriptor: int) -> None:
                 _send_answer(connection, answer(request))
         except (EOFError, BrokenPipeError):
             return
-
-
-def _leave_cores_to_steps() -> None:
-    """Where cores are busy, a request wakes this process, which would at once take the core from the step that sent it,
-    for as long as a batch takes to make. In batch scheduling it has the same share of time, and waits for its turn."""
-    with suppress(OSError):  # a sandbox may forbid it
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _load_reader(connection: socket.socket) -> Callable[[Any], Any]:

@@ -42,8 +42,8 @@ from shoal.libs.gang.messages import (
     accept,
     close,
     connect,
-    receive_tensor,
-    send_tensor,
+    read_tensor,
+    write_tensor,
 )
 from shoal.libs.gang.plan import build_model, to_inputs
 from shoal.libs.gang.shard import Shard, load_shard
@@ -148,7 +148,7 @@ class GangMember:
     def _read_activations(self, previous: Connection) -> None:
         with suppress(OSError, EOFError):
             while True:
-                self._received.put(receive_tensor(previous))
+                self._received.put(read_tensor(previous))
         self._received.put(None)
 
     def _load(self, load: LoadVersion) -> WorkerAnswer:
@@ -181,7 +181,7 @@ class GangMember:
             except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's module: its caller has it
                 result = _to_portable(error)
         if self._next is not None:
-            send_tensor(self._next, result) if isinstance(result, Tensor) else self._next.send(result)
+            write_tensor(self._next, result) if isinstance(result, Tensor) else self._next.send(result)
             return None
         if self._mesh is not None and self._rank:
             return None

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.models.action_distribution import mask_logits
-from shoal.models.frame_encoder import FrameEncoder
+from shoal.models.frame_encoder import FrameEncoder, RecurrentLayer
 from shoal.models.own_network import OwnNetwork
-from shoal.models.recurrent_layer import RecurrentLayer
 
 
 class QNetwork(nn.Module):

@@ -106,9 +106,9 @@ class World:
         """Every rank's value, in order of rank, on every rank. Collective."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def count_ranks_per_host(self) -> int:
         """Collective. Raises PlanError, on every rank, unless each host has as many ranks, which are neighbours."""

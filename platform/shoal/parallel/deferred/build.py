@@ -118,11 +118,11 @@ class _Recorder(TorchDispatchMode):
                     self._require_generator()
                     self.tape.draw(self._undrawn)
             self._follows = False
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func._schema.name in _FRESH:
-            storage = found.untyped_storage()
+            storage = result.untyped_storage()
             self._fresh[storage._cdata] = storage
-        return found
+        return result
 
     def defer(self, parameter: nn.Parameter) -> None:
         """Move a real parameter to the meta device, as the object that it is; its value so far goes to the tape."""
@@ -167,14 +167,14 @@ class _Recorder(TorchDispatchMode):
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _META}
         try:
-            found = func(*tree_map_only(Tensor, _to_meta, args), **tree_map_only(Tensor, _to_meta, kwargs))
+            result = func(*tree_map_only(Tensor, _to_meta, args), **tree_map_only(Tensor, _to_meta, kwargs))
         except (NotImplementedError, RuntimeError) as error:
             raise CannotDefer(f"{func} needs a parameter's value, or does not fit it ({error})") from error
-        if not all(isinstance(each, Tensor) for each in _as_tuple(found)):
+        if not all(isinstance(each, Tensor) for each in _as_tuple(result)):
             raise CannotDefer(f"{func} needs a parameter's value")
         if not func.is_view:
-            self._append(func, args, kwargs, found)
-        return found
+            self._append(func, args, kwargs, result)
+        return result
 
     def record_function(self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Record a function that overwrites `tensor` by random numbers, as one call."""
@@ -303,8 +303,8 @@ class _Disguise:
         def get_device(tensor: Tensor) -> torch.device:
             if self._is_on and is_meta(tensor):
                 return _CPU
-            found: torch.device = _get_device(tensor)
-            return found
+            result: torch.device = _get_device(tensor)
+            return result
 
         Tensor.device = property(get_device)  # type: ignore[assignment]
         Tensor.is_meta = property(lambda tensor: get_device(tensor) == _META)  # type: ignore[assignment]

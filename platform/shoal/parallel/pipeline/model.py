@@ -27,7 +27,7 @@ from shoal.parallel.deferred.weights import DeferredWeights, move_to_device
 from shoal.parallel.layers.batch_norm import DataGroup, globalise_batch_norm
 from shoal.parallel.layers.dropout import seed_dropout
 from shoal.parallel.layers.precision import autocast
-from shoal.parallel.loss import LOSS, Loss, StepCounts, invert_count, require_loss, split_mean
+from shoal.parallel.loss import LOSS, StepCounts, invert_count, require_loss, split_mean
 from shoal.parallel.loss_trace import LossReader, MeasuredLoss, find_means
 from shoal.parallel.micro_batches import iter_chunks, split_micro_batches
 from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
@@ -70,7 +70,12 @@ def build_pipeline(
 ) -> ParallelModel:
     """This rank's stages of `model`. Collective. Raises PlanError, on every rank, when it cannot be split or run so."""
     num_micro_batches = spec.num_micro_batches(degrees)
-    _check_spec(spec, degrees, num_micro_batches)
+    check_schedule(spec.schedule, degrees.pipeline, num_micro_batches, degrees.is_sharded)
+    if spec.precision == "fp16":
+        raise PlanError("parallel.precision", spec.precision, "does not go with a pipeline", "use bf16")
+    if spec.compile and spec.schedule in SPLIT_BACKWARD:
+        problem = f"the schedule {spec.schedule} splits the backward pass, which compiled modules do not allow"
+        raise PlanError("parallel.compile", True, problem, "use compile=false, or schedule=1f1b")
     move_to_device(model, world.device)
     if degrees.data > 1:
         globalise_batch_norm(model, None)  # a micro-batch may be of one sample, which has no statistics of its own
@@ -78,9 +83,9 @@ def build_pipeline(
     batch = split_micro_batches(example, spec.accumulate * num_micro_batches)[0]
     context = partial(autocast, spec.precision, world.device)
     layout = partition_model(model, learnable, batch, len(ranks), world, context, deferred)
-    held = {ranks[stage] for stages in layout.parameters.values() for stage in stages}
+    with_parameters = {ranks[stage] for stages in layout.parameters.values() for stage in stages}
     for rank in range(degrees.pipeline):
-        if rank not in held:
+        if rank not in with_parameters:
             split_points = [split_point.module for split_point in layout.split_points]
             raise PlanError("pipeline_cuts", split_points, f"leave rank {rank} without a parameter", "cut elsewhere")
     check_copied_weights(model, layout, ranks)
@@ -96,15 +101,6 @@ def build_pipeline(
         split_dropouts(model, plan, mesh["tensor"])
         pipelined.sum_gradients_of(plan.summed, mesh.get_group("tensor"))
     return pipelined
-
-
-def _check_spec(spec: ParallelSpec, degrees: ParallelDims, num_micro_batches: int) -> None:
-    check_schedule(spec.schedule, degrees.pipeline, num_micro_batches, degrees.is_sharded)
-    if spec.precision == "fp16":
-        raise PlanError("parallel.precision", spec.precision, "does not go with a pipeline", "use bf16")
-    if spec.compile and spec.schedule in SPLIT_BACKWARD:
-        problem = f"the schedule {spec.schedule} splits the backward pass, which compiled modules do not allow"
-        raise PlanError("parallel.compile", True, problem, "use compile=false, or schedule=1f1b")
 
 
 class PipelineModel(ParallelModel):
@@ -180,12 +176,24 @@ class PipelineModel(ParallelModel):
             self._first_index, self._batches = first, batches[first : first + self._num_micro_batches]
             losses += self._run_schedule(self._get_schedule(self._batches[0]))
         self._batches = []
-        self._check_usage(
-            [(name, each) for name, each in self._weights.local_parameters.items() if name in self._sharded]
-        )
-        self._reduce_gradients()
+        local = self._weights.local_parameters
+        self._check_usage([(name, each) for name, each in local.items() if name in self._sharded])
+        began_s = time.perf_counter()
+        if self._groups.data is not None:
+            others = [each for name, each in local.items() if name not in self._sharded]
+            gradients.sum_over_ranks(_filter_trainable(others), self._groups.data, 1.0 / self.num_data_ranks)
+        for group, tied in self._tied_groups:
+            gradients.sum_over_ranks(_filter_trainable(tied), group)
+        self._reduced_s += time.perf_counter() - began_s
         summed = torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._world.device)
-        return self._finish_loss(summed) if self.partition.has_mean_loss else summed
+        if not self.partition.has_mean_loss:
+            return summed
+        # Loss and gradients of a `Mean` are divided by its count over all data ranks.
+        mine = self._counts.take(lambda counts: counts).get(LOSS, torch.zeros((), device=self._world.device))
+        self.step_weight = self.sum_over_data_ranks(mine.double()) / self.num_data_ranks
+        factor = invert_count(self.step_weight)
+        gradients.scale(local.values(), factor)
+        return summed * factor
 
     def _run_schedule(self, schedule: Any) -> list[Tensor]:
         """Run one schedule; returns the losses on the rank of the last stage."""
@@ -207,8 +215,9 @@ class PipelineModel(ParallelModel):
         with autocast(self._spec.precision, self._world.device):
             handed: Tensor = self._stage_forward.run(stage, self._learnable.inputs(batch), received)
             if stage == len(self._stage_ranks) - 1:
-                loss = self.loss_reader.read(partial(self._learnable.loss, handed, batch))
-                return self._weigh_loss(loss, count_samples(batch))
+                loss = require_loss(self.loss_reader.read(partial(self._learnable.loss, handed, batch)))
+                weight = 1.0 / (self._spec.accumulate * self._num_micro_batches)
+                return self._counts.weigh(LOSS, loss, weight, count_samples(batch))
         expected = self._stage_outputs[stage]
         if (handed.shape, handed.dtype) != (expected.shape, expected.dtype):
             problem = f"was handed {list(handed.shape)} {handed.dtype}, not {list(expected.shape)} {expected.dtype}"
@@ -219,33 +228,21 @@ class PipelineModel(ParallelModel):
         handed = handed.clone(memory_format=torch.contiguous_format) if is_view else handed.contiguous()
         return handed if handed.requires_grad else handed.detach().requires_grad_()
 
-    def _weigh_loss(self, loss: Loss, num_samples: int) -> Tensor:
-        weight = 1.0 / (self._spec.accumulate * self._num_micro_batches)
-        return self._counts.weigh(LOSS, require_loss(loss), weight, num_samples)
-
-    def _finish_loss(self, summed: Tensor) -> Tensor:
-        """Divide loss and gradients of a `Mean` by its count over all data ranks. Collective."""
-        mine = self._counts.take(lambda counts: counts).get(LOSS, torch.zeros((), device=self._world.device))
-        self.step_weight = self.sum_over_data_ranks(mine.double()) / self.num_data_ranks
-        factor = invert_count(self.step_weight)
-        gradients.scale(self._weights.local_parameters.values(), factor)
-        return summed * factor
-
     def _get_schedule(self, batch: Any) -> Any:
         """The schedule for micro-batches of this form; a pass in evaluation mode finds the stages' outputs."""
-        form = shape_key(batch)
-        if self._schedules.is_missing(form):
+        shapes = shape_key(batch)
+        if self._schedules.is_missing(shapes):
             self._stage_outputs = {}
             with eval_mode(self._model):  # with gradients: fast paths may compute in other types
                 self._run_forward(batch)
-        if form not in self._schedules:
+        if shapes not in self._schedules:
             group, num_stages = self._groups.pipeline, len(self._stage_ranks)
             assert group is not None
             stages = (self._stages, self._stage_outputs, num_stages, self._num_micro_batches)
             ways = (self._world.device, group, self.clock, self._shm_p2p)
-            self._schedules.put(form, build_schedule(self._spec.schedule, *stages, *ways), self._stage_outputs)
-        made, self._stage_outputs = self._schedules.get(form)
-        return made
+            self._schedules.put(shapes, build_schedule(self._spec.schedule, *stages, *ways), self._stage_outputs)
+        schedule, self._stage_outputs = self._schedules.get(shapes)
+        return schedule
 
     def _check_usage(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
         if self._usage_check is not None:
@@ -255,15 +252,6 @@ class PipelineModel(ParallelModel):
         """From now on, add up the gradients of these parameters over `group`: each rank has a part of them."""
         local = [each for name, each in self._weights.local_parameters.items() if name in names]
         self._tied_groups.append((group, local))
-
-    def _reduce_gradients(self) -> None:
-        began_s = time.perf_counter()
-        if self._groups.data is not None:
-            others = [each for name, each in self._weights.local_parameters.items() if name not in self._sharded]
-            gradients.sum_over_ranks(_filter_trainable(others), self._groups.data, 1.0 / self.num_data_ranks)
-        for group, tied in self._tied_groups:
-            gradients.sum_over_ranks(_filter_trainable(tied), group)
-        self._reduced_s += time.perf_counter() - began_s
 
     # -- evaluation
 

@@ -21,13 +21,7 @@ from shoal.parallel.deferred.weights import DeferredWeights, decide_plan
 from shoal.parallel.loss import Mean, get_value
 from shoal.parallel.loss_trace import find_means
 from shoal.parallel.model import TaskProtocol, compute_loss_and_metrics
-from shoal.parallel.pipeline.split_points import (
-    ModuleCall,
-    SplitPoint,
-    SplitProfile,
-    profile_splits,
-    select_splits,
-)
+from shoal.parallel.pipeline.split_points import ModuleCall, SplitPoint, SplitProfile, profile_splits, select_splits
 from shoal.parallel.pipeline.stage_forward import StageForward, build_stage_slices, mask_parameters
 from shoal.parallel.state.module_snapshot import eval_mode, hook_modules, preserve_module
 from shoal.random_state import preserve_rng
@@ -95,40 +89,36 @@ def find_partition(
             kinds.add(isinstance(loss, Mean))
             return get_value(loss)
 
-    found = profile_splits(model, run, device, has_weights)
-    found.changed = find_changed_buffers(model, run, found.split_points)
+    profile = profile_splits(model, run, device, has_weights)
+    profile.changed = find_changed_buffers(model, run, profile.split_points)
     wanted = learnable.pipeline_cuts()
     rejection: PlanError | None = None
     while True:
         try:
-            split_points = select_splits(found, num_stages, wanted)
+            split_points = select_splits(profile, num_stages, wanted)
         except PlanError as error:
             if rejection is not None and wanted is None:
                 raise rejection from error
             raise
-        refused = find_shared_buffer(found, _map_segments_to_stages(found, split_points), split_points)
+        refused = find_shared_buffer(profile, _map_segments_to_stages(profile, split_points), split_points)
         if refused is None:
-            split_point = _find_invalid_split(model, learnable, batch, found, split_points, context)
+            split_point = _find_invalid_split(model, learnable, batch, profile, split_points, context)
             if split_point is None:
-                return _build_partition(found, split_points, True in kinds)
-            refused = split_point, _make_plan_error(split_point)
+                return _build_partition(profile, split_points, True in kinds)
+            problem = "what follows needs more of what came before than the tensor that is handed on"
+            remedy = "let blocks hand on one tensor, and derive masks and positions from the inputs; or use ddp or fsdp"
+            refused = split_point, PlanError("parallel.pipeline", split_point.module, problem, remedy)
         split_point, rejection = refused
         if wanted is not None:
             raise rejection
-        found = _remove_split_point(found, split_point)
-
-
-def _make_plan_error(split_point: SplitPoint) -> PlanError:
-    problem = "what follows needs more of what came before than the tensor that is handed on"
-    remedy = "let blocks hand on one tensor, and derive masks and positions from the inputs; or use ddp or fsdp"
-    return PlanError("parallel.pipeline", split_point.module, problem, remedy)
+        profile = _remove_split_point(profile, split_point)
 
 
 def _find_invalid_split(
     model: nn.Module,
     learnable: TaskProtocol,
     batch: Any,
-    found: SplitProfile,
+    profile: SplitProfile,
     split_points: Sequence[SplitPoint],
     context: Callable[[], Any],
 ) -> SplitPoint | None:
@@ -139,14 +129,14 @@ def _find_invalid_split(
     """
     with eval_mode(model), context(), torch.no_grad():
         expected = _stack_metrics(learnable, model(*learnable.inputs(batch)), batch)
-    gated = StageForward(model, build_stage_slices(found.calls, split_points))
+    gated = StageForward(model, build_stage_slices(profile.calls, split_points))
     gated.filler = float("nan")
     try:
         with eval_mode(model), context():
-            refused, compared = _run_in_stages(gated, learnable, batch, found, split_points)
+            refused, compared = _run_in_stages(gated, learnable, batch, profile, split_points)
         if refused is None:
             with preserve_module(model), preserve_rng(), context():
-                refused, _ = _run_in_stages(gated, learnable, batch, found, split_points)
+                refused, _ = _run_in_stages(gated, learnable, batch, profile, split_points)
     finally:
         gated.remove()
     if refused is not None:
@@ -155,11 +145,11 @@ def _find_invalid_split(
 
 
 def _run_in_stages(
-    gated: StageForward, learnable: TaskProtocol, batch: Any, found: SplitProfile, split_points: Sequence[SplitPoint]
+    gated: StageForward, learnable: TaskProtocol, batch: Any, profile: SplitProfile, split_points: Sequence[SplitPoint]
 ) -> tuple[SplitPoint | None, Tensor]:
     """The first split point after which a result is NaN or fails; and the numbers by which the model is compared."""
     inputs = learnable.inputs(batch)
-    stages = _map_parameters_to_stages(found, split_points)
+    stages = _map_parameters_to_stages(profile, split_points)
     handed: Any = None
     compared = torch.zeros(())
     for stage, split_point in enumerate([None, *split_points]):
@@ -205,31 +195,31 @@ def _remove_split_point(found: SplitProfile, refused: SplitPoint) -> SplitProfil
     )
 
 
-def _map_parameters_to_stages(found: SplitProfile, split_points: Sequence[SplitPoint]) -> dict[str, list[int]]:
-    stage = _map_segments_to_stages(found, split_points)
-    return {name: sorted({stage[part] for part in parts}) or [0] for name, parts in found.parameters.items()}
+def _map_parameters_to_stages(profile: SplitProfile, split_points: Sequence[SplitPoint]) -> dict[str, list[int]]:
+    stage = _map_segments_to_stages(profile, split_points)
+    return {name: sorted({stage[part] for part in parts}) or [0] for name, parts in profile.parameters.items()}
 
 
-def _map_segments_to_stages(found: SplitProfile, split_points: Sequence[SplitPoint]) -> list[int]:
+def _map_segments_to_stages(profile: SplitProfile, split_points: Sequence[SplitPoint]) -> list[int]:
     begins = [split_point.call for split_point in split_points]
-    return [0, *(bisect_right(begins, split_point.call) for split_point in found.split_points)]
+    return [0, *(bisect_right(begins, split_point.call) for split_point in profile.split_points)]
 
 
-def _build_partition(found: SplitProfile, split_points: list[SplitPoint], has_mean_loss: bool) -> StagePartition:
-    stage = _map_segments_to_stages(found, split_points)
+def _build_partition(profile: SplitProfile, split_points: list[SplitPoint], has_mean_loss: bool) -> StagePartition:
+    stage = _map_segments_to_stages(profile, split_points)
     costs = [[0.0, 0.0] for _ in range(len(split_points) + 1)]
-    for part, (forward_s, backward_s) in enumerate(found.cost_s):
+    for part, (forward_s, backward_s) in enumerate(profile.cost_s):
         costs[stage[part]][0] += forward_s
         costs[stage[part]][1] += backward_s
     blocks: dict[str, int] = {}
-    for part, split_point in enumerate(found.split_points, start=1):
+    for part, split_point in enumerate(profile.split_points, start=1):
         blocks.setdefault(split_point.module, stage[part])
     return StagePartition(
-        found.calls,
+        profile.calls,
         split_points,
         blocks,
-        _map_parameters_to_stages(found, split_points),
-        {name: stage[part] for name, part in found.buffers.items()},
+        _map_parameters_to_stages(profile, split_points),
+        {name: stage[part] for name, part in profile.buffers.items()},
         [forward_s for forward_s, _ in costs],
         [backward_s for _, backward_s in costs],
         has_mean_loss,
@@ -282,15 +272,15 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def find_shared_buffer(
-    found: SplitProfile, stages: Sequence[int], split_points: Sequence[SplitPoint]
+    profile: SplitProfile, stages: Sequence[int], split_points: Sequence[SplitPoint]
 ) -> tuple[SplitPoint, PlanError] | None:
     """The first split point between two stages that would change the same buffer, or one that stores it; and the
     error. None when each buffer belongs to one stage.
 
     stages: of each part
     """
-    for name, parts in found.changed.items():
-        users = sorted({stages[part] for part in [*parts, found.buffers[name]]})
+    for name, parts in profile.changed.items():
+        users = sorted({stages[part] for part in [*parts, profile.buffers[name]]})
         if len(users) > 1:
             problem = f"the buffer {name} would be changed by stage {users[1]}, too, and lie with stage {users[0]}"
             remedy = "cut where no layer with such a buffer is called on both sides, or use ddp or fsdp"

@@ -74,17 +74,11 @@ def plan_actions(schedule: ScheduleName, num_ranks: int, micro_batches: int) -> 
     if schedule == "1f1b":  # torch 2.13 runs it from code; its displayed order starts the last rank with 1 for 0
         return [_plan_1f1b(rank, num_ranks, micro_batches) for rank in range(num_ranks)]
     ranks = get_stage_ranks(schedule, num_ranks)
-    stand_ins = [
-        SimpleNamespace(
-            num_stages=len(ranks), group_size=num_ranks, group_rank=0, stage_index=stage, submod=nn.Identity()
-        )
-        for stage, rank in enumerate(ranks)
-        if rank == 0
-    ]
-    made = SCHEDULE_CLASSES[schedule](stand_ins[0] if schedule in SINGLE_STAGE else stand_ins, micro_batches)
-    return [
-        [work for action in made.pipeline_order[rank] for work in _flatten_action(action)] for rank in range(num_ranks)
-    ]
+    sizes = {"num_stages": len(ranks), "group_size": num_ranks, "group_rank": 0, "submod": nn.Identity()}
+    stages = [SimpleNamespace(**sizes, stage_index=stage) for stage, rank in enumerate(ranks) if rank == 0]
+    planned = SCHEDULE_CLASSES[schedule](stages[0] if schedule in SINGLE_STAGE else stages, micro_batches)
+    orders = (planned.pipeline_order[rank] for rank in range(num_ranks))
+    return [[work for action in order for work in _flatten_action(action)] for order in orders]
 
 
 def _plan_1f1b(rank: int, num_ranks: int, micro_batches: int) -> list[ComputeAction]:

@@ -76,8 +76,10 @@ def simulate_step(
                 work = works.pop()
                 lasts_s = _duration_s(work, forward_s, backward_s, weight_share)
                 began_s = max(free_s[rank] + between_s, heard.ready_s) + heard.take_s
-                done_s[work] = began_s + lasts_s
-                free_s[rank] = done_s[work] + _send_s(work, ranks, last, messages)
+                done_s[work] = free_s[rank] = began_s + lasts_s
+                to = work.stage + 1 if work.kind == "F" else work.stage - 1  # which gets the action's result
+                if work.kind != "W" and 0 <= to <= last:
+                    free_s[rank] += _get_transfer(work.stage, to, ranks, messages).send_s
                 busy_s[rank] += lasts_s
         assert len(done_s) > before, "the schedule waits for itself"
     return SimulatedStep(max(free_s), busy_s)
@@ -102,21 +104,12 @@ def _find_input_ready(
         return _InputReady(0.0, 0.0)  # the rank's own order ensures it
     needed = [work._replace(stage=work.stage - 1)]
     if work.kind != "F":
-        needed = [
-            ComputeAction(work.stage + 1, "B", work.micro_batch),
-            ComputeAction(work.stage + 1, "I", work.micro_batch),
-        ]
+        needed = [work._replace(stage=work.stage + 1, kind="B"), work._replace(stage=work.stage + 1, kind="I")]
     for each in needed:
         if each in done_s:
             message = _get_transfer(each.stage, work.stage, ranks, messages)
             return _InputReady(done_s[each] + message.send_s + message.transit_s, message.take_s)
     return None
-
-
-def _send_s(work: ComputeAction, ranks: Sequence[int], last: int, messages: Sequence[TransferTime]) -> float:
-    """How long the rank sends an action's result to the stage after it or before it."""
-    to = work.stage + 1 if work.kind == "F" else work.stage - 1
-    return _get_transfer(work.stage, to, ranks, messages).send_s if work.kind != "W" and 0 <= to <= last else 0.0
 
 
 def _get_transfer(one: int, other: int, ranks: Sequence[int], messages: Sequence[TransferTime]) -> TransferTime:

@@ -22,12 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.errors import PlanError
 from shoal.parallel.comm.world import read_clock_s
-from shoal.parallel.state.module_snapshot import (
-    eval_mode,
-    get_trainable_parameters,
-    hook_modules,
-    preserve_module,
-)
+from shoal.parallel.state.module_snapshot import eval_mode, get_trainable_parameters, hook_modules, preserve_module
 from shoal.random_state import preserve_rng
 
 UNFIT_REASON = "is recomputed in the backward pass, or not called in evaluation"
@@ -88,52 +83,45 @@ def profile_splits(
     has_weights: if not, no gradient is computed, and costs are shares of operations and parameters
     """
     with preserve_module(model), preserve_rng(), torch.enable_grad():
-        found = _find_split_points(model, run)
+        profile = _find_split_points(model, run)
         if has_weights:
-            passes = [_time_pass(model, run, found, device) for _ in range(NUM_TIMED_PASSES + 1)]
-            found.cost_s = [(min(f for f, _ in part), min(b for _, b in part)) for part in zip(*passes, strict=True)]
+            passes = [_time_pass(model, run, profile, device) for _ in range(NUM_TIMED_PASSES + 1)]
+            profile.cost_s = [(min(f for f, _ in part), min(b for _, b in part)) for part in zip(*passes, strict=True)]
         else:
-            found.cost_s = _count_costs(model, run, found)
+            profile.cost_s = _count_costs(model, run, profile)
         model.zero_grad(set_to_none=True)
-        found.unfit |= _find_eval_differences(model, run, found.calls)
-    return found
+        profile.unfit |= _find_eval_differences(model, run, profile.calls)
+    return profile
 
 
-def select_splits(found: SplitProfile, num_stages: int, wanted: Sequence[str] | None) -> list[SplitPoint]:
+def select_splits(profile: SplitProfile, num_stages: int, wanted: Sequence[str] | None) -> list[SplitPoint]:
     """The split points between so many stages: the user's, or those whose slowest stage is fastest.
 
     Raises PlanError when there are too few places, or when one of the user's is invalid.
     """
     if wanted is not None:
-        return _resolve_wanted(found, num_stages, wanted)
-    places = _find_useful_splits(found)
+        return _resolve_wanted(profile, num_stages, wanted)
+    used = {part for parts in profile.parameters.values() for part in parts}
+    places: list[int] = []  # with parameters between any two
+    begin = 0
+    for place, split_point in enumerate(profile.split_points):
+        is_between = any(begin <= part <= place for part in used) and any(part > place for part in used)
+        if split_point.module not in profile.unfit and is_between:
+            places.append(place)
+            begin = place + 1
     if len(places) + 1 < num_stages:
-        named = ", ".join(found.split_points[place].module for place in places) or "none"
+        named = ", ".join(profile.split_points[place].module for place in places) or "none"
         problem = (
             f"needs {num_stages} stages, but the model can be cut at {len(places)} places only, where one tensor is "
             f"handed on and parameters lie on both sides ({named})"
         )
         remedy = "use fewer stages, a schedule with one stage for each rank, or a model that is a chain of blocks"
-        if found.unfit:
+        if profile.unfit:
             remedy += ", without activation checkpointing"
         raise PlanError("parallel.pipeline", num_stages, problem, remedy)
-    edges = [0, *(place + 1 for place in places), len(found.cost_s)]
-    costs = [sum(map(sum, found.cost_s[begin:end])) for begin, end in pairwise(edges)]
-    return [found.split_points[places[end - 1]] for end in balance_stages(costs, num_stages)]
-
-
-def _find_useful_splits(found: SplitProfile) -> list[int]:
-    """Split points with parameters between any two."""
-    used = {part for parts in found.parameters.values() for part in parts}
-    places: list[int] = []
-    begin = 0
-    for place, split_point in enumerate(found.split_points):
-        if split_point.module in found.unfit:
-            continue
-        if any(begin <= part <= place for part in used) and any(part > place for part in used):
-            places.append(place)
-            begin = place + 1
-    return places
+    edges = [0, *(place + 1 for place in places), len(profile.cost_s)]
+    costs = [sum(map(sum, profile.cost_s[begin:end])) for begin, end in pairwise(edges)]
+    return [profile.split_points[places[end - 1]] for end in balance_stages(costs, num_stages)]
 
 
 def balance_stages(costs: Sequence[float], num_stages: int) -> list[int]:
@@ -152,31 +140,27 @@ def balance_stages(costs: Sequence[float], num_stages: int) -> list[int]:
                     row[end], begin[end] = slowest, start
         best = row
         begins.append(begin)
-    found: list[int] = []
+    result: list[int] = []
     end = len(costs)
     for begin in reversed(begins):
         end = begin[end]
-        found.append(end)
-    return found[::-1]
+        result.append(end)
+    return result[::-1]
 
 
-def _resolve_wanted(found: SplitProfile, num_stages: int, wanted: Sequence[str]) -> list[SplitPoint]:
+def _resolve_wanted(profile: SplitProfile, num_stages: int, wanted: Sequence[str]) -> list[SplitPoint]:
     if len(wanted) != num_stages - 1:
         problem = f"names {len(wanted)} cuts for {num_stages} stages"
         raise PlanError("pipeline_cuts", list(wanted), problem, f"name {num_stages - 1} of its modules")
-    known = found.inner | {split_point.module: split_point for split_point in reversed(found.split_points)}
+    known = profile.inner | {split_point.module: split_point for split_point in reversed(profile.split_points)}
     split_points: list[SplitPoint] = []
     for name in wanted:
         if name not in known:
-            called = any(call.module == name for call in found.calls)
+            called = any(call.module == name for call in profile.calls)
             problem = "more than its first tensor is handed on there" if called else "no module of this name is called"
-            raise PlanError(
-                "pipeline_cuts",
-                name,
-                problem,
-                f"cut at {', '.join(split_point.module for split_point in found.split_points)}",
-            )
-        if known[name].module in found.unfit:
+            possible = ", ".join(split_point.module for split_point in profile.split_points)
+            raise PlanError("pipeline_cuts", name, problem, f"cut at {possible}")
+        if known[name].module in profile.unfit:
             raise PlanError("pipeline_cuts", name, UNFIT_REASON, "cut elsewhere, or do not checkpoint it")
         split_points.append(known[name])
     if sorted({split_point.call for split_point in split_points}) != [split_point.call for split_point in split_points]:
@@ -265,7 +249,10 @@ def _find_split_points(model: nn.Module, run: Callable[[], Tensor]) -> SplitProf
     split_points = [entry.split_point for entry, each in zip(recorder.candidates, valid, strict=True) if each]
     inner = {name: recorder.candidates[place].split_point for name, place in recorder.inner.items() if valid[place]}
     parts = {parameter: sorted({part_of[place] for place in places}) for parameter, places in used.items()}
-    called = _find_first_calls(recorder.calls, [split_point.call for split_point in split_points])
+    split_calls = [split_point.call for split_point in split_points]
+    called: dict[str, int] = {}  # the part that calls a module first
+    for index, call in enumerate(recorder.calls):
+        called.setdefault(call.module, bisect_right(split_calls, index))
     parameters: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
@@ -309,19 +296,11 @@ def _walk_graph(loss: Tensor, entries: list[_Candidate]) -> tuple[list[bool], di
     return [count > 0 for count in accumulate(crossings)][: len(entries)], used
 
 
-def _find_first_calls(calls: Sequence[ModuleCall], split_calls: list[int]) -> dict[str, int]:
-    """The part that calls a module first."""
-    first: dict[str, int] = {}
-    for index, call in enumerate(calls):
-        first.setdefault(call.module, bisect_right(split_calls, index))
-    return first
-
-
 def _time_pass(
-    model: nn.Module, run: Callable[[], Tensor], found: SplitProfile, device: torch.device
+    model: nn.Module, run: Callable[[], Tensor], profile: SplitProfile, device: torch.device
 ) -> list[tuple[float, float]]:
     """Seconds of each part, forward and backward. The first pass warms up, and finds recomputed modules."""
-    split_points = found.split_points
+    split_points = profile.split_points
     places = {split_point.call: place for place, split_point in enumerate(split_points)}
     reached_s: dict[int, float] = {}  # by the backward pass, which runs through the parts in reverse
     began_s: list[float] = []
@@ -330,8 +309,8 @@ def _time_pass(
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal num_calls
-        if num_calls == len(found.calls):
-            found.unfit.add(names[module])
+        if num_calls == len(profile.calls):
+            profile.unfit.add(names[module])
             return
         place = places.get(num_calls)
         num_calls += 1
@@ -343,7 +322,11 @@ def _time_pass(
         if handed.requires_grad:
             handed.register_hook(lambda gradient: reached_s.__setitem__(place, read_clock_s(device)))
 
-    drops = [each.register_post_accumulate_grad_hook(_drop_gradient) for each in get_trainable_parameters(model)]
+    def drop_gradient(parameter: Tensor) -> None:
+        """A timed pass has no use for it, and a model without memory for its weights has none for their gradients."""
+        parameter.grad = None
+
+    drops = [each.register_post_accumulate_grad_hook(drop_gradient) for each in get_trainable_parameters(model)]
     began_s.append(read_clock_s(device))
     with hook_modules(model, enter):
         loss = run()
@@ -357,14 +340,9 @@ def _time_pass(
     return list(zip(forward_s, (before - after for before, after in pairwise(moments_s)), strict=True))
 
 
-def _drop_gradient(parameter: Tensor) -> None:
-    """A timed pass has no use for it, and a model without memory for its weights has none for their gradients."""
-    parameter.grad = None
-
-
-def _count_costs(model: nn.Module, run: Callable[[], Tensor], found: SplitProfile) -> list[tuple[float, float]]:
+def _count_costs(model: nn.Module, run: Callable[[], Tensor], profile: SplitProfile) -> list[tuple[float, float]]:
     """Each part's share of the operations, and of the parameters: a stage is to be quick and small."""
-    split_calls = {split_point.call for split_point in found.split_points}
+    split_calls = {split_point.call for split_point in profile.split_points}
     num_calls, began = 0, [0]
     counter = FlopCounterMode(display=False)
 
@@ -379,7 +357,7 @@ def _count_costs(model: nn.Module, run: Callable[[], Tensor], found: SplitProfil
     operations = [after - before for before, after in pairwise([*began, counter.get_total_flops()])]
     sizes = [0] * len(operations)
     for name, parameter in model.named_parameters():
-        for part in found.parameters[name]:
+        for part in profile.parameters[name]:
             sizes[part] += parameter.numel()
     totals = max(1, sum(operations)), max(1, sum(sizes))
     return [(each / totals[0], size / totals[1]) for each, size in zip(operations, sizes, strict=True)]

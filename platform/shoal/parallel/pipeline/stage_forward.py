@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -56,19 +56,16 @@ def build_stage_slices(
     watched: modules that a stage runs only if profiling has shown it; the first stage may also run those never seen,
              since it has their parameters
     """
-    called = {call.module for call in calls}
-    views = [_build_slice(calls, begin, end) for begin, end in pairwise([None, *split_points, None])]
-    for view, (begin, end) in zip(views, pairwise([None, *split_points, None]), strict=True):
-        view.foreign = set(watched) - _find_modules_between(calls, begin, end)
+    slices = []
+    for begin, end in pairwise([None, *split_points, None]):
+        first, after = begin.call if begin else 0, end.call if end else len(calls)
+        called_here = {call.module for call in calls[:after] if call.last >= first}  # between, or around the first
+        stage = _build_slice(calls, begin, end)
+        stage.foreign = set(watched) - called_here
         if begin is None:
-            view.foreign &= called
-    return views
-
-
-def _find_modules_between(calls: Sequence[ModuleCall], begin: SplitPoint | None, end: SplitPoint | None) -> set[str]:
-    """The modules of calls that lie between two split points, or enclose the first."""
-    first, after = begin.call if begin else 0, end.call if end else len(calls)
-    return {call.module for call in calls[:after] if call.last >= first}
+            stage.foreign &= {call.module for call in calls}
+        slices.append(stage)
+    return slices
 
 
 def _build_slice(calls: Sequence[ModuleCall], begin: SplitPoint | None, end: SplitPoint | None) -> StageSlice:
@@ -164,9 +161,15 @@ class StageForward:
         if action.kind == "leave":
             raise _LeaveForward(kwargs[action.argument] if isinstance(action.argument, str) else args[action.argument])
         received, self._received = self._received, None
-        stand_in = kwargs[action.argument] if isinstance(action.argument, str) else args[action.argument]
+        placeholder = kwargs[action.argument] if isinstance(action.argument, str) else args[action.argument]
         assert received is not None, "a module is called twice where it was called once"
-        if not _overwrite(stand_in, received):
+        is_written = False
+        expected = (received.shape, received.dtype)
+        if isinstance(placeholder, Tensor) and (placeholder.shape, placeholder.dtype) == expected:
+            with suppress(RuntimeError):  # a view that autograd cannot track: then only the call gets it
+                placeholder.copy_(received)  # so that the caller (`x = x + block(x)`) gets it, too
+                is_written = True
+        if not is_written:
             args, kwargs = replace_argument(args, kwargs, action.argument, received)
         return forward(*args, **kwargs)
 
@@ -175,16 +178,19 @@ class StageForward:
     ) -> Any:
         """Tensors like the results of the skipped call; their shapes are found once."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        key = (name, structure, tuple(_make_leaf_key(leaf) for leaf in leaves))
+        kinds: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                kinds.append(_TensorShape.of(leaf))
+            else:
+                kinds.append(leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf))
+        key = (name, structure, tuple(kinds))
         if key not in self._shapes:
             results, form = pytree.tree_flatten(self.call_ungated(module, forward, args, kwargs))
-            self._shapes[key] = (
-                [_TensorShape.of(result) if isinstance(result, Tensor) else result for result in results],
-                form,
-            )
+            self._shapes[key] = [_TensorShape.of(each) if isinstance(each, Tensor) else each for each in results], form
         shapes, form = self._shapes[key]
-        made = [shape.make_full(self.filler) if isinstance(shape, _TensorShape) else shape for shape in shapes]
-        return pytree.tree_unflatten(made, form)
+        filled = [shape.make_full(self.filler) if isinstance(shape, _TensorShape) else shape for shape in shapes]
+        return pytree.tree_unflatten(filled, form)
 
     def call_ungated(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -197,17 +203,6 @@ class StageForward:
                 return forward(*args, **kwargs)
         finally:
             self._slice, self._counts = view, counts
-
-
-def _overwrite(stand_in: Any, received: Tensor) -> bool:
-    """Write the received tensor over its placeholder, so that the caller (`x = x + block(x)`) gets it, too."""
-    if not isinstance(stand_in, Tensor) or (stand_in.shape, stand_in.dtype) != (received.shape, received.dtype):
-        return False
-    try:
-        stand_in.copy_(received)
-    except RuntimeError:  # a view that autograd cannot track: then only the call gets it
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -224,12 +219,6 @@ class _TensorShape:
         return torch.full(
             self.shape, value if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.device
         )
-
-
-def _make_leaf_key(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return _TensorShape.of(leaf)
-    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
 
 
 def _changed_calls_error(module: str, problem: str) -> PlanError:

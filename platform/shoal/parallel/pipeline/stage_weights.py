@@ -1,6 +1,7 @@
-"""The part of a model's weights on a rank of a pipeline, under their names in the full model.
+"""The part of a model's weights on a rank of a pipeline, under their names in the full model; and the blocks of its
+stages, which are sharded over data ranks, or compiled.
 
-Called by `pipeline`. Frees the rest.
+Called by `pipeline` when it is built. Frees the other stages' weights.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shoal.errors import PlanError, SpecMismatch
+from shoal.errors import PlanError
 from shoal.parallel.pipeline.partition import StagePartition
 from shoal.parallel.pipeline.stage_forward import StageSlice, release_parameters
 from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.fsdp import apply_fsdp
 from shoal.parallel.spmd.fsdp_layout import find_blocks
 from shoal.parallel.state.module_snapshot import preserve_parameter_attributes
-from shoal.parallel.state.state_dict import copy_into, gather_full_tensor
+from shoal.parallel.state.state_dict import copy_tensors, gather_full_tensor
 
 
 class StageWeights:
@@ -55,28 +56,20 @@ class StageWeights:
 
     def get_stage_parameters(self, stage: int) -> list[nn.Parameter]:
         """The stage's parameters."""
-        return [
-            parameter for name, parameter in self.local_parameters.items() if stage in self._layout.parameters[name]
-        ]
+        return [each for name, each in self.local_parameters.items() if stage in self._layout.parameters[name]]
 
     def state(self) -> dict[str, Any]:
         """Parameters on this rank under all their names, and the persistent buffers stored here."""
-        return {name: value for name, value in self._model.state_dict().items() if self._is_local(name)}
+        local = {}
+        for name, value in self._model.state_dict().items():
+            first = self._first_names.get(name)
+            if self._get_owner(name) == self._rank if first is None else first in self.local_parameters:
+                local[name] = value
+        return local
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Raises SpecMismatch, naming the first tensor that is missing, unknown or of another shape."""
-        mine = self.state()
-        for name in [*mine, *values]:
-            if name not in mine or name not in values:
-                problem = "is not in this stage" if name not in mine else "is missing"
-                raise SpecMismatch(f"model.{name}", "", problem, "load it into the model that it was saved from")
-            if isinstance(mine[name], Tensor) and mine[name].shape != values[name].shape:
-                problem = f"the model has {list(mine[name].shape)}"
-                remedy = "load it into the model of these weights"
-                raise SpecMismatch(f"model.{name}", list(values[name].shape), problem, remedy)
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                copy_into(mine[name], value)
+        copy_tensors(values, self.state(), "this stage")
 
     def iter_full(self, rank: int, global_ranks: list[int] | None) -> Iterator[tuple[str, Tensor]]:
         """The full model's state on the CPU of global rank 0, tensor by tensor; nothing elsewhere. Collective.
@@ -106,10 +99,6 @@ class StageWeights:
         if first is not None:
             return self._owners[first]
         return self._stage_ranks[self._layout.buffers.get(name, 0)]
-
-    def _is_local(self, name: str) -> bool:
-        first = self._first_names.get(name)
-        return first in self.local_parameters if first is not None else self._get_owner(name) == self._rank
 
 
 def check_copied_weights(model: nn.Module, layout: StagePartition, stage_ranks: list[int]) -> None:

@@ -43,22 +43,25 @@ def copy_into(target: Tensor, value: Tensor) -> None:
 
 def load_model_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Raises SpecMismatch, naming the first tensor that is missing, unknown or of another shape."""
-    mine = module.state_dict()
-    for name in [*mine, *state]:
-        if name not in mine or name not in state:
-            problem = "is not in the model" if name not in mine else "is missing"
-            raise SpecMismatch(f"model.{name}", "", problem, "load it into the model that it was saved from")
-    others = {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            others[name] = value
-        elif value.shape != mine[name].shape:
-            problem = f"the model has {list(mine[name].shape)}"
-            raise SpecMismatch(f"model.{name}", list(value.shape), problem, "load it into the model of these weights")
-        else:
-            copy_into(mine[name], value)
+    copy_tensors(state, module.state_dict(), "the model")
+    others = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     if others:  # the results of modules' get_extra_state
         module.load_state_dict(others, strict=False)
+
+
+def copy_tensors(state: Mapping[str, Any], mine: Mapping[str, Any], holder: str) -> None:
+    """Copy the tensors of `state` into those of `mine`, which belong to `holder`. Raises SpecMismatch, before anything
+    is copied, naming the first tensor that is missing, unknown or of another shape."""
+    for name in [*mine, *state]:
+        if name not in mine or name not in state:
+            problem = f"is not in {holder}" if name not in mine else "is missing"
+            raise SpecMismatch(f"model.{name}", "", problem, "load it into the model that it was saved from")
+        if isinstance(state[name], Tensor) and state[name].shape != mine[name].shape:
+            problem, remedy = f"the model has {list(mine[name].shape)}", "load it into the model of these weights"
+            raise SpecMismatch(f"model.{name}", list(state[name].shape), problem, remedy)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            copy_into(mine[name], value)
 
 
 def describe_weights(state: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -99,16 +102,16 @@ def optimizer_state(named: NamedParameters, optimizer: Optimizer, *, to_fill: bo
     another plan has other blocks.
     """
     undo = _initialise_state(optimizer)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, parameter, group in _iter_parameters(named, optimizer):
         kept = optimizer.state[parameter]
         state = {
             key: _convert_quantised(torch.as_tensor(value), to_fill) for key, value in kept.items() if value is not None
         }
-        found[name] = {"state": state, "settings": torch.tensor(list(_iter_settings(group)), dtype=torch.float64)}
+        result[name] = {"state": state, "settings": torch.tensor(list(_iter_settings(group)), dtype=torch.float64)}
     if not to_fill:
         undo()
-    return found
+    return result
 
 
 def _convert_quantised(value: Tensor, dequantizes: bool) -> Tensor:

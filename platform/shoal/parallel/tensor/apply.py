@@ -93,7 +93,14 @@ def split_layers(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    styles = {name: _make_style(style) for name, style in plan.styles.items()}
+    kinds: dict[str, ParallelStyle] = {
+        "column": ColwiseParallel(),
+        "row": RowwiseParallel(),
+        "column_gathered": ColwiseParallel(output_layouts=Replicate()),
+        "row_split": RowwiseParallel(input_layouts=Replicate()),
+        "vocabulary": RowwiseParallel(input_layouts=Replicate()),
+    }
+    styles = {name: kinds[style] for name, style in plan.styles.items()}
     with preserve_parameter_attributes(model):
         parallelize_module(model, mesh, styles, src_data_rank=None)
     for first, *others in names.values():  # tied weights were split separately: tie them again
@@ -104,15 +111,3 @@ def split_layers(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
         model.get_submodule(name).register_forward_hook(lambda module, args, output: output.clone())
     for (owner, attribute), value in plan.changes.items():
         setattr(model.get_submodule(owner), attribute, value)
-
-
-def _make_style(name: str) -> ParallelStyle:
-    match name:
-        case "column":
-            return ColwiseParallel()
-        case "row":
-            return RowwiseParallel()
-        case "column_gathered":
-            return ColwiseParallel(output_layouts=Replicate())
-        case _:
-            return RowwiseParallel(input_layouts=Replicate())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def find_entering_parameters(trace: ModelTrace, pair: Pair) -> frozenset[str] | 
     if trains and not all(call.has_gradients for call in trace.training_calls if call.name in pair.names):
         return f"what happens {between} cannot be seen: they are called without gradients, or recomputed reentrantly"
     names = {id(parameter): name for name, parameter in trace.model.named_parameters()}
-    found = set[str]()
+    entering = set[str]()
     for call in rows:
         for node in _walk_back(call.input_node, stops):
             if getattr(node, "_forward_cls", None) is CheckpointFunction:
@@ -52,9 +53,9 @@ def find_entering_parameters(trace: ModelTrace, pair: Pair) -> frozenset[str] | 
             if hasattr(node, "variable"):
                 if id(node.variable) not in names:
                     return f"a tensor that is no parameter enters {between}, where it gets the gradient of one part"
-                found.add(names[id(node.variable)])
-    owned = {name for name in found if name.rpartition(".")[0] in pair.names}
-    return f"{min(owned)} enters {between}" if owned else frozenset(found)
+                entering.add(names[id(node.variable)])
+    owned = {name for name in entering if name.rpartition(".")[0] in pair.names}
+    return f"{min(owned)} enters {between}" if owned else frozenset(entering)
 
 
 def find_shared_randomness(trace: ModelTrace, pair: Pair) -> str | None:
@@ -134,11 +135,12 @@ class _MaskedRun:
         with ExitStack() as undo:
             for pair in self._pairs:
                 for call in pair.columns:
-                    undo.callback(call.module.register_forward_hook(self._column_hook, prepend=True).remove)
-                row = self._make_row_hook(self.row_outputs[pair.row.name], pair.row.name)
-                undo.callback(pair.row.module.register_forward_hook(row, prepend=True).remove)
+                    undo.callback(call.module.register_forward_hook(self._leave_column, prepend=True).remove)
+                leave_row = partial(self._leave_row, pair.row.name)
+                undo.callback(pair.row.module.register_forward_hook(leave_row, prepend=True).remove)
             for name in self._entering:
-                owner, attribute = _find_owner(self._trace.model, name)
+                path, _, attribute = name.rpartition(".")
+                owner = self._trace.model.get_submodule(path)
                 undo.callback(owner._parameters.__setitem__, attribute, owner._parameters[attribute])
                 owner._parameters[attribute] = _make_nan(getattr(owner, attribute))
             output = self._trace.model(*self._trace.inputs)
@@ -148,16 +150,14 @@ class _MaskedRun:
             loss = []
         return [each.detach().clone() for each in (*tensors_of(output), *loss)]
 
-    def _column_hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    def _leave_column(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         self.nan_inputs.append(any(bool(each.isnan().any()) for each in args))
         return None if self._reference is None else output * math.nan
 
-    def _make_row_hook(self, gave: list[Tensor], name: str) -> Callable[..., Tensor | None]:
-        def leaving(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-            gave.append(output.detach().clone())
-            return None if self._reference is None else self._reference.row_outputs[name][len(gave) - 1].clone()
-
-        return leaving
+    def _leave_row(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        outputs = self.row_outputs[name]
+        outputs.append(output.detach().clone())
+        return None if self._reference is None else self._reference.row_outputs[name][len(outputs) - 1].clone()
 
 
 def is_weight_used_elsewhere(trace: ModelTrace, names: list[str]) -> bool:
@@ -166,8 +166,13 @@ def is_weight_used_elsewhere(trace: ModelTrace, names: list[str]) -> bool:
     Outside their calls they are made NaN; a use shows in the output.
     """
     with eval_trace_mode(trace.model), ExitStack() as undo:
-        for name in names:
-            _hide_weights(trace.model.get_submodule(name), undo)
+        for module in map(trace.model.get_submodule, names):
+            real = dict(module._parameters)
+            closed = {name: None if each is None else _make_nan(each) for name, each in real.items()}
+            undo.callback(module._parameters.update, real)
+            undo.callback(module.register_forward_pre_hook(_make_swap(module, real)).remove)
+            undo.callback(module.register_forward_hook(_make_swap(module, closed)).remove)
+            module._parameters.update(closed)
         try:
             output = trace.model(*trace.inputs)
         except SHAPE_ERRORS:
@@ -180,21 +185,10 @@ def _float_tensors(output: Any) -> list[Tensor]:
     return [each for each in tensors_of(output) if each.is_floating_point()]
 
 
-def _hide_weights(module: nn.Module, undo: ExitStack) -> None:
-    """Give `module` its weights during its own calls only."""
-    real = dict(module._parameters)
-    closed = {name: None if each is None else _make_nan(each) for name, each in real.items()}
-    undo.callback(module._parameters.update, real)
-    undo.callback(module.register_forward_pre_hook(lambda *_: module._parameters.update(real)).remove)
-    undo.callback(module.register_forward_hook(lambda *_: module._parameters.update(closed)).remove)
-    module._parameters.update(closed)
+def _make_swap(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> Callable[..., None]:
+    """A hook by which the module has these parameters."""
+    return lambda *_: module._parameters.update(parameters)
 
 
 def _make_nan(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.new_full((), torch.nan).expand(parameter.shape), False)
-
-
-def _find_owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module of a parameter, and its attribute."""
-    owner, _, attribute = name.rpartition(".")
-    return model.get_submodule(owner), attribute

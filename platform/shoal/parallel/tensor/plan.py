@@ -100,7 +100,12 @@ def find_tensor_plan(model: nn.Module, learnable: TaskProtocol, size: int, examp
         else:
             plan = _verify_model_plan(trace, size) or _search_plan(trace, size)
     plan.modified_in_place = trace.modified_in_place & plan.styles.keys()
-    _add_reasons(model, plan)
+    for name, module in model.named_modules():  # every other module with parameters has a reason
+        if name in plan.styles:
+            plan.unsplit.pop(name, None)
+        elif next(iter(module.parameters(recurse=False)), None) is not None:
+            reasons = (reason for kind, reason in _REASONS.items() if isinstance(module, kind))
+            plan.unsplit.setdefault(name, next(reasons, "no pair of linear layers that it belongs to"))
     if not plan.styles:
         listed = "; ".join(f"{name or 'the model itself'}: {reason}" for name, reason in list(plan.unsplit.items())[:4])
         remedy = "change the layer's size or the degree, use fsdp, or write Task.tensor_plan()"
@@ -201,12 +206,18 @@ def _verify_given_plan(trace: ModelTrace, styles: dict[str, str], size: int) -> 
 def _search_plan(trace: ModelTrace, size: int) -> TensorPlan:
     plan = TensorPlan()
     splits: list[PairSplit] = []
-    tied = _find_tied_layers(trace.model)
-    runs = _group_calls(trace.linears)
+    tied = {name for names in _list_sharing_layers(trace.model) for name in names}
+    runs: list[list[LinearCall]] = []  # the calls, with consecutive ones that have the same input grouped
+    for call in trace.linears:
+        if runs and runs[-1][-1].input is call.input:
+            runs[-1].append(call)
+        else:
+            runs.append([call])
     index = 0
     while index < len(runs):
         pairs = [pair for pair in _iter_candidates(runs, index) if not tied & set(pair.names)]
-        split = next((each for pair in pairs if (each := _try_split(trace, pair, size, plan)) is not None), None)
+        splits_here = (_try_split(trace, pair, size, plan) for pair in pairs)
+        split = next((each for each in splits_here if each is not None), None)
         if split is None:
             index += 1
             continue
@@ -243,17 +254,6 @@ def _find_exposed_splits(trace: ModelTrace, splits: list[PairSplit]) -> list[Pai
     while (left := [split for split in splits if split not in shown]) and is_used_elsewhere(left):
         shown += [split for split in left if is_used_elsewhere([split])] or left
     return shown
-
-
-def _group_calls(calls: list[LinearCall]) -> list[list[LinearCall]]:
-    """The calls, with consecutive ones that have the same input grouped."""
-    runs: list[list[LinearCall]] = []
-    for call in calls:
-        if runs and runs[-1][-1].input is call.input:
-            runs[-1].append(call)
-        else:
-            runs.append([call])
-    return runs
 
 
 def _iter_candidates(runs: list[list[LinearCall]], index: int) -> Iterator[Pair]:
@@ -302,35 +302,22 @@ def _find_lone_layers(trace: ModelTrace, plan: TensorPlan, paired: set[str], siz
     return styles
 
 
-def _find_tied_layers(model: nn.Module) -> set[str]:
-    """The layers that share a parameter with another."""
-    holders: dict[int, set[str]] = {}
+def _list_sharing_layers(model: nn.Module) -> list[list[str]]:
+    """The layers of each parameter that several have."""
+    holders: dict[int, dict[str, None]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
-    return {name for names in holders.values() if len(names) > 1 for name in names}
+        holders.setdefault(id(parameter), {})[name.rpartition(".")[0]] = None
+    return [list(names) for names in holders.values() if len(names) > 1]
 
 
 def _reconcile_tied_layers(model: nn.Module, plan: TensorPlan) -> None:
     """Layers that share a weight are all split over dimension 0, or not at all."""
-    holders: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), []).append(name.rpartition(".")[0])
-    for names in holders.values():
-        if len(names) > 1 and not all(plan.styles.get(name) in ("column_gathered", "vocabulary") for name in names):
+    for names in _list_sharing_layers(model):
+        if not all(plan.styles.get(name) in ("column_gathered", "vocabulary") for name in names):
             for name in names:
                 if plan.styles.pop(name, None) is not None:
                     others = ", ".join(other for other in names if other != name)
                     plan.unsplit[name] = f"shares a weight with {others}, which is not split alike"
-
-
-def _add_reasons(model: nn.Module, plan: TensorPlan) -> None:
-    """Mark every other module with parameters of its own as unsplit."""
-    for name, module in model.named_modules():
-        if name in plan.styles:
-            plan.unsplit.pop(name, None)
-        elif next(iter(module.parameters(recurse=False)), None) is not None:
-            reasons = (reason for kind, reason in _REASONS.items() if isinstance(module, kind))
-            plan.unsplit.setdefault(name, next(reasons, "no pair of linear layers that it belongs to"))
 
 
 # Styles of transformers (5.23, `transformers.distributed.tensor_parallel`), and ours. Its styles for experts and packed

@@ -45,7 +45,11 @@ def verify_pair(trace: ModelTrace, pair: Pair, size: int) -> PairSplit | str:
         return entering
     if (problem := find_shared_randomness(trace, pair)) is not None:
         return problem
-    ancestor = _find_common_module(trace, pair.names)
+    ancestor = pair.names[0]  # the smallest called module that contains all layers of the pair
+    while ancestor not in trace.first_arguments or not all(
+        name.startswith(f"{ancestor}.") or not ancestor for name in pair.names
+    ):
+        ancestor = ancestor.rpartition(".")[0]
     has_no_values = isinstance(pair.row.module.weight, FakeTensor)  # then all parts are alike
     unsharded = _PairRun(trace.call_counts[pair.row.name])
     try:
@@ -62,7 +66,12 @@ def verify_pair(trace: ModelTrace, pair: Pair, size: int) -> PairSplit | str:
             reason = reason or f"a part of it does not fit what follows ({summarize_error(error, max_chars=100)})"
             continue
         if (mix := _find_mixing(unsharded, parts)) is None:
-            return PairSplit(pair, changes, _find_split_dropouts(trace, parts[0].shapes, size), entering)
+            dropouts = {}
+            for name, shape in parts[0].shapes.items():
+                pairs = zip(shape, trace.dropouts[name], strict=True)
+                if differing := [dim for dim, (part, full) in enumerate(pairs) if part != full]:
+                    dropouts[name] = differing[0]
+            return PairSplit(pair, changes, dropouts, entering)
         reason = reason or mix.format(f"what lies between {pair.columns[0].name} and {pair.row.name}")
     return reason
 
@@ -163,14 +172,6 @@ def _find_mixing(unsharded: _PairRun, parts: list[_PairRun]) -> str | None:
     return None
 
 
-def _find_common_module(trace: ModelTrace, names: list[str]) -> str:
-    """The smallest called module that contains all of these."""
-    common = names[0]
-    while common not in trace.first_arguments or not all(name.startswith(f"{common}.") or not common for name in names):
-        common = common.rpartition(".")[0]
-    return common
-
-
 def _iter_changes(model: nn.Module, ancestor: str, pair: Pair, size: int) -> Iterator[dict[tuple[str, str], int]]:
     """The changes that may be needed with the pair: none; numbers of heads; and widths that heads make up."""
     yield {}
@@ -188,13 +189,3 @@ def _iter_changes(model: nn.Module, ancestor: str, pair: Pair, size: int) -> Ite
     if heads:
         yield heads
         yield {**heads, **sizes}
-
-
-def _find_split_dropouts(trace: ModelTrace, shapes: dict[str, torch.Size], size: int) -> dict[str, int]:
-    split = {}
-    for name, shape in shapes.items():
-        unsharded = trace.dropouts[name]
-        differing = [dim for dim, (part, full) in enumerate(zip(shape, unsharded, strict=True)) if part != full]
-        if differing:
-            split[name] = differing[0]
-    return split

@@ -23,7 +23,7 @@ from shoal.serve.controller.rollout import Phase, Rollout
 from shoal.serve.messages.replica_report import RejectedVersion
 from shoal.weights import WeightSnapshot
 
-FORMAT = 1  # of the state file; a file of Shoal 0.1 has no number
+FORMAT = 1  # of the state file
 MAX_EVENTS = 500
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.cluster.capacity import get_head_address, get_head_id, list_other_nodes
 from shoal.cluster.growth import ON_HEAD
-from shoal.cluster.ingress.front import Front, install_front, read_front_node, read_front_spec
-from shoal.cluster.ingress.listening import is_listening, is_routed, require_listenable
+from shoal.cluster.ingress.front import (
+    Front,
+    install_front,
+    is_listening,
+    is_routed,
+    read_front_node,
+    read_front_spec,
+    require_listenable,
+)
 from shoal.cluster.ingress.serve_environment import (
     BINARY_VARIABLE,
     find_ingress_folder,
