@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from shoal.errors import RankLost, TrainError
+from shoal.extend.sync import RpcClient
+from shoal.extend.train import EventLog
 from shoal.libs.asynchronous.messages import GetWorkers, LeaveRun
-from shoal.sync.rpc import RpcClient
-from shoal.train.reporting.event_log import EventLog
 
 ANCHORED = ("worker 0", "server 0")
 END_TIMEOUT_S = 10.0

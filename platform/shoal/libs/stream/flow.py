@@ -21,18 +21,15 @@ import torch
 
 import shoal.runs
 from shoal.atomic_file import create_private
-from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.errors import RecordUnwritable, RegistryError
+from shoal.extend.cluster import expected_run_id, job_main
+from shoal.extend.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.extend.runs import RunRecorder, format_number
+from shoal.extend.train import ConsoleLog, RecordLog, shutdown_event
 from shoal.libs.stream.loop import StreamLoop
 from shoal.libs.stream.spec import OnlineSpec, StreamSpec
 from shoal.libs.stream.trainer import OnlineTrainer
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.runs import RunRecorder
-from shoal.runs.formatting import format_number
 from shoal.sources import StreamSource
-from shoal.train.launch.training_run import shutdown_event
-from shoal.train.reporting.console import ConsoleLog
-from shoal.train.reporting.event_log import RecordLog
 from shoal.weights import WeightSnapshot
 
 JOB = "stream"

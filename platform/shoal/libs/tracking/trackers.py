@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.extend.runs import Status, Tracker, list_facts, list_models, list_parameters
 from shoal.home import file_lock, home
-from shoal.runs.run_status import Status
-from shoal.runs.tracking.tracker import Tracker, list_facts, list_models, list_parameters
 
 if TYPE_CHECKING:
-    from shoal.runs.run_reader import MetricValue, Run
+    from shoal.extend.runs import MetricValue, Run
 
 PROJECT = "shoal"  # unless the tracker's own variable names another
 _MAKING_S = 60.0  # of a database, by another process

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.extend.sync import RpcClient
 from shoal.libs.asynchronous.config import ServersConfig
 from shoal.libs.asynchronous.messages import AppendGradient, FetchWeights, GetAddress, PushGradient
 from shoal.libs.asynchronous.parameter_server.compression import GradientCompressor, count_payload_bytes
 from shoal.libs.asynchronous.parameter_server.partition import Partition
 from shoal.libs.asynchronous.parameter_server.update_log import GradientKey
 from shoal.libs.asynchronous.shared_memory import SharedWeights
-from shoal.sync.rpc import RpcClient
 
 
 class ServerLink:

@@ -18,6 +18,7 @@ import torch
 
 from shoal.atomic_file import replace_synced
 from shoal.errors import RankLost
+from shoal.extend.sync import LATER, CallId, CurveKeys, RpcClient, RpcService, answers, list_handlers
 from shoal.libs.asynchronous.clock import Update
 from shoal.libs.asynchronous.messages import (
     AppendGradient,
@@ -38,7 +39,6 @@ from shoal.libs.asynchronous.messages import (
 from shoal.libs.asynchronous.parameter_server.compression import decompress
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.libs.asynchronous.parameter_server.update_log import GradientKey, UpdateLog
-from shoal.sync.rpc import LATER, CallId, CurveKeys, RpcClient, RpcService, answers, list_handlers
 
 
 class ServerService:

@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from shoal.parallel.pipeline.schedules import SCHEDULE_CLASSES, SINGLE_STAGE, check_schedule, get_stage_ranks
-from shoal.parallel.spec import ScheduleName
+from shoal.extend.parallel import SCHEDULE_CLASSES, SINGLE_STAGE, ScheduleName, check_schedule, get_stage_ranks
 
 
 class ComputeAction(NamedTuple):
