@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.children import scratch
 from benchmarks.result import Row, compare, options, write
-from shoal.libs.asynchronous.launch.replicas import fit_replicas
+from shoal.libs.asynchronous.replicas import fit_replicas
 from shoal.train.spec import TrainSpec
 
 TASK = f"{Path(__file__).parent / 'ours' / 'sleeping_task.py'}:SleepingTask"

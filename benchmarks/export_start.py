@@ -22,10 +22,9 @@ from typing import Any
 from benchmarks.children import OUR_PYTHON, ROOT, scratch
 from benchmarks.result import compare, options, write
 from benchmarks.talk import parse
-from shoal.libs.export.export_model import export_model
+from shoal.libs.export.export_model import ExportSpec, export_model
 from shoal.libs.export.runtime.runtime_api import start_function
 from shoal.libs.export.runtime.server_process import start_server
-from shoal.libs.export.spec import ExportSpec
 from shoal.models.lenet import LeNet
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot

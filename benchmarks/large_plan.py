@@ -70,12 +70,11 @@ COUNT = """
 import json, sys
 from shoal.libs.planning.predict.fake_plan import predict_on_fake_tensors
 from shoal.train.launch.overrides import spec_from_overrides
-from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.task import make_task
 
 spec = spec_from_overrides(json.loads(sys.argv[1]))
 task = make_task(spec.task, spec.args)
-print(json.dumps(predict_on_fake_tensors(task, spec, make_optimizer, task.data()).values))
+print(json.dumps(predict_on_fake_tensors(task, spec).values))
 """
 TRACK = """
 import json, sys

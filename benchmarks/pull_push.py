@@ -30,10 +30,12 @@ from benchmarks.children import scratch
 from benchmarks.result import Row, compare, options, write
 from shoal.libs.asynchronous.clock import Clock
 from shoal.libs.asynchronous.config import ParameterServerConfig
-from shoal.libs.asynchronous.controller import Controller
+from shoal.libs.asynchronous.controller import ControllerSetting
+from shoal.libs.asynchronous.parameter_server.controller import ServerController
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.libs.asynchronous.parameter_server.server_service import ServerService
 from shoal.libs.asynchronous.parameter_server.worker import ParameterServerSync
+from shoal.sync.synchronizer import Connection
 
 RATE, TIMEOUT_S, PAUSE_S, WARM_UP = 0.01, 60.0, 0.03, 5
 BAR = 0.6
@@ -49,13 +51,14 @@ def serve(folder: str, spec: ParameterServerConfig) -> None:
     """The process of the server."""
     torch.set_num_threads(1)
     server, file = ParameterServer(0, make_optimizer(), spec, 1), Path(folder, "server-0.safetensors")
-    ServerService(f"ipc://{folder}/server", 0, server, f"ipc://{folder}/controller", TIMEOUT_S, file).start()
+    ServerService(f"ipc://{folder}/server", server, f"ipc://{folder}/controller", TIMEOUT_S, file).start()
     threading.Event().wait()
 
 
 def control(folder: str, spec: ParameterServerConfig) -> None:
     """The process of the controller."""
-    Controller(f"ipc://{folder}/controller", [f"ipc://{folder}/server"], Clock(1), TIMEOUT_S, spec=spec).start()
+    run = ControllerSetting(f"ipc://{folder}/controller", [f"ipc://{folder}/server"], 1, None, TIMEOUT_S)
+    ServerController(run, Clock(1), spec).start()
     threading.Event().wait()
 
 
@@ -146,8 +149,8 @@ def connect(folder: Path, spec: ParameterServerConfig, optimizer: SGD, closing: 
         process.start()
         closing.callback(process.join)
         closing.callback(process.terminate)
-    where = f"ipc://{folder}/controller", [f"ipc://{folder}/server"]
-    sync = ParameterServerSync(optimizer, spec, 0, *where, TIMEOUT_S)
+    connection = Connection(0, 1, f"ipc://{folder}/controller", [f"ipc://{folder}/server"], TIMEOUT_S)
+    sync = ParameterServerSync(optimizer, spec, connection)
     closing.callback(sync.close)
     sync.begin(0)
     return sync

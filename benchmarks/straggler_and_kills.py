@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.children import ROOT, TORCHFT, Child, ChildFailed, scratch
 from benchmarks.result import Row, compare, options, write
-from shoal.libs.asynchronous.launch.replicas import ForkedProcess, fit_replicas
+from shoal.libs.asynchronous.replicas import ForkedProcess, fit_replicas
 from shoal.train.spec import TrainSpec
 
 TASK = f"{Path(__file__).parent / 'ours' / 'sleeping_lenet.py'}:SleepingLeNet"

@@ -27,8 +27,7 @@ import numpy as np
 import shoal.runs
 from benchmarks.children import DEEPRIVER_PYTHON, OUR_PYTHON, ROOT, Child, scratch
 from benchmarks.result import Row, compare, options, write
-from shoal.libs.stream.broker import PrivateBroker
-from shoal.libs.stream.sensor_source import SensorSource
+from shoal.libs.stream.mqtt import PrivateBroker, SensorSource
 from shoal.libs.stream.spec import SensorTopicSpec
 from shoal.sources.source import StreamState
 

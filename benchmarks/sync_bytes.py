@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.asynchronous import Rates
 from benchmarks.children import scratch
 from benchmarks.result import Row, compare, options, write
-from shoal.libs.asynchronous.launch.replicas import fit_replicas
+from shoal.libs.asynchronous.replicas import fit_replicas
 from shoal.train.spec import TrainSpec
 
 TASK = f"{Path(__file__).parent / 'ours' / 'image_task.py'}:ImageTask"

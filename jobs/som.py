@@ -35,7 +35,7 @@ from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.config import Spec
 from shoal.data.formats import Idx
 from shoal.errors import DataError, RankLost, needs_extra
-from shoal.libs.asynchronous.launch.process_group import ForkedProcess, end_with_parent
+from shoal.libs.asynchronous.process_group import ForkedProcess, end_with_parent
 from shoal.libs.som import network as som
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.comm.world import TIMEOUT_S, choose_device, set_network_interface
@@ -176,22 +176,17 @@ def read_table(path: Path, features: Sequence[str] = ()) -> tuple[np.ndarray, li
         raise DataError("data", str(path), "has no rows", "give a file with at least one row below its header")
     for name in table.columns:
         numbers = pd.to_numeric(table[name], errors="coerce").to_numpy(float)
-        if not np.isfinite(numbers).all():
-            _raise_gap(path, table, str(name), numbers)
+        if not (is_number := np.isfinite(numbers)).all():
+            row = int(np.flatnonzero(~is_number)[0])
+            value, where = table[name].iloc[row], f"row {row + 1} (line {row + 2})"
+            if isinstance(value, str):
+                numeric = f"{is_number.mean():.0%} of its values are numbers"
+                problem = f"column {str(name)!r} is not numeric: {where} has {value!r}, {numeric}"
+                raise DataError("data", str(path), problem, "leave it out with features=[...], or encode it as numbers")
+            problem = f"{where} has {'a gap' if np.isnan(numbers[row]) else value} in column {str(name)!r}"
+            raise DataError("data", str(path), problem, "fill the gap or drop the row: a map needs finite numbers")
         table = table.assign(**{name: numbers})
     return table.to_numpy(float), [str(name) for name in table.columns]
-
-
-def _raise_gap(path: Path, table: DataFrame, name: str, numbers: np.ndarray) -> None:
-    """For the first value of the column that is no finite number."""
-    row = int(np.flatnonzero(~np.isfinite(numbers))[0])
-    value, where = table[name].iloc[row], f"row {row + 1} (line {row + 2})"
-    if isinstance(value, str):
-        numeric = f"{np.isfinite(numbers).mean():.0%} of its values are numbers"
-        problem = f"column {name!r} is not numeric: {where} has {value!r}, {numeric}"
-        raise DataError("data", str(path), problem, "leave it out with features=[...], or encode it as numbers")
-    problem = f"{where} has {'a gap' if np.isnan(numbers[row]) else value} in column {name!r}"
-    raise DataError("data", str(path), problem, "fill the gap or drop the row: a map needs finite numbers")
 
 
 # -- training

@@ -18,7 +18,7 @@ import ray
 
 from rl_setting import EXPERIENCE, TOKEN
 from shoal.cluster.job_main import connect, disconnect
-from shoal.libs.asynchronous.launch.ray_processes import RayProcesses
+from shoal.libs.asynchronous.ray_processes import RayProcesses
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.rl.spec import RLSpec
 from shoal.runs.ray_event_channel import start_mailbox

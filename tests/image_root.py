@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shoal.libs.kube.pods import SET_ENVIRONMENT
+from shoal.libs.kube.manifests import SET_ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
 SUITE, PACKAGES = "bookworm", "python3,python3-venv,ca-certificates"  # what python:3.11-slim has

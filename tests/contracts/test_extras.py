@@ -129,7 +129,7 @@ MISSING = [
     ("matplotlib", "from shoal.runs.report.plots import draw_wide_plot; draw_wide_plot(None)", "report"),
     ("tensorboard", "from shoal.runs.record.tensorboard_writer import EventFile; EventFile(None, 1)", "report"),
     ("onnx", "from shoal.rl.policy_graph import _export; _export(None, None, '')", "export"),
-    ("pyarrow", "from shoal.serve.tables import table", "data"),
+    ("pyarrow", "from shoal.open_inference import tables", "data"),
     ("starlette", "from shoal.flows.serving import open_endpoint; open_endpoint(None, '').__enter__()", "serve"),
     ("pandas", "from shoal.flows.training import RayBackend; RayBackend.attempt(RUN, None)", "train"),
     ("obstore", "from shoal.store import open_store; open_store('s3://bucket')", "store"),

@@ -114,7 +114,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"ray_app"},
         {"on_ray"},
         {"replica"},
-        {"grpc", "http", "tables"},
+        {"grpc", "http"},
         {"controller", "model", "protocol", "scaling"},
         {"messages"},
         {"spec"},

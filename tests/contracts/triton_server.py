@@ -10,8 +10,6 @@ import asyncio
 import json
 import socket
 import sys
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import uvicorn
@@ -78,11 +76,11 @@ async def main() -> None:
     limits = RequestLimits(max_body_bytes=MAX_BODY_BYTES)
     app = EndpointApp(RestApp(models, access, limits=limits), GrpcApp(servicer, limits))
     fast_path.install_application(app)
-    with socket.create_server((HOST, 0)) as listener, tempfile.TemporaryDirectory(prefix="x.") as folder:
+    with socket.create_server((HOST, 0)) as listener:
         http_server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
         serving = asyncio.create_task(http_server.serve(sockets=[listener]))
         http_port = listener.getsockname()[1]
-        proxy = await asyncio.to_thread(HaproxyProcess, Path(folder), http_port, find_free_port(), UNCHECKED)
+        proxy = await asyncio.to_thread(HaproxyProcess, http_port, find_free_port(), UNCHECKED)
         reached = {"http": http_port, "proxy": proxy.port, "grpc": proxy.grpc_port}
         sys.stdout.write(json.dumps(reached) + "\n")
         sys.stdout.flush()

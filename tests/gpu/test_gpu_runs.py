@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from shoal import checkpoint
 from shoal.checkpoint import Checkpointer
-from shoal.cost.step_profile import profile_step
+from shoal.cost.step_profiler import profile_step
 from shoal.data import Loader, LoaderSpec
 from shoal.errors import OutOfMemory
 from shoal.parallel import ParallelSpec, World
@@ -174,9 +174,10 @@ def test_flops_and_peak_memory_are_those_of_torch(device: str) -> None:
     for step in range(2):
         model.train_step(batch, step)
         optimizer.step()
-    with profile_step(model, optimizer) as found:
+    with profile_step(model, optimizer) as profile:
         model.train_step(batch, 2)
         optimizer.step()
+    found = profile.values
     # Forward, and backward by weights and (but for the first layer) by inputs: 2 operations each.
     layers = [FEATURES * width, width * width, width * 3]
     expected = 2 * size * (3 * sum(layers) - layers[0])

@@ -105,6 +105,7 @@ def test_an_error_of_the_check_is_the_drivers(cluster: Cluster) -> None:
         assert "error: stop.target.metric = 'accuracy': is not evaluated. there is loss" in failing.said
 
 
+@pytest.mark.soak
 def test_a_driver_beside_the_workers_predicts_a_batch(cluster: Cluster) -> None:
     (cluster.head.project / "rows.csv").write_text("x\n" + "\n".join(map(str, range(100))))
     output = cluster.shared / "predicted"
@@ -114,6 +115,7 @@ def test_a_driver_beside_the_workers_predicts_a_batch(cluster: Cluster) -> None:
     assert list(output.glob("*.parquet"))
 
 
+@pytest.mark.soak
 def test_a_driver_beside_the_workers_teaches_a_policy(cluster: Cluster) -> None:
     """The gateway is on the driver's node, and the evaluation plays through the ingress on the head's loopback."""
     words = ["target_return=40", "gateway.host=0.0.0.0", "gateway.curve=true", "endpoint.num_cpus=0.3"]

@@ -199,6 +199,7 @@ def _scale(scaling: Program, number: int) -> None:
     scaling.process.stdin.flush()
 
 
+@pytest.mark.soak
 def test_each_host_renews_its_certificate(cluster: Cluster, endpoint: Endpoint) -> None:
     new = Path(_sign(cluster).certificate).read_text().strip()
     show = "import ssl, sys; print(ssl.get_server_certificate((sys.argv[1], int(sys.argv[2]))))"

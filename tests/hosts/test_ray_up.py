@@ -115,6 +115,7 @@ def train(hosts: Hosts) -> Program:
     return hosts.laptop.start(command, hosts.environment)
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_after_ray_was_lost_on_a_host_and_ray_down_leaves_nothing(hosts: Hosts) -> None:
     fill_in(hosts)
     bring_up(hosts)

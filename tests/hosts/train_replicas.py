@@ -22,8 +22,8 @@ import numpy as np
 from torch import Tensor
 
 from shoal.cluster.job_main import connect, disconnect
-from shoal.libs.asynchronous.launch.ray_processes import RayProcesses
-from shoal.libs.asynchronous.launch.replicas import fit_replicas
+from shoal.libs.asynchronous.ray_processes import RayProcesses
+from shoal.libs.asynchronous.replicas import fit_replicas
 from shoal.train.spec import TrainSpec
 from train_task import Toy
 

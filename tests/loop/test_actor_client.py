@@ -170,8 +170,8 @@ def test_a_run_that_ends_before_its_weights_have_come_ends_the_actor_without_an_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with serving() as parts, client(parts) as actor:
-        actor._latest = None
-        monkeypatch.setattr(actor, "_on_weights", lambda message, frames: None)  # on their way
+        monkeypatch.setattr(actor._weights, "take", lambda message, frames: None)  # they are on their way
+        actor._weights.latest = None
         steps: list[int] = []
         player = threading.Thread(target=lambda: steps.append(play(Endless(), actor)))
         player.start()

@@ -434,7 +434,7 @@ def test_a_learner_that_waits_long_for_a_whole_batch_is_stopped_and_paused_at_on
     bench.put(segment(8))  # half of a batch
     learning = threading.Thread(target=bench.learner.run, daemon=True)
     learning.start()
-    wait_for(lambda: bench.learner._lease.num_requests >= 1)
+    wait_for(lambda: bench.learner._lease.request.number >= 1)
     pausing = threading.Thread(target=bench.learner.pause, daemon=True)
     pausing.start()
     pausing.join(60)

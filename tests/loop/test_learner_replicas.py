@@ -58,7 +58,7 @@ ALGORITHMS = {
         "algorithm.updates_per_step=0.1",
     ],
 }
-OFF_POLICY = ["dqn", "r2d2", "sac"]
+OFF_POLICY = ["dqn", *(pytest.param(each, marks=pytest.mark.soak) for each in ("r2d2", "sac"))]
 
 
 def make_spec(*words: str) -> RLSpec:
@@ -145,7 +145,9 @@ def random_segment(random: np.random.Generator, spec: RLSpec) -> object:
     )
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.soak] * (each in ("impala", "impala-gru"))) for each in ALGORITHMS]
+)
 def test_three_learners_have_the_weights_of_one(tmp_path: Path, name: str) -> None:
     with bench(tmp_path / "one", *ALGORITHMS[name]) as one:
         one.learn(np.random.default_rng(3), 5)

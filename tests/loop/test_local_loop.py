@@ -43,7 +43,7 @@ def actor(loop: LocalLoop, index: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("words", [[], ["algorithm=ppo", "algorithm.learning_rate=0.02"]], ids=["impala", "ppo"])
+@pytest.mark.parametrize("words", [[], pytest.param(["algorithm=ppo"], marks=pytest.mark.soak)], ids=["impala", "ppo"])
 def test_external_actors_teach_a_policy_until_it_is_solved(tmp_path: Path, words: list[str]) -> None:
     with LocalLoop(SPEC.override(words), EXPERIENCE, tmp_path / "run", TOKEN, target_return=7.0) as loop:
         actors = [actor(loop, index) for index in range(2)]

@@ -170,7 +170,7 @@ def test_a_resumed_run_has_the_policies_that_it_began_with(monkeypatch: pytest.M
         check(SPEC.model_copy(update={"resume": recorder.id, "policies": policies}))
 
 
-@pytest.mark.parametrize("prey", ["ppo", "dqn"])
+@pytest.mark.parametrize("prey", ["ppo", pytest.param("dqn", marks=pytest.mark.soak)])
 def test_actors_of_several_policies_pause_for_each_that_asks_for_it(prey: str, tmp_path: Path) -> None:
     """Two actors and little credit: each policy's batches are of its newest weights, and none waits for ever."""
     words = ["algorithm.synchronous=true", "learner.batch_steps=128", "segment_length=16", "gateway.max_credits=2"]

@@ -254,6 +254,7 @@ def test_the_actions_go_on_while_the_learner_restarts(tmp_path: Path) -> None:
     assert loop.ledger.get_totals().is_balanced
 
 
+@pytest.mark.soak
 def test_cart_pole_is_learnt_by_the_ready_actor_with_the_policy_at_the_gateway(tmp_path: Path) -> None:
     spec = RLSpec()
     environment = gymnasium.make("CartPole-v1")
@@ -310,7 +311,7 @@ class LegalTicTacToe(TicTacToe):
         return super().step(action)
 
 
-@pytest.mark.parametrize("algorithm", ["dqn", "ppo"])
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("dqn", marks=pytest.mark.soak)])
 def test_action_masks_travel_with_the_observations(tmp_path: Path, algorithm: str) -> None:
     words = [f"algorithm={algorithm}", "env=shoal.libs.games:TicTacToe-v0", "segment_length=3"]
     spec = RLSpec().override([*words, "learner.batch_steps=64"])

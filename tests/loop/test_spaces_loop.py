@@ -27,12 +27,8 @@ LEARNERS = {
     "dqn": [
         *("algorithm=dqn", "algorithm.learning_rate=0.003", "algorithm.learning_starts=256", "algorithm.discount=0"),
         *("algorithm.num_steps=1", "algorithm.batch_size=64", "algorithm.samples_per_insert=4"),
-        *(
-            "algorithm.epsilon_steps=1000",
-            "algorithm.epsilon=0.02",
-            "gateway.queue_capacity=4",
-            "gateway.max_credits=1",
-        ),
+        *("algorithm.epsilon_steps=1000", "algorithm.epsilon=0.02"),
+        *("gateway.queue_capacity=4", "gateway.max_credits=1"),
     ],
     "sac": [
         *("algorithm=sac", "algorithm.learning_rate=0.01", "algorithm.learning_starts=256", "algorithm.discount=0.1"),
@@ -80,13 +76,7 @@ class PictureGame:
         return frame
 
 
-CASES = [
-    *((AimGame, 6.0, name, words) for name, words in LEARNERS.items() if name != "dqn"),
-    (PairGame, 6.5, "ppo", LEARNERS["ppo"]),
-    (PictureGame, 7.0, "impala", ["learner.batch_steps=128", "algorithm.learning_rate=0.005"]),
-    (PictureGame, 7.0, "dqn", LEARNERS["dqn"]),
-    (PictureGame, 7.0, "ppo", ["algorithm=ppo", "learner.batch_steps=128", "algorithm.learning_rate=0.003"]),
-]
+FRAMES = ["learner.batch_steps=128", "algorithm.learning_rate=0.005"]
 
 # A network of the user's own, which actors compute by onnxruntime.
 NETWORK = """
@@ -104,13 +94,23 @@ class Net(nn.Module):
         return self.policy(h), self.value(h).squeeze(-1)
 """
 OWN = ["model={}:Net", "learner.batch_steps=128", "algorithm.learning_rate=0.003", "algorithm.discount=0"]
-CASES.append((PictureGame, 6.5, "own", OWN))
+CASES = {
+    "numbers by sac": (AimGame, 6.0, LEARNERS["sac"]),
+    "choices by ppo": (PairGame, 6.5, LEARNERS["ppo"]),
+    "frames by impala": (PictureGame, 7.0, FRAMES),
+    "frames by a network of the user's": (PictureGame, 6.5, OWN),
+}
+FURTHER_CASES = {
+    "numbers by impala": (AimGame, 6.0, LEARNERS["impala"]),
+    "numbers by ppo": (AimGame, 6.0, LEARNERS["ppo"]),
+    "frames by ppo": (PictureGame, 7.0, ["algorithm=ppo", *FRAMES, "algorithm.learning_rate=0.003"]),
+    "frames by dqn": (PictureGame, 7.0, LEARNERS["dqn"]),
+}
 
 
-@pytest.mark.parametrize(
-    ("game", "target", "name", "words"), CASES, ids=lambda each: getattr(each, "__name__", None) or str(each)[:6]
-)
-def test_external_actors_teach_a_policy(game: Any, target: float, name: str, words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(each, marks=pytest.mark.soak) for each in FURTHER_CASES)])
+def test_external_actors_teach_a_policy(name: str, tmp_path: Path) -> None:
+    game, target, words = (CASES | FURTHER_CASES)[name]
     (tmp_path / "my_net.py").write_text(NETWORK)
     spec = RLSpec().override([*BASE, *(word.format(tmp_path / "my_net.py") for word in words)])
     experience = experience_spec(game.observation_space, game.action_space, spec)
@@ -125,7 +125,7 @@ def test_external_actors_teach_a_policy(game: Any, target: float, name: str, wor
 BOARD_LEARNERS = {"dqn": [], "r2d2": ["core_size=32", "algorithm.sequence_length=5", "algorithm.burn_in=0"]}
 
 
-@pytest.mark.parametrize("name", BOARD_LEARNERS)
+@pytest.mark.parametrize("name", ["dqn", pytest.param("r2d2", marks=pytest.mark.soak)])
 def test_a_board_game_is_learned_with_masks(name: str, tmp_path: Path) -> None:
     """One actor is the bundled loop; the other one a game that owns its loop. Both choose free fields alone."""
     words = ["algorithm.num_steps=1", "algorithm.learning_starts=500", "algorithm.epsilon_steps=2000"]

@@ -129,6 +129,31 @@ def test_a_run_that_has_collapsed_registers_the_version_of_its_best_returns(
     assert ("kept_version" in [kind for kind, _ in flow.events]) == is_registered
 
 
+def test_a_run_registers_its_newest_version_if_the_one_of_its_best_returns_cannot_be_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flow = FakeFlow(played(9.0, 7), target_return=None, action="best")
+    published: list[int] = []
+
+    def republish(snapshot: WeightSnapshot) -> WeightSnapshot:
+        published.append(snapshot.version)
+        return snapshot
+
+    def hold(outcome: Evaluation, spec: ActorLearnerSpec) -> Evaluation:
+        if published:
+            raise ConnectionLost("the endpoint did not answer")
+        return outcome
+
+    flow.policies[0]._workers = SimpleNamespace(republish=republish)  # type: ignore[assignment]
+    flow.policies[0].retained = WeightSnapshot.of(3, {"w": np.ones(1, np.float32)})
+    monkeypatch.setattr(actor_learner, "hold_trial", hold)
+    flow._candidates = [SNAPSHOT]
+    assert flow._passes(SNAPSHOT)
+    assert published == [3, 7]
+    assert flow._candidates == [SNAPSHOT]
+    assert ("trial_failed", {"version": 3, "error": "the endpoint did not answer"}) in flow.events
+
+
 def test_what_other_versions_answered_speaks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     flow = FakeFlow(played(500.0, 7, 8))
     assert not flow.passes(monkeypatch)

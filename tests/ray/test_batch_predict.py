@@ -303,8 +303,8 @@ def test_tables_of_a_bucket_are_predicted_into_a_bucket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from shoal.libs.batch_predict import ray_batch
-    from shoal.libs.batch_predict.bucket_output import BucketOutput, Part
     from shoal.libs.batch_predict.flow import list_input_files
+    from shoal.libs.batch_predict.output import BucketOutput, Part
     from shoal.store import open_store
 
     class Doubled:

@@ -94,7 +94,7 @@ class FakeServe:
 @contextmanager
 def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
     """`shoal.serve.on_ray.deployment` on a cluster with these named actors, on which one driver lives."""
-    from shoal.serve.on_ray import deployment, ownership, removal, shared_cluster, wanted_replicas
+    from shoal.serve.on_ray import deployment, ownership, shared_cluster
 
     known = list(actors)
 
@@ -113,12 +113,11 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
             known.remove(self._name)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (deployment, removal, shared_cluster, wanted_replicas):
+        for module in (deployment, shared_cluster):
             patch.setattr(module, "serve", serve)
         patch.setattr(shared_cluster, "lock_serve", nullcontext)
         patch.setattr(deployment, "lock_serve", nullcontext)
-        for module in (removal, shared_cluster):
-            patch.setattr(module, "shut_down_serve", serve.shutdown)
+        patch.setattr(shared_cluster, "shut_down_serve", serve.shutdown)
         patch.setattr(shared_cluster, "is_serve_running", serve.has_serve)
         patch.setattr(deployment, "RayControllerClient", Controller)
         patch.setattr(deployment, "build_application", lambda *arguments: None)
@@ -126,11 +125,10 @@ def faked(serve: FakeServe, actors: tuple[str, ...] = ()) -> Iterator[None]:
         patch.setattr(deployment, "wait_until_routed", lambda spec: None)
         patch.setattr(deployment, "get_driver_id", lambda: LIVING)
         patch.setattr(ownership, "living_drivers", lambda: {LIVING})
-        patch.setattr(ownership, "_controllers", lambda: known)
+        patch.setattr(ownership, "list_our_actors", lambda: known)
         patch.setattr(shared_cluster, "_get_global_client", lambda: serve)
         patch.setattr(ownership, "read_owner", lambda actor: "ada@head")
-        patch.setattr(removal, "is_serve_running", serve.has_serve)
-        patch.setattr(removal, "stop_controller", lambda actor: serve.done.append(f"end {actor}"))
+        patch.setattr(shared_cluster, "stop_controller", lambda actor: serve.done.append(f"end {actor}"))
         yield
 
 
@@ -216,7 +214,7 @@ def test_an_endpoint_whose_driver_is_gone_makes_room() -> None:
 
 
 def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.serve.on_ray import removal
+    from shoal.serve.on_ray import shared_cluster
 
     for ending in (FakeServe(), FakeServe("old")):
         ending.is_there, ending.looks_until_gone = True, 4
@@ -226,7 +224,7 @@ def test_a_serve_that_is_ending_is_waited_for_and_one_that_stays_is_named(monkey
         assert ending.done == ["make", "start", "run"]
     stays = FakeServe()
     stays.is_there = True
-    monkeypatch.setattr(removal, "SHUTDOWN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(shared_cluster, "SHUTDOWN_TIMEOUT_S", 0.0)
     with pytest.raises(ClusterError, match=r"Serve runs on this cluster \(without an application\)"):
         deploy(stays)
     assert stays.done == []

@@ -131,11 +131,9 @@ def test_replicas_reserve_a_gpu_each_where_they_train_on_one(
 ) -> None:
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        "shoal.libs.asynchronous.launch.replicas.fit_replicas", lambda *words: words[5]("worker 0", ignore, ())
+        "shoal.libs.asynchronous.replicas.fit_replicas", lambda *words: words[5]("worker 0", ignore, ())
     )
-    monkeypatch.setattr(
-        "shoal.libs.asynchronous.launch.ray_processes.RayProcess", lambda *_, **words: started.append(words)
-    )
+    monkeypatch.setattr("shoal.libs.asynchronous.ray_processes.RayProcess", lambda *_, **words: started.append(words))
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     gpus["there"] = 2.0
     spec = spec_of(device=device, **changes)

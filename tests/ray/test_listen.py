@@ -110,14 +110,14 @@ def test_what_a_node_lacks_for_its_ingress_is_said_with_its_address(
 @pytest.mark.parametrize("fields", [{"scale": {"min": 0, "max": 2}}, {"scale": {"min": 1, "max": 2}}, {}])
 def test_no_endpoint_sleeps_where_several_share_an_ingress_on_every_node(fields: dict[str, Any]) -> None:
     """A node that never had a replica of it does not know that it sleeps."""
-    from shoal.serve.on_ray.deployment import _reject_sleep_of_shared
+    from shoal.serve.on_ray.deployment import reject_sleep_of_shared
     from shoal.serve.spec.endpoint import EndpointSpec
 
     spec = EndpointSpec.parse({"name": "m", **fields})
     if not spec.may_sleep:
-        _reject_sleep_of_shared(spec, [])
+        reject_sleep_of_shared(spec, [])
         with pytest.raises(ConfigError, match=r"endpoint\.ingress = 'every_node': is shared with a, which may sleep"):
-            _reject_sleep_of_shared(spec, ["a"])
+            reject_sleep_of_shared(spec, ["a"])
         return
     with pytest.raises(ConfigError, match=r"give scale\.min=1, or endpoint\.ingress=head"):
-        _reject_sleep_of_shared(spec, [])
+        reject_sleep_of_shared(spec, [])

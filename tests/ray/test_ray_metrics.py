@@ -35,7 +35,7 @@ class FakeMetric:
 
 
 def test_counters_grow_by_what_is_new_and_gauges_are_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.serve.on_ray import metrics as ray_metrics
+    from shoal.serve.on_ray import replica_worker as ray_metrics
 
     FakeMetric.values = values = {}
     monkeypatch.setattr(ray_metrics, "Counter", FakeMetric)

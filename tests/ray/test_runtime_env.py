@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import shoal.runs
-from shoal.cli.commands.launch.session import RunArguments
+from shoal.cli.commands.run_session import RunArguments
 from shoal.cli.commands.runs import format_resume_command
 from shoal.cluster.runtime_env import JobEnvironment, format_options, parse_job_environment
 from shoal.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.errors import TrainError
-from shoal.libs.asynchronous.launch.process_group import ProcessGroup
+from shoal.libs.asynchronous.process_group import ProcessGroup
 from shoal.train.launch.ray_capacity import WorkerPlacement, count_free_workers, count_workers_that_fit
 from shoal.train.reporting.event_log import NullLog
 from shoal.train.spec import TrainSpec
@@ -77,7 +77,7 @@ def test_a_group_that_fails_while_it_starts_leaves_no_placement_group(cluster: E
 def test_workers_that_fail_together_are_all_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.exceptions import RayTaskError
 
-    from shoal.libs.asynchronous.launch import ray_processes
+    from shoal.libs.asynchronous import ray_processes
 
     fake = Mock()
     fake.wait.return_value, fake.get.side_effect = [["done"], []], RayTaskError("run", "", ImportError("no net"))

@@ -42,17 +42,17 @@ class FakeServe:
 
 def run(monkeypatch: pytest.MonkeyPatch, *looks: Look, wait: str = "10m") -> list[str]:
     """The reasons that were recorded, until the endpoint is up."""
-    from shoal.serve.on_ray import wanted_replicas
+    from shoal.serve.on_ray import deployment
 
     fake, recorded = FakeServe(iter(looks)), list[str]()
-    monkeypatch.setattr(wanted_replicas, "serve", fake)
-    monkeypatch.setattr(wanted_replicas, "count_waiting", fake.count_waiting)
-    monkeypatch.setattr(wanted_replicas, "describe_wait", lambda: "waiting for nodes")
-    monkeypatch.setattr(wanted_replicas, "POLL_S", 0.0)
+    monkeypatch.setattr(deployment, "serve", fake)
+    monkeypatch.setattr(deployment, "count_waiting", fake.count_waiting)
+    monkeypatch.setattr(deployment, "describe_wait", lambda: "waiting for nodes")
+    monkeypatch.setattr(deployment, "POLL_S", 0.0)
     spec = EndpointSpec.parse({"name": "shop", "num_replicas": 3, "num_cpus": 2, "wait": wait})
-    handle: Any = wanted_replicas.submit_application(None, spec)  # type: ignore[arg-type]
+    handle: Any = deployment.submit_application(None, spec)  # type: ignore[arg-type]
     assert handle == "handle"
-    wanted_replicas.wait_until_up(spec, lambda kind, **details: recorded.append(details["reason"]))
+    deployment.wait_until_up(spec, lambda kind, **details: recorded.append(details["reason"]))
     assert fake.ran == [(None, "shop", "/")]
     assert next(looks_left := fake._looks, None) is None, list(looks_left)
     return recorded

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -54,9 +52,8 @@ async def served(host: FakeHost, access: AccessControl | None = None) -> AsyncIt
 @cache
 def before_a_replica() -> tuple[HaproxyProcess, int]:
     """HAProxy, and the port of the replica's HTTP server that it asks; until the session ends."""
-    folder = at_session_end.enter_context(tempfile.TemporaryDirectory(prefix="x."))
     http_port = find_free_port()
-    return at_session_end.enter_context(HaproxyProcess(Path(folder), http_port, find_free_port(), UNCHECKED)), http_port
+    return at_session_end.enter_context(HaproxyProcess(http_port, find_free_port(), UNCHECKED)), http_port
 
 
 def run(test: Awaitable[None]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -22,22 +24,27 @@ UNCHECKED = r"/no-check/!{/timeout check/d; s/ check\b.*//; /check/d}"
 class HaproxyProcess:
     """`port`, `grpc_port`: before the replica's HTTP and gRPC (0: none). `edits`: a sed script for its configuration.
 
-    folder: with a short name, since unix sockets lie in it
     fallback_port: of Serve's own proxy
     front:         how clients reach it; None: as by default
+    prepare:       called with the `environment` before HAProxy starts
     """
 
     def __init__(
         self,
-        folder: Path,
         replica_port: int,
         grpc_replica_port: int,
         edits: str = "",
         *,
         fallback_port: int = 0,
         front: Front | None = None,
+        prepare: Callable[[dict[str, str]], None] | None = None,
     ) -> None:
-        environment = serve_environment(folder)
+        # Unix sockets lie in it, whose paths are short: pytest's own folders and $TMPDIR may be too long.
+        self._made = tempfile.TemporaryDirectory(prefix="x.", dir="/tmp")
+        self.folder = folder = Path(self._made.name)
+        self.environment = environment = serve_environment(folder)
+        if prepare is not None:
+            prepare(environment)
         prepare_ingress(environment)
         self.files = folder / "ha"
         if front is not None:
@@ -45,7 +52,7 @@ class HaproxyProcess:
             (self.files / "node").mkdir()
             (self.files / "node" / "a.sock").symlink_to(folder / "a.sock")
         self._host = "::1" if front is not None and front.host == "::1" else "127.0.0.1"
-        self.folder, self.port, self.grpc_port = folder, find_free_port(), find_free_port()
+        self.port, self.grpc_port = find_free_port(), find_free_port()
         file = folder / "haproxy.cfg"
         file.write_text(
             serves_config(folder, self.port, replica_port, self.grpc_port, grpc_replica_port, fallback_port)
@@ -77,6 +84,7 @@ class HaproxyProcess:
             self.process.kill()
             self.process.wait()
             self._log.close()
+            self._made.cleanup()
             logs.pop(f"HAProxy {self.process.pid}", None)
 
     def _listens(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, Counting, served
 from shoal.client import AsyncClient, Client
-from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, RetrySteps
+from shoal.client.retry import EndpointRequest, Reply, RetryPolicy
 from shoal.errors import Closed, ConfigError, ConnectionLost, InferenceError
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
@@ -144,29 +144,25 @@ def test_the_endpoints_words_are_the_errors(
     assert refused.value.status == status
 
 
-def test_a_model_that_changed_its_signature_is_asked_for_it_again(client: Client, host: FakeHost) -> None:
-    client.infer("m", ROWS)
+def test_another_model_that_has_the_name_now_is_asked_for_its_signature(client: Client, host: FakeHost) -> None:
     model = host.models_by_name["m"]
-    before, model.signature = model.signature, FakeModel("m", tensors(z=("FP64", [-1, 2]))).signature
+    before, other = model.signature, FakeModel("m", tensors(z=("FP64", [-1, 2]))).signature
     try:
-        with pytest.raises(InferenceError, match="'x' is unknown"):
-            client.infer("m", ROWS)
-        np.testing.assert_array_equal(client.infer("m", [[1, 2]])["z"], [[1, 2]])
-    finally:
+        for inputs in (ROWS, {"x": ROWS}):
+            model.signature = before
+            client.metadata("m")
+            model.signature = other
+            with pytest.raises(InferenceError, match="'x' is unknown"):  # by the endpoint: the former was known
+                client.infer("m", inputs)
+            np.testing.assert_array_equal(client.infer("m", [[1, 2]])["z"], [[1, 2]])
+            with pytest.raises(ConfigError, match="x"):
+                client.infer("m", {"x": ROWS})
         model.signature = before
-
-
-def test_inputs_of_another_model_that_has_the_name_now_are_sent_to_it(client: Client, host: FakeHost) -> None:
-    client.infer("m", ROWS)
-    model = host.models_by_name["m"]
-    before, model.signature = model.signature, FakeModel("m", tensors(z=("FP64", [-1, 2]))).signature
-    try:
+        client.metadata("m")
+        model.signature = other
         np.testing.assert_array_equal(client.infer("m", {"z": [[1, 2]]})["z"], [[1, 2]])
-        with pytest.raises(ConfigError, match="x"):
-            client.infer("m", {"x": ROWS})
     finally:
         model.signature = before
-    client.metadata("m")
 
 
 def test_what_a_call_says_of_itself_arrives(client: Client, host: FakeHost) -> None:
@@ -210,45 +206,24 @@ def test_options_that_make_no_sense_are_named(client: Client, options: dict[str,
         client.infer(**{"model": "m", "inputs": ROWS, **options})
 
 
-@pytest.mark.parametrize("client_type", [Client, AsyncClient])
-@pytest.mark.parametrize("num_retries", [-1, 1.5, None])
-def test_a_number_of_retries_that_is_none_is_refused(client_type: type, num_retries: Any) -> None:
-    with pytest.raises(ConfigError, match=f"num_retries = {num_retries!r}: is not a number of retries"):
-        client_type("http://127.0.0.1:1", num_retries=num_retries)
-
-
-@pytest.mark.parametrize("client_type", [Client, AsyncClient])
-@pytest.mark.parametrize("timeout_s", [0, float("nan"), float("inf"), "soon"])
-def test_a_time_limit_that_is_none_is_refused(client_type: type, timeout_s: float) -> None:
-    with pytest.raises(ConfigError, match=f"timeout_s = {timeout_s!r}: is not a timeout"):
-        client_type("http://127.0.0.1:1", timeout_s=timeout_s)
-
-
-@pytest.mark.parametrize("client_type", [Client, AsyncClient])
-@pytest.mark.parametrize("token", ["SECRET\n", "SEC RET", "SECRETß"])
-def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(client_type: type, token: str) -> None:
-    with pytest.raises(ConfigError, match=r"token = .*: has a blank, a line break or a letter") as caught:
-        client_type("http://127.0.0.1:1", token=token)
-    assert "SEC" not in f"{caught.value} {caught.value.value}"
-
-
-def test_a_full_queue_is_tried_again_within_the_deadline(client: Client, host: FakeHost) -> None:
-    model = host.models_by_name["m"]
-    client.metadata("m")
-    model.error = InferenceError(429, "full", retry_after_s=1.0)
-    before = len(model.calls)
-    mend = threading.Timer(0.3, lambda: setattr(model, "error", None))
-    mend.start()
-    try:
-        assert client.infer("m", ROWS, deadline_s=5.0).version == 7
-        assert len(model.calls) == before + 2
-        model.error = InferenceError(429, "full", retry_after_s=1.0)
-        with pytest.raises(InferenceError, match="full") as refused:
-            client.infer("m", ROWS, deadline_s=0.5)
-        assert refused.value.retry_after_s == 1.0
-    finally:
-        mend.cancel()
-        model.error = None
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"num_retries": each}, f"num_retries = {each!r}: is not a number of retries") for each in (-1, 1.5, None)),
+        *(
+            ({"timeout_s": each}, "timeout_s = .*: is not a timeout")
+            for each in (0, float("nan"), float("inf"), "soon")
+        ),
+        *(({"token": each}, "has a blank, a line break or a letter") for each in ("SECRET\n", "SEC RET", "SECRETß")),
+        ({"num_connections": 0}, "num_connections = 0: must be at least 1"),
+        *(({"url": each}, "is not the address of an endpoint") for each in ("127.0.0.1:8000", "tcp://h:1", "http://")),
+    ],
+)
+def test_a_client_that_cannot_be_is_refused_and_no_token_shown(options: dict[str, Any], message: str) -> None:
+    for client_type in (Client, AsyncClient):
+        with pytest.raises(ConfigError, match=message) as caught:
+            client_type(**{"url": "http://127.0.0.1:1", **options})
+        assert "SEC" not in f"{caught.value} {caught.value.value}"
 
 
 def test_without_a_token_nothing_is_told(endpoint: tuple[str, Counting]) -> None:
@@ -296,14 +271,6 @@ def test_many_threads_share_a_client(endpoint: tuple[str, Counting]) -> None:
             thread.join(120.0)
         assert not any(thread.is_alive() for thread in threads)
     assert not wrong
-
-
-def test_a_closed_client_says_so(endpoint: tuple[str, Counting]) -> None:
-    client = Client(endpoint[0], token=TOKEN)
-    client.close()
-    client.close()
-    with pytest.raises(Closed):
-        client.live()
 
 
 def test_nobody_listens() -> None:
@@ -354,31 +321,6 @@ def test_a_broken_answer_is_asked_for_again_only_when_told(payload: bytes) -> No
         assert len(heard) == 4
 
 
-@pytest.mark.parametrize("payload", [b"", b"HTTP/1.1 503 x\r\nretry-after: 0\r\ncontent-length: 0\r\n\r\n"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda client: client.rollout("rollback", "m"),
-        lambda client: client.load("m"),
-        lambda client: client.unload("m"),
-    ],
-)
-def test_a_change_is_sent_once(payload: bytes, change: Callable[[Client | AsyncClient], Any]) -> None:
-    listener, heard = _answering(payload)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-    async def ask() -> None:
-        async with AsyncClient(url, retry_lost=True) as client:
-            await change(client)
-
-    with listener:
-        with Client(url, retry_lost=True) as client, pytest.raises((InferenceError, ConnectionLost)):
-            change(client)
-        with pytest.raises((InferenceError, ConnectionLost)):
-            asyncio.run(ask())
-    assert len(heard) == 2
-
-
 @pytest.mark.parametrize(
     ("change", "endpoint_s"),
     [
@@ -389,16 +331,15 @@ def test_a_change_is_sent_once(payload: bytes, change: Callable[[Client | AsyncC
     ],
 )
 @pytest.mark.parametrize("client_type", [Client, AsyncClient])
-def test_a_change_is_waited_for_until_the_endpoint_has_given_it_up(
+def test_a_change_is_sent_once_and_waited_for_until_the_endpoint_has_given_it_up(
     monkeypatch: pytest.MonkeyPatch, client_type: type, change: Callable[[Any], Any], endpoint_s: float
 ) -> None:
-    """Whose words say what has not come to be, and that it goes on."""
     waited_s = []
 
-    def converse(request: EndpointRequest, patience: RetryPolicy) -> RetrySteps:
-        waited_s.append(patience.timeout_s)
+    async def converse(request: EndpointRequest, policy: RetryPolicy, transport: object) -> Reply:
+        assert policy.is_change, "a change that was sent is not sent again"
+        waited_s.append(policy.timeout_s)
         return Reply(200, {}, b'{"name": "m"}')
-        yield
 
     monkeypatch.setattr("shoal.client.client.request_with_retries", converse)
     asked = change(client_type("http://127.0.0.1:1"))
@@ -414,7 +355,21 @@ def test_what_is_no_endpoint_is_said_to_be_none() -> None:
         client.metadata("m")
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "tcp://127.0.0.1:1", "http://"])
-def test_an_address_that_is_none(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not the address of an endpoint"):
-        Client(url)
+def test_an_endpoint_that_does_not_answer_is_left_in_time_also_by_the_first_call_which_asks_for_the_signature() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+
+        async def ask() -> None:
+            async with AsyncClient(url, timeout_s=1.0) as client:
+                await client.infer("m", ROWS, deadline_s=0.2)
+
+        with pytest.raises(InferenceError, match=r"no answer within 0.2 s") as late:
+            asyncio.run(ask())
+        with Client(url, timeout_s=1.0) as client, pytest.raises(InferenceError, match=r"no answer within 0.2 s"):
+            client.infer("m", ROWS, deadline_s=0.2)
+        with Client(url, timeout_s=0.2) as client, pytest.raises(InferenceError, match=r"no answer within 0.2 s"):
+            client.metadata("m")
+    assert late.value.status == 504
+    client.close()  # again
+    with pytest.raises(Closed):
+        client.live()

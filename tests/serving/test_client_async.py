@@ -11,7 +11,7 @@ import pytest
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, Counting, served
 from shoal.client import AsyncClient
-from shoal.errors import Closed, ConfigError, InferenceError
+from shoal.errors import Closed, InferenceError
 
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -188,11 +188,6 @@ def test_who_waits_for_a_connection_hears_that_the_client_is_closed(
         assert isinstance(heard, Closed)
 
     asyncio.run(ask())
-
-
-def test_no_connection_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match="num_connections = 0: must be at least 1"):
-        AsyncClient("http://127.0.0.1:1", num_connections=0)
 
 
 async def _until(condition: object) -> None:

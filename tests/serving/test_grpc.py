@@ -1,10 +1,11 @@
-"""The protocol over gRPC, on a real port, without Ray: what a stock client does not send, or does not see."""
+"""The protocol over gRPC, through HAProxy, without Ray: what a stock client does not send, or does not see."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -12,16 +13,22 @@ import numpy as np
 import pytest
 
 from serving.fake_host import FakeHost, FakeModel, tensors
-from serving.grpc_asking import raw, refused, run, served
+from serving.grpc_asking import Ask, raw, refused, request, run, served, until
+from serving.grpc_replica import LIMITS, exchange
+from serving.grpc_replica import served as replica
+from shoal.cluster.ports import find_free_port
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.datatypes import DATATYPES, NUMPY_DTYPES
 from shoal.serve.grpc.codec import FIELDS
-from shoal.serve.grpc.methods import METHODS, UNAUTHENTICATED_METHODS, UNSUPPORTED_METHODS
+from shoal.serve.grpc.methods import METHODS, SERVICE, UNAUTHENTICATED_METHODS, UNSUPPORTED_METHODS
 from shoal.serve.messages.inference import Arrays
 from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions
+
+PATH = f"/{SERVICE}/ModelInfer"
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
@@ -181,7 +188,8 @@ def test_metadata_becomes_the_terms_of_the_call() -> None:
 def test_the_earliest_deadline_counts_and_the_model_s_own_only_when_the_client_names_none() -> None:
     async def test() -> None:
         model = FakeModel("m", options=ModelOptions(deadline_s=100.0))
-        async with served(FakeHost(model)) as ask:
+        host = FakeHost(model, FakeModel("plain"))
+        async with served(host) as ask:
 
             async def left_s(timeout_us: int = 0, **options: Any) -> float:
                 request = raw()
@@ -197,16 +205,14 @@ def test_the_earliest_deadline_counts_and_the_model_s_own_only_when_the_client_n
             assert 20 < await left_s(timeout=200, timeout_us=30_000_000) <= 30
             assert 5 < await left_s(timeout=200, timeout_us=30_000_000, metadata=(("shoal-deadline-ms", "8000"),)) <= 8
             assert 5 < await left_s(timeout=8, timeout_us=30_000_000) <= 9
-
-    run(test())
-
-
-def test_without_any_deadline_there_is_none() -> None:
-    async def test() -> None:
-        model = FakeModel("m")
-        async with served(FakeHost(model)) as ask:
-            await ask("ModelInfer", raw(), timeout=None)
-            assert model.calls[0].deadline_s is None
+            plain = host.models_by_name["plain"]
+            await ask("ModelInfer", raw("plain"), timeout=None)
+            assert plain.calls[-1].deadline_s is None
+            plain.hold = asyncio.Event()
+            assert (
+                await refused(ask("ModelInfer", raw("plain"), timeout=0.3))
+            ).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            await until(lambda: plain.waiting == 0)
 
     run(test())
 
@@ -218,7 +224,7 @@ STATUSES = [
     (InferenceError(404, "w"), grpc.StatusCode.NOT_FOUND),
     (InferenceError(409, "w"), grpc.StatusCode.FAILED_PRECONDITION),
     (InferenceError(413, "w"), grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (InferenceError(422, "w"), grpc.StatusCode.INVALID_ARGUMENT),
+    (InferenceError(422, "input 'K\u00f6ln': 100% wrong\nand more"), grpc.StatusCode.INVALID_ARGUMENT),
     (InferenceError(429, "w", retry_after_s=1.2), grpc.StatusCode.RESOURCE_EXHAUSTED),
     (InferenceError(500, "w"), grpc.StatusCode.INTERNAL),
     (InferenceError(503, "w", retry_after_s=2.0), grpc.StatusCode.UNAVAILABLE),
@@ -236,7 +242,7 @@ def test_an_error_has_the_status_for_it(error: Exception, code: grpc.StatusCode)
         async with served(FakeHost(model)) as ask:
             got = await refused(ask("ModelInfer", raw()))
             assert got.code() is code
-            assert got.details()
+            assert str(error)[:1000] in got.details() or isinstance(error, Closed)
             assert "Traceback" not in got.details()
             retry_after_s = getattr(error, "retry_after_s", 1.0 if isinstance(error, Closed) else None)
             wanted = None if retry_after_s is None else str(int(np.ceil(retry_after_s)))
@@ -312,5 +318,139 @@ def test_a_load_s_parameters_reach_the_host() -> None:
             request.parameters["config"].string_param = "{}"
             await ask("RepositoryModelLoad", request)
             assert host.parameters == [{"version": 3, "config": "{}"}]
+
+    run(test())
+
+
+# -- a call, whatever its size -----------------------------------------------------------------------------------------
+
+
+async def through(host: FakeHost, test: Callable[[Ask], Awaitable[None]]) -> None:
+    """Await `test(ask)` with an endpoint of `host`."""
+    async with served(host) as ask:
+        await test(ask)
+
+
+def test_a_call_is_answered_with_its_metadata() -> None:
+    model = FakeModel(versions=(3,))
+
+    async def test(ask: Ask) -> None:
+        for number in range(5):  # on one connection
+            call = ask("ModelInfer", request(2, id=str(number)), metadata=(("shoal-sticky", "s"),))
+            answer = await call
+            assert (answer.id, answer.model_version, len(answer.raw_output_contents[0])) == (str(number), "3", 24)
+            assert dict(await call.trailing_metadata()) == {"shoal-model-version": "3"}
+        assert {each.sticky for each in model.calls} == {"s"}
+        answers = await asyncio.gather(*(ask("ModelInfer", request(id=str(number))) for number in range(50)))
+        assert [answer.id for answer in answers] == [str(number) for number in range(50)]
+
+    run(through(FakeHost(model), test))
+
+
+def test_a_large_call_is_answered_whole() -> None:
+    async def test(ask: Ask) -> None:
+        made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(range(250)) * 4000])
+        made.inputs.add(name="x", datatype="UINT8", shape=[1, 1_000_000])
+        for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate):
+            answer = await ask("ModelInfer", made, compression=compression)
+            assert answer.raw_output_contents[0] == made.raw_input_contents[0]
+
+    run(through(FakeHost(FakeModel("m", tensors(x=("UINT8", [-1, -1])))), test))
+
+
+def test_a_compressed_call_is_unpacked_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    decompress, threads = RequestLimits.decompress, list[threading.Thread]()
+
+    def watched(limits: RequestLimits, body: bytes, encoding: bytes) -> bytes:
+        threads.append(threading.current_thread())
+        return decompress(limits, body, encoding)
+
+    async def test(ask: Ask) -> None:
+        await ask("ModelInfer", request(64), compression=grpc.Compression.Gzip)
+        assert len(threads) == 1
+        assert threading.current_thread() not in threads
+
+    monkeypatch.setattr(RequestLimits, "decompress", watched)
+    run(through(FakeHost(), test))
+
+
+def test_what_is_too_large_is_refused() -> None:
+    model = FakeModel()
+
+    async def test(ask: Ask) -> None:
+        for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+            call = ask("ModelInfer", request(LIMITS.max_body_bytes // 12), compression=compression)
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert str(LIMITS.max_body_bytes) in await call.details()
+        assert not model.calls
+        assert await ask("ModelInfer", request())
+
+    run(through(FakeHost(model), test))
+
+
+def test_a_call_that_is_cancelled_leaves_the_model() -> None:
+    model = FakeModel()
+    model.hold = asyncio.Event()
+
+    async def test(ask: Ask) -> None:
+        call = ask("ModelInfer", request())
+        await until(lambda: model.waiting == 1)
+        call.cancel()
+        await until(lambda: model.waiting == 0)
+
+    run(through(FakeHost(model), test))
+
+
+# -- what no client of gRPC sends -------------------------------------------------------------------------------------
+
+FRAME = b"\0\0\0\0\x03\x0a\x01m"  # a request for the model m, without tensors
+POST = f"POST {PATH} HTTP/1.1"
+# what it is -> first line, body, header, the status of gRPC and words of the answer
+WRONG: dict[str, tuple[str, bytes, str, int, bytes]] = {
+    "an empty body": (POST, b"", "", 3, b"not one message"),
+    "half a head": (POST, b"\0\0", "", 3, b"not one message"),
+    "half a message": (POST, FRAME[:-1], "", 3, b"not one message"),
+    "two messages": (POST, FRAME + FRAME, "", 3, b"not one message"),
+    "no message of protobuf": (POST, b"\0\0\0\0\x02\xff\xff", "", 3, b"not a ModelInferRequest"),
+    "what is not compressed": (POST, b"\1" + FRAME[1:], "grpc-encoding: gzip", 3, b"the body is not gzip"),
+    "an unknown compression": (POST, b"\1" + FRAME[1:], "grpc-encoding: zstd", 12, b"not supported"),
+    "a timeout that is a word": (POST, FRAME, "grpc-timeout: soon", 3, b"grpc-timeout"),
+    "no tensors": (POST, FRAME, "grpc-timeout: 5S", 3, b"input 'x' is missing"),
+    "another method of HTTP": (f"GET {PATH} HTTP/1.1", FRAME, "", 12, b"not served here"),
+    "too many bytes of headers": (POST, FRAME, f"x: {'x' * 9000}", 8, b"the headers have"),
+    "no method of the service": (f"POST /{SERVICE}/Nothing HTTP/1.1", FRAME, "", 12, b"not served here"),
+}
+
+
+def test_a_wrong_call_is_refused() -> None:
+    async def test() -> None:
+        http_port = find_free_port()
+        async with replica(FakeHost(), http_port):
+            for what, (line, body, header, status, words) in WRONG.items():
+                answer = await exchange(http_port, line, body, header)
+                assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), what
+                assert b"content-length: 0\r\n" in answer, what
+                assert b"grpc-status: %d\r\n" % status in answer, (what, answer)
+                assert words in answer, (what, answer)
+            live = await exchange(http_port, "GET /v2/health/live HTTP/1.1", b"", "")
+            assert live.endswith(b'{"live":true}'), "other paths are REST's"
+
+    run(test())
+
+
+def test_a_deadline_is_kept_by_the_replica_too_and_one_of_ages_is_none() -> None:
+    """The client, and HAProxy, may go on waiting."""
+    model, message = FakeModel(), request().SerializeToString()
+    body = b"\0" + len(message).to_bytes(4, "big") + message
+
+    async def test() -> None:
+        http_port = find_free_port()
+        async with replica(FakeHost(model), http_port):
+            for timeout, is_kept in (("99999999S", True), ("99999999H", False)):
+                assert b"grpc-status: 0\r\n" in await exchange(http_port, POST, body, f"grpc-timeout: {timeout}")
+                assert (model.calls[-1].deadline_s is not None) is is_kept
+            model.hold = asyncio.Event()
+            assert b"grpc-status: 4\r\n" in await exchange(http_port, POST, body, "grpc-timeout: 200m")
+            assert model.waiting == 0
 
     run(test())

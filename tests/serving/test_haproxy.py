@@ -49,12 +49,12 @@ class Answer:
 class Proxy(HaproxyProcess):
     """With the deadlines of these tests."""
 
-    def __init__(self, folder: Path, replica_port: int, grpc_replica_port: int) -> None:
+    def __init__(self, replica_port: int, grpc_replica_port: int) -> None:
         edits = (
             f"s/http-request 10s/http-request {REQUEST_S * 1000:.0f}ms/; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
             f"; s/client 30s/client {CLIENT_S * 1000:.0f}ms/"
         )
-        super().__init__(folder, replica_port, grpc_replica_port, edits)
+        super().__init__(replica_port, grpc_replica_port, edits)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), ANSWER_S)
@@ -92,30 +92,21 @@ def replica() -> Iterator[FakeReplica]:
 
 @pytest.fixture(scope="module")
 def proxy(replica: FakeReplica) -> Iterator[Proxy]:
-    with (
-        tempfile.TemporaryDirectory(prefix="x.") as folder,  # pytest's own are too long for unix sockets
-        Proxy(Path(folder), replica.port, grpc_replica_port=find_free_port()) as started,
-    ):
+    with Proxy(replica.port, grpc_replica_port=find_free_port()) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def early_proxy() -> Iterator[Proxy]:
     """Before Serve has an application, or when it has none any more."""
-    with (
-        tempfile.TemporaryDirectory(prefix="x.") as folder,
-        Proxy(Path(folder), replica_port=0, grpc_replica_port=0) as started,
-    ):
+    with Proxy(replica_port=0, grpc_replica_port=0) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def lonely_proxy() -> Iterator[Proxy]:
     """Before a replica that is not there, and before no application for gRPC."""
-    with (
-        tempfile.TemporaryDirectory(prefix="x.") as folder,
-        Proxy(Path(folder), find_free_port(), grpc_replica_port=0) as started,
-    ):
+    with Proxy(find_free_port(), grpc_replica_port=0) as started:
         yield started
 
 
@@ -339,8 +330,7 @@ def test_a_replica_that_is_busy_is_not_taken_for_dead() -> None:
     with ExitStack() as stack:
         busy = FakeReplica(check_s=0.5)
         stack.callback(busy.close)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="x.")))
-        started = HaproxyProcess(folder, busy.port, 0, "s/ inter 1s/ inter 50ms/; s/ fall 2/ fall 1/")
+        started = HaproxyProcess(busy.port, 0, "s/ inter 1s/ inter 50ms/; s/ fall 2/ fall 1/")
         stack.callback(started.close)
         wait_for(lambda: busy.num_checks >= 3, ANSWER_S, "health checks")
         with closing(HTTPConnection("127.0.0.1", started.port, timeout=ANSWER_S)) as client:
@@ -350,9 +340,9 @@ def test_a_replica_that_is_busy_is_not_taken_for_dead() -> None:
 
 def test_connections_to_a_replica_are_kept_however_many_clients_there_are(replica: FakeReplica) -> None:
     """HAProxy closes them when a quarter of its descriptors is in use: a connection for each request under overload."""
-    with tempfile.TemporaryDirectory(prefix="x.") as folder, ExitStack() as stack:
+    with ExitStack() as stack:
         edits = f"{UNCHECKED}; s/maxconn .*/maxconn 100/"
-        small = HaproxyProcess(Path(folder), replica.port, grpc_replica_port=0, edits=edits)
+        small = HaproxyProcess(replica.port, grpc_replica_port=0, edits=edits)
         stack.callback(small.close)
         clients = [
             stack.enter_context(socket.create_connection(("127.0.0.1", small.port), ANSWER_S)) for _ in range(90)
@@ -362,3 +352,16 @@ def test_connections_to_a_replica_are_kept_however_many_clients_there_are(replic
             client.sendall(b"GET /echo HTTP/1.1\r\nhost: x\r\n\r\n")
             assert read_answer(client).status == 200
         assert replica.num_connections - before < len(clients) / 3
+
+
+def test_a_temporary_folder_with_a_long_name_is_no_hindrance(
+    replica: FakeReplica, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of this machine's user ($TMPDIR), whose path no unix socket could have."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    with (
+        HaproxyProcess(replica.port, 0, UNCHECKED) as proxy,
+        closing(HTTPConnection("127.0.0.1", proxy.port, timeout=ANSWER_S)) as client,
+    ):
+        client.request("GET", "/echo")
+        assert client.getresponse().status == 200

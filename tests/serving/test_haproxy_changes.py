@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from http.client import HTTPConnection, HTTPResponse
-from pathlib import Path
 
 import grpc
 import pytest
@@ -15,7 +13,7 @@ import pytest
 from serving.fake_replica import FakeReplica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster.ingress.backup_listener import GRPC_REFUSED
-from shoal.cluster.ingress.serve_environment import hold_while_asleep, serve_environment, write_sleep_mark
+from shoal.cluster.ingress.serve_environment import hold_while_asleep, write_sleep_mark
 from shoal.cluster.ingress.time_limits import CHANGE_S
 from shoal.cluster.ports import find_free_port
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
@@ -44,20 +42,16 @@ def replica() -> Iterator[FakeReplica]:
 
 @pytest.fixture(scope="module")
 def proxy(replica: FakeReplica) -> Iterator[HaproxyProcess]:
-    with (
-        tempfile.TemporaryDirectory(prefix="x.") as folder,  # pytest's own are too long for unix sockets
-        HaproxyProcess(Path(folder), replica.port, find_free_port(), UNCHECKED) as started,
-    ):
+    with HaproxyProcess(replica.port, find_free_port(), UNCHECKED) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def hurried_proxy(replica: FakeReplica) -> Iterator[HaproxyProcess]:
     """Waits `SERVER_S` for a replica, instead of a minute."""
-    with tempfile.TemporaryDirectory(prefix="x.") as folder:
-        edits = f"{UNCHECKED}; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
-        with HaproxyProcess(Path(folder), replica.port, find_free_port(), edits) as started:
-            yield started
+    edits = f"{UNCHECKED}; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
+    with HaproxyProcess(replica.port, find_free_port(), edits) as started:
+        yield started
 
 
 def post(proxy: HaproxyProcess, path: str, **headers: str) -> HTTPResponse:
@@ -130,92 +124,85 @@ def test_what_fails_on_a_kept_connection_has_a_status(proxy: HaproxyProcess, pat
             assert (answer.status, answer.headers["retry-after"]) == expected
 
 
+def sleeping(replica: FakeReplica, edits: str = "", keys: Sequence[str] = ()) -> HaproxyProcess:
+    """HAProxy of an endpoint that sleeps: requests go to Serve's own proxy, whose place the fake one takes here."""
+
+    def prepare(environment: dict[str, str]) -> None:
+        write_sleep_mark(environment, "app", time.time() + 3600, 0, 0)  # no effect on one that may not sleep yet
+        hold_while_asleep(environment, "app", is_on=True, keys=keys)
+
+    return HaproxyProcess(0, 0, UNCHECKED + edits, fallback_port=replica.port, prepare=prepare)
+
+
 def test_asleep_a_request_is_held_for_a_time(replica: FakeReplica) -> None:
-    """By Serve's own proxy, whose place the fake one takes here."""
-    with tempfile.TemporaryDirectory(prefix="x.") as folder:
-        environment = serve_environment(Path(folder))
-        hold_while_asleep(environment, "app", is_on=True)
-        edits = f"{UNCHECKED}; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
-        with HaproxyProcess(Path(folder), 0, 0, edits, fallback_port=replica.port) as proxy:
-            assert post(proxy, INFER).status == 200
-            assert post(proxy, "/shoal/v1/rollout").status == 503
-            answer = post(proxy, f"{INFER}?/silent")
-            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-            for method in ("RepositoryModelUnload", "ModelInfer", "ModelStreamInfer"):
-                error = fail(proxy, method)
-                assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, GRPC_REFUSED)
-            got = get(proxy, "/shoal/v1/status"), get(proxy, "/app/v2/health/ready"), get(proxy, "/metrics")
-            assert got == (b'{"endpoint":"app","ready":true,"asleep":true}', b'{"ready":true}', b"")
+    with sleeping(replica, f"; s/server 60s/server {SERVER_S * 1000:.0f}ms/") as proxy:
+        assert post(proxy, INFER).status == 200
+        assert post(proxy, "/shoal/v1/rollout").status == 503
+        answer = post(proxy, f"{INFER}?/silent")
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        for method in ("RepositoryModelUnload", "ModelInfer", "ModelStreamInfer"):
+            error = fail(proxy, method)
+            assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, GRPC_REFUSED)
+        got = get(proxy, "/shoal/v1/status"), get(proxy, "/app/v2/health/ready"), get(proxy, "/metrics")
+        assert got == (b'{"endpoint":"app","ready":true,"asleep":true}', b'{"ready":true}', b"")
 
 
 def test_asleep_with_a_spent_budget_a_request_learns_when_to_come_again(replica: FakeReplica) -> None:
-    with tempfile.TemporaryDirectory(prefix="x.") as folder:
-        environment = serve_environment(Path(folder))
-        write_sleep_mark(environment, "app", time.time() + 3600, 0, 0)  # not one that may sleep
-        hold_while_asleep(environment, "app", is_on=True)
-        with HaproxyProcess(Path(folder), 0, 0, UNCHECKED, fallback_port=replica.port) as proxy:
-            assert post(proxy, INFER).status == 200
-            write_sleep_mark(environment, "app", time.time() + 3600, 0, 0)
-            answer = post(proxy, INFER)
-            assert answer.status == 503
-            assert 3000 < int(answer.headers["retry-after"]) <= 3601
-            assert get(proxy, "/v2/health/ready") == b'{"ready":true}'
-            write_sleep_mark(environment, "app", time.time() - 1, 0, 0)
-            assert post(proxy, INFER).status == 200
+    with sleeping(replica) as proxy:
+        assert post(proxy, INFER).status == 200
+        write_sleep_mark(proxy.environment, "app", time.time() + 3600, 0, 0)
+        answer = post(proxy, INFER)
+        assert answer.status == 503
+        assert 3000 < int(answer.headers["retry-after"]) <= 3601
+        assert get(proxy, "/v2/health/ready") == b'{"ready":true}'
+        write_sleep_mark(proxy.environment, "app", time.time() - 1, 0, 0)
+        assert post(proxy, INFER).status == 200
 
 
 def test_asleep_no_more_than_some_are_held(replica: FakeReplica) -> None:
-    with tempfile.TemporaryDirectory(prefix="x.") as folder:
-        hold_while_asleep(serve_environment(Path(folder)), "app", is_on=True)
-        edits = f"{UNCHECKED}; s/be_conn gt 512/be_conn gt 1/; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
-        with (
-            HaproxyProcess(Path(folder), 0, 0, edits, fallback_port=replica.port) as proxy,
-            closing(HTTPConnection("127.0.0.1", proxy.port, timeout=ANSWER_S)) as held,
-        ):
-            held.request("POST", f"{INFER}?/silent")
-            wait_for(lambda: post(proxy, INFER).status == 503)
-            answer = post(proxy, INFER)
-            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-            held.getresponse().read()
-            assert post(proxy, INFER).status == 200
+    edits = f"; s/be_conn gt 512/be_conn gt 1/; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
+    with (
+        sleeping(replica, edits) as proxy,
+        closing(HTTPConnection("127.0.0.1", proxy.port, timeout=ANSWER_S)) as held,
+    ):
+        held.request("POST", f"{INFER}?/silent")
+        wait_for(lambda: post(proxy, INFER).status == 503)
+        answer = post(proxy, INFER)
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        held.getresponse().read()
+        assert post(proxy, INFER).status == 200
 
 
 def test_asleep_what_a_replica_would_refuse_wakes_none(replica: FakeReplica) -> None:
-    with tempfile.TemporaryDirectory(prefix="x.") as folder:
-        keys = [hash_bytes(each).hex() for each in (b"one", b"another")]
-        hold_while_asleep(serve_environment(Path(folder)), "app", is_on=True, keys=keys)
-        with HaproxyProcess(Path(folder), 0, 0, UNCHECKED, fallback_port=replica.port) as proxy:
-            del replica.paths[:]
-            for shown in ({}, *({"authorization": each} for each in ("Bearer two", "Basic one", "one", "Bearer"))):
-                assert post(proxy, INFER, **shown).status == 401
-            for path in ("/", "/favicon.ico", "/other/v2/models/m/infer", "/v2/models/m/nonsense", "/v2/models//infer"):
-                assert post(proxy, path, authorization="Bearer one").status == 404
-            assert not replica.paths
-            for key, path in (
-                ("Bearer one", INFER),
-                ("bearer another", f"/app{INFER}"),
-                ("Bearer one", "/v2/models/m"),
-            ):
-                assert post(proxy, path, authorization=key).status == 200
-            assert get(proxy, "/v2/health/ready") == b'{"ready":true}'
+    with sleeping(replica, keys=[hash_bytes(each).hex() for each in (b"one", b"another")]) as proxy:
+        del replica.paths[:]
+        for shown in ({}, *({"authorization": each} for each in ("Bearer two", "Basic one", "one", "Bearer"))):
+            assert post(proxy, INFER, **shown).status == 401
+        for path in ("/", "/favicon.ico", "/other/v2/models/m/infer", "/v2/models/m/nonsense", "/v2/models//infer"):
+            assert post(proxy, path, authorization="Bearer one").status == 404
+        assert not replica.paths
+        for key, path in (
+            ("Bearer one", INFER),
+            ("bearer another", f"/app{INFER}"),
+            ("Bearer one", "/v2/models/m"),
+        ):
+            assert post(proxy, path, authorization=key).status == 200
+        assert get(proxy, "/v2/health/ready") == b'{"ready":true}'
 
 
 def test_asleep_a_deadline_that_no_start_can_meet_is_refused_at_once_and_wakes(replica: FakeReplica) -> None:
-    with tempfile.TemporaryDirectory(prefix="x.") as folder:
-        environment = serve_environment(Path(folder))
-        hold_while_asleep(environment, "app", is_on=True)
-        with HaproxyProcess(Path(folder), 0, 0, UNCHECKED, fallback_port=replica.port) as proxy:
+    with sleeping(replica) as proxy:
 
-            def ask(path: str, deadline_ms: float) -> tuple[int, str | None, str | None]:
-                answer = post(proxy, path, shoal_deadline_ms=f"{deadline_ms:g}")
-                return answer.status, answer.headers["retry-after"], answer.headers["shoal-late"]
+        def ask(path: str, deadline_ms: float) -> tuple[int, str | None, str | None]:
+            answer = post(proxy, path, shoal_deadline_ms=f"{deadline_ms:g}")
+            return answer.status, answer.headers["retry-after"], answer.headers["shoal-late"]
 
-            late = (504, "1", None)
-            assert ask(f"{INFER}?/silent", 300) == late  # held until then: how long a start takes is not known
-            write_sleep_mark(environment, "app", 0, 3600, 0)
-            del replica.paths[:]
-            assert ask(f"{INFER}?/silent", 1.8e6) == late
-            assert len(replica.paths) == 1
-            assert ask(f"{INFER}?/slow/{LONGER_S}", 7.2e6)[0] == 200
-            write_sleep_mark(environment, "app", 0, 3600, time.time() - 3000)  # a start that is nearly done
-            assert ask(f"{INFER}?/slow/{LONGER_S}", 1.8e6)[0] == 200
+        late = (504, "1", None)
+        assert ask(f"{INFER}?/silent", 300) == late  # held until then: how long a start takes is not known
+        write_sleep_mark(proxy.environment, "app", 0, 3600, 0)
+        del replica.paths[:]
+        assert ask(f"{INFER}?/silent", 1.8e6) == late
+        assert len(replica.paths) == 1
+        assert ask(f"{INFER}?/slow/{LONGER_S}", 7.2e6)[0] == 200
+        write_sleep_mark(proxy.environment, "app", 0, 3600, time.time() - 3000)  # a start that is nearly done
+        assert ask(f"{INFER}?/slow/{LONGER_S}", 1.8e6)[0] == 200

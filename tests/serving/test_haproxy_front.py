@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import ssl
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -46,10 +45,7 @@ def authority(tmp_path: Path) -> Authority:
 
 @contextmanager
 def haproxy(replica: FakeReplica, front: Front) -> Iterator[HaproxyProcess]:
-    with (
-        tempfile.TemporaryDirectory(prefix="x.") as folder,  # pytest's own are too long for unix sockets
-        HaproxyProcess(Path(folder), replica.port, find_free_port(), UNCHECKED, front=front) as started,
-    ):
+    with HaproxyProcess(replica.port, find_free_port(), UNCHECKED, front=front) as started:
         yield started
 
 

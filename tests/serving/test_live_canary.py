@@ -130,32 +130,17 @@ async def test_a_shadow_of_the_newest_is_compared_and_answers_nobody(endpoint: L
     assert endpoint.versions("moody") == [1]
 
 
-@pytest.mark.parametrize("action", ["canary", "shadow"])
-def test_the_newest_is_pinned_by_its_number_while_it_has_a_share(action: str) -> None:
-    @live(replicas=2)
-    async def body(endpoint: LiveSet) -> None:
-        await endpoint.administer(action=action, model="moody", percent=20)
-        await beside(endpoint, 2)
-        await until(lambda: seen(endpoint).candidate == 2)
-        told = await endpoint.administer(action="rollback", model="moody", version=2, timeout_s=5.0)
-        assert (told["pinned"], told["newest_percent"]) == (2, None)
-        endpoint.store.publish(moody(3))
-        assert await answered(endpoint, 8) == {2: 16}
-        [late] = await endpoint.start()
-        assert (await infer(late)).version == 2
-
-    body()
-
-
-@live()
-async def test_to_end_a_shadow_that_there_is_not_does_not_keep_a_model_from_following_its_run(
-    endpoint: LiveSet,
-) -> None:
-    with pytest.raises(InferenceError, match="has no shadow") as caught:
-        await endpoint.administer(action="shadow", model="moody", percent=0)
-    assert (caught.value.status, seen(endpoint).pinned) == (409, 0)
-    await endpoint.publish(moody(2))
-    assert endpoint.versions("moody") == [2]
+@live(replicas=2)
+async def test_the_newest_is_pinned_by_its_number_while_it_has_a_share(endpoint: LiveSet) -> None:
+    await endpoint.administer(action="canary", model="moody", percent=20)
+    await beside(endpoint, 2)
+    await until(lambda: seen(endpoint).candidate == 2)
+    told = await endpoint.administer(action="rollback", model="moody", version=2, timeout_s=5.0)
+    assert (told["pinned"], told["newest_percent"]) == (2, None)
+    endpoint.store.publish(moody(3))
+    assert await answered(endpoint, 8) == {2: 16}
+    [late] = await endpoint.start()
+    assert (await infer(late)).version == 2
 
 
 @live(replicas=2)

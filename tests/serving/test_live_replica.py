@@ -12,6 +12,7 @@ from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, registe
 from shoal.errors import ShoalError
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.replica.loader import VersionLoader
+from shoal.serve.replica.model_slot import SlotState
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
 from shoal.weights import WeightSnapshot, WeightStore
 
@@ -35,14 +36,14 @@ def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(m
                 "shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05
             )  # to start may well take longer
             follower = replica.manager.followers["live"]
-            await until(lambda: not follower.busy_s)
+            await until(lambda: not follower.thread.busy_s)
             replica.check_health()
             store.publish(constant(2))
-            await until(lambda: follower.busy_s > 0.05)
+            await until(lambda: follower.thread.busy_s > 0.05)
             with pytest.raises(ShoalError, match="has been loading for"):
                 replica.check_health()
             release.set()
-            await until(lambda: endpoint.versions("live") == [2] and not follower.busy_s)
+            await until(lambda: endpoint.versions("live") == [2] and not follower.thread.busy_s)
             replica.check_health()
         store.close()
 
@@ -66,11 +67,11 @@ def test_a_live_model_that_is_deleted_while_it_is_built_is_not_served(monkeypatc
         async with ReplicaSet(model_from_ref("linear@1"), live) as endpoint:
             replica = endpoint.add()
             starting = asyncio.create_task(replica.start(10.0))
-            await until(lambda: "live" in replica.manager._plans)
+            await until(lambda: "live" in replica.manager._slots)
             await endpoint.administer(action="delete", model="live")
             await starting
             release.set()
-            await until(lambda: not replica.manager._tasks)
+            await until(lambda: replica.manager._slots["live"].state is SlotState.COLD)
             assert [model.name for model in replica.manager.list_models()] == ["linear"]
             assert replica.manager.followers == {}
         store.close()

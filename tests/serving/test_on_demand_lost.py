@@ -37,9 +37,9 @@ async def test_a_load_that_fails_while_the_controller_is_away_fails_its_requests
         endpoint.controller_away = True
         raise StagingError("the file is damaged")
 
-    replica.manager._loader.load_version = load  # type: ignore[method-assign]
+    replica.manager._host.loader.load_version = load  # type: ignore[method-assign]
     asking = asyncio.create_task(infer(replica, "m0"))
-    await until(lambda: replica.manager._rejected)
+    await until(lambda: "m0" in replica.manager._slots and replica.manager._slots["m0"].rejected)
     answer = await asyncio.wait_for(asking, cold_models.LOAD_WAIT_S / 2)
     assert (answer.status, "cannot be loaded" in answer.body["error"]) == (503, True)
 
@@ -89,7 +89,7 @@ async def test_a_controller_that_starts_without_the_registry_serves_what_is_load
     os.rename(root, root.with_suffix(".away"))
     endpoint.restart_controller()
     endpoint.controller.state.models["m5"].described = None  # a model that it has never read
-    endpoint.controller._commit()
+    endpoint.controller.store.commit()
     generation = endpoint.controller.plan.generation
     await until(lambda: all(each.generation >= generation for each in endpoint.controller.reports.values()))
     late = endpoint.add("late")

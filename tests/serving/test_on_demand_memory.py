@@ -19,7 +19,7 @@ from shoal.serve.spec.model_source import model_from_ref
 async def test_a_model_measured_to_be_large_fits_again_after_the_controller_has_restarted(endpoint: ReplicaSet) -> None:
     replica, size_bytes = endpoint.replicas["r1"], Registry().get("m0@1").manifest.size_bytes
     replica.manager.on_demand.get_use("m1")
-    replica.manager._memory.get_loads("m1").measured_bytes[1] = int(1.6 * size_bytes)
+    replica.manager._host.memory.loads["m1"].measured_bytes[1] = int(1.6 * size_bytes)
     endpoint.restart_controller()
     for name in ("m0", "m1", "m0", "m1"):
         await infer_everywhere(endpoint, name)
@@ -30,7 +30,7 @@ async def test_a_model_measured_to_be_large_fits_again_after_the_controller_has_
 async def test_a_model_measured_to_exceed_all_memory_is_loaded_alone_and_measured_again(endpoint: ReplicaSet) -> None:
     """Something else may have grown while it was loaded."""
     await infer_everywhere(endpoint, "m0", "m1")
-    measured_bytes = endpoint.replicas["r1"].manager._memory.get_loads("m0").measured_bytes
+    measured_bytes = endpoint.replicas["r1"].manager._host.memory.loads["m0"].measured_bytes
     measured_bytes[1] = 1 << 40
     endpoint.controller.report(endpoint.replicas["r1"].report())
     await until(lambda: len(loaded(endpoint)) == 1)
@@ -47,9 +47,9 @@ async def test_replicas_that_measured_a_model_differently_take_the_least(endpoin
     assignments, size_bytes = endpoint.controller.assignments, Registry().get("m0@1").manifest.size_bytes
     for replica, measured_bytes in zip(endpoint.replicas.values(), (1 << 40, size_bytes + 1), strict=True):
         replica.manager.on_demand.get_use("m0")
-        replica.manager._memory.get_loads("m0").measured_bytes[1] = measured_bytes
+        replica.manager._host.memory.loads["m0"].measured_bytes[1] = measured_bytes
         endpoint.controller.report(replica.report())
-    endpoint.controller._commit()
+    endpoint.controller.store.commit()
     assignments._memory_bytes = 2 * size_bytes
     assert assignments._version_bytes("m0", endpoint.controller.state.models["m0"]) == size_bytes + 1
 
@@ -58,7 +58,7 @@ async def test_replicas_that_measured_a_model_differently_take_the_least(endpoin
 async def test_a_pinned_model_counts_with_its_payload(endpoint: ReplicaSet) -> None:
     """As at the start, which then accepted any one of the others."""
     endpoint.replicas["r1"].manager.on_demand.get_use("m0")
-    endpoint.replicas["r1"].manager._memory.get_loads("m0").measured_bytes[1] = 1 << 40
+    endpoint.replicas["r1"].manager._host.memory.loads["m0"].measured_bytes[1] = 1 << 40
     endpoint.controller.report(endpoint.replicas["r1"].report())
     await infer_everywhere(endpoint, "m0", "m1")
 
@@ -67,7 +67,7 @@ async def test_a_pinned_model_counts_with_its_payload(endpoint: ReplicaSet) -> N
 async def test_a_small_version_fits_after_a_large_one_of_its_name(endpoint: ReplicaSet) -> None:
     replica, name = endpoint.replicas["r1"], "m0"
     await infer_everywhere(endpoint, name)
-    replica.manager._memory.get_loads(name).measured_bytes[1] = 1 << 40
+    replica.manager._host.memory.loads[name].measured_bytes[1] = 1 << 40
     await endpoint.administer(action="delete", model=name)
     register(name)
     await endpoint.administer(action="deploy", model=name, version=2)

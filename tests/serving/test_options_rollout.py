@@ -157,7 +157,7 @@ def test_a_model_that_never_answered_is_deployed_with_other_options() -> None:
             await until(lambda: first.manager.list_models())
             model = endpoint.controller.state.models["linear"]
             model.rollout = Rollout(attempt=model.rollout.attempt, refused=1, reason="another replica could not")
-            endpoint.controller._commit()
+            endpoint.controller.store.commit()
             await until(lambda: not first.manager.get_model("linear").versions)
             await endpoint.administer(action="deploy", model="linear", options={"max_batch_size": 2}, timeout_s=30)
             assert (endpoint.versions(), max_rows(endpoint)) == ([1], [2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from pathlib import Path
 
@@ -143,7 +144,9 @@ def saved(module: nn.Module, *arguments: object, dynamic_shapes: object) -> byte
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_is_no_tensor_is_neither_input_nor_output(compiled: bool) -> None:
+def test_what_is_no_tensor_is_neither_input_nor_output(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without C++, which takes half a minute; `test_predictor_options` compiles with it.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     left, right = torch.rand(4, 3), torch.rand(4, 3)
     payload = saved(Among(), left, 2, None, right, dynamic_shapes=({0: BATCH}, None, None, {0: BATCH}))
     signature = exported.read_signature(payload, "file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
@@ -322,8 +323,11 @@ class Half(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_every_datatype_that_torch_lacks_or_numpy_lacks_passes_through(compiled: bool) -> None:
+def test_every_datatype_that_torch_lacks_or_numpy_lacks_passes_through(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """BF16 are bits in arrays of uint16, BYTES are objects."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     inputs = [tensor("x", datatype="BF16"), tensor("words", datatype="BYTES")]
     outputs = [tensor("y", datatype="BF16"), tensor("z", datatype="FP16"), tensor("echo", datatype="BYTES")]
     subject = predictor("Half", inputs, outputs, max_batch_size=2, compile=compiled)

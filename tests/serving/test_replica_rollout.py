@@ -13,15 +13,14 @@ from unittest.mock import patch
 
 import pytest
 
-from serving.replica_set import LINEAR, SIGNATURE, Asked, ReplicaSet, ask, constant, infer, register, tally, until
+from serving.replica_set import SIGNATURE, Asked, ReplicaSet, ask, infer, register, tally, until
 from shoal.errors import InferenceError, ShoalError
 from shoal.open_inference import inference_pb2 as pb
 from shoal.registry import Registry, Signature, TensorSignature
 from shoal.serve.grpc.service import Invocation
 from shoal.serve.replica.loader import StagedVersion
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
-from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel, model_from_ref
-from shoal.weights import WeightStore
+from shoal.serve.spec.model_source import RegisteredModel, model_from_ref
 
 ANY_SPEED = GuardOptions(max_latency_ratio=1e9)  # the few batches of a busy machine say nothing
 TWICE = Signature(inputs=SIGNATURE.inputs, outputs=[TensorSignature(name="z", datatype="FP32", shape=[-1, 2])])
@@ -172,17 +171,6 @@ async def test_an_alias_that_moves_to_a_bad_version_changes_nothing_and_says_why
     assert (Registry().get("linear@champion").version, endpoint.versions()) == (1, [1, 1, 1])
 
 
-@rollout(1, 2, ref="linear@champion")
-async def test_a_registry_that_is_gone_stops_nothing(endpoint: ReplicaSet) -> None:
-    root = Path(Registry().location)
-    root.rename(root.with_name("elsewhere"))
-    endpoint.controller.tick()
-    assert await everywhere(endpoint) == {1: 120}
-    assert "there is no model" in endpoint.status.describe_endpoint()["models"][0]["reason"]
-    with pytest.raises(InferenceError, match="no model"):
-        await endpoint.administer(action="deploy", model="linear", version=2)
-
-
 @rollout(1, 2, replicas=2)
 async def test_shadowed_answers_are_compared_and_reach_no_client(endpoint: ReplicaSet) -> None:
     await endpoint.administer(action="shadow", model="linear", version=2, percent=50)
@@ -201,27 +189,6 @@ async def test_shadowed_answers_are_compared_and_reach_no_client(endpoint: Repli
     for replica in endpoint.replicas.values():  # it has a share now
         await until(lambda replica=replica: replica.manager.get_model("linear").router.percent == 10.0)
         assert (await infer(replica, shoal_track="candidate")).version == 2
-
-
-@rollout(1, 2, guard=GuardOptions(max_disagreement=0.1, min_requests=20, max_latency_ratio=1e9))
-async def test_a_candidate_that_disagrees_too_often_is_rolled_back(endpoint: ReplicaSet) -> None:
-    await endpoint.administer(action="shadow", model="linear", version=2, percent=100)
-    await everywhere(endpoint, 20)
-    await until(lambda: endpoint.phase() == "steady")
-    event = endpoint.controller.state.events[-1]
-    assert (event.kind, event.by) == ("rollback", "guard")
-    assert "shadowed answers differ" in event.reason
-    assert endpoint.versions() == [1, 1, 1]
-
-
-@rollout(1, 2, guard=GuardOptions(metric="accuracy", min_value=0.9, max_latency_ratio=1e9))
-async def test_a_users_metric_rolls_back(endpoint: ReplicaSet) -> None:
-    await endpoint.administer(action="canary", model="linear", version=2, percent=10)
-    await endpoint.administer(action="metric", model="linear", metric="accuracy", value=0.95)
-    assert endpoint.phase() == "canary"
-    await endpoint.administer(action="metric", model="linear", metric="accuracy", value=0.5)
-    await until(lambda: endpoint.phase() == "steady")
-    assert "accuracy = 0.5 is below min_value = 0.9" in endpoint.controller.state.events[-1].reason
 
 
 @rollout(1, 2)
@@ -303,7 +270,7 @@ async def test_a_replica_stays_ready_while_another_model_loads(endpoint: Replica
     [replica] = endpoint.replicas.values()
     register("slow")
     begun, go = asyncio.Event(), asyncio.Event()
-    load_version = replica.manager._loader.load_version
+    load_version = replica.manager._host.loader.load_version
 
     async def load_slowly(*arguments: Any) -> StagedVersion:
         begun.set()
@@ -316,7 +283,7 @@ async def test_a_replica_stays_ready_while_another_model_loads(endpoint: Replica
         slow = await replica.servicer.model_ready(pb.ModelReadyRequest(name="slow"), Invocation({}))
         return over_http.status, over_grpc.ready, slow.ready
 
-    with patch.object(replica.manager._loader, "load_version", load_slowly):
+    with patch.object(replica.manager._host.loader, "load_version", load_slowly):
         loading = asyncio.create_task(endpoint.administer(action="deploy", model="slow"))
         await until(begun.is_set)
         assert await is_ready() == (200, True, False)
@@ -373,32 +340,29 @@ async def test_a_version_with_other_tensors_is_not_taken(endpoint: ReplicaSet) -
     assert endpoint.versions() == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("status", "word", "change"),
-    [
-        (400, "action", {"action": "destroy", "model": "linear"}),
-        (400, "percent", {"action": "canary", "model": "linear", "version": 2, "percent": 101}),
-        (400, "percent", {"action": "canary", "model": "linear", "version": 2}),
-        (400, "name", {"action": "deploy", "model": "../etc"}),
-        (400, "name it once", {"action": "deploy", "model": "linear@1", "version": 2}),
-        (400, "metric", {"action": "metric", "model": "linear"}),
-        (404, "there is no model 'x'", {"action": "canary", "model": "x", "version": 2, "percent": 1}),
-        (404, "has no '9'", {"action": "canary", "model": "linear", "version": 9, "percent": 1}),
-        (409, "stable one already", {"action": "canary", "model": "linear", "version": 1, "percent": 1}),
-        (409, "no open candidate", {"action": "promote", "model": "linear"}),
-        (409, "no open candidate", {"action": "metric", "model": "linear", "metric": "m", "value": 1}),
-        (409, "never another version", {"action": "rollback", "model": "linear"}),
-    ],
-)
-def test_what_cannot_be_done_is_refused_in_words(status: int, word: str, change: dict[str, Any]) -> None:
-    @rollout(1, 2, replicas=1)
-    async def body(endpoint: ReplicaSet) -> None:
+REFUSED: list[tuple[int, str, dict[str, Any]]] = [
+    (400, "action", {"action": "destroy", "model": "linear"}),
+    (400, "percent", {"action": "canary", "model": "linear", "version": 2, "percent": 101}),
+    (400, "percent", {"action": "canary", "model": "linear", "version": 2}),
+    (400, "name", {"action": "deploy", "model": "../etc"}),
+    (400, "name it once", {"action": "deploy", "model": "linear@1", "version": 2}),
+    (400, "metric", {"action": "metric", "model": "linear"}),
+    (404, "there is no model 'x'", {"action": "canary", "model": "x", "version": 2, "percent": 1}),
+    (404, "has no '9'", {"action": "canary", "model": "linear", "version": 9, "percent": 1}),
+    (409, "stable one already", {"action": "canary", "model": "linear", "version": 1, "percent": 1}),
+    (409, "no open candidate", {"action": "promote", "model": "linear"}),
+    (409, "no open candidate", {"action": "metric", "model": "linear", "metric": "m", "value": 1}),
+    (409, "never another version", {"action": "rollback", "model": "linear"}),
+]
+
+
+@rollout(1, 2, replicas=1)
+async def test_what_cannot_be_done_is_refused_in_words(endpoint: ReplicaSet) -> None:
+    for status, word, change in REFUSED:
         with pytest.raises(InferenceError, match=word) as caught:
             await endpoint.administer(**change)
         assert caught.value.status == status
         assert endpoint.kinds() == ["deploy"]
-
-    body()
 
 
 def test_each_model_is_served_as_it_says() -> None:
@@ -411,34 +375,6 @@ def test_each_model_is_served_as_it_says() -> None:
             [replica] = await endpoint.start()
             answers: list[Asked] = [await infer(replica, name, rows=3) for name in ("linear", "other")]
             assert [answer.status for answer in answers] == [200, 422]
-
-    asyncio.run(body())
-
-
-def test_a_live_model_has_no_other_versions_to_choose_from() -> None:
-    store = WeightStore()
-    store.publish(constant(4))
-
-    async def body() -> None:
-        async with ReplicaSet(EndpointModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
-            [replica] = await endpoint.start()
-            assert (replica.manager.is_ready, replica.manager.get_model("linear").versions) == (True, [4])
-            for change in (
-                {"action": "canary", "version": 1, "percent": 1},
-                {"action": "deploy"},
-                {"action": "rollback"},
-            ):
-                with pytest.raises(InferenceError, match=r"follows the .*weights of") as caught:
-                    await endpoint.administer(model="linear", **change)
-                assert caught.value.status == 409
-            await until(lambda: endpoint.status.describe_model("linear")["state"] == "READY")
-            model = endpoint.status.describe_model("linear")
-            assert (model["phase"], model["state"], [each["version"] for each in model["versions"]]) == (
-                "live",
-                "READY",
-                [4],
-            )
-            store.close()
 
     asyncio.run(body())
 

@@ -1,5 +1,6 @@
 """The protocol over real sockets: large bodies both ways, bodies that are refused, and connections that live on."""
 
+import asyncio
 import gzip
 import json
 import socket
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.grpc_replica import served as replica
 from serving.served_here import TOKEN, served
+from shoal.cluster.ports import find_free_port
 
 KEY = {"Authorization": f"Bearer {TOKEN}"}
 INFER = "/v2/models/m/infer"
@@ -63,3 +66,25 @@ def test_a_compressed_body_that_would_burst_is_refused(caller: httpx2.Client) ->
     bomb = gzip.compress(b"[" + b"0," * (10 << 20) + b"0]")
     reply = caller.post(INFER, content=bomb, headers={"content-encoding": "gzip"})
     assert (reply.status_code, list(reply.json())) == (413, ["error"])
+
+
+@pytest.mark.parametrize(("sent", "declared"), [(10, 100), (0, 100), (100_000, 200_000)])
+def test_a_body_that_ends_early_is_answered_with_400(sent: int, declared: int) -> None:
+    """HAProxy 2.8 takes such a client for one that has gone: it closes both connections and answers nothing."""
+
+    async def body() -> None:
+        port = find_free_port()
+        async with replica(FakeHost(FakeModel("m")), port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(
+                "\r\n".join(
+                    [f"POST {INFER} HTTP/1.1", "host: x", f"content-length: {declared}", "", "x" * sent]
+                ).encode()
+            )
+            writer.write_eof()
+            answer = await asyncio.wait_for(reader.read(), 60.0)  # to the end: the server closes, too
+            writer.close()
+            assert answer.startswith(b"HTTP/1.1 400 "), answer[:200]
+            assert f'{{"error":"the body ends after {sent} of {declared} bytes"}}'.encode() in answer
+
+    asyncio.run(body())

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from shoal.cli import cli
 from shoal.cli.commands import serve_deploy
-from shoal.cli.support import job_output
+from shoal.cli.support import jobs as job_output
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, ConfigError, RunError

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 import shoal.runs
 from shoal.cli import cli
 from shoal.cli.commands import serve_deploy
-from shoal.cli.support import job_output
+from shoal.cli.support import jobs as job_output
 from shoal.client import Client
 from shoal.client.discovery import CARD_SUFFIX, EndpointCard, FoundEndpoint, list_endpoints
 from shoal.client.endpoint_status import EndpointStatus

@@ -13,7 +13,7 @@ import pytest
 from shoal.errors import DataError
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
-from shoal.serve.tables.table import (
+from shoal.open_inference.tables import (
     build_inputs,
     choose_columns,
     column_type,

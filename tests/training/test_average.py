@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shoal.runs
+from shoal.train.loop.step_reports import compute_histogram, write_histograms
 from shoal.train.optim.ema import WeightAverage
 from shoal.train.reporting.event_log import NullLog, RecordLog
-from shoal.train.reporting.histograms import compute_histogram, write_histograms
 
 
 class _Whole:
@@ -188,7 +188,7 @@ def test_a_histogram_of_complex_values_has_both_parts_and_of_a_sparse_gradient_i
 
 def test_a_bin_holds_more_values_than_can_be_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     limit, histc = 16, torch.histc  # as if float32 were full at 16 in place of 2**24
-    monkeypatch.setattr("shoal.train.reporting.histograms.CHUNK_SIZE", limit)
+    monkeypatch.setattr("shoal.train.loop.step_reports.CHUNK_SIZE", limit)
     monkeypatch.setattr(torch, "histc", lambda *arguments: histc(*arguments).clamp(max=limit))
     found = compute_histogram(torch.cat([torch.zeros(100), torch.ones(37)]), 2)
     assert found is not None

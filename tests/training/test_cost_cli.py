@@ -14,7 +14,7 @@ from shoal import runs
 from shoal.cli.commands.compare import compare
 from shoal.cli.commands.inspect import inspect
 from shoal.cost import MEASURED, PREDICTED
-from shoal.cost.compare.comparison import build_column, compute_run_time_s, find_attempt_spans
+from shoal.cost.compare import build_column, compute_run_time_s, find_attempt_spans
 from shoal.errors import ConfigError, RunError
 from shoal.runs.record.database import connect
 

@@ -24,7 +24,7 @@ from shoal.data import Data, Loader, LoaderSpec
 from shoal.data.fingerprint import fingerprint
 from shoal.data.loader import load_first_batch
 from shoal.errors import ConfigError, DataError
-from shoal.libs.stream.broker import PrivateBroker
+from shoal.libs.stream.mqtt import PrivateBroker
 from shoal.runs import Status
 from shoal.sources import MqttSource, MqttSpec
 from shoal.sources.source import Delivery, MalformedPayload, Sample, StreamState

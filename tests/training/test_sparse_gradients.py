@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from learnable import Learnable
-from shoal.cost.step_profile import profile_step
+from shoal.cost.step_profiler import profile_step
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.spmd.base import SingleProcessModel
 from shoal.parallel.state import gradients
@@ -79,9 +79,10 @@ def test_the_memory_of_a_sparse_gradient_is_that_of_its_indices_and_values() -> 
     parallel = SingleProcessModel(OfRows(), Learnable(), ParallelSpec(), World.single("cpu"), 5)
     optimizer = torch.optim.SparseAdam([each for _, each in parallel.named_parameters()], lr=0.1)
     for step in range(2):  # the first makes the optimiser's state
-        with profile_step(parallel, optimizer) as found:
+        with profile_step(parallel, optimizer) as profile:
             parallel.train_step(torch.tensor([1, 2, 2]), step)
             optimizer.step()
     num_rows, width, index_bytes, value_bytes = 3, 2, 8, 4
+    found = profile.values
     assert found["memory_gradients"] == num_rows * (index_bytes + width * value_bytes)
     assert found["memory_peak"] >= found["memory_parameters"] + found["memory_optimizer"] + found["memory_gradients"]

@@ -13,8 +13,15 @@ from torch.utils.data import TensorDataset
 
 from shoal.cost import CostTable
 from shoal.cost.cost_table import combine_ranks, format_quantity, relative_error
-from shoal.cost.step_profile import profile_step
-from shoal.cost.step_profiler import MIN_TIMED_S, NUM_TIMED, NUM_WARM_UP, StepProfiler, TimedStep, compute_bubble
+from shoal.cost.step_profiler import (
+    MIN_TIMED_S,
+    NUM_TIMED,
+    NUM_WARM_UP,
+    StepProfiler,
+    TimedStep,
+    compute_bubble,
+    profile_step,
+)
 from shoal.data import Data
 from shoal.data.loader import load_first_batch
 from shoal.parallel import World
@@ -61,12 +68,12 @@ def probed(num_metered: int = 1) -> tuple[ParallelModel, Optimizer, Any, StepPro
 def test_a_probe_measures_an_average_of_the_weights() -> None:
     model, optimizer, batch, _ = probed()
     averaged = WeightAverage(model, 0.9)
-    with profile_step(model, optimizer, average=averaged.tensors) as found:
+    with profile_step(model, optimizer, averaged.tensors) as found:
         model.train_step(batch, 0)
-    assert found["memory_average"] == 4 * PARAMETERS
+    assert found.values["memory_average"] == 4 * PARAMETERS
     with profile_step(model, optimizer) as without:
         model.train_step(batch, 1)
-    assert found["memory_peak"] == without["memory_peak"] + 4 * PARAMETERS
+    assert found.values["memory_peak"] == without.values["memory_peak"] + 4 * PARAMETERS
 
 
 def test_of_long_steps_a_few_are_timed() -> None:

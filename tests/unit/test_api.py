@@ -99,16 +99,20 @@ x_of_the_program = x
 """
 
 
-def run_program(tmp_path: Path, ending: str) -> str:
-    file = tmp_path / "program.py"
-    file.write_text(PROGRAM + ending)
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, check=False, cwd=tmp_path)
+ENDING = """
+print(get_task_path(Line))
+try:
+    build_standalone_source(Uses)
+except shoal.errors.ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_task_of_the_running_program_becomes_a_file_that_stands_alone_or_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM + ENDING)
+    done = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_a_task_of_the_running_program_becomes_a_file_that_stands_alone(tmp_path: Path) -> None:
-    word = run_program(tmp_path, "print(get_task_path(Line))")
+    word, _, refused = done.stdout.strip().partition("\n")
     file, name = word.split(":")
     assert name == "Line"
     text = Path(file).read_text()
@@ -117,18 +121,12 @@ def test_a_task_of_the_running_program_becomes_a_file_that_stands_alone(tmp_path
     assert "WIDTH = 3" in text
     assert "json" not in text, "what the Task does not use is not written"
     assert text.index("class Twice") < text.index("def layers") < text.index("class Line")
-    found = shoal.TrainSpec(task=word)
     from shoal.train.task import make_task
 
-    assert len(list(make_task(found.task, {}).model().parameters())) == 4
-
-
-def test_what_only_the_running_program_has_is_refused_by_name(tmp_path: Path) -> None:
-    ending = "try:\n    build_standalone_source(Uses)\nexcept shoal.errors.ConfigError as error:\n    print(error)"
-    said = run_program(tmp_path, ending)
-    assert said.startswith("x_of_the_program = ")
-    assert "Tensor" in said
-    assert "put the Task into a file" in said
+    assert len(list(make_task(shoal.TrainSpec(task=word).task, {}).model().parameters())) == 4
+    assert refused.startswith("x_of_the_program = ")  # only the running program has it
+    assert "Tensor" in refused
+    assert "put the Task into a file" in refused
 
 
 def test_a_class_within_a_function_is_refused() -> None:

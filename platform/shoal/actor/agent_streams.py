@@ -73,7 +73,7 @@ class AgentStream(SegmentBuilder):
 
     @property
     def version(self) -> int:
-        """Of the weights that act now."""
+        """The version of the weights that act now."""
         return self.policy.version
 
     def restart(self) -> None:
@@ -116,7 +116,7 @@ class AgentStream(SegmentBuilder):
     def find_extras(
         self, info: Mapping[str, Any], terminated: bool = False, truncated: bool = False
     ) -> Mapping[str, Any]:
-        """Those of the newest observation, which has this info."""
+        """Find the extras of the newest observation, which has this info."""
         self.mask = find_mask(info, self._choices, terminated, truncated)
         extras = self.policy.get_extras(self.number)
         return extras if self.mask is None else {**extras, MASKS: self.mask}
@@ -136,7 +136,7 @@ def find_mask(
 
 
 class Runner(Protocol):
-    """Of a game: who gives it its streams, and takes their segments."""
+    """Gives a game its streams, and takes their segments."""
 
     def make_stream(self) -> AgentStream: ...
 
@@ -144,7 +144,7 @@ class Runner(Protocol):
 
 
 class Game(Protocol):
-    """One or several environments that are played for ever.
+    """One or several environments that are played without end.
 
     observations: of the agents that act next; numbers: of their streams; masks: of the observations, in a run with
     masks, else None
@@ -323,8 +323,8 @@ class BatchGame:
         )
         extras = {}
         for each in self._spec.extras:
-            found = [*(step.extras[index] for step in steps), self._extras[index]][: each.count_rows(len(steps))]
-            rows, shape = np.array([row[each.name] for row in found]), (len(found), *each.tensor.shape)
+            result = [*(step.extras[index] for step in steps), self._extras[index]][: each.count_rows(len(steps))]
+            rows, shape = np.array([row[each.name] for row in result]), (len(result), *each.tensor.shape)
             extras[each.name] = convert_rows(each.name, rows, each.tensor.numpy_dtype(), shape)
         self._runner.send(stream, stream.make_segment(observations, *columns, terminated, truncated, extras))
 
@@ -375,7 +375,7 @@ class AgentsEpisode:
         self._pass_idle_ticks()
 
     def _pass_idle_ticks(self) -> None:
-        """Until an agent has an observation, or all have ended."""
+        """Step until an agent has an observation, or all have ended."""
         for _ in range(MAX_IDLE_TICKS):
             if self.observations or (self._has_started and not self._open):
                 return
@@ -387,8 +387,8 @@ class AgentsEpisode:
         if self._is_parallel:
             observations, rewards, terminations, truncations, self._infos = self._environment.step(actions)
         else:
-            found = self._environment.step(actions[None])
-            observations, rewards, terminations, truncations, self._infos = ({None: each} for each in found)
+            result = self._environment.step(actions[None])
+            observations, rewards, terminations, truncations, self._infos = ({None: each} for each in result)
         for agent, reward in rewards.items():
             self.rewards[agent] = self.rewards.get(agent, 0.0) + to_float(reward)
         for agent in dict.fromkeys((*terminations, *truncations)):

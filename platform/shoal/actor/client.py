@@ -27,7 +27,6 @@ from shoal.actor.connection import (
     ReconnectBackoff,
     SocketLock,
     connect_socket,
-    decode_first_reply,
     describe_silence,
     is_on_this_host,
     make_arrival_poller,
@@ -310,7 +309,9 @@ class ActorClient:
             self._outbox.raise_send_limit(message.send_limit)
             self._send_pending()
         elif isinstance(message, WeightsMessage):
-            self._on_weights(message, frames)
+            version = self._weights.take(message, frames)
+            self.published_version = max(self.published_version, version or 0)
+            self._send_message(self._weights.make_pull())
         elif isinstance(message, OpponentMessage):
             self._weights.take_opponent(message, frames)
             self._send_message(PullOpponent(message.version))
@@ -343,11 +344,6 @@ class ActorClient:
         self.last_drop = f"{reason}: {detail}"
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
-    def _on_weights(self, message: WeightsMessage, frames: list[bytes]) -> None:
-        version = self._weights.take(message, frames)
-        self.published_version = max(self.published_version, version or 0)
-        self._send_message(self._weights.make_pull())
-
     def _on_error(self, error: ErrorMessage) -> None:
         if error.fatal:
             raise Refused(error.code, error.message)
@@ -357,7 +353,7 @@ class ActorClient:
         _log.warning("the gateway answered with an error (%s: %s)", error.code, error.message)
         if error.code in _DISCARD_CODES and error.seq is not None and self._outbox.discard(error.seq):
             self._count_drop(error.code, error.message)
-            self._is_session_lost = True  # the segments behind it are numbered anew by the next welcome
+            self._is_session_lost = True  # the segments behind it are numbered by the next welcome
 
     def _reconnect(self, deadline: float) -> None:
         """Open a fresh socket, send hello, and resend every unacknowledged segment.
@@ -381,6 +377,7 @@ class ActorClient:
         raise Closed("the client is closed")
 
     def _say_hello(self, deadline: float) -> Welcome | None:
+        """Connect to the next address, and wait there for the answer."""
         assert self._context is not None
         if self._socket is not None:
             self._socket.close(linger=0)
@@ -391,14 +388,13 @@ class ActorClient:
         self._socket = connect_socket(self._context, address, self._server_key, self._limits.max_message_bytes)
         who = (self.actor_id, self.incarnation, "shoal-python", self.inference, self.run_id)
         self._send_message(Hello(PROTOCOL_VERSION, self._token, *who, self._outbox.num_acknowledged))
-        return self._await_welcome(deadline)
-
-    def _await_welcome(self, deadline: float) -> Welcome | None:
-        assert self._socket is not None
         while (remaining_s := deadline - time.monotonic()) > 0 and not self._closing.is_set():
             if not self._socket.poll(int(min(remaining_s, 0.1) * 1000) + 1):
                 continue
-            message = decode_first_reply(self._socket.recv_multipart(), self._limits, self._addresses.current)
+            try:
+                message = decode(self._socket.recv_multipart(), self._limits)
+            except ProtocolViolation as violation:
+                raise ConnectionLost(f"what answers at {address} is no gateway: {violation}") from None
             if isinstance(message, Welcome):
                 return message
             if isinstance(message, ErrorMessage) and message.code not in _RETRYABLE_CODES:
@@ -426,7 +422,7 @@ class ActorClient:
         """Send what a new session begins with. `changed`: it is of another run than the one before."""
         self._send_message(self._weights.make_pull())
         if welcome.spec.self_play:
-            self._send_message(self._weights.make_opponent_pull())
+            self._send_message(PullOpponent(max(self._weights.opponents, default=0)))
         self._send_pending()
 
     def _send_pending(self) -> None:

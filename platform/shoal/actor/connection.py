@@ -15,10 +15,8 @@ from collections.abc import Sequence
 
 import zmq
 
-from shoal.errors import Closed, ConfigError, ConnectionLost, ProtocolViolation, ShoalError
+from shoal.errors import Closed, ConfigError, ShoalError
 from shoal.network_address import is_loopback
-from shoal.wire import MessageLimits, decode
-from shoal.wire.messages import Message
 
 _log = logging.getLogger(__name__)
 _ADDRESS_REMEDY = "give tcp://host:port, as the job prints it"
@@ -58,20 +56,19 @@ class GatewayAddresses:
         """The address for an attempt; "" where it cannot be read."""
         text = self._texts[self._next_index % len(self._texts)]
         self._next_index += 1
-        self.current = text if not text.startswith(_LOCATIONS) else self._read_address(text)
+        self.current = text
+        if text.startswith(_LOCATIONS):
+            from shoal.store import open_store  # an actor with an address needs no store
+
+            folder, _, name = text.rpartition("/")
+            try:
+                address = open_store(folder).read(name).decode().strip()
+                check_address(address, "")
+                self._read = address
+            except (OSError, ShoalError, UnicodeDecodeError) as error:
+                _log.warning("the gateway's address cannot be read from %s: %s", text, error)
+            self.current = self._read
         return self.current
-
-    def _read_address(self, location: str) -> str:
-        from shoal.store import open_store  # an actor with an address needs no store
-
-        folder, _, name = location.rpartition("/")
-        try:
-            address = open_store(folder).read(name).decode().strip()
-            check_address(address, "")
-            self._read = address
-        except (OSError, ShoalError, UnicodeDecodeError) as error:
-            _log.warning("the gateway's address cannot be read from %s: %s", location, error)
-        return self._read
 
     def keep(self) -> None:
         """The newest attempt has led to a session."""
@@ -128,14 +125,6 @@ def make_arrival_poller(socket: zmq.Socket[bytes]) -> zmq.Poller | None:
     poller = zmq.Poller()
     poller.register(socket.fileno(), zmq.POLLIN)
     return poller
-
-
-def decode_first_reply(frames: list[bytes], limits: MessageLimits, address: str) -> Message:
-    """The answer to a hello. Raises ConnectionLost when it is not a gateway's."""
-    try:
-        return decode(frames, limits)
-    except ProtocolViolation as violation:
-        raise ConnectionLost(f"what answers at {address} is no gateway: {violation}") from None
 
 
 def format_actor_options(address: str, env: str, server_key: str, ignored: Sequence[str] = ()) -> list[str]:

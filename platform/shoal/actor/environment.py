@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.actor.adapters.aec import AECGame, is_aec
+from shoal.actor.adapters.aec import adapt_aec
 from shoal.actor.adapters.flattening import flatten_agents, flatten_environment
 from shoal.actor.agent_streams import is_parallel, to_float
 from shoal.errors import ConfigError, ShoalError
@@ -76,19 +76,19 @@ def open_environment(name: str, ignored: Sequence[str] = ()) -> Iterator[Any]:
 
 def _call_function(function: Callable[[], Any], name: str, ignored: Sequence[str]) -> Any:
     with translate_environment_errors(name):
-        made = function()
-    if not all(callable(getattr(made, method, None)) for method in ("reset", "step")):
-        problem = f"returned a {type(made).__name__}, which has no reset and step"
+        instance = function()
+    if not all(callable(getattr(instance, method, None)) for method in ("reset", "step")):
+        problem = f"returned a {type(instance).__name__}, which has no reset and step"
         raise ConfigError("env", name, problem, "return an environment")
     with translate_environment_errors(name):
-        if is_parallel(made):
-            return flatten_agents(AECGame(made) if is_aec(made) else made, name, ignored)
+        if is_parallel(instance):
+            return flatten_agents(adapt_aec(instance), name, ignored)
         gymnasium = sys.modules.get("gymnasium")
-        if gymnasium is not None and isinstance(made, gymnasium.Env):
-            return flatten_environment(made, name, ignored)
+        if gymnasium is not None and isinstance(instance, gymnasium.Env):
+            return flatten_environment(instance, name, ignored)
     if ignored:
         raise ConfigError("ignore", ignored[0], f"is no part of what {name} observes", "leave it out there")
-    return made
+    return instance
 
 
 def _find_function(name: str) -> Callable[[], Any] | None:
@@ -105,14 +105,14 @@ def _find_function(name: str) -> Callable[[], Any] | None:
             sys.path.insert(0, folder)
     with translate_environment_errors(name):
         try:
-            found = getattr(importlib.import_module(module), attribute, None)
+            member = getattr(importlib.import_module(module), attribute, None)
         except ModuleNotFoundError as error:
             if error.name not in (module, module.partition(".")[0]):
                 raise  # what the module itself imports
             return None
-    if is_file and not callable(found):
+    if is_file and not callable(member):
         raise ConfigError("env", name, f"the file has no function {attribute}", "name one that it has")
-    return found if callable(found) else None
+    return member if callable(member) else None
 
 
 def get_spaces(environment: Any, name: str, agents: Sequence[str] = ()) -> tuple[Any, Any]:
@@ -248,5 +248,5 @@ def translate_environment_errors(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # user code may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{os.path.basename(last.filename)}:{last.lineno}"
-        raise ConfigError("env", name, f"raised {type(error).__name__}: {error} ({place})") from error
+        location = f"{os.path.basename(last.filename)}:{last.lineno}"
+        raise ConfigError("env", name, f"raised {type(error).__name__}: {error} ({location})") from error

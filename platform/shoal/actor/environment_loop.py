@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from shoal.actor.adapters.aec import AECGame, is_aec
+from shoal.actor.adapters.aec import adapt_aec
 from shoal.actor.agent_streams import (
     AgentStream,
     BatchGame,
@@ -54,28 +54,42 @@ def play(
 
     The loop pulls newer weights at most every `pull_interval_s`, and applies them between two steps. It calls
     `on_weights` with each applied version. It waits for a busy learner while the gateway answers. When another run
-    takes the address, the actor starts anew. It calls `on_run`, which may raise, with each run's spec before the first
+    takes the address, the actor joins it. It calls `on_run`, which may raise, with each run's spec before the first
     step. Raises Refused or ConnectionLost as the client does, and ConfigError for an agent without a policy.
     """
-    steps, pull_at = 0, 0.0
     given = environments if isinstance(environments, Sequence) else [environments]
-    games: list[Any] = [AECGame(each) if is_aec(each) else each for each in given]
+    games = [adapt_aec(each) for each in given]
     clients = client if isinstance(client, Sequence) else [client]
+    return play_runs(clients, max_steps, on_run, lambda: _Player(games, clients, seed, on_weights, pull_interval_s))
 
-    first, others = clients[0], clients[1:]
+
+class RunPlayer(Protocol):
+    """Plays one run, until it raises RunChanged, or Closed when the run is over."""
+
+    def start(self) -> None: ...
+
+    def step(self) -> int:
+        """Take a step in every environment; returns the number of agents' steps."""
+        ...
+
+
+def play_runs(
+    clients: Sequence[ActorClient],
+    max_steps: int | None,
+    on_run: Callable[[ExperienceSpec], None] | None,
+    make_player: Callable[[], RunPlayer],
+) -> int:
+    """Play run after run, each with another player, until one is over, or for `max_steps`; returns the number of
+    steps."""
+    steps, first = 0, clients[0]
     while not any(each.finished for each in clients) and (max_steps is None or steps < max_steps):
-        if on_run is not None:
-            for each in clients:
-                on_run(each.spec)
-        player = _Player(games, clients, seed, on_weights)
         try:
+            if on_run is not None:
+                for each in clients:
+                    on_run(each.spec)
+            player = make_player()
             player.start()
             while not first.finished and (max_steps is None or steps < max_steps):  # for each step: it must be cheap
-                if time.monotonic() >= pull_at:
-                    player.pull_weights()
-                    pull_at = time.monotonic() + pull_interval_s
-                    if any(each.finished for each in others):
-                        break
                 steps += player.step()
         except RunChanged:
             if len(clients) > 1:
@@ -109,7 +123,7 @@ class _ActingPolicy:
         return make_policy(spec.policy, seed, self.client.actor_id, spec.action.shape)
 
     def draw_opponent(self) -> Opponent | None:
-        """With self-play, a past version for the other agents in an episode."""
+        """Draw, with self-play, a past version for the other agents in an episode."""
         return None if self._opponents is None else self._opponents.draw()
 
     def make_stream(self) -> AgentStream:
@@ -134,13 +148,6 @@ class _ActingPolicy:
         if self._opponents is not None:
             self.client.wait_for_opponents()
 
-    def pull_weights(self) -> bool:
-        """Load newer weights, if they have come."""
-        newer = self.client.newer_weights(self.policy.version)
-        if newer is not None:
-            self.policy.load(*newer)
-        return newer is not None
-
 
 class _Player:
     """The policies and the environments' state of one run, replaced when another run takes over."""
@@ -151,8 +158,10 @@ class _Player:
         clients: Sequence[ActorClient],
         seed: int | None,
         on_weights: Callable[[int], None] | None,
+        pull_interval_s: float,
     ) -> None:
         self._seed, self._on_weights, self._environments = seed, on_weights, environments
+        self._pull_at, self._pull_interval_s = 0.0, pull_interval_s
         # Of two policies with one seed, both would explore by the same random numbers.
         seeds = [seed if not number or seed is None else seed + (number << 32) for number in range(len(clients))]
         self._policies = [
@@ -177,9 +186,11 @@ class _Player:
         for index, game in enumerate(self._games):
             game.reset(seeds[index : index + 1] if self._stream_games else seeds)
 
-    def pull_weights(self) -> None:
+    def _pull_weights(self) -> None:
         for each in self._policies:
-            if each.pull_weights():
+            newer = each.client.newer_weights(each.policy.version)
+            if newer is not None:
+                each.policy.load(*newer)
                 if each.client.is_synchronous:
                     for game in self._stream_games:
                         game.discard_steps(each.policy)  # of older weights: the batch that they were for is complete
@@ -187,24 +198,27 @@ class _Player:
                     self._on_weights(each.policy.version)
 
     def step(self) -> int:
-        """Take a step in every environment; returns the number of agents' steps."""
+        if time.monotonic() >= self._pull_at:
+            self._pull_weights()
+            self._pull_at = time.monotonic() + self._pull_interval_s
+            if len(self._policies) > 1 and any(each.client.finished for each in self._policies):
+                raise Closed("the run of a policy is over")
         if len(self._policies) > 1:
-            return self._step_by_policy(self._select_credited_games())
-        games = self._select_games() if self._is_synchronous else self._games
-        if not games:
-            return self._pause()
+            games: Sequence[Any] = self._select_credited_games()
+        else:
+            games = self._select_games() if self._is_synchronous else self._games
+        if not games:  # begun segments wait for credit, or for the newer weights that discard them
+            time.sleep(NO_CREDIT_PAUSE_S)
+            self._pull_weights()
+            return 0
+        if len(self._policies) > 1:
+            return self._step_by_policy(games)
         if len(games) == 1:
             (game,) = games
             actions, log_probabilities = self._policy.act_batch(game.observations, game.numbers, game.masks)
             game.step(actions, log_probabilities)
             return len(actions)
         return self._step_games(games)
-
-    def _pause(self) -> int:
-        """Begun segments wait for credit, or for the newer weights that discard them."""
-        time.sleep(NO_CREDIT_PAUSE_S)
-        self.pull_weights()
-        return 0
 
     def _step_games(self, games: Sequence[Game]) -> int:
         numbers = [game.numbers for game in games]
@@ -222,33 +236,30 @@ class _Player:
         return len(actions)
 
     def _step_by_policy(self, games: Sequence[SingleGame | ParallelGame]) -> int:
-        """Of a run of several policies: each acts at once for all agents that have it."""
-        if not games:
-            return self._pause()
+        """Take a step in a run of several policies: each acts at once for all agents that have it."""
         streams = [stream for game in games for stream in game.acting]
-        chosen: dict[int, tuple[Any, float]] = {}  # by the stream's place
+        chosen: dict[int, tuple[Any, float]] = {}  # by the stream's position
         for policy in (each.policy for each in self._policies):
-            places = [place for place, stream in enumerate(streams) if stream.policy is policy]
-            own = [streams[place] for place in places]
+            positions = [index for index, stream in enumerate(streams) if stream.policy is policy]
+            own = [streams[index] for index in positions]
             if own:
                 masks = [stream.mask for stream in own] if own[0].mask is not None else None
                 observations, numbers = [stream.observation for stream in own], [stream.number for stream in own]
-                chosen.update(
-                    zip(places, zip(*policy.act_batch(observations, numbers, masks), strict=True), strict=True)
-                )
+                choices = zip(*policy.act_batch(observations, numbers, masks), strict=True)
+                chosen.update(zip(positions, choices, strict=True))
         begin = 0
         for game in games:
             end = begin + len(game.acting)
-            game.step(*zip(*(chosen[place] for place in range(begin, end)), strict=True))
+            game.step(*zip(*(chosen[index] for index in range(begin, end)), strict=True))
             begin = end
         return len(streams)
 
     def _select_credited_games(self) -> Sequence[SingleGame | ParallelGame]:
-        """Of a run of several policies: share the credit of those whose actors pause among their agents that act next,
-        the least played first. A game goes on while it may record a step, or one of another agent could get credit.
+        """Select games of several policies: share the credit of those that pause actors among their agents that act
+        next, the least played first. A game goes on while it may record a step, or an agent could get credit.
 
         Its other agents act without a record: an actor that waited for the credit of each policy, while another has it
-        and waits for that of this one, would wait for ever. The returns of episodes that end so are sent with the next
+        and waits for that of this one, would never go on. The returns of episodes that end so are sent with the next
         segment.
         """
         games, has_credit_left = self._stream_games, False
@@ -263,11 +274,11 @@ class _Player:
         return [game for game in games if has_credit_left or any(stream.has_credit for stream in game.streams)]
 
     def _select_games(self) -> Sequence[Game]:
-        """Of a synchronous run: as far as there is credit for all segments that they have begun or would begin; those
-        that have begun come first, then the least played. Waits for credit where there is none at all."""
+        """Select games of a synchronous run, while there is credit for all segments that they have begun or begin;
+        those that have begun come first, then the least played. Waits for credit where there is none at all."""
         if all(game.is_empty for game in self._stream_games):
             self._client.wait_for_credit()
-            self.pull_weights()
+            self._pull_weights()
         selected, num_left = list[Game](), self._client.num_credits
         for game in sorted(self._stream_games, key=lambda game: (game.is_empty, game.num_segments)):
             # One may have more agents than there is credit.

@@ -1,18 +1,19 @@
-"""An actor for a game that owns its loop: it asks for actions and reports rewards, and never waits for the network.
+"""Actors for a game that owns its loop: it asks for actions and reports rewards.
 
-A thread of the actor's own sends the segments and receives the weights. The game's thread takes what has arrived.
-Called by games, through `shoal.connect`; imports neither torch nor ray.
+A GameActor never waits for the network: its thread sends the segments and receives the weights, and the game's thread
+takes what has arrived. Called by games, through `shoal.connect`; imports neither torch nor ray.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -28,16 +29,80 @@ _POLL_S = 0.01  # how often the thread looks for new weights while the game send
 
 
 @dataclass
-class _Episode:
-    """An episode that the game is playing; `step` is its last action, whose reward is not complete."""
+class OpenEpisode:
+    """An episode that a game is playing. reward: since its newest action"""
+
+    reward: float = field(default=0.0, kw_only=True)
+
+
+C = TypeVar("C", bound=ActorClient)
+E = TypeVar("E", bound=OpenEpisode)
+
+
+class EpisodeActor(ABC, Generic[C, E]):
+    """The calls of a game that owns its loop, wherever its policy runs. client: connected"""
+
+    def __init__(self, client: C) -> None:
+        self.client = client
+        self._episodes: dict[Hashable, E] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over."""
+        return self.client.finished
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """The version of the weights that chose the last action."""
+
+    @abstractmethod
+    def act(self, observation: Any, episode: Hashable = None, mask: Any = None) -> Any:
+        """The action for an observation.
+
+        episode: the key of the episode; a key that is not in use begins one
+        mask:    in a run with action masks, 1 for each action that is allowed here, and 0 for the others
+        """
+
+    def reward(self, value: float, episode: Hashable = None) -> None:
+        """Add to the reward of the last action. May be called several times, or never, which is 0."""
+        self._find(episode).reward += float(value)
+
+    @abstractmethod
+    def end_episode(
+        self, observation: Any, *, truncated: bool = False, episode: Hashable = None, mask: Any = None
+    ) -> None:
+        """End an episode. `observation` is the real one after its last step; `truncated`: a limit has cut it off; then
+        `mask` is its action mask, by default one that allows everything."""
+
+    @abstractmethod
+    def close(self, drain_timeout_s: float = 2.0) -> None:
+        """Send what waits, for at most `drain_timeout_s`, and disconnect. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _find(self, episode: Hashable) -> E:
+        if episode not in self._episodes:
+            raise ConfigError("episode", episode, "has no action yet", "call act(observation) first")
+        return self._episodes[episode]
+
+
+@dataclass
+class _Episode(OpenEpisode):
+    """`step` is its last action, whose reward is not complete."""
 
     builder: SegmentBuilder
     step: tuple[Any, float, int]  # action, log-probability, version
-    reward: float = 0.0
     is_recorded: bool = True  # not after another run has taken the address: it has seen half of the episode
 
 
-class GameActor:
+class GameActor(EpisodeActor[ActorClient, _Episode]):
     """Acts for a game, and sends its experience.
 
         with shoal.connect("tcp://127.0.0.1:5555") as actor:
@@ -68,10 +133,9 @@ class GameActor:
         if client.spec.self_play:
             problem = "draws the opponents of an episode, which a game that owns its loop cannot"
             raise ConfigError("self_play", True, problem, "make it an environment of several agents, for actor.play")
-        self.client = client
+        super().__init__(client)
         self.discarded = 0
         self._seed, self._budget_s, self._max_waiting = seed, budget_s, max_waiting
-        self._episodes: dict[Hashable, _Episode] = {}
         self._waiting: deque[tuple[int, Segment]] = deque()  # with the run that it belongs to
         self._changed = threading.Condition()
         self._run = 0  # counts the runs that have taken the address
@@ -85,26 +149,23 @@ class GameActor:
     # -- for the game -------------------------------------------------------------------------------------------
 
     @property
-    def finished(self) -> bool:
-        """Whether the run is over. The actor still acts, with its last weights; nothing is recorded any more."""
-        return self.client.finished
-
-    @property
     def version(self) -> int:
-        """The version of the weights that chose the last action."""
         return self._policy.version
 
     def act(self, observation: Any, episode: Hashable = None, mask: Any = None) -> Any:
-        """The action for an observation, sampled with the newest weights that have arrived.
-
-        episode: the key of the episode; a key that is not in use begins one
-        mask:    in a run with action masks, 1 for each action that is allowed here, and 0 for the others
+        """Act as an EpisodeActor: sample with the newest weights that have arrived. When the run is over, with the last
+        weights, and nothing is recorded any more.
 
         Raises InvalidSegment for an observation of another shape than the run's, and Refused or ConnectionLost when the
         gateway has rejected the actor or has been away for longer than the client's `timeout_s`.
         """
         self._check()
-        allowed = self._read_mask(mask)
+        allowed = None
+        if choices := find_choices(self.client.spec):
+            if mask is None:
+                problem = "is missing, and this run has action masks"
+                raise ConfigError("mask", mask, problem, "act(observation, mask=...)")
+            allowed = read_mask(mask, choices)
         playing = self._episodes.get(episode)
         if playing is None:
             builder = SegmentBuilder(self.client.spec)
@@ -120,15 +181,9 @@ class GameActor:
             playing.step, playing.reward = step, 0.0
         return action
 
-    def reward(self, value: float, episode: Hashable = None) -> None:
-        """Add to the reward of the last action. May be called several times, or never, which is 0."""
-        self._find(episode).reward += float(value)
-
     def end_episode(
         self, observation: Any, *, truncated: bool = False, episode: Hashable = None, mask: Any = None
     ) -> None:
-        """End an episode. `observation` is the real one after its last step; `truncated`: a limit has cut it off; then
-        `mask` is its action mask, by default one that allows everything."""
         playing = self._find(episode)
         self._check()
         if playing.is_recorded:
@@ -139,7 +194,6 @@ class GameActor:
         del self._episodes[episode]
 
     def close(self, drain_timeout_s: float = 2.0) -> None:
-        """Send what waits, for at most `drain_timeout_s`, and disconnect. Idempotent."""
         deadline = time.monotonic() + drain_timeout_s
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or not self._thread.is_alive(), drain_timeout_s)
@@ -148,14 +202,6 @@ class GameActor:
         self._thread.join(max(0.0, deadline - time.monotonic()))  # it may be sending the last one
         self.client.close(max(0.0, deadline - time.monotonic()))
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- of the game's thread -----------------------------------------------------------------------------------
 
@@ -181,22 +227,9 @@ class GameActor:
         elif newer is not None:
             self._policy, self._current_run = self._make_policy(newer), run
 
-    def _read_mask(self, mask: Any) -> np.ndarray | None:
-        choices = find_choices(self.client.spec)
-        if not choices:
-            return None
-        if mask is None:
-            raise ConfigError("mask", mask, "is missing, and this run has action masks", "act(observation, mask=...)")
-        return read_mask(mask, choices)
-
     def _get_extras(self, episode: Hashable, allowed: np.ndarray | None) -> Mapping[str, Any]:
         extras = self._policy.get_extras(episode)
         return extras if allowed is None else {**extras, MASKS: allowed}
-
-    def _find(self, episode: Hashable) -> _Episode:
-        if episode not in self._episodes:
-            raise ConfigError("episode", episode, "has no action yet", "call act(observation) first")
-        return self._episodes[episode]
 
     def _record(
         self,

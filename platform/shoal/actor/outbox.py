@@ -66,7 +66,7 @@ class Outbox:
             self._num_sent = max(0, self._num_sent - 1)
 
     def discard(self, seq: int) -> bool:
-        """Remove one segment that the gateway can never count; a new session numbers the later ones anew."""
+        """Remove one segment that the gateway can never count; the next session numbers the later ones."""
         position = seq - self._first_seq
         if not 0 <= position < len(self._unacknowledged):
             return False

@@ -60,14 +60,14 @@ class OpponentDraw:
         members = self._members()
         if members is not self._drawn_from:
             self._drawn_from = members
-            self._opponents = [self._known.get(version) or self._load(version) for version in members]
+            self._opponents = []
+            for version, tensors in members.items():
+                if (opponent := self._known.get(version)) is None:
+                    opponent = Opponent(version, self._make_policy(int(self._random.integers(2**63))))
+                    opponent.policy.load(version, tensors)
+                self._opponents.append(opponent)
             self._known = {opponent.version: opponent for opponent in self._opponents}
         return self._opponents[int(self._random.integers(len(self._opponents)))]
-
-    def _load(self, version: int) -> Opponent:
-        policy = self._make_policy(int(self._random.integers(2**63)))
-        policy.load(version, self._drawn_from[version])
-        return Opponent(version, policy)
 
 
 class ParallelRunner(Runner, Protocol):
@@ -126,7 +126,7 @@ class ParallelGame(StreamGame):
         self._advance_until_stream_acts()
 
     def _advance_until_stream_acts(self) -> None:
-        """Until a stream acts next: through the turns of opponents, ticks without observations, and into the next
+        """Step until a stream acts next: through the turns of opponents, ticks without observations, and into the next
         episode."""
         num_idle = 0
         while not self._acting_agents:
@@ -153,8 +153,8 @@ class ParallelGame(StreamGame):
         if None in drawn.values():
             return {}
         learner = agents[int(self._random.integers(len(agents)))]
-        found = {agent: drawn[self._find_runner(agent)] for agent in agents if agent != learner}
-        opponents = {agent: opponent for agent, opponent in found.items() if opponent is not None}
+        result = {agent: drawn[self._find_runner(agent)] for agent in agents if agent != learner}
+        opponents = {agent: opponent for agent, opponent in result.items() if opponent is not None}
         for agent, opponent in opponents.items():
             opponent.policy.reset((id(self), agent))  # which may play in several games
         return opponents
@@ -199,7 +199,7 @@ class ParallelGame(StreamGame):
     def _select_acting(
         self, observations: Mapping[str, Any], finished: Sequence[str], infos: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Those who have an observation act next; who is new begins an episode."""
+        """Let those act next who have an observation; who is new begins an episode."""
         self._has_started |= bool(observations)
         acting = [agent for agent in observations if agent not in finished]
         self._acting_agents, self._others = [agent for agent in acting if agent not in self._opponents], {}
@@ -212,16 +212,13 @@ class ParallelGame(StreamGame):
             }
         for agent in self._acting_agents:
             if agent not in self._open:
-                self._open_stream(agent).start_episode(observations[agent], infos.get(agent, {}))
+                runner = self._find_runner(agent)
+                idle = self._idle.get(runner)
+                self._open[agent] = stream = idle.pop() if idle else runner.make_stream()
+                rivals = [each for other, each in self._opponents.items() if self._find_runner(other) is runner]
+                stream.opponent = rivals[0].version if rivals else 0
+                stream.start_episode(observations[agent], infos.get(agent, {}))
         self.acting = [self._open[agent] for agent in self._acting_agents]
-
-    def _open_stream(self, agent: str) -> AgentStream:
-        runner = self._find_runner(agent)
-        idle = self._idle.get(runner)
-        self._open[agent] = stream = idle.pop() if idle else runner.make_stream()
-        versions = [each.version for other, each in self._opponents.items() if self._find_runner(other) is runner]
-        stream.opponent = versions[0] if versions else 0
-        return stream
 
 
 def assign_agents(environment: Any, policies: Sequence[tuple[P, Sequence[str]]]) -> dict[Any, P]:

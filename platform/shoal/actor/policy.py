@@ -138,9 +138,14 @@ class MlpPolicy:
         streams: Sequence[Hashable],
         masks: Sequence[np.ndarray | None] | None = None,
     ) -> tuple[Sequence[Any], Sequence[float]]:
-        """Of outputs [B, n]. A handful of plain floats is faster than a dozen operations on small arrays."""
+        """Sample from outputs [B, n]. A handful of plain floats is faster than a dozen operations on small arrays."""
         if len(outputs) >= MIN_ARRAY_ROWS and type(self) is MlpPolicy and masks is None:
-            return self._sample_array(outputs)
+            shifted = outputs - outputs.max(axis=1, keepdims=True)
+            sums = np.exp(shifted).cumsum(axis=1)
+            thresholds = self._random.random(len(outputs)) * sums[:, -1]
+            chosen = (sums[:, :-1] < thresholds[:, None]).sum(axis=1)
+            log_pi = shifted[np.arange(len(outputs)), chosen] - np.log(sums[:, -1])
+            return chosen.tolist(), log_pi.tolist()
         actions, log_probabilities = [], []
         for row, stream, mask in zip(outputs.tolist(), streams, masks or [None] * len(outputs), strict=True):
             action, log_probability = (
@@ -149,14 +154,6 @@ class MlpPolicy:
             actions.append(action)
             log_probabilities.append(log_probability)
         return actions, log_probabilities
-
-    def _sample_array(self, logits: np.ndarray) -> tuple[Sequence[int], Sequence[float]]:
-        shifted = logits - logits.max(axis=1, keepdims=True)
-        sums = np.exp(shifted).cumsum(axis=1)
-        thresholds = self._random.random(len(logits)) * sums[:, -1]
-        actions = (sums[:, :-1] < thresholds[:, None]).sum(axis=1)
-        log_probabilities = shifted[np.arange(len(logits)), actions] - np.log(sums[:, -1])
-        return actions.tolist(), log_probabilities.tolist()
 
     def _sample_allowed(self, outputs: list[float], mask: np.ndarray, stream: Hashable) -> tuple[Any, float]:
         """Sample as if there were only the allowed actions."""

@@ -13,7 +13,7 @@ import numpy as np
 from shoal.errors import ProtocolViolation
 from shoal.weights import decode_tensors, shared_memory
 from shoal.weights.shared_memory import PayloadAddress, map_payload, view_tensors
-from shoal.wire.messages import OpponentMessage, Pull, PullOpponent, WeightsMessage
+from shoal.wire.messages import OpponentMessage, Pull, WeightsMessage
 
 Tensors = dict[str, np.ndarray]
 
@@ -67,10 +67,6 @@ class ReceivedWeights:
     def make_pull(self) -> Pull:
         """The request for a newer version; one is always open."""
         return Pull(self.latest[0] if self.latest else 0, self.shares_memory and not self._is_late)
-
-    def make_opponent_pull(self) -> PullOpponent:
-        """The request for the next member of the pool."""
-        return PullOpponent(max(self.opponents, default=0))
 
 
 def _decode(message: WeightsMessage | OpponentMessage, frames: list[bytes]) -> Tensors:

@@ -140,7 +140,7 @@ class RecurrentCore:
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
-    """By tanh, which does not overflow."""
+    """Compute it by tanh, which does not overflow."""
     y: np.ndarray = 0.5 + 0.5 * np.tanh(0.5 * x)
     return y
 
@@ -184,6 +184,6 @@ def load_core(spec: PolicySpec, version: int, tensors: Mapping[str, np.ndarray])
     num_rows = NUM_GATES[spec.core] * weight_h.shape[-1]
     shapes = [weight_x.shape[:1], weight_h.shape[:1], bias_x.shape, bias_h.shape]
     if weight_x.ndim != 2 or weight_h.ndim != 2 or any(shape != (num_rows,) for shape in shapes):
-        found = [tensors[name].shape for name in spec.core_tensors]
-        raise WeightsError(f"version {version}: the tensors of its {spec.core} are {found}")
+        actual = [tensors[name].shape for name in spec.core_tensors]
+        raise WeightsError(f"version {version}: the tensors of its {spec.core} are {actual}")
     return RecurrentCore(spec.core, weight_x, weight_h, bias_x, bias_h)

@@ -10,14 +10,15 @@ import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shoal.actor.adapters.aec import AECGame, is_aec
+from shoal.actor.adapters.aec import adapt_aec
 from shoal.actor.agent_streams import AgentsEpisode, Environment, ParallelEnvironment, find_mask
 from shoal.actor.client import ActorClient
+from shoal.actor.environment_loop import play_runs
+from shoal.actor.game import EpisodeActor, OpenEpisode
 from shoal.actor.parallel_game import assign_agents, require_one_run
 from shoal.actor.segment_builder import SegmentBuilder
 from shoal.errors import Closed, ConfigError, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged
@@ -93,8 +94,8 @@ class _ObservationEncoder(SegmentBuilder):
 
     def encode_mask(self, mask: Any, terminated: bool, truncated: bool) -> bytes | None:
         """None in a run without masks. Raises InvalidSegment, and ConfigError for a missing one."""
-        found = find_mask({} if mask is None else {INFO_KEY: mask}, self._choices, terminated, truncated)
-        return None if found is None else found.tobytes()
+        allowed = find_mask({} if mask is None else {INFO_KEY: mask}, self._choices, terminated, truncated)
+        return None if allowed is None else allowed.tobytes()
 
     def encode(self, observation: Any) -> bytes:
         """Raises InvalidSegment for one of another shape, or for other integers, than the run's."""
@@ -103,20 +104,18 @@ class _ObservationEncoder(SegmentBuilder):
 
 
 @dataclass
-class _Episode:
+class _Episode(OpenEpisode):
     """An episode as the game sees it. Its number changes when the gateway has lost it.
 
-    reward: since the newest action
-    total:  of all steps, this reward included
+    total: of the steps before the newest action
     """
 
     number: int
     step: int = 0
-    reward: float = 0.0
     total: float = 0.0
 
     def advance(self) -> _Episode:
-        """The same one, at the next observation."""
+        """Move on to the next observation."""
         return replace(self, step=self.step + 1)
 
 
@@ -129,37 +128,22 @@ class _Question(NamedTuple):
     run_id: str
 
 
-class RemoteActor:
-    """The same calls as a `GameActor`'s, with the policy at the gateway. `act` waits for the answer over the network,
-    and while the learner is busy for that, too.
+class RemoteActor(EpisodeActor[RemoteClient, _Episode]):
+    """An EpisodeActor with the policy at the gateway. `act` waits for the answer over the network, and while the
+    learner is busy for that, too. client: connected"""
 
-    client: connected
-    version: of the weights that chose the last action
-    """
+    version = 0
 
     def __init__(self, client: RemoteClient) -> None:
-        self.client = client
-        self.version = 0
+        super().__init__(client)
         self._encoder = _ObservationEncoder(client.spec)
         self._run_id = client.run_id
-        self._episodes: dict[Hashable, _Episode] = {}
         self._asked: dict[Hashable, _Question] = {}
         self._next_number = 0
 
-    @property
-    def finished(self) -> bool:
-        """Whether the run is over: `act` raises Closed then."""
-        return self.client.finished
-
     def act(self, observation: Any, episode: Hashable = None, mask: Any = None) -> Any:
-        """The action for an observation.
-
-        episode: the key of the episode; a key that is not in use begins one
-        mask:    in a run with action masks, 1 for each action that is allowed here, and 0 for the others
-
-        Raises InvalidSegment for an observation that does not fit the run, Closed when the run is over, and Refused or
-        ConnectionLost as the client does.
-        """
+        """Act as an EpisodeActor. Raises InvalidSegment for an observation that does not fit the run, Closed when the
+        run is over, and Refused or ConnectionLost as the client does."""
         self.ask(observation, episode, mask)
         return self.wait_for_action(episode)
 
@@ -174,26 +158,19 @@ class RemoteActor:
         asked, observation, mask, run_id = self._asked.pop(episode)
         answer = self._receive(asked, run_id)
         while answer is None or answer.reason in _LOST:
-            asked = self._begin(asked.total)
+            asked = self._begin(asked.total + asked.reward)
             answer = self._receive(asked, self._send(asked, observation, mask))
         _require_taken(answer)
         if answer.action is None:
             raise ProtocolViolation("malformed", "the gateway gave no action")
-        self._episodes[episode] = _Episode(asked.number, asked.step, 0.0, asked.total)
+        self._episodes[episode] = _Episode(asked.number, asked.step, asked.total + asked.reward)
         self.version = answer.version
         spec = self.client.spec.action
         return np.array(answer.action, spec.numpy_dtype()).reshape(spec.shape) if spec.shape else answer.action
 
-    def reward(self, value: float, episode: Hashable = None) -> None:
-        """Add to the reward of the last action. May be called several times, or never, which is 0."""
-        playing = self._find(episode)
-        playing.reward, playing.total = playing.reward + float(value), playing.total + float(value)
-
     def end_episode(
         self, observation: Any, *, truncated: bool = False, episode: Hashable = None, mask: Any = None
     ) -> None:
-        """End an episode. `observation` is the real one after its last step; `truncated`: a limit has cut it off; then
-        `mask` is its action mask, by default one that allows everything."""
         ending = self._find(episode).advance()
         answer = self._receive(ending, self._send(ending, observation, mask, not truncated, truncated))
         if answer is not None and answer.reason not in _LOST:  # one that is lost is over, too
@@ -201,25 +178,12 @@ class RemoteActor:
         del self._episodes[episode]
 
     def close(self, drain_timeout_s: float = 2.0) -> None:
-        """Disconnect. Idempotent."""
         self.client.close(drain_timeout_s)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _begin(self, total: float) -> _Episode:
+        """An episode, whose first step carries the return until then."""
         self._next_number += 1
-        return _Episode(self._next_number - 1, 0, total, total)  # at step 0, the reward is the return until then
-
-    def _find(self, episode: Hashable) -> _Episode:
-        if episode not in self._episodes:
-            raise ConfigError("episode", episode, "has no action yet", "call act(observation) first")
-        return self._episodes[episode]
+        return _Episode(self._next_number - 1, reward=total)
 
     def _send(
         self, playing: _Episode, observation: Any, mask: Any, terminated: bool = False, truncated: bool = False
@@ -269,45 +233,34 @@ def run_remote_actor(
     the clients do, and ConfigError for an agent without a policy.
     """
     clients = clients if isinstance(clients, Sequence) else [clients]
-    game, run_ids, steps = _RemoteGame(environment, [RemoteActor(client) for client in clients]), list[str](), 0
-    while not any(client.finished for client in clients) and (max_steps is None or steps < max_steps):
-        if run_ids != [client.run_id for client in clients]:
-            if run_ids and len(clients) > 1:
-                for client in clients:
-                    client.connect()  # the others may still have the old run
-            run_ids = [client.run_id for client in clients]
-            if on_run is not None:
-                for client in clients:
-                    on_run(client.spec)
-            game.assign_agents()
-        try:
-            steps += game.step(seed)
-            seed = None
-        except Closed:
-            if not any(client.finished for client in clients):
-                raise
-    return steps
+    game = _RemoteGame(environment, [RemoteActor(client) for client in clients], seed)
+    return play_runs(clients, max_steps, on_run, lambda: game)
 
 
 class _RemoteGame:
-    """An environment in which each agent has an episode of its own at the gateway of its policy."""
+    """An environment in which each agent has an episode at the gateway of its policy. It is played on in a new run."""
 
-    def __init__(self, environment: Any, actors: Sequence[RemoteActor]) -> None:
-        self._environment: Any = AECGame(environment) if is_aec(environment) else environment
+    def __init__(self, environment: Any, actors: Sequence[RemoteActor], seed: int | None) -> None:
+        self._environment, self._seed = adapt_aec(environment), seed
         self._actors, self._actor_of = actors, dict[Any, RemoteActor]()
+        self._run_ids: list[str] = []
         self._episode: AgentsEpisode | None = None
         self._open: set[Any] = set()  # the agents that have acted and not ended
 
-    def assign_agents(self) -> None:
+    def start(self) -> None:
         """Find each agent's policy, in a new run. Raises ConfigError."""
         require_one_run([each.client for each in self._actors])
+        self._run_ids = [each.client.run_id for each in self._actors]
         named = [(each, each.client.spec.agents) for each in self._actors]
         self._actor_of = assign_agents(self._environment, named)
 
-    def step(self, seed: int | None) -> int:
+    def step(self) -> int:
         """Take a step, of a new episode where one is over; returns how many agents have acted."""
+        if self._run_ids != [each.client.run_id for each in self._actors]:
+            raise RunChanged("another run has taken the address")
         if self._episode is None or not self._episode.observations:
-            self._episode, self._open = AgentsEpisode(self._environment, seed), set()
+            self._episode, self._open = AgentsEpisode(self._environment, self._seed), set()
+            self._seed = None
         episode = self._episode
         for agent, observation in episode.observations.items():
             self._actor_of[agent].ask(observation, agent, episode.get_mask(agent))

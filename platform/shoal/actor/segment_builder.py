@@ -54,60 +54,7 @@ class _RowBuffer:
         return taken
 
 
-class EpisodeSegments:
-    """Makes the segments of episodes, one after the other, and counts the return and the length of each."""
-
-    def __init__(self, spec: ExperienceSpec) -> None:
-        self._spec = spec
-        self._return, self._length = 0.0, 0  # of the episode, up to the segment
-
-    def restart(self) -> None:
-        """Begin an episode."""
-        self._return, self._length = 0.0, 0
-
-    def count(self, rewards: Sequence[float]) -> None:
-        """Count steps, with these rewards, as the episode's."""
-        self._return = float(sum(rewards, self._return))
-        self._length += len(rewards)
-
-    def make_segment(
-        self,
-        observations: np.ndarray,
-        actions: Sequence[Any],
-        rewards: Sequence[float],
-        log_probabilities: Sequence[float],
-        versions: Sequence[int],
-        terminated: bool,
-        truncated: bool,
-        extras: Mapping[str, np.ndarray],
-    ) -> Segment:
-        """Count the steps and make a segment of them."""
-        self.count(rewards)
-        has_ended = terminated or truncated
-        return Segment(
-            observations,
-            self._to_action_array(actions),
-            np.array(rewards, np.float32),
-            np.array(log_probabilities, np.float32),
-            np.array(versions, np.int64),
-            bool(terminated),
-            bool(truncated and not terminated),
-            self._return if has_ended else None,
-            self._length if has_ended else None,
-            extras,
-        )
-
-    def _to_action_array(self, actions: Sequence[Any]) -> np.ndarray:
-        found = np.array(actions)
-        wanted = self._spec.action
-        if found.dtype.kind not in ("iubf" if wanted.numpy_dtype().kind == "f" else "iub"):
-            raise InvalidSegment(DropReason.INVALID_DTYPE, "action", f"{found.dtype}, expected {wanted.dtype}")
-        if found.shape[1:] != wanted.shape:
-            raise InvalidSegment(DropReason.INVALID_SHAPE, "action", f"{found.shape[1:]}, expected {wanted.shape}")
-        return found.astype(wanted.numpy_dtype())
-
-
-class SegmentBuilder(EpisodeSegments):
+class SegmentBuilder:
     """Collects the steps of one episode into segments of at most `segment_length` steps.
 
     Each observation comes with its extras, if the run has some: a mapping of their names to rows. Of those that belong
@@ -115,7 +62,8 @@ class SegmentBuilder(EpisodeSegments):
     """
 
     def __init__(self, spec: ExperienceSpec) -> None:
-        super().__init__(spec)
+        self._spec = spec
+        self._return, self._length = 0.0, 0  # of the episode, up to the segment
         self._segment_length = spec.segment_length
         self._observations = _RowBuffer("observation", spec.observation, spec.segment_length + 1)
         self._extras = [
@@ -155,9 +103,59 @@ class SegmentBuilder(EpisodeSegments):
         if self._extras or extras:
             self._store_extras(num_steps, extras)
         self._steps.append((action, reward, log_probability, version))
-        if terminated or truncated or num_steps == self._segment_length:
-            return self._build_segment(terminated, truncated)
-        return None
+        if not (terminated or truncated or num_steps == self._segment_length):
+            return None
+        steps, self._steps = self._steps, []
+        taken = {}
+        for each, buffer in self._extras:
+            num_rows = each.count_rows(num_steps)
+            taken[each.name] = buffer.take(num_rows, next_first=max(num_rows - 1, 1))
+        observations = self._observations.take(num_steps + 1, next_first=num_steps)
+        actions, rewards, log_probabilities, versions = zip(*steps, strict=True)
+        return self.make_segment(
+            observations, actions, rewards, log_probabilities, versions, terminated, truncated, taken
+        )
+
+    def restart(self) -> None:
+        """Begin an episode."""
+        self._return, self._length = 0.0, 0
+
+    def count(self, rewards: Sequence[float]) -> None:
+        """Count steps, with these rewards, as the episode's."""
+        self._return = float(sum(rewards, self._return))
+        self._length += len(rewards)
+
+    def make_segment(
+        self,
+        observations: np.ndarray,
+        actions: Sequence[Any],
+        rewards: Sequence[float],
+        log_probabilities: Sequence[float],
+        versions: Sequence[int],
+        terminated: bool,
+        truncated: bool,
+        extras: Mapping[str, np.ndarray],
+    ) -> Segment:
+        """Count the steps and make a segment of them."""
+        self.count(rewards)
+        taken, expected = np.array(actions), self._spec.action
+        if taken.dtype.kind not in ("iubf" if expected.numpy_dtype().kind == "f" else "iub"):
+            raise InvalidSegment(DropReason.INVALID_DTYPE, "action", f"{taken.dtype}, expected {expected.dtype}")
+        if taken.shape[1:] != expected.shape:
+            raise InvalidSegment(DropReason.INVALID_SHAPE, "action", f"{taken.shape[1:]}, expected {expected.shape}")
+        has_ended = terminated or truncated
+        return Segment(
+            observations,
+            taken.astype(expected.numpy_dtype()),
+            np.array(rewards, np.float32),
+            np.array(log_probabilities, np.float32),
+            np.array(versions, np.int64),
+            bool(terminated),
+            bool(truncated and not terminated),
+            self._return if has_ended else None,
+            self._length if has_ended else None,
+            extras,
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -179,18 +177,5 @@ class SegmentBuilder(EpisodeSegments):
             problem = f"{sorted(extras)}, expected {[each.name for each, _ in self._extras]}"
             raise InvalidSegment(DropReason.INVALID_FRAMES, "extras", problem)
         for each, buffer in self._extras:
-            is_first_only = (
-                each.per == "segment"
-            )  # then the first row is of this segment, the other of the one after it
-            buffer.store(min(index, 1) if is_first_only else index, extras[each.name])
-
-    def _build_segment(self, terminated: bool, truncated: bool) -> Segment:
-        steps, self._steps, extras = self._steps, [], {}
-        for each, buffer in self._extras:
-            num_rows = each.count_rows(len(steps))
-            extras[each.name] = buffer.take(num_rows, next_first=max(num_rows - 1, 1))
-        observations = self._observations.take(len(steps) + 1, next_first=len(steps))
-        actions, rewards, log_probabilities, versions = zip(*steps, strict=True)
-        return self.make_segment(
-            observations, actions, rewards, log_probabilities, versions, terminated, truncated, extras
-        )
+            # Of a segment's extra, the first row is of this segment, the other of the one after it.
+            buffer.store(min(index, 1) if each.per == "segment" else index, extras[each.name])

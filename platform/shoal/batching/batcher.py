@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
-from typing import Generic
+from typing import Generic, Unpack
 
 from shoal.batching.queue import (
     AnswerT,
@@ -40,7 +40,7 @@ from shoal.batching.queue import (
     Prediction,
     RequestT,
 )
-from shoal.batching.scheduler import Batch, DeadlineExceeded, QueueFull
+from shoal.batching.scheduler import Batch, DeadlineExceeded, QueueFull, QueueLimits
 from shoal.errors import Closed
 
 __all__ = [
@@ -93,48 +93,32 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         name: str,
         forward: Forward[GroupT, RequestT, AnswerT],
         *,
-        max_batch_rows: int,
-        max_queue_rows: int,
-        max_queue_bytes: int | None = None,
-        weight: float = 1.0,
-        short_s: float = 0.0,
         on_batch: Callable[[PendingBatch[GroupT, RequestT, AnswerT]], None] | None = None,
+        **limits: Unpack[QueueLimits],
     ) -> BatchQueue[GroupT, RequestT, AnswerT]:
         """Add a queue with its own forward. It shares the slots with the other queues until it is closed.
 
-        forward:        takes a batch, whose requests are of one group; returns the outputs for each, in order.
-                        When it raises, the batch is halved until the faulty request fails alone. An InferenceError of
-                        status 503 is no request's fault and fails the full batch
-        max_batch_rows: most rows in a batch; a request is never split
-        max_queue_rows: most rows that may wait; beyond it, the tenant with the most waiting rows gets QueueFull
-        max_queue_bytes: the same limit in bytes, for requests with large rows; None: no limit
-        weight:         its share of the slots' time while other queues have work
-        short_s:        a batch that is expected to take no longer is computed on the event loop: a thread's wake-up for
-                        it would cost more than it takes. 0: none
-        on_batch:       called with every batch that was computed, where it was, once the answers are on their
-                        way; not with one that is computed again in halves
+        forward:  takes a batch, whose requests are of one group; returns the outputs for each, in order. When it
+                  raises, the batch is halved until the faulty request fails alone. An InferenceError of status 503 is
+                  no request's fault and fails the full batch
+        on_batch: called with every batch that was computed, where it was, once the answers are on their way; not with
+                  one that is computed again in halves
+        limits:   see `QueueLimits`
 
         Raises ConfigError for limits that do not fit together, Closed.
         """
         if self._closed:
             raise Closed("the batcher is closed")
         with self._slots.lock:
-            policy = self._slots.scheduler.add_queue(
-                name,
-                max_batch_rows=max_batch_rows,
-                max_queue_rows=max_queue_rows,
-                max_queue_bytes=max_queue_bytes,
-                weight=weight,
-                short_s=short_s,
-            )
-        queue = BatchQueue(self._slots, policy, forward, on_batch, self._remove_queue)
+            policy = self._slots.scheduler.add_queue(name, **limits)
+
+        def remove(queue: BatchQueue[GroupT, RequestT, AnswerT]) -> None:
+            if not self._closed:  # then the final counts remain
+                self._queues.remove(queue)  # its forward holds a model's memory
+
+        queue = BatchQueue(self._slots, policy, forward, on_batch, remove)
         self._queues.append(queue)
         return queue
-
-    def _remove_queue(self, queue: BatchQueue[GroupT, RequestT, AnswerT]) -> None:
-        """Drop a closed queue, whose forward holds a model's memory. Its final counts remain."""
-        if not self._closed:
-            self._queues.remove(queue)
 
     @property
     def is_alive(self) -> bool:
@@ -198,7 +182,9 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
     def _compute_here(self, batch: PendingBatch[GroupT, RequestT, AnswerT]) -> None:
         slots = self._slots
         try:
-            forwards = batch.requests[0].queue.compute(batch, partial(self._began_s.__setitem__, -1), _call)
+            forwards = batch.requests[0].queue.compute(
+                batch, partial(self._began_s.__setitem__, -1), lambda function, *arguments: function(*arguments)
+            )
         except BaseException:
             self._is_sound = False  # like a thread, it does not go on after an error of ours
             raise
@@ -248,7 +234,3 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         except RuntimeError:
             if not slots.loop.is_closed():
                 raise  # else the loop is gone, and every caller with it
-
-
-def _call(function: Callable[..., object], *arguments: object) -> None:
-    function(*arguments)

@@ -21,7 +21,7 @@ DEFAULT_DEADLINE_S = 1.0
 class QueuedRequest:
     """A waiting request, with the fields that decide its order. Compared by identity.
 
-    num_places: its places in the queue; 0: as many as its rows
+    charged_rows: rows of the queue that it takes; 0: as many as its own
     """
 
     __slots__ = ("arrived_s", "charged_rows", "deadline_s", "group", "num_rows", "order_s", "tenant")
@@ -33,10 +33,10 @@ class QueuedRequest:
         deadline_s: float | None,
         group: Hashable = None,
         tenant: str = "",
-        num_slots: int = 0,
+        charged_rows: int = 0,
     ) -> None:
         self.num_rows, self.arrived_s, self.group, self.tenant = num_rows, arrived_s, group, tenant
-        self.deadline_s, self.charged_rows = deadline_s, num_slots or num_rows
+        self.deadline_s, self.charged_rows = deadline_s, charged_rows or num_rows
         patient_s = arrived_s + DEFAULT_DEADLINE_S
         self.order_s = patient_s if deadline_s is None or deadline_s > patient_s else deadline_s
 
@@ -86,12 +86,7 @@ class FairQueue(Generic[QueuedT]):
             insort(lane, waiting, key=_order)
         else:
             lane.append(waiting)
-        tenant.rows += waiting.num_rows
-        tenant.charged_rows += waiting.charged_rows
-        self.rows += waiting.num_rows
-        self.charged_rows += waiting.charged_rows
-        if waiting.deadline_s is not None:
-            self._num_deadlines += 1
+        self._count(tenant, waiting, 1)
 
     def withdraw(self, waiting: QueuedT) -> bool:
         """Remove one request; False when it is no longer here."""
@@ -99,11 +94,11 @@ class FairQueue(Generic[QueuedT]):
         lane = tenant.lanes.get(waiting.group) if tenant else None
         if not tenant or not lane:
             return False
-        for place in range(bisect_left(lane, waiting.order_s, key=_order), len(lane)):
-            if lane[place] is waiting:
-                self._remove(tenant, waiting, place)
+        for index in range(bisect_left(lane, waiting.order_s, key=_order), len(lane)):
+            if lane[index] is waiting:
+                self._remove(tenant, waiting, index)
                 return True
-            if lane[place].order_s > waiting.order_s:
+            if lane[index].order_s > waiting.order_s:
                 break
         return False
 
@@ -115,11 +110,17 @@ class FairQueue(Generic[QueuedT]):
         model, the unexpired one closest to it is tried: the slot would idle otherwise, and the model may be wrong.
         """
         late: list[QueuedT] = []
+        batch: list[QueuedT]
         if not self._num_deadlines and len(self._tenants) == 1 and self.rows <= self._max_batch_rows:
             (tenant,) = self._tenants.values()
-            if len(tenant.lanes) == 1:
-                return self._take_all(tenant), late
-        batch: list[QueuedT] = []
+            if len(tenant.lanes) == 1:  # the usual case, at a third of the cost
+                (batch,) = tenant.lanes.values()
+                tenant.lanes.clear()
+                self._served = tenant.served
+                tenant.served += self.rows
+                tenant.rows = self.rows = tenant.charged_rows = self.charged_rows = 0
+                return batch, late
+        batch = []
         while self.rows and not batch:
             lead = self._select_next()
             self._served = self._tenants[lead.tenant].served
@@ -133,21 +134,21 @@ class FairQueue(Generic[QueuedT]):
             self._tenants.clear()  # no request waits, so no tenant is behind another
         return batch, late
 
-    def can_evict(self, slots: int, waiting: QueuedT) -> bool:
-        """Whether the largest tenant, less `slots`, would still have as many slots as this tenant with the new
+    def may_displace_largest_tenant(self, waiting: QueuedT, charged_rows: int) -> bool:
+        """Whether the largest tenant, less `charged_rows`, would still have as many as this tenant with the new
         request."""
         tenant = self._tenants.get(waiting.tenant)
-        held = waiting.charged_rows + (tenant.charged_rows if tenant is not None else 0)
-        return held <= max([each.charged_rows for each in self._tenants.values()], default=0) - slots
+        own = waiting.charged_rows + (tenant.charged_rows if tenant is not None else 0)
+        return own <= max([each.charged_rows for each in self._tenants.values()], default=0) - charged_rows
 
-    def evict(self, slots: int) -> list[QueuedT]:
-        """Remove the last requests of the largest tenant, until at least `slots` are free."""
-        tenant = max(self._tenants.values(), key=_charged_rows)
+    def evict(self, charged_rows: int) -> list[QueuedT]:
+        """Remove the last requests of the largest tenant, until at least `charged_rows` are free."""
+        tenant = max(self._tenants.values(), key=attrgetter("charged_rows"))
         evicted: list[QueuedT] = []
-        while slots > 0:
-            lane = max(tenant.lanes.values(), key=_last_order)
+        while charged_rows > 0:
+            lane = max(tenant.lanes.values(), key=lambda each: each[-1].order_s)
             evicted.append(lane[-1])
-            slots -= lane[-1].charged_rows
+            charged_rows -= lane[-1].charged_rows
             self._remove(tenant, lane[-1], len(lane) - 1)
         return evicted
 
@@ -167,23 +168,13 @@ class FairQueue(Generic[QueuedT]):
 
     # Helpers.
 
-    def _take_all(self, tenant: _Tenant[QueuedT]) -> list[QueuedT]:
-        """Take everything when it is one lane, fits one batch and has no deadlines: the usual case, at a third of the
-        cost."""
-        (batch,) = tenant.lanes.values()
-        tenant.lanes.clear()
-        self._served = tenant.served
-        tenant.served += self.rows
-        tenant.rows = self.rows = tenant.charged_rows = self.charged_rows = 0
-        return batch
-
     def _select_next(self) -> QueuedT:
         """The earliest request of the tenant that has been served least."""
         busy = [tenant for tenant in self._tenants.values() if tenant.rows]
         if len(busy) != len(self._tenants):
             # An idle tenant is retained only while it is ahead of the others; else it counts as new.
             self._tenants = {n: t for n, t in self._tenants.items() if t.rows or t.served > self._served}
-        tenant = min(busy, key=_served) if len(busy) > 1 else busy[0]
+        tenant = min(busy, key=_served_rows) if len(busy) > 1 else busy[0]
         return min([lane[0] for lane in tenant.lanes.values()], key=_order)
 
     def _fill_batch(self, group: Hashable, now_s: float, late: list[QueuedT]) -> list[QueuedT]:
@@ -223,7 +214,7 @@ class FairQueue(Generic[QueuedT]):
         turns = [tenant for tenant in self._tenants.values() if group in tenant.lanes]
         least_s = now_s + self._latency.seconds(1)
         while turns:
-            tenant = min(turns, key=_served) if len(turns) > 1 else turns[0]
+            tenant = min(turns, key=_served_rows) if len(turns) > 1 else turns[0]
             waiting = tenant.lanes[group][0]
             num_rows, deadline_s = waiting.num_rows, waiting.deadline_s
             if deadline_s is not None and (
@@ -247,24 +238,23 @@ class FairQueue(Generic[QueuedT]):
         tenant = self._tenants[waiting.tenant]
         insort_left(tenant.lanes.setdefault(waiting.group, []), waiting, key=_order)
         tenant.served -= waiting.num_rows
-        tenant.rows += waiting.num_rows
-        tenant.charged_rows += waiting.charged_rows
-        self.rows += waiting.num_rows
-        self.charged_rows += waiting.charged_rows
-        if waiting.deadline_s is not None:
-            self._num_deadlines += 1
+        self._count(tenant, waiting, 1)
 
     def _remove(self, tenant: _Tenant[QueuedT], waiting: QueuedT, index: int) -> None:
         lane = tenant.lanes[waiting.group]
         del lane[index]
         if not lane:
             del tenant.lanes[waiting.group]  # a group may keep a model's version in memory
-        tenant.rows -= waiting.num_rows
-        tenant.charged_rows -= waiting.charged_rows
-        self.rows -= waiting.num_rows
-        self.charged_rows -= waiting.charged_rows
+        self._count(tenant, waiting, -1)
+
+    def _count(self, tenant: _Tenant[QueuedT], waiting: QueuedT, sign: int) -> None:
+        rows, charged_rows = sign * waiting.num_rows, sign * waiting.charged_rows
+        tenant.rows += rows
+        tenant.charged_rows += charged_rows
+        self.rows += rows
+        self.charged_rows += charged_rows
         if waiting.deadline_s is not None:
-            self._num_deadlines -= 1
+            self._num_deadlines += sign
 
     def _count_rows_before(self, waiting: QueuedT) -> float:
         """Rows served before this request: its tenant's earlier ones, and as many of each other tenant."""
@@ -303,7 +293,7 @@ class FairQueue(Generic[QueuedT]):
         return total
 
 
-_order = attrgetter("order_s")
+_order, _served_rows = attrgetter("order_s"), attrgetter("served")
 
 
 def _fit_prefix(batch: Sequence[QueuedRequest], capacity: float) -> tuple[int, int]:
@@ -314,18 +304,6 @@ def _fit_prefix(batch: Sequence[QueuedRequest], capacity: float) -> tuple[int, i
             return count, rows
         rows += waiting.num_rows
     return len(batch), rows
-
-
-def _served(tenant: _Tenant[QueuedT]) -> float:
-    return tenant.served
-
-
-def _charged_rows(tenant: _Tenant[QueuedT]) -> int:
-    return tenant.charged_rows
-
-
-def _last_order(lane: Lane[QueuedT]) -> float:
-    return lane[-1].order_s
 
 
 def _deadline_or_inf(waiting: QueuedRequest) -> float:

@@ -100,7 +100,6 @@ class PendingRequest(QueuedRequest, Generic[GroupT, RequestT, AnswerT]):
 
 PendingBatch = Batch[PendingRequest[GroupT, RequestT, AnswerT]]
 Forward = Callable[[PendingBatch[GroupT, RequestT, AnswerT]], Sequence[AnswerT]]
-EntryT = TypeVar("EntryT", bound=PendingRequest[Any, Any, Any])
 
 
 class BatcherState(Generic[GroupT, RequestT, AnswerT]):
@@ -204,7 +203,13 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         try:
             return await future
         except asyncio.CancelledError:
-            self._withdraw(entry, future)
+            self._outcome_counts["cancelled"] += 1
+            if not future.cancelled():
+                # It was resolved in the turn in which its caller was cancelled: no caller receives the result.
+                self._outcome_counts[entry.outcome] -= 1
+                future.exception()
+            with self._slots.lock:
+                self._policy.fair_queue.withdraw(entry)
             raise
         finally:
             if tick is not None:
@@ -228,9 +233,9 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         if not 1 <= num_rows <= policy.max_batch_rows:
             raise InferenceError(422, f"a request holds 1 to {policy.max_batch_rows} rows, this one has {num_rows}")
         now_s = slots.clock()
-        places = policy.compute_charged_rows(num_rows, size_bytes)
+        charged_rows = policy.compute_charged_rows(num_rows, size_bytes)
         entry: PendingRequest[GroupT, RequestT, AnswerT] = PendingRequest(
-            num_rows, now_s, deadline_s, group, tenant, places
+            num_rows, now_s, deadline_s, group, tenant, charged_rows
         )
         entry.queue, entry.request, entry.future = self, request, reply
         with slots.lock:
@@ -240,7 +245,10 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         if full is not None:
             self.fail_all(evicted, "evicted", full)
         if refusal is not None:
-            self._count_rejection(refusal)
+            if isinstance(refusal, QueueFull):
+                self._refused_full += 1
+            else:
+                self._refused_late += 1
             raise refusal
         self._submitted += 1
         if wake:
@@ -299,28 +307,11 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
                 future.set_result(Prediction(answer, version, started_s - entry.arrived_s, seconds, rows))
         self._outcome_counts["answered"] += num_answered
 
-    def _withdraw(
-        self, entry: PendingRequest[GroupT, RequestT, AnswerT], future: asyncio.Future[Prediction[AnswerT]]
-    ) -> None:
-        self._outcome_counts["cancelled"] += 1
-        if not future.cancelled():
-            # It was resolved in the turn in which its caller was cancelled: no caller receives the result.
-            self._outcome_counts[entry.outcome] -= 1
-            future.exception()
-        with self._slots.lock:
-            self._policy.fair_queue.withdraw(entry)
-
     def _expire(self, entry: PendingRequest[GroupT, RequestT, AnswerT]) -> None:
         with self._slots.lock:
             queued = self._policy.fair_queue.withdraw(entry)
         where = "in the queue" if queued else "while it was computed"
         self.fail_all([entry], "expired", DeadlineExceeded(f"the deadline passed {where}"))
-
-    def _count_rejection(self, error: QueueFull | DeadlineExceeded) -> None:
-        if isinstance(error, QueueFull):
-            self._refused_full += 1
-        else:
-            self._refused_late += 1
 
     # What follows runs in a forward's thread, or on the event loop.
 
@@ -348,9 +339,12 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
                     raise InferenceError(500, f"{len(answers)} answers came for {len(batch.requests)} requests")
             except BaseException as raised:  # noqa: BLE001 - the thread's top: the caller of the request receives it
                 began_s, error = clock(), _to_future_error(raised)
-                if len(batch.requests) > 1 and not _is_unavailable(error):
-                    logger.warning("a batch of %d requests failed (%r): trying its halves", len(batch.requests), error)
-                    batches += [Batch(batch.queue, half, began_s) for half in _split_in_half(batch.requests)]
+                requests, is_nobodys_fault = batch.requests, isinstance(error, InferenceError) and error.status == 503
+                if len(requests) > 1 and not is_nobodys_fault:
+                    logger.warning("a batch of %d requests failed (%r): trying its halves", len(requests), error)
+                    for half in requests[len(requests) // 2 :], requests[: len(requests) // 2]:
+                        if pending := [entry for entry in half if not entry.future.done()]:
+                            batches.append(Batch(batch.queue, pending, began_s))
                     continue
                 batch.computed_s, batch.failed = began_s - batch.started_s, len(batch.requests)
                 tell(self.fail_all, batch.requests, "failed", error)
@@ -364,18 +358,7 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         return succeeded
 
 
-def _split_in_half(part: Sequence[EntryT]) -> list[list[EntryT]]:
-    """Return the second half and the first, without requests that have ended."""
-    halves = part[len(part) // 2 :], part[: len(part) // 2]
-    return [kept for half in halves if (kept := [entry for entry in half if not entry.future.done()])]
-
-
 def _to_future_error(error: BaseException) -> Exception:
     """Wrap SystemExit and its like, which would end the awaiting task, and errors that no future takes."""
     is_answer = isinstance(error, Exception) and not isinstance(error, StopIteration)
     return error if is_answer else ModelError(500, f"the model raised {error!r}")  # type: ignore[return-value]
-
-
-def _is_unavailable(error: Exception) -> bool:
-    """Whether no request can be at fault, so that halving would only repeat the error."""
-    return isinstance(error, InferenceError) and error.status == 503

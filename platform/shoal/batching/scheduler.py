@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Generic
+from typing import Generic, NotRequired, TypedDict, Unpack
 
 from shoal.batching.fair_queue import FairQueue, QueuedT
 from shoal.batching.latency_model import OBSERVED_EVERY_S, LatencyModel
@@ -51,19 +51,40 @@ class DeadlineExceeded(InferenceError):
         return (type(self), (self.message,))
 
 
+class QueueLimits(TypedDict):
+    """The limits of a queue.
+
+    max_batch_rows:  most rows in a batch; a request is never split
+    max_queue_rows:  most rows that may wait; beyond it, the tenant with the most waiting rows gets QueueFull
+    max_queue_bytes: the same limit in bytes, for requests with large rows; None: no limit
+    weight:          its share of the slots' time while other queues have work
+    short_s:         a batch that is expected to take no longer is computed on the event loop: a thread's wake-up for
+                     it would cost more than it takes. 0: none
+    """
+
+    max_batch_rows: int
+    max_queue_rows: int
+    max_queue_bytes: NotRequired[int | None]
+    weight: NotRequired[float]
+    short_s: NotRequired[float]
+
+
 class QueueState(Generic[QueuedT]):
-    """One model's queue, limits, latency and used share. Made by `BatchScheduler.add_queue`."""
+    """One model's queue, limits, latency and used share. Made by `BatchScheduler.add_queue`.
+
+    Raises ConfigError for limits that do not fit together.
+    """
 
     def __init__(
         self,
         name: str,
+        *,
         max_batch_rows: int,
         max_queue_rows: int,
-        max_queue_bytes: int | None,
-        weight: float,
-        short_s: float,
+        max_queue_bytes: int | None = None,
+        weight: float = 1.0,
+        short_s: float = 0.0,
     ) -> None:
-        """Raises ConfigError for limits that do not fit together."""
         if max_batch_rows < 1:
             raise ConfigError("max_batch_rows", max_batch_rows, "a batch holds at least one row")
         if max_queue_rows < max_batch_rows:
@@ -129,18 +150,9 @@ class BatchScheduler(Generic[QueuedT]):
         self._queues: list[QueueState[QueuedT]] = []
         self._used_s = 0.0  # the virtual time of the queue that was served last
 
-    def add_queue(
-        self,
-        name: str,
-        *,
-        max_batch_rows: int,
-        max_queue_rows: int,
-        max_queue_bytes: int | None = None,
-        weight: float = 1.0,
-        short_s: float = 0.0,
-    ) -> QueueState[QueuedT]:
-        """Raises ConfigError for limits that do not fit together."""
-        queue: QueueState[QueuedT] = QueueState(name, max_batch_rows, max_queue_rows, max_queue_bytes, weight, short_s)
+    def add_queue(self, name: str, **limits: Unpack[QueueLimits]) -> QueueState[QueuedT]:
+        """Add a queue. Raises ConfigError for limits that do not fit together."""
+        queue: QueueState[QueuedT] = QueueState(name, **limits)
         self._queues.append(queue)
         return queue
 
@@ -170,7 +182,7 @@ class BatchScheduler(Generic[QueuedT]):
         line = queue.fair_queue
         queue.requested_rows += waiting.num_rows
         excess_places = line.charged_rows + waiting.charged_rows - queue.max_queue_rows
-        if excess_places > 0 and not line.can_evict(excess_places, waiting):
+        if excess_places > 0 and not line.may_displace_largest_tenant(waiting, excess_places):
             return self.queue_full_error(queue, now_s), ()
         if waiting.deadline_s is not None:
             if waiting.deadline_s <= now_s:

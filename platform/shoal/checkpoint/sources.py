@@ -62,8 +62,9 @@ def require_durable(
     if visibility.is_shared:
         return
     shared_with_first = ranks.all_gather(0 in visibility.ranks)
-    other = sorted({host for host, is_seen in zip(visibility.hosts, shared_with_first, strict=True) if not is_seen})
-    hosts = f"{', '.join(other)} and {visibility.hosts[0]}"
+    places = [f"{host} ({path})" for host, path in zip(visibility.hosts, ranks.all_gather(str(folder)), strict=True)]
+    other = sorted({place for place, is_seen in zip(places, shared_with_first, strict=True) if not is_seen})
+    hosts = f"{', '.join(other)} and {places[0]}"
     if store is None:
         problem = f"the hosts {hosts} have no folder in common there, and no checkpoint could be read again"
         remedy = "set SHOAL_STORE to a bucket (s3://BUCKET/PREFIX), or SHOAL_HOME to a folder that all hosts mount"

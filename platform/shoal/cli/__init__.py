@@ -36,17 +36,17 @@ def find_commands() -> dict[str, tuple[str, str]]:
 
     Raises ConfigError where two have one verb.
     """
-    found = {verb: (f"shoal.cli.commands.{place}:{verb}", text) for verb, (place, text) in COMMANDS.items()}
-    owners = dict.fromkeys(found, "shoal")
+    commands = {verb: (f"shoal.cli.commands.{place}:{verb}", text) for verb, (place, text) in COMMANDS.items()}
+    owners = dict.fromkeys(commands, "shoal")
     for library in find_libraries():
         verbs = {verb: each for verb, each in library.verbs.items() if " " not in verb}
         if twice := owners.keys() & verbs.keys():
             verb = min(twice)
             problem = f"has the verb {verb}, which {owners[verb]} has too"
             raise ConfigError(LIBRARIES, library.name, problem, "uninstall one of the packages")
-        found |= verbs
+        commands |= verbs
         owners |= dict.fromkeys(verbs, library.name)
-    return found
+    return commands
 
 
 class _LazyCommandGroup(click.Group):
@@ -56,9 +56,9 @@ class _LazyCommandGroup(click.Group):
         return list(find_commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if (found := find_commands().get(cmd_name)) is None:
+        if (entry := find_commands().get(cmd_name)) is None:
             return None
-        module, _, name = found[0].partition(":")
+        module, _, name = entry[0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name.replace("-", "_"))
         return command
 

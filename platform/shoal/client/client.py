@@ -25,7 +25,7 @@ from shoal.client.endpoint_status import EndpointStatus, ModelStatus
 from shoal.client.payload import Answer, Inputs, decode_answer, encode_inputs
 from shoal.client.requests import Episode
 from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with_retries, timeout_error
-from shoal.client.transport import AsyncTransport, Transport
+from shoal.client.transport import AsyncTransport, BlockingTransport
 from shoal.errors import ConfigError, InferenceError
 from shoal.open_inference.messages import IndexedModel, ModelMetadata, Parameters, VersionStatistics
 
@@ -313,10 +313,10 @@ class Client(_ClientBase):
     """
 
     def _connect(self, url: str, token: str, num_connections: int, ca: str, certificate: str) -> None:
-        self._transport = Transport(url, token, num_connections, ca, certificate)
+        self._transport = BlockingTransport(url, token, num_connections, ca, certificate)
 
     async def _exchange(self, request: EndpointRequest, policy: RetryPolicy) -> Reply:
-        return self._transport.run(request_with_retries(request, policy))
+        return await request_with_retries(request, policy, self._transport)
 
     def close(self) -> None:
         """Close every connection. Idempotent; later calls raise Closed."""
@@ -342,7 +342,8 @@ class AsyncClient(_ClientBase):
 
     async def _exchange(self, request: EndpointRequest, policy: RetryPolicy) -> Reply:
         try:
-            return await self._transport.run(request_with_retries(request, policy), policy.get_remaining_s())
+            async with self._transport.reserve(policy.get_remaining_s()):
+                return await request_with_retries(request, policy, self._transport)
         except TimeoutError:
             raise timeout_error(policy) from None
 

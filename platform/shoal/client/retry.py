@@ -1,7 +1,6 @@
-"""One call and its retries, without a socket: the requests to send, their time limits, and the handling of replies.
+"""One call and its retries: the requests to send, their time limits, and the handling of replies.
 
-A conversation is a generator: it yields the next action (send, or wait), receives the outcome, and returns the answer.
-`Client` and `AsyncClient` perform the actions, each in its own way, so that the rules are here once:
+A transport sends and waits, each client's in its own way, so that the rules are here once:
 
     what happened                                             then
     no connection: nothing was sent                           again, soon, while the caller's time lasts
@@ -17,10 +16,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -61,7 +60,7 @@ class RetryPolicy:
                     retry costs only time; but the model may compute twice
     is_change:      a sent request is never retried, whatever the reply
     sends_deadline: whether the request carries its deadline, so that the endpoint refuses one that it cannot meet
-    end_s:          when that time ends, by the conversation's clock; None when it begins with this call
+    end_s:          when that time ends, by `time.monotonic()`; None when it begins with this call
     """
 
     timeout_s: float
@@ -74,21 +73,6 @@ class RetryPolicy:
     def get_remaining_s(self) -> float | None:
         """The seconds until `end_s`, by time.monotonic(); None before it has begun."""
         return None if self.end_s is None else self.end_s - time.monotonic()
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send this request and report a `Reply`, `NotSent`, `ConnectionBroken` or `TimedOut`."""
-
-    request: EndpointRequest
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Sleep:
-    """Wait for so long; without a report."""
-
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +94,27 @@ class TimedOut:
     """No answer within the time."""
 
 
-SendOutcome: TypeAlias = Reply | NotSent | ConnectionBroken | TimedOut | None
-RetrySteps: TypeAlias = Generator[Send | Sleep, SendOutcome, Reply]
+SendOutcome: TypeAlias = Reply | NotSent | ConnectionBroken | TimedOut
 
 
-def request_with_retries(
+class Transport(Protocol):
+    """What sends requests. Those of a blocking transport never suspend."""
+
+    async def send(self, request: EndpointRequest, timeout_s: float) -> SendOutcome:
+        """Send a request. Raises Closed."""
+        ...
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+async def request_with_retries(
     request: EndpointRequest,
     policy: RetryPolicy,
+    transport: Transport,
     clock: Callable[[], float] = time.monotonic,
     jitter: Callable[[], float] = random.random,
-) -> RetrySteps:
-    """Converse about one request; returns a reply of status 2xx. Raises InferenceError, ConnectionLost."""
+) -> Reply:
+    """Send a request until a reply of status 2xx comes, or nothing more may. Raises InferenceError, ConnectionLost."""
     end_s = clock() + policy.timeout_s if policy.end_s is None else policy.end_s
     failure: Exception = timeout_error(policy)
     for attempt in range(policy.num_retries + 1):
@@ -130,7 +124,7 @@ def request_with_retries(
             raise failure  # a wait may overrun: the error before it is more useful than a timeout
         if policy.sends_deadline:
             request = replace(request, headers={**request.headers, DEADLINE_HEADER: f"{remaining_s * 1000:.3f}"})
-        outcome = yield Send(request, remaining_s)
+        outcome = await transport.send(request, remaining_s)
         wait_s = min(LAST_WAIT_S, FIRST_WAIT_S * 2**attempt)
         match outcome:
             case Reply(status=status) if 200 <= status < 300:
@@ -152,7 +146,7 @@ def request_with_retries(
         wait_s *= 1.0 + JITTER * jitter()
         if is_last or clock() + wait_s >= end_s:
             raise failure
-        yield Sleep(wait_s)
+        await transport.sleep(wait_s)
     raise AssertionError("the last attempt returns or raises")
 
 

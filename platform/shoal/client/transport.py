@@ -1,4 +1,4 @@
-"""Runs a conversation over HTTP: a pool of persistent connections, blocking or not. The only place that knows httpx2.
+"""Sends requests over HTTP: a pool of persistent connections, blocking or not. The only place that knows httpx2.
 
 Owned by the clients. Never decides on retries: `retry` does.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from shoal.client.address import find_proxy, parse_host
-from shoal.client.retry import ConnectionBroken, NotSent, Reply, RetrySteps, Send, SendOutcome, Sleep, TimedOut
+from shoal.client.retry import ConnectionBroken, EndpointRequest, NotSent, Reply, SendOutcome, TimedOut
 from shoal.client.tls import CA_VARIABLE, CERTIFICATE_VARIABLE, create_tls_context
 from shoal.errors import Closed, ConfigError, needs_extra
 
@@ -59,8 +60,8 @@ def _open_client(kind: Callable[..., Http], settings: dict[str, object]) -> Http
 NO_CERTIFICATE = ("ALERT_CERTIFICATE_REQUIRED", "ALERT_UNKNOWN_CA", "ALERT_HANDSHAKE_FAILURE")
 
 
-class Transport:
-    """The blocking transport, for any number of threads. A forked process opens its own connections."""
+class BlockingTransport:
+    """The transport of any number of threads: nothing of it suspends. A forked process opens its own connections."""
 
     def __init__(self, url: str, token: str, num_connections: int, ca: str = "", certificate: str = "") -> None:
         self._settings = _build_httpx_options(url, token, num_connections, ca, certificate)
@@ -70,28 +71,13 @@ class Transport:
         self._pid = os.getpid()
         self._http = _open_client(httpx2.Client, self._settings)
 
-    def run(self, conversation: RetrySteps) -> Reply:
-        """Run a conversation to its end. Raises its errors, and Closed."""
+    async def send(self, request: EndpointRequest, timeout_s: float) -> SendOutcome:
         if os.getpid() != self._pid and not self._http.is_closed:  # else two processes would read each other's answers
             self._open()
-        outcome: SendOutcome = None
+        end_s = time.monotonic() + timeout_s
+        built = _build_request(self._http, request, timeout_s)
         try:
-            while True:
-                step = conversation.send(outcome)
-                if isinstance(step, Sleep):
-                    time.sleep(step.seconds)
-                    outcome = None
-                else:
-                    outcome = self._send(step)
-        except StopIteration as ended:
-            reply: Reply = ended.value
-            return reply
-
-    def _send(self, send: Send) -> SendOutcome:
-        end_s = time.monotonic() + send.timeout_s
-        request = _build_request(self._http, send)
-        try:
-            response = self._http.send(request, stream=True)
+            response = self._http.send(built, stream=True)
             try:
                 chunks = []
                 for chunk in response.iter_raw():
@@ -104,6 +90,9 @@ class Transport:
             return _to_outcome(error)
         return _reply(response, chunks)
 
+    async def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def close(self) -> None:
         self._http.close()
 
@@ -111,8 +100,9 @@ class Transport:
 class AsyncTransport:
     """The transport of one event loop.
 
-    A conversation begins when a connection is free, in order of arrival. So no request waits in httpx2, which scans all
-    connections for each waiting request.
+    A call begins when a connection is free (`reserve`), in order of arrival. So no request waits in httpx2, which scans
+    all connections for each waiting request. Cancelling a call closes its connection, so that the endpoint drops the
+    request.
     """
 
     def __init__(self, url: str, token: str, num_connections: int, ca: str = "", certificate: str = "") -> None:
@@ -122,44 +112,26 @@ class AsyncTransport:
         self._free = asyncio.Semaphore(num_connections)
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop of the first call
 
-    async def run(self, conversation: RetrySteps, queue_s: float | None = None) -> Reply:
-        """As `Transport.run`; cancelling it closes the connection, so that the endpoint drops the request.
-
-        Raises TimeoutError when no connection was free within `queue_s`; None: no limit.
-        """
+    @asynccontextmanager
+    async def reserve(self, queue_s: float | None = None) -> AsyncIterator[None]:
+        """Hold one of the connections. Raises TimeoutError when none was free within `queue_s` (None: no limit), and
+        Closed on another event loop."""
+        loop = asyncio.get_running_loop()
+        self._loop = self._loop or loop
+        if self._loop is not loop:
+            raise Closed("the client belongs to another event loop: make a client in each")
+        async with asyncio.timeout(queue_s):
+            await self._free.acquire()
         try:
-            loop = asyncio.get_running_loop()
-            self._loop = self._loop or loop
-            if self._loop is not loop:
-                raise Closed("the client belongs to another event loop: make a client in each")
-            async with asyncio.timeout(queue_s):
-                await self._free.acquire()
-            try:
-                return await self._run_steps(conversation)
-            finally:
-                self._free.release()
+            yield
         finally:
-            conversation.close()
+            self._free.release()
 
-    async def _run_steps(self, conversation: RetrySteps) -> Reply:
-        outcome: SendOutcome = None
+    async def send(self, request: EndpointRequest, timeout_s: float) -> SendOutcome:
+        built = _build_request(self._http, request, timeout_s)
         try:
-            while True:
-                step = conversation.send(outcome)
-                if isinstance(step, Sleep):
-                    await asyncio.sleep(step.seconds)
-                    outcome = None
-                else:
-                    outcome = await self._send(step)
-        except StopIteration as ended:
-            reply: Reply = ended.value
-            return reply
-
-    async def _send(self, send: Send) -> SendOutcome:
-        request = _build_request(self._http, send)
-        try:
-            async with asyncio.timeout(send.timeout_s):
-                response = await self._http.send(request, stream=True)
+            async with asyncio.timeout(timeout_s):
+                response = await self._http.send(built, stream=True)
                 try:
                     chunks = [chunk async for chunk in response.aiter_raw()]
                 finally:
@@ -170,17 +142,21 @@ class AsyncTransport:
             return _to_outcome(error)
         return _reply(response, chunks)
 
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
     async def close(self) -> None:
         await self._http.aclose()
 
 
-def _build_request(http: httpx2.Client | httpx2.AsyncClient, send: Send) -> httpx2.Request:
+def _build_request(
+    http: httpx2.Client | httpx2.AsyncClient, request: EndpointRequest, timeout_s: float
+) -> httpx2.Request:
     """Raises Closed: the client may have been closed while it waited before a retry."""
     if http.is_closed:
         raise Closed("the client is closed")
-    request = send.request
     return http.build_request(
-        request.method, request.path, headers=request.headers, content=request.body or None, timeout=send.timeout_s
+        request.method, request.path, headers=request.headers, content=request.body or None, timeout=timeout_s
     )
 
 

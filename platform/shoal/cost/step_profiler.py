@@ -19,24 +19,23 @@ from __future__ import annotations
 
 import statistics
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.cost.cost_table import CostTable, combine_ranks
-from shoal.cost.step_profile import profile_step
+from shoal.cost.measure.memory import MemoryGrowth, bytes_of, state_of, storages_of, to_local, track_growth
+from shoal.cost.measure.op_counter import OpCounts, count_ops
 from shoal.parallel.comm.world import World
 from shoal.parallel.model import ParallelModel
 
 NUM_WARM_UP, NUM_TIMED = 3, 7
-MIN_TIMED_S, MAX_MORE = (
-    1.0,
-    60,
-)  # a few short steps depend on the machine's momentary load: continue for so long
+MIN_TIMED_S, MAX_MORE = 1.0, 60  # a few short steps depend on the machine's momentary load: continue for so long
 
 
 @dataclass(frozen=True)
@@ -103,11 +102,15 @@ class StepProfiler:
 
     @contextmanager
     def _profile_step(self) -> Iterator[None]:
-        with profile_step(self._model, self._optimizer, average=self._average) as found:
+        with profile_step(self._model, self._optimizer, self._average) as profile:
             yield
-        self._metered_steps.append(found)
+        metered = profile.values
+        self._metered_steps.append(metered)
         if len(self._metered_steps) == self._num_metered:
-            self._found = _combine_steps(self._metered_steps)
+            for name in metered:  # the average work of a step, and its maximum memory
+                values = [step[name] for step in self._metered_steps]
+                is_size = name.startswith(("memory", "parameters"))
+                self._found[name] = max(values) if is_size else statistics.mean(values)
 
     def _now_s(self) -> float:
         if self._world.device.type == "cuda":
@@ -133,15 +136,6 @@ class StepProfiler:
         return CostTable(values, ranks=ranks)
 
 
-def _combine_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The average work of a step, and its maximum memory."""
-    combined: dict[str, float] = {}
-    for name in steps[0]:
-        values = [step[name] for step in steps]
-        combined[name] = max(values) if name.startswith(("memory", "parameters")) else statistics.mean(values)
-    return combined
-
-
 def compute_bubble(step: Sequence[TimedStep]) -> float:
     """The share of one step's schedules in which its ranks have waited.
 
@@ -151,3 +145,60 @@ def compute_bubble(step: Sequence[TimedStep]) -> float:
     for rank in step:
         longest_s[rank.pipeline] = max(rank.scheduled_s, longest_s.get(rank.pipeline, 0.0))
     return 1.0 - sum(rank.busy_s for rank in step) / sum(longest_s[rank.pipeline] for rank in step)
+
+
+@dataclass
+class StepProfile:
+    """One step on this rank: numbers of the cost table, and what the operators took. Complete when it has ended."""
+
+    counts: OpCounts
+    values: dict[str, float] = field(default_factory=dict)
+
+
+@contextmanager
+def profile_step(
+    model: ParallelModel,
+    optimizer: Optimizer,
+    average: Sequence[Tensor] = (),
+    *,
+    is_fake: bool = False,
+    allocates: bool = True,
+) -> Iterator[StepProfile]:
+    """Profile the one step in the body. A dry run and a running Trainer measure alike.
+
+    average:   of the weights, which is stored all the time
+    is_fake:   the other ranks are not there
+    allocates: False of fake tensors, whose memory is in `counts` alone
+    """
+    state = state_of(model.modules, optimizer)
+    parameters = [parameter for _, parameter in model.named_parameters()]
+    device = next((each.device for each in state["parameters"]), torch.device("cpu"))
+    buckets = _find_retained_buckets(parameters)
+    resident = [*state["parameters"], *state["optimizer"], *average]
+    past_group_bytes = model.shm_sent_bytes
+    growth = track_growth(device) if allocates else nullcontext(MemoryGrowth())
+    with growth as grown, count_ops(grown, resident, buckets, is_fake, model.shared_memory) as counts:
+        profile = StepProfile(counts)
+        yield profile
+    saved = model.model_state()  # without weights that are frozen for good, which no count of parameters has
+    counted = [parameter for name, parameter in model.named_parameters() if name in saved]
+    profile.values |= {
+        "parameters_rank": float(sum(to_local(parameter).numel() for parameter in counted)),
+        "flops_rank": counts.flops,
+        "memory_parameters": float(bytes_of(state["parameters"])),
+        "memory_gradients": float(bytes_of(parameter.grad for parameter in parameters)),
+        "memory_optimizer": float(bytes_of(state["optimizer"])),
+        "memory_average": float(bytes_of(average)),
+        "memory_activations": float(counts.saved_bytes),
+        "memory_peak": float(counts.resident_bytes + grown.peak_bytes),
+        "sent_bytes": counts.sent_bytes + model.shm_sent_bytes - past_group_bytes,
+    }
+
+
+def _find_retained_buckets(parameters: Sequence[torch.nn.Parameter]) -> list[torch.UntypedStorage]:
+    """Clear the gradients, as the step will, and return their memory that stays: DDP's buckets."""
+    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+    references = {id(each): weakref.ref(each) for gradient in gradients for each in storages_of(gradient)}
+    for parameter in parameters:
+        parameter.grad = None
+    return [storage for storage in (reference() for reference in references.values()) if storage is not None]

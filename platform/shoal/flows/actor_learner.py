@@ -172,7 +172,7 @@ class LoopRun:
         if learner.device == "cuda":
             require_gpus(learner.num_gpus, num_learners, "learner.num_gpus or learner.replicas", of_learner)
         if learner.device == "auto" and not has_gpus:
-            for each in self.policies:  # a learner would wait for a GPU for ever
+            for each in self.policies:  # a learner would wait for a GPU without end
                 each.spec = each.spec.update({"learner": {"device": "cpu"}})
         if not list_driver_endpoints().abandoned:  # otherwise `deploy` frees what those hold
             wait_s = spec.endpoint.wait if spec.wait is None else spec.wait
@@ -242,23 +242,27 @@ class LoopRun:
 
     def _prefer_retained(self, newest: WeightSnapshot, trial: Evaluation) -> None:
         """Take the version at the actors' best mean return as the candidate, if its trial returns more than the
-        newest's by more than chance: a run may have collapsed since."""
+        newest's by more than chance: a run may have collapsed since. The newest stays, if the other cannot be tried."""
         policy = self.policies[0]
         if policy.retained is None or policy.retained.version == newest.version or self.spec.self_play.is_on:
             return
         self._candidates = [policy.workers.republish(policy.retained)]
-        with self._connect(self._action) as connections:
-            kept = hold_trial(connections, self.spec)
-        if not is_better(kept, trial):
+        try:
+            with self._connect(self._action) as connections:
+                retained = hold_trial(connections, self.spec)
+        except (ConnectionLost, InferenceError) as error:
+            self._was_not_tried(policy.retained, str(error), "the newest is registered")
+            retained = trial
+        if not is_better(retained, trial):
             self._candidates = [policy.workers.republish(newest)]
             return
-        returns = {"mean_return": kept.mean_return, "newest_mean_return": trial.mean_return}
+        returns = {"mean_return": retained.mean_return, "newest_mean_return": trial.mean_return}
         self._note("kept_version", version=policy.retained.version, newest=newest.version, **returns)
         print(f"version {policy.retained.version}, which returns more than the newest, is registered", flush=True)
 
-    def _was_not_tried(self, snapshot: WeightSnapshot, why: str) -> bool:
+    def _was_not_tried(self, snapshot: WeightSnapshot, why: str, then: str = "learning on") -> bool:
         self._note("trial_failed", version=snapshot.version, error=why)
-        print(f"version {snapshot.version} could not be tried ({why}): learning on", flush=True)
+        print(f"version {snapshot.version} could not be tried ({why}): {then}", flush=True)
         return False
 
     def _follow_until_done(self) -> None:
@@ -306,12 +310,12 @@ class LoopRun:
             each.require_actors(self.recorder.id)
         targets = ", ".join(filter(None, (f"{each.name} {each.spec.target_return}".strip() for each in missed)))
         has_ended = any(math.isfinite(each.mean_return) for each in missed)
-        found = self._format_returns() if has_ended else "no episode has ended"
+        result = self._format_returns() if has_ended else "no episode has ended"
         tried, more = (f" ({self._failed_trial})", ", raise eval_episodes") if self._failed_trial else ("", "")
         field = "target_return" if self._only else "policies.NAME.target_return"
         raise RunError(
-            f"{found} after {self.spec.max_wall_s:.0f} s, the target is {targets}{tried}: lower {field}{more}, or go on"
-            f" with resume={self.recorder.id} and a longer max_wall_s"
+            f"{result} after {self.spec.max_wall_s:.0f} s, the target is {targets}{tried}: lower {field}{more}, or"
+            f" go on with resume={self.recorder.id} and a longer max_wall_s"
         )
 
     def _require_experience(self) -> None:
@@ -337,7 +341,9 @@ class LoopRun:
             self._learning_since = time.monotonic()
         if self._learning_since is not None and all(each.gateway for each in self.policies):
             self._log()
-            self._print_progress()
+            if time.monotonic() - self._printed_at >= PRINT_S:
+                self._printed_at = time.monotonic()
+                print(self._describe_progress(), flush=True)
 
     def _log(self) -> None:
         assert self._endpoint is not None
@@ -368,16 +374,11 @@ class LoopRun:
             return f"mean return {format_number(self._only.mean_return)}"
         return f"mean return {', '.join(f'{each.name} {format_number(each.mean_return)}' for each in self.policies)}"
 
-    def _print_progress(self) -> None:
-        if time.monotonic() - self._printed_at < PRINT_S:
-            return
-        self._printed_at = time.monotonic()
-        steps = sum(each.num_steps for each in self.policies)
-        if self._only is None:
-            returns = ", ".join(f"{each.name} {format_number(each.mean_return)}" for each in self.policies)
-            print(f"returns {returns} | {steps:9,} steps", flush=True)
-            return
-        print(self._only.describe_progress(), flush=True)
+    def _describe_progress(self) -> str:
+        if self._only is not None:
+            return self._only.describe_progress()
+        returns = ", ".join(f"{each.name} {format_number(each.mean_return)}" for each in self.policies)
+        return f"returns {returns} | {sum(each.num_steps for each in self.policies):9,} steps"
 
     # -- down -----------------------------------------------------------------------------------------------------
 
@@ -410,11 +411,11 @@ class LoopRun:
                 opened.callback(connection.close)
                 return connection
 
-            found = [{each.name: connect(each) for each in self.policies} for _ in range(NUM_CONNECTIONS)]
+            result = [{each.name: connect(each) for each in self.policies} for _ in range(NUM_CONNECTIONS)]
             for each, snapshot in zip(self.policies, self._candidates, strict=True):
                 observation, mask = each.first_inputs
-                wait_for_version(found[0][each.name], observation, snapshot.version, mask=mask)
-            yield found
+                wait_for_version(result[0][each.name], observation, snapshot.version, mask=mask)
+            yield result
 
     def shut_down(self) -> None:
         """Let the learners save, end the actors' sessions and record the last numbers, however the run ended. Waits at

@@ -45,14 +45,14 @@ class ActorProcesses:
     ) -> None:
         """Start `number` actors that connect to the gateway at `address`. seed: of the first one's environment"""
         known = format_actor_options(address, env, server_key, ignored)
-        words = [sys.executable, "-m", "shoal.actor", "--lifeline", *known]
+        command = [sys.executable, "-m", "shoal.actor", "--lifeline", *known]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **self._environment}
         for index in range(number):
             own = ["--actor-id", f"{self._prefix}-{index}", "--seed", str(seed + index)]
             with create_private(self._get_log(index)).open("ab") as log:
                 self._actors.append(
                     subprocess.Popen(
-                        [*words, *options, *own],
+                        [*command, *options, *own],
                         env=variables,
                         stdin=subprocess.PIPE,  # closes when this program ends
                         stdout=log,

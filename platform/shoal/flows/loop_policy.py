@@ -103,7 +103,7 @@ class LoopPolicy:
 
     @property
     def num_steps(self) -> int:
-        """Of its agents, in its environments."""
+        """The steps of its agents, in its environments."""
         return int(self.gateway.get("steps", 0))
 
     @property

@@ -113,9 +113,9 @@ def judge_trial(trial: Evaluation, spec: ActorLearnerSpec, version: int, action:
         f" with action={action}, and would miss {spec.target_return:g} in others with a probability of {miss:.2g},"
         f" where {MAX_MISS_PROBABILITY:g} is allowed"
     )  # fmt: skip
-    found = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "passes": passes, "action": action}
+    result = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "passes": passes, "action": action}
     bound = {"miss_probability": miss, "allowed": MAX_MISS_PROBABILITY, "target": spec.target_return}
-    return {"version": version, "seconds": trial.duration_s, **found, **bound, "reason": reason}
+    return {"version": version, "seconds": trial.duration_s, **result, **bound, "reason": reason}
 
 
 def describe_registered(model: ModelVersion, evaluation: Evaluation, action: str) -> str:
@@ -233,7 +233,7 @@ class _Group:
         self._actions = {name: AnsweredActions() for name in max_rows}
 
     def collect_returns(self, policy: str) -> Iterator[float]:
-        """Of each episode, the mean of the policy's agents, if it has any there."""
+        """Yield, for each episode, the mean of the policy's agents, if it has any there."""
         for episode in self._episodes:
             own = [value for agent, value in episode.returns.items() if self._find_policy(agent) == policy]
             if own:

@@ -98,25 +98,25 @@ def count_lost(segments: Mapping[str, Any], learner: Mapping[str, Any]) -> int:
 
 
 def combine_policies(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Those of the only policy. Of several, from the metrics of each: counts and rates of all together, the largest lag
-    and the newest version; `return/NAME` and the learner's under `NAME/`."""
+    """Return those of the only policy; of several, from the metrics of each: counts and rates of all together, the
+    largest lag and the newest version; `return/NAME` and the learner's under `NAME/`."""
     if ONLY_POLICY in metrics:
         return dict(metrics[ONLY_POLICY])
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for policy, each in metrics.items():
         for name, value in each.items():
             if name == "return/mean_100":
-                found[f"return/{policy}"] = value
+                result[f"return/{policy}"] = value
             elif name.partition("/")[0] in ("episodes", "steps", "queue", "segments", "drops"):
-                found[name] = found.get(name, 0.0) + value
+                result[name] = result.get(name, 0.0) + value
             elif name in ("weights/version", "actors/connected", "lag/max"):
-                known = [each for each in (found.get(name), value) if each is not None and each == each]
-                found[name] = max(known, default=math.nan)
+                known = [each for each in (result.get(name), value) if each is not None and each == each]
+                result[name] = max(known, default=math.nan)
             elif name == "endpoint/requests_per_s":
-                found[name] = value  # of the endpoint that all share
+                result[name] = value  # of the endpoint that all share
             elif name != "lag/mean":
-                found[f"{policy}/{name}"] = value
-    return found
+                result[f"{policy}/{name}"] = value
+    return result
 
 
 def select_lags(gateway: Mapping[str, Any]) -> dict[str, float]:
@@ -133,7 +133,7 @@ def select_rejections(*gateways: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe_rejections(gateway: Mapping[str, Any]) -> str:
-    """By reason, what was dropped or rejected of all actors; "" where nothing was."""
+    """Describe by reason what was dropped or rejected of all actors; "" where nothing was."""
     rejected = Counter[str]()
     for actor in gateway["actors"]:
         rejected.update(actor["invalid"])
@@ -142,19 +142,19 @@ def describe_rejections(gateway: Mapping[str, Any]) -> str:
 
 
 def select_win_rates(gateways: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """With self-play, the share of episodes won against versions of the pool, by version; of many, some at equal
-    distances and the newest. Registered ones have their names. Of several policies, by "POLICY VERSION".
+    """Select, with self-play, the share of episodes won against versions of the pool, by version; of many, some at
+    equal distances and the newest. Registered ones have their names. Of several policies, by "POLICY VERSION".
 
     gateways: their stats, by policy
     """
-    found = {}
+    result = {}
     for policy, gateway in gateways.items():
         opponents = gateway.get("opponents", {})
         stride = -(-len(opponents) // max(2, MAX_WIN_RATES // len(gateways)))
         for version in sorted(list(opponents)[:: -stride or 1]):
             name = opponents[version].get("name", str(version))
-            found[f"{policy} {name}".strip()] = float(opponents[version]["win_rate"])
-    return found
+            result[f"{policy} {name}".strip()] = float(opponents[version]["win_rate"])
+    return result
 
 
 def _summarize_opponents(gateway: Mapping[str, Any]) -> dict[str, float]:

@@ -83,7 +83,7 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
     before = None if run is None else type(spec).from_record(run.spec, leave_out=["endpoint"])  # its keys are masked
     if run is not None and before is not None:
         _require_unfinished(spec, before, run)
-    found = {}
+    result = {}
     for name, own in spec.split_by_policy().items():
         agents = tuple(agent for agent, policy in assigned.items() if policy == name)
         experience, observation = inspect_environment(own, os.environ.get(ACTORS_INFERENCE, LOCAL), agents)
@@ -107,8 +107,8 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
             _require_same_opponents(own, earlier, run.id, prefix)
             if any(checkpoints.glob("step-*")):
                 _require_compatible_checkpoint(own, earlier, experience, run.id, prefix)
-        found[name] = experience, observation
-    return found
+        result[name] = experience, observation
+    return result
 
 
 def _require_assigned(spec: ActorLearnerSpec, environment: Any) -> None:
@@ -146,13 +146,13 @@ def require_playable_opponents(spec: RLSpec, experience: ExperienceSpec) -> None
     ignored = {"code", "action"}  # actors compute the weights themselves
     wanted = describe_policy_model(spec, experience)[0].model_dump(mode="json", exclude=ignored)
     for reference in spec.self_play.opponents:
-        found = Registry().get(reference)
-        model = found.manifest.model.model_dump(mode="json", exclude=ignored)
+        result = Registry().get(reference)
+        model = result.manifest.model.model_dump(mode="json", exclude=ignored)
         if model != wanted:
             before, now = ({"factory": each["factory"], **each["kwargs"]} for each in (model, wanted))
             differing = [name for name in {**now, **before} if before.get(name) != now.get(name)]
             has = ", ".join(f"{name} = {str(before.get(name))[:80]}" for name in differing)
-            problem = f"{found.ref} has another network than this run: {has or model['format']}"
+            problem = f"{result.ref} has another network than this run: {has or model['format']}"
             raise ConfigError("self_play.opponents", reference, problem, "leave it out, or train with the same network")
 
 
@@ -195,9 +195,9 @@ def _require_compatible_checkpoint(
 
     if spec.hidden != before.hidden:
         raise refuse("hidden", list(spec.hidden), f"with {list(before.hidden)}")
-    words = [each.model.word if each.model is not None else "" for each in (spec, before)]
-    if words[0] != words[1]:
-        raise refuse("model", words[0], f"with {words[1] or 'layers of ours'}")
+    models = [each.model.word if each.model is not None else "" for each in (spec, before)]
+    if models[0] != models[1]:
+        raise refuse("model", models[0], f"with {models[1] or 'layers of ours'}")
     cores = [_describe_core(each) for each in (spec, before)]
     if cores[0] != cores[1] and (spec.core, spec.core_size) != (before.core, before.core_size):
         raise refuse("core", cores[0], f"with {cores[1]}")

@@ -84,7 +84,10 @@ def open_endpoint(spec: ServingSpec, job: str) -> Iterator[tuple[DeployedEndpoin
         endpoint = deploy(endpoint_spec, served, record=partial(_record_wait, recorder))
         stays = False
         try:
-            _require_all_served(endpoint)
+            for model in endpoint.status()["models"]:
+                if model["state"] != "READY":
+                    reason = model["reason"] or model["state"].lower()
+                    raise ClusterError(f"{model['name']} cannot be served: {reason}")
             _record_endpoints(endpoint, recorder, "ready")
             stays = endpoint.is_detached
             yield endpoint, recorder
@@ -105,13 +108,6 @@ def list_addresses(endpoint: DeployedEndpoint) -> dict[str, tuple[str, str]]:
 def _record_endpoints(endpoint: DeployedEndpoint, recorder: RunRecorder, state: str) -> None:
     for name, (kind, address) in list_addresses(endpoint).items():
         recorder.record_endpoint(name, kind, address, state)
-
-
-def _require_all_served(endpoint: DeployedEndpoint) -> None:
-    """Raises ClusterError with the reason when no replica could load a model."""
-    for model in endpoint.status()["models"]:
-        if model["state"] != "READY":
-            raise ClusterError(f"{model['name']} cannot be served: {model['reason'] or model['state'].lower()}")
 
 
 def _record_wait(recorder: RunRecorder, kind: str, **details: Any) -> None:

@@ -154,9 +154,9 @@ def require_importable(spec: ServingSpec) -> None:
                 find_callable(f"{version.ref}: model.factory", registered.factory)
         for field in ("preprocess", "postprocess"):
             is_own = own is not None and field in own.model_fields_set
-            said, known = getattr(options, field), getattr(registered, field)
-            if said:
-                find_callable(f"endpoint.models.{name}.{field}" if is_own else f"endpoint.model.{field}", said)
-            elif said is None and known:
+            given, known = getattr(options, field), getattr(registered, field)
+            if given:
+                find_callable(f"endpoint.models.{name}.{field}" if is_own else f"endpoint.model.{field}", given)
+            elif given is None and known:
                 with activate_code(registered.code):
                     find_callable(f"{version.ref}: model.{field}", known)

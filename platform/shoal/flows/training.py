@@ -32,8 +32,7 @@ from shoal.train.launch.ray_capacity import (
     resolve_device,
 )
 from shoal.train.launch.ray_task import check_on_worker, predict_on_worker
-from shoal.train.launch.shutdown_signal import shutdown_event
-from shoal.train.launch.training_run import TrainingRun, find_launcher
+from shoal.train.launch.training_run import TrainingRun, find_launcher, shutdown_event
 from shoal.train.launch.validate import ValidatedRun, validate_spec
 from shoal.train.reporting.console import ConsoleLog, format_metrics
 from shoal.train.reporting.event_log import EventLog, RecordLog

@@ -57,19 +57,17 @@ def _elements(name: str, size: int, data: memoryview, role: str) -> np.ndarray:
     if size * _LENGTH.size > len(data):
         problem = f"{role} {name!r}: expected {size} elements of BYTES, each after its length in 4 bytes"
         raise InferenceError(422, f"{problem}, got {len(data)} bytes")
-    found: list[bytes] = []
+    elements = np.empty(size, dtype=object)
     content, end = bytes(data), len(data)  # slicing bytes takes a third of the time of slicing views
-    offset, width, length_at, append = 0, _LENGTH.size, _LENGTH.unpack_from, found.append
+    offset, width, length_at = 0, _LENGTH.size, _LENGTH.unpack_from
     for number in range(size):
         start = offset + width
         offset = start + length_at(content, offset)[0] if start <= end else start
         if offset > end:
             problem = f"{role} {name!r}: expected {size} elements of BYTES"
             raise InferenceError(422, f"{problem}, got {end} bytes, which end within element {number}")
-        append(content[start:offset])
+        elements[number] = content[start:offset]
     if offset != end:
         problem = f"{role} {name!r}: expected {size} elements of BYTES in {offset} bytes"
         raise InferenceError(422, f"{problem}, got {end} bytes")
-    elements = np.empty(size, dtype=object)
-    elements[:] = found
     return elements

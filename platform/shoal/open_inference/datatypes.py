@@ -39,16 +39,16 @@ def to_floats(values: NDArray[Any], datatype: str) -> NDArray[Any]:
     Raises OverflowError for a number that rounds to infinity.
     """
     if datatype == "BF16":
-        found = bf16_bits(values if values.dtype == np.float32 else values.astype(np.float64, copy=False))
-        floats = bf16_values(found)
+        rounded = bf16_bits(values if values.dtype == np.float32 else values.astype(np.float64, copy=False))
+        floats = bf16_values(rounded)
     else:
         with np.errstate(over="ignore"):
-            found = floats = values.astype(NUMPY_DTYPES[datatype], copy=False)
-    if found.dtype != values.dtype:
+            rounded = floats = values.astype(NUMPY_DTYPES[datatype], copy=False)
+    if rounded.dtype != values.dtype:
         infinite = np.isinf(floats)
         if infinite.any() and np.isfinite(values[infinite]).any():
             raise OverflowError(f"it has numbers that {datatype} cannot hold")
-    return found
+    return rounded
 
 
 def bf16_bits(values: NDArray[np.float32] | NDArray[np.float64]) -> NDArray[np.uint16]:

@@ -40,12 +40,15 @@ def from_json(name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw,
     """Decode an array from `data`. Raises InferenceError (422)."""
     size = math.prod(shape)
     try:
-        if len(memoryview(data)) > LARGE_BYTES and _element_count(datatype, data) > size:
+        # The least number of values; texts may contain commas and are not counted.
+        is_large = datatype != "BYTES" and len(memoryview(data)) > LARGE_BYTES
+        if is_large and bytes(data).count(b",") + 1 > size:
             raise ValueError("there are more values than the shape has")
         try:
             array = _to_flat_array(datatype, _FLAT_DECODERS[datatype](data))
         except msgspec.ValidationError:
-            if (depth := _depth(data)) == 1:
+            opening = _OPENING.match(memoryview(data))  # matches anything
+            if opening is None or (depth := min(opening.group().count(b"["), MAX_DEPTH)) <= 1:
                 raise
             array = _to_nested_array(datatype, _decoder(datatype, depth)(data))
         if datatype == "BYTES" and array.size <= size:
@@ -91,13 +94,9 @@ def _to_flat_array(datatype: str, values: list[Any]) -> np.ndarray:
 
 
 def _to_nested_array(datatype: str, values: list[Any]) -> np.ndarray:
-    if datatype in _ROUNDED:
-        return _floats(datatype, values)
-    return np.array(values, dtype=NUMPY_DTYPES[datatype])
-
-
-def _floats(datatype: str, values: list[Any]) -> np.ndarray:
-    """Decode floats. JSON has no infinity, so an infinite result means a number beyond the datatype."""
+    """An array of lists. JSON has no infinity, so an infinite float means a number beyond the datatype."""
+    if datatype not in _ROUNDED:
+        return np.array(values, dtype=NUMPY_DTYPES[datatype])
     with np.errstate(over="ignore"):
         if datatype == "BF16":
             array: np.ndarray = bf16_bits(np.array(values, dtype=np.float64))
@@ -118,18 +117,6 @@ def _encode_texts(texts: np.ndarray) -> np.ndarray:
             raise ValueError("lists of one depth have different lengths")
         encoded[number] = text.encode()
     return encoded.reshape(texts.shape)
-
-
-def _element_count(datatype: str, data: msgspec.Raw) -> int:
-    """The least number of numbers in a list; strings may contain commas and are not counted."""
-    return 0 if datatype == "BYTES" else bytes(data).count(b",") + 1
-
-
-def _depth(data: msgspec.Raw) -> int:
-    """The nesting depth of lists, from the opening brackets; at most MAX_DEPTH, at least 1."""
-    opening = _OPENING.match(memoryview(data))
-    assert opening is not None
-    return max(1, min(opening.group().count(b"["), MAX_DEPTH))
 
 
 @functools.cache

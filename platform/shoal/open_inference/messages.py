@@ -7,7 +7,7 @@ demands; the decoder raises for a field of the wrong type.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -27,6 +27,25 @@ class TensorMetadata(msgspec.Struct, frozen=True, omit_defaults=True):
     datatype: str
     shape: list[int]
     columns: list[str] = []
+
+
+class TensorDescription(Protocol):
+    """An input or output, as in the registry and the protocol. `shape[0]` is the batch; -1 is any size."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def datatype(self) -> str: ...
+    @property
+    def shape(self) -> list[int]: ...
+    @property
+    def columns(self) -> list[str]: ...
+
+
+def describe_tensor(spec: TensorDescription) -> str:
+    """`FP32 [any, 64]`."""
+    sizes = ", ".join("any" if size == -1 else str(size) for size in spec.shape)
+    return f"{spec.datatype} [{sizes}]"
 
 
 class ModelMetadata(msgspec.Struct):

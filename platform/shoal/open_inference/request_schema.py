@@ -57,7 +57,7 @@ class RequestSchema:
             raise InferenceError(422, f"input {name[:200]!r} is unknown: expected {expected}")
         if name in accepted:
             raise InferenceError(422, f"input {name!r} was given twice")
-        if not is_exact_in(datatype, spec.datatype) or not self._fits(spec, list(shape)):
+        if not is_exact_in(datatype, spec.datatype) or not self._has_shape(spec, list(shape)):
             raise InferenceError(
                 422, f"input {name!r}: expected {format_tensor_spec(spec)}, got {format_tensor_type(datatype, shape)}"
             )
@@ -93,17 +93,17 @@ class RequestSchema:
     def check_outputs(self, names: Iterable[str]) -> frozenset[str] | None:
         """Check the requested outputs; None for all. Raises InferenceError (422) at the first unknown or repeated one,
         so it reads at most one name more than the model has outputs."""
-        wanted: set[str] = set()
+        requested: set[str] = set()
         for name in names:
             if name not in self.outputs:
                 expected = ", ".join(map(repr, self.outputs))
                 raise InferenceError(422, f"output {name[:200]!r} is unknown: expected {expected}")
-            if name in wanted:
+            if name in requested:
                 raise InferenceError(422, f"output {name!r} was asked for twice")
-            wanted.add(name)
-        return frozenset(wanted) or None
+            requested.add(name)
+        return frozenset(requested) or None
 
-    def _fits(self, spec: TensorMetadata, shape: list[int]) -> bool:
+    def _has_shape(self, spec: TensorMetadata, shape: list[int]) -> bool:
         if len(shape) != len(spec.shape):
             return False
         dimension, rest = self.batch_dim[spec.name], self._rest[spec.name]

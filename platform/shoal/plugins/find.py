@@ -58,9 +58,9 @@ def load_reference(reference: str) -> Any:
     elif (folder := os.getcwd()) not in sys.path:  # a program such as `shoal` has its own folder there
         sys.path.append(folder)
     try:
-        found = importlib.import_module(module)
-        if path is not None and Path(found.__file__ or "").resolve() != path.resolve():
-            raise ValueError(f"{reference} is hidden by the module {module!r} of {found.__file__}: rename the file")
-        return getattr(found, name)
+        imported = importlib.import_module(module)
+        if path is not None and Path(imported.__file__ or "").resolve() != path.resolve():
+            raise ValueError(f"{reference} is hidden by the module {module!r} of {imported.__file__}: rename the file")
+        return getattr(imported, name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{reference} cannot be loaded ({error})") from error

@@ -39,8 +39,8 @@ class Library:
 def find_libraries() -> tuple[Library, ...]:
     """Those of `shoal.libs`, then those of other packages. Raises ConfigError for one that cannot be imported."""
     own = [f"shoal.libs.{each.name}.library:LIBRARY" for each in pkgutil.iter_modules([str(_OWN)]) if each.ispkg]
-    found = [_load(reference) for reference in own if (_OWN / reference.split(".")[2] / "library.py").exists()]
-    return (*found, *(_load(each.value) for each in entry_points(group=LIBRARIES)))
+    libraries = [_load(reference) for reference in own if (_OWN / reference.split(".")[2] / "library.py").exists()]
+    return (*libraries, *(_load(each.value) for each in entry_points(group=LIBRARIES)))
 
 
 def collect_extensions(group: str) -> dict[str, str]:
@@ -55,9 +55,9 @@ _OWN = Path(__file__).parents[1] / "libs"
 def _load(reference: str) -> Library:
     module, _, name = reference.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        library = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(LIBRARIES, reference, f"cannot be imported ({error})", "mend or uninstall it") from error
-    if not isinstance(found, Library):
+    if not isinstance(library, Library):
         raise ConfigError(LIBRARIES, reference, "is no shoal.extend.Library", "mend or uninstall it")
-    return found
+    return library

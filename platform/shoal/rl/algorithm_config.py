@@ -1,16 +1,17 @@
 """The configuration of an algorithm, chosen by its name: `algorithm=impala`, `algorithm.learning_rate=0.002`.
 
-Owns the table of algorithms. Imports no torch: launchers and the gateway read a spec without computing. An algorithm of
-the user's own is named by its configuration: `algorithm=my_algorithm.py:MyConfig` (see `shoal.extend`).
+Owns the table of algorithms, and the configurations of IMPALA and PPO. Imports no torch: launchers and the gateway read
+a spec without computing. A user's own algorithm is named by its configuration: `algorithm=my_algorithm.py:MyConfig`
+(see `shoal.extend`).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from shoal.config import Spec
 from shoal.plugins.find import find_extension
@@ -19,8 +20,8 @@ from shoal.wire.experience_spec import PolicySpec
 
 # The platform's own; libraries add theirs to the group. Modules are imported at their first use.
 CONFIGS = {
-    "impala": "shoal.rl.algorithms.impala.config:ImpalaConfig",
-    "ppo": "shoal.rl.algorithms.ppo.config:PPOConfig",
+    "impala": "shoal.rl.algorithm_config:ImpalaConfig",
+    "ppo": "shoal.rl.algorithm_config:PPOConfig",
 }
 GROUP = "shoal.algorithms"  # of libraries and of entry points
 
@@ -91,27 +92,89 @@ class AlgorithmConfig(Spec):
 
     @classmethod
     def choose_type(cls, values: Mapping[str, Any]) -> type[Spec]:
-        return find_config_type(values.get("name"))
+        return find_algorithm_config_type(values.get("name"))
 
 
-def find_config_type(name: object) -> type[AlgorithmConfig]:
+class ImpalaConfig(AlgorithmConfig):
+    """Names and defaults as in table D.1 of the paper, but for the optimiser: Adam, with rates for small networks.
+
+    clip: ε; a step that is k versions old does not change the policy once π / μ has moved beyond 1 ± ε/k in the
+          direction of its advantage
+    """
+
+    name: Literal["impala"] = "impala"
+    discount: float = Field(default=0.99, ge=0, le=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    value_cost: float = Field(default=0.5, ge=0)
+    entropy_cost: float = Field(default=0.01, ge=0)
+    rho_bar: float = Field(default=1.0, gt=0)
+    c_bar: float = Field(default=1.0, gt=0)
+    lambda_: float = Field(default=1.0, ge=0, le=1)
+    clip: float = Field(default=2.0, gt=0)
+    max_grad_norm: float = Field(default=40.0, gt=0)
+    normalize_advantages: bool = False
+
+    algorithm: ClassVar[str] = "shoal.rl.algorithms.impala:Impala"
+    cores: ClassVar[tuple[str, ...]] = ("none", "gru", "lstm")
+    changeable: ClassVar[tuple[str, ...]] = (
+        *("discount", "learning_rate", "value_cost", "entropy_cost"),
+        *("rho_bar", "c_bar", "lambda_", "clip", "max_grad_norm"),
+    )
+
+
+class PPOConfig(AlgorithmConfig):
+    """Names and defaults as in Schulman et al. (1707.06347) and Huang et al. ("37 details", 2022).
+
+    epochs, minibatches: steps of the optimiser for a batch: epochs * minibatches
+    clip:    ε of the clipped objective, around the policy that has acted
+    rho_bar: the most that a step counts, by π / π_behaviour, which experience of older weights may have far from 1
+    synchronous: actors pause while the learner updates, as in the paper: every step is of the newest weights
+    """
+
+    name: Literal["ppo"] = "ppo"
+    discount: float = Field(default=0.99, ge=0, le=1)
+    lambda_: float = Field(default=0.95, ge=0, le=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    epochs: int = Field(default=4, ge=1)
+    minibatches: int = Field(default=4, ge=1)
+    clip: float = Field(default=0.2, gt=0)
+    value_cost: float = Field(default=0.5, ge=0)
+    entropy_cost: float = Field(default=0.01, ge=0)
+    rho_bar: float = Field(default=2.0, gt=0)
+    max_grad_norm: float = Field(default=0.5, gt=0)
+    normalize_advantages: bool = True
+    synchronous: bool = False
+
+    algorithm: ClassVar[str] = "shoal.rl.algorithms.ppo:PPO"
+    cores: ClassVar[tuple[str, ...]] = ("none", "gru", "lstm")
+    changeable: ClassVar[tuple[str, ...]] = (
+        *("discount", "lambda_", "learning_rate", "epochs", "minibatches", "clip"),
+        *("value_cost", "entropy_cost", "rho_bar", "max_grad_norm"),
+    )
+
+    @property
+    def pauses_actors(self) -> bool:
+        return self.synchronous
+
+
+def find_algorithm_config_type(name: object) -> type[AlgorithmConfig]:
     """The configuration of the algorithm `name`. Raises ValueError."""
-    found = find_extension(str(name), GROUP, CONFIGS)
-    if not (isinstance(found, type) and issubclass(found, AlgorithmConfig)):
+    config_type = find_extension(str(name), GROUP, CONFIGS)
+    if not (isinstance(config_type, type) and issubclass(config_type, AlgorithmConfig)):
         raise ValueError(f"{name} is no subclass of shoal.extend.AlgorithmConfig")
-    return found
+    return config_type
 
 
 def find_fitting(fits: Callable[[type[AlgorithmConfig]], bool]) -> list[str]:
     """The words of the algorithms of which `fits` is true, of the platform, of libraries and of installed packages."""
-    return [name for name in (*CONFIGS, *collect_extensions(GROUP)) if fits(find_config_type(name))]
+    return [name for name in (*CONFIGS, *collect_extensions(GROUP)) if fits(find_algorithm_config_type(name))]
 
 
 def _parse_config(value: object) -> object:
     if isinstance(value, str):
         value = {"name": value}
     if isinstance(value, Mapping):
-        return find_config_type(value.get("name")).parse(value)
+        return find_algorithm_config_type(value.get("name")).parse(value)
     return value
 
 

@@ -48,8 +48,8 @@ class EvidenceCheck:
         log_ratios = self._compute_log_ratios(sample)
         if np.isfinite(log_ratios).all():
             evidence[chosen] = compute_evidence(log_ratios, sample.log_probabilities, sample.lengths)
-        found: list[float] = evidence.tolist()
-        return found
+        scores: list[float] = evidence.tolist()
+        return scores
 
 
 class BadBatchPolicy:

@@ -19,31 +19,17 @@ POLL_S = 1.0  # how long a learner waits for experience before it checks whether
 class BatchLease:
     """The lease of the newest batch. `consumer` names this incarnation: the queue revokes the leases of earlier ones.
 
-    request:       what each batch is like; `timeout_s` of waiting in all; `position`: up to which the log was learnt
+    request:       what the newest batch was asked for with; `position`: up to which the log was learnt
+    outcomes:      what `acknowledge` has still to report
     is_superseded: another incarnation of this learner has taken over
     """
 
     def __init__(self, source: ExperienceSource, request: BatchRequest) -> None:
         self.consumer = f"learner-{os.getpid()}-{time.time_ns()}"
-        self._source, self._request, self._timeout_s = source, request, request.timeout_s
+        self._source, self.request, self._timeout_s = source, request, request.timeout_s
         self._waiting_since: float | None = None  # for the next batch, by time.monotonic()
-        self._outcomes: tuple[int, Sequence[DropReason | None], Sequence[float]] | None = None  # unacknowledged
+        self.outcomes: tuple[int, Sequence[DropReason | None], Sequence[float]] | None = None
         self.is_superseded = False
-
-    @property
-    def num_requests(self) -> int:
-        """How many batches were asked for."""
-        return self._request.number
-
-    @property
-    def position(self) -> int:
-        """In the log of the run, up to which it was learnt; 0 without a log."""
-        return self._request.position
-
-    @property
-    def is_unacknowledged(self) -> bool:
-        """Whether `acknowledge` has not gone through yet."""
-        return self._outcomes is not None
 
     def take(self, version: int) -> ExperienceBatch | None:
         """A batch, or None after POLL_S, so that stopping or pausing does not wait for all of the timeout. version: the
@@ -52,13 +38,13 @@ class BatchLease:
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
         left_s = self._waiting_since + self._timeout_s - now
         is_patient = left_s > POLL_S
-        self._request = self._request._replace(
-            number=self._request.number + 1,
+        self.request = self.request._replace(
+            number=self.request.number + 1,
             timeout_s=POLL_S if is_patient else max(0.0, left_s),
             is_patient=is_patient,
             version=version,
         )
-        batch = self._source.take(self.consumer, self._request)
+        batch = self._source.take(self.consumer, self.request)
         if batch is not None or not is_patient:
             self._waiting_since = None
         return batch
@@ -67,18 +53,18 @@ class BatchLease:
         self, batch: ExperienceBatch, outcomes: Sequence[DropReason | None], evidence: Sequence[float]
     ) -> None:
         """Set what `acknowledge` reports: the outcome of each segment, and the evidence against its actor."""
-        self._outcomes = (batch.lease_id, outcomes, evidence)
-        position = max(self._request.position, batch.position)
-        self._request = self._request._replace(position=position, lease=batch.lease_id)
+        self.outcomes = (batch.lease_id, outcomes, evidence)
+        position = max(self.request.position, batch.position)
+        self.request = self.request._replace(position=position, lease=batch.lease_id)
 
     def acknowledge(self) -> None:
         """Report the outcomes of the newest batch. Raises LedgerUnwritable when that cannot be recorded now: try again.
 
         Raises Closed when another incarnation of this learner has taken over.
         """
-        assert self._outcomes is not None
-        is_mine = self._source.acknowledge(*self._outcomes)
-        self._outcomes = None
+        assert self.outcomes is not None
+        is_mine = self._source.acknowledge(*self.outcomes)
+        self.outcomes = None
         if not is_mine:
             self.is_superseded = True
             raise Closed("another life of this learner has taken over")

@@ -67,6 +67,7 @@ class Learner:
         torch.set_num_threads(spec.learner.torch_threads)
         torch.manual_seed(spec.learner.seed)
         self.spec, self._hub = spec, hub
+        self._divided_by = None if spec.algorithm.is_off_policy else hub  # of a replay, the samples are divided
         self.algorithm = make_algorithm(spec, experience, folder)
         if hub is not None:
             self.algorithm.group = hub
@@ -147,7 +148,7 @@ class Learner:
 
     def step(self) -> bool:
         """Take one batch and learn from it; False when none came in time, or its outcomes cannot be recorded yet."""
-        if not self._lease.is_unacknowledged and not self._take_and_learn():
+        if self._lease.outcomes is None and not self._take_and_learn():
             return False
         try:
             self._lease.acknowledge()
@@ -173,8 +174,8 @@ class Learner:
         lags = self.version - prepared.oldest_versions()
         outcomes = self._bad_batches.learn(prepared, lags, time.monotonic())
         learnt = np.array([outcome is None for outcome in outcomes])
-        if self._hub is not None and self._divides_batches and learnt.any():
-            for index in np.flatnonzero(learnt)[self._hub.lost]:
+        if self._divided_by is not None and learnt.any():
+            for index in np.flatnonzero(learnt)[self._divided_by.lost]:
                 outcomes[index], learnt[index] = DropReason.LEARNER_CRASH, False
         self.algorithm.normalizer.learn(batch, learnt)  # after: it was learnt in the units of its actors
         if learnt.any():
@@ -225,19 +226,14 @@ class Learner:
     def _fold_weights(self) -> dict[str, np.ndarray]:
         return self.algorithm.normalizer.fold(model_arrays(self.model))
 
-    @property
-    def _divides_batches(self) -> bool:
-        """Whether replicas take shares of batches; otherwise of the samples of a replay."""
-        return not self.spec.algorithm.is_off_policy
-
     def _update(self, batch: ExperienceBatch) -> bool:
         """Learn from a batch; False when not one step was taken, since its loss was not finite."""
         started = time.perf_counter()
         num_updates, metrics = 0, self._metrics  # a batch without a step leaves them
-        share = self._hub.distribute(batch, self.algorithm.serialize) if self._hub and self._divides_batches else batch
+        share = batch if self._divided_by is None else self._divided_by.distribute(batch, self.algorithm.serialize)
         try:
-            for found in self.algorithm.update(share):
-                metrics, num_updates = {**found}, num_updates + 1
+            for step_metrics in self.algorithm.update(share):
+                metrics, num_updates = {**step_metrics}, num_updates + 1
         except NonFiniteLoss:
             if not num_updates:  # otherwise the earlier steps stay
                 return False
@@ -302,7 +298,7 @@ class Learner:
             "version": self.version,
             "reserved": self.version + VERSIONS_AHEAD,
             "skipped": self._versions.skipped,
-            "position": self._lease.position,
+            "position": self._lease.request.position,
             "counts": dict(self.counts),
         }
 
@@ -325,7 +321,7 @@ class Learner:
             torch.cuda.set_rng_state(state["cuda_rng"])
         self.updates, self.steps, self.counts = state["updates"], state["steps"], dict(state["counts"])
         self._log_position = int(state.get("position", 0))  # of an earlier Shoal: none
-        skipped = tuple((kept, last) for kept, last in state.get("skipped", ()))
+        skipped = tuple((retained, last) for retained, last in state.get("skipped", ()))
         self._published = int(state["version"]), skipped
         has_moved = not reserved.exists() or int(reserved.read_text()) < state["version"]
         self._restored_version = int(state.get("reserved", state["version"]) if has_moved else state["version"])

@@ -19,11 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,8 +38,6 @@ REPLY_TIMEOUT_S = 60.0  # after which the hub goes on without a learner that doe
 _CONNECT_TIMEOUT_S = 10.0
 _ACCEPT_PAUSE_S = 0.5
 _MAX_STRANGERS = 64  # connections that have not proved the key
-_STATE, _SHARE, _SAMPLE = b"S", b"B", b"R"
-_SIZES = "sizes of the sample"
 _GONE = (EOFError, OSError)
 
 
@@ -51,11 +51,6 @@ class BatchShare(NamedTuple):
     batch: ExperienceBatch
     keep: np.ndarray
     lengths: np.ndarray
-
-    @classmethod
-    def select(cls, batch: ExperienceBatch, keep: np.ndarray) -> BatchShare:
-        """The share with the segments where `keep` (bool [S]) is true."""
-        return cls(batch.select(keep), keep, batch.lengths)
 
 
 class SampleShare(NamedTuple):
@@ -85,6 +80,24 @@ def divide(lengths: np.ndarray, num_learners: int) -> np.ndarray:
         learners[segment] = learner
         heapq.heapreplace(loads, (num_steps + int(lengths[segment]), learner))
     return learners
+
+
+class _Share(msgspec.Struct, frozen=True):
+    """What a learner is sent: a BatchShare, with the hub's random state, or a SampleShare.
+
+    tensors: of a batch `keep`, `lengths` and `random_state`, of a sample its arrays
+    batch:   its segments
+    sizes:   of a sample: first, num_items, num_steps
+    state:   the hub's, for a learner that lacks it
+    """
+
+    tensors: bytes
+    batch: bytes = b""
+    sizes: tuple[int, int, int] | None = None
+    state: bytes = b""
+
+
+_DECODER = msgspec.msgpack.Decoder(_Share)
 
 
 class LearnerGroup:
@@ -120,13 +133,13 @@ class LearnerGroup:
         return values
 
     def gather(self, values: Tensor, share: SampleShare) -> Tensor:
-        """Of each item of the whole sample [num_items] what its learner has as `values` [b]; NaN where one has died."""
+        """Collect, for each item of the sample [num_items], `values` [b] of its learner; NaN where one has died."""
         if self.num_learners == 1:
             return values
         padded = values.new_zeros(2, share.num_items)
         padded[:, share.first : share.first + len(values)] = torch.stack([values, torch.ones_like(values)])
-        found, is_known = self.sum(padded.flatten()).view(2, -1)
-        return torch.where(is_known > 0, found, torch.nan)
+        known, is_known = self.sum(padded.flatten()).view(2, -1)
+        return torch.where(is_known > 0, known, torch.nan)
 
     def sum_gradients(
         self, parameters: Iterable[Tensor], metrics: Mapping[str, Tensor], num_mine: int, num_steps: int
@@ -163,17 +176,13 @@ def standardize(values: Tensor, group: LearnerGroup) -> Tensor:
     return standardized.to(values.dtype)
 
 
+@dataclass(eq=False)
 class _Member:
     """The hub's connection to another learner. has_weights: those of the hub, as the last batch has left them."""
 
-    def __init__(self, connection: Connection, pid: int) -> None:
-        self.connection, self.pid, self.has_weights = connection, pid, False
-
-    def receive(self) -> bytes:
-        """Raises EOFError or OSError when the learner is gone, or does not answer in time."""
-        if not self.connection.poll(REPLY_TIMEOUT_S):
-            raise EOFError
-        return self.connection.recv_bytes()
+    connection: Connection
+    pid: int
+    has_weights: bool = False
 
 
 class LearnerHub(LearnerGroup):
@@ -200,7 +209,7 @@ class LearnerHub(LearnerGroup):
 
     @property
     def pids(self) -> list[int]:
-        """Of the other learners."""
+        """The processes of the other learners."""
         return [each.pid for each in self._members]
 
     def distribute(self, batch: ExperienceBatch, serialize: Callable[[], bytes]) -> ExperienceBatch:
@@ -212,8 +221,13 @@ class LearnerHub(LearnerGroup):
         self._learners = divide(batch.lengths, self.num_learners)
         self.lost = np.zeros(len(batch.lengths), np.bool_)
         random_state = torch.get_rng_state().numpy()
-        shares = [BatchShare.select(batch, self._learners == number) for number in range(self.num_learners)]
-        self._send([_SHARE + _pack(share, random_state) for share in shares[1:]], serialize)
+        masks = [self._learners == number for number in range(self.num_learners)]
+        shares = [BatchShare(batch.select(each), each, batch.lengths) for each in masks]
+        messages = []
+        for batch_share in shares[1:]:
+            tensors = {"keep": batch_share.keep, "lengths": batch.lengths, "random_state": random_state}
+            messages.append(_Share(encode_tensors(tensors), batch_share.batch.to_bytes()))
+        self._send(messages, serialize)
         self._share = shares[0]
         return self._share.batch
 
@@ -221,25 +235,25 @@ class LearnerHub(LearnerGroup):
         self._select_working(sample.num_items)
         bounds = [sample.num_items * number // self.num_learners for number in range(self.num_learners + 1)]
         shares = [sample.select(*each) for each in pairwise(bounds)]
-        self._send([_SAMPLE + _pack_sample(share) for share in shares[1:]], serialize)
+        self._send([_Share(encode_tensors(share.arrays), sizes=share[1:]) for share in shares[1:]], serialize)
         return shares[0]
 
     def _select_working(self, num_parts: int) -> None:
-        """Those who get a share of so many parts."""
+        """Select who gets a share of so many parts."""
         self._admit()
         self._working = dict(enumerate(self._members[: num_parts - 1], 1))
         self.num_learners = 1 + len(self._working)
 
-    def _send(self, messages: Sequence[bytes], serialize: Callable[[], bytes]) -> None:
-        """Send each of those who work a message, and before it the state, if it lacks that."""
-        state: bytes | None = None
+    def _send(self, shares: Sequence[_Share], serialize: Callable[[], bytes]) -> None:
+        """Send each of those who work a share, and with it the state, if it lacks that."""
+        state = b""
         working = list(self._working.items())
-        for (number, member), message in zip(working, messages, strict=True):
+        for (number, member), share in zip(working, shares, strict=True):
+            if not member.has_weights:
+                state = state or serialize()
+                share = msgspec.structs.replace(share, state=state)
             try:
-                if not member.has_weights:
-                    state = state or serialize()
-                    member.connection.send_bytes(_STATE + state)
-                member.connection.send_bytes(message)
+                member.connection.send_bytes(msgspec.msgpack.encode(share))
             except _GONE:
                 self._lose(number)
         for each in self._members:
@@ -249,7 +263,9 @@ class LearnerHub(LearnerGroup):
         total = values.cpu()
         for number, member in list(self._working.items()):
             try:
-                total = total + _read(member.receive(), total.dtype)
+                if not member.connection.poll(REPLY_TIMEOUT_S):
+                    raise EOFError
+                total = total + _read(member.connection.recv_bytes(), total.dtype)
             except _GONE:
                 self._lose(number)
         payload = total.numpy().tobytes()
@@ -278,7 +294,7 @@ class LearnerHub(LearnerGroup):
         self.lost |= self._learners == number  # of a replay's sample no segment is lost
 
     def _admit(self) -> None:
-        while self._arrived:
+        while self._arrived:  # another thread adds to it
             self._members.append(self._arrived.pop(0))
 
     def _accept(self) -> None:
@@ -324,13 +340,15 @@ class HubLink(LearnerGroup):
 
     def wait_for_share(self, load: Callable[[bytes], None]) -> ExperienceBatch | SampleShare:
         """The next share, when its random state, and before it the hub's state (by `load`), have been applied."""
-        while (message := self._receive())[:1] == _STATE:
-            load(message[1:])
+        message = _DECODER.decode(self._receive())
+        if message.state:
+            load(message.state)
         self.num_learners = 2  # or more: each of them has a part of the steps
-        if message[:1] == _SAMPLE:
-            return _unpack_sample(message[1:])
-        self._share, random_state = _unpack(message[1:])
-        torch.set_rng_state(torch.from_numpy(random_state.copy()))
+        tensors = decode_tensors(message.tensors)
+        if message.sizes is not None:  # copies are writable, as torch wants them
+            return SampleShare({name: each.copy() for name, each in tensors.items()}, *message.sizes)
+        self._share = BatchShare(ExperienceBatch.from_bytes(message.batch), tensors["keep"], tensors["lengths"])
+        torch.set_rng_state(torch.from_numpy(tensors["random_state"].copy()))
         return self._share.batch
 
     def sum(self, values: Tensor) -> Tensor:
@@ -367,26 +385,4 @@ def _limit_waiting(socket: network.socket, option: int, timeout_s: float) -> Non
 
 
 def _read(payload: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=dtype)
-
-
-def _pack(share: BatchShare, random_state: np.ndarray) -> bytes:
-    parts = {"keep": share.keep, "lengths": share.lengths, "random_state": random_state}
-    head = encode_tensors(parts)
-    return len(head).to_bytes(8, "little") + head + share.batch.to_bytes()
-
-
-def _unpack(payload: bytes) -> tuple[BatchShare, np.ndarray]:
-    size = int.from_bytes(payload[:8], "little")
-    parts = decode_tensors(payload[8 : 8 + size])
-    batch = ExperienceBatch.from_bytes(payload[8 + size :])
-    return BatchShare(batch, parts["keep"], parts["lengths"]), parts["random_state"]
-
-
-def _pack_sample(share: SampleShare) -> bytes:
-    return encode_tensors({**share.arrays, _SIZES: np.array([share.first, share.num_items, share.num_steps])})
-
-
-def _unpack_sample(payload: bytes) -> SampleShare:
-    arrays = {name: each.copy() for name, each in decode_tensors(payload).items()}  # writable, as torch wants them
-    return SampleShare(arrays, *arrays.pop(_SIZES).tolist())
+    return torch.frombuffer(bytearray(payload), dtype=dtype)  # a writable copy

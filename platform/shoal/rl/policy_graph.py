@@ -26,7 +26,12 @@ def export_policy(model: nn.Module, observation: TensorSpec, num_outputs: int, r
     Its other inputs are tensors of the model's state, under their names. Raises ConfigError for a network that does not
     keep its contract (see OwnNetwork), or that actors could not compute. MissingExtra without onnx.
     """
-    _check_parameters(model, reference)
+    others = {name: each.dtype for name, each in model.named_parameters() if each.dtype != torch.float32}
+    if others:
+        name, dtype = next(iter(others.items()))
+        raise ConfigError("model", reference, f"its parameter {name} is {dtype}", "make it float32")
+    if not any(each.requires_grad for each in model.parameters()):
+        raise ConfigError("model", reference, "has no parameter to learn")
     zeros = np.zeros((3, *observation.shape), "uint8" if is_byte_tensor(observation) else "float32")
     samples = [zeros, _draw_observations(observation, zeros)]
     with torch.no_grad():
@@ -55,18 +60,9 @@ class _Outputs(nn.Module):
         self._compute = model.forward
 
     def forward(self, observation: Tensor) -> Tensor:
-        found = self._compute(observation)
-        outputs: Tensor = found[0] if isinstance(found, tuple) else found
+        result = self._compute(observation)
+        outputs: Tensor = result[0] if isinstance(result, tuple) else result
         return outputs
-
-
-def _check_parameters(model: nn.Module, reference: str) -> None:
-    others = {name: each.dtype for name, each in model.named_parameters() if each.dtype != torch.float32}
-    if others:
-        name, dtype = next(iter(others.items()))
-        raise ConfigError("model", reference, f"its parameter {name} is {dtype}", "make it float32")
-    if not any(each.requires_grad for each in model.parameters()):
-        raise ConfigError("model", reference, "has no parameter to learn")
 
 
 def _draw_observations(observation: TensorSpec, zeros: np.ndarray) -> np.ndarray:
@@ -82,13 +78,13 @@ def _draw_observations(observation: TensorSpec, zeros: np.ndarray) -> np.ndarray
 def _compute_outputs(model: nn.Module, observations: np.ndarray, num_outputs: int, reference: str) -> np.ndarray:
     """Torch's outputs, whose shape and dtype are right, as those of the value are."""
     try:
-        found = model(torch.from_numpy(observations))
+        result = model(torch.from_numpy(observations))
     except ConfigError:
         raise
     except Exception as error:  # user code may raise anything
         problem = f"forward raised {type(error).__name__} for observations {list(observations.shape)}: {error}"
         raise ConfigError("model", reference, problem) from error
-    outputs, value = found if isinstance(found, tuple) else (found, None)
+    outputs, value = result if isinstance(result, tuple) else (result, None)
     wanted = {"outputs": (outputs, (len(observations), num_outputs)), "value": (value, (len(observations),))}
     for name, (each, shape) in wanted.items():
         if each is not None and (each.shape != shape or each.dtype != torch.float32):
@@ -133,8 +129,8 @@ def _compare(
         network.load(1, tensors)
         for observations, outputs in zip(samples, expected, strict=True):
             for rows in (slice(None), slice(1)):
-                found = network.compute(observations[rows])
-                error = float(np.abs(found - outputs[rows]).max()) if found.shape == outputs[rows].shape else np.inf
+                result = network.compute(observations[rows])
+                error = float(np.abs(result - outputs[rows]).max()) if result.shape == outputs[rows].shape else np.inf
                 if not error <= TOLERANCE * max(1.0, float(np.abs(outputs).max())):
                     problem = f"onnxruntime's outputs differ from torch's by up to {error:g}"
                     remedy = "neither branch on values or on the batch's size, nor draw random numbers, in forward"

@@ -79,7 +79,7 @@ class RunSetting:
 
     @property
     def folder_name(self) -> str:
-        """Of the folder, below that of all runs: the run's, or a policy's there."""
+        """The folder below that of all runs: the run's, or a policy's there."""
         is_run = self.folder.name == self.run_id
         return self.run_id if is_run else f"{self.folder.parent.name}/{self.folder.name}"
 

@@ -190,7 +190,7 @@ class RLSpec(Spec):
 
     @property
     def model_factory(self) -> str:
-        """Of the model that learner, endpoint and registry build."""
+        """The factory of the model that learner, endpoint and registry build."""
         return self.algorithm.model_factory if self.applied_core == "none" else self.algorithm.recurrent_factory
 
     @property
@@ -349,7 +349,7 @@ def add_core(policy: PolicySpec, spec: RLSpec) -> tuple[PolicySpec, tuple[ExtraS
 
 
 def plan_convolutions(shape: tuple[int, ...]) -> list[tuple[int, int, bool]]:
-    """Of each layer of a FrameEncoder: output channels, stride, whether it is residual. [H, W, C] or [C, H, W].
+    """Plan a FrameEncoder: of each layer, output channels, stride, whether it is residual. [H, W, C] or [C, H, W].
 
     Halves the frame until no side is above 11, each time with a residual layer after it.
     """

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import needs_extra
 
 if TYPE_CHECKING:
-    from shoal.runs.record.opening import create, reopen
+    from shoal.runs.record.opening import create, recording, reopen
     from shoal.runs.record.recorder import RunRecorder
-    from shoal.runs.record.recording import recording
     from shoal.runs.report.report import write_report, write_report_at_end
     from shoal.runs.run_kind import RunKind
     from shoal.runs.run_reader import EndpointRecord, Run, list_running, list_runs, load
@@ -41,13 +40,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("create", "reopen"), "shoal.runs.record.opening"),
+    **dict.fromkeys(("create", "recording", "reopen"), "shoal.runs.record.opening"),
     "RunRecorder": "shoal.runs.record.recorder",
     **dict.fromkeys(("write_report", "write_report_at_end"), "shoal.runs.report.report"),
     **dict.fromkeys(("EndpointRecord", "Run", "list_running", "list_runs", "load"), "shoal.runs.run_reader"),
     **dict.fromkeys(("HEARTBEAT_TIMEOUT_S", "Status", "transition"), "shoal.runs.run_status"),
     "RunKind": "shoal.runs.run_kind",
-    "recording": "shoal.runs.record.recording",
 }
 
 

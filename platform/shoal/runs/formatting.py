@@ -25,10 +25,10 @@ def format_number(value: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """8.2 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
-    whole = round(seconds)
+    rounded = round(seconds)
     for unit_s, unit, part_s, part in _UNITS:
-        if whole >= unit_s:
-            return f"{whole // unit_s} {unit} {whole % unit_s // part_s} {part}"
+        if rounded >= unit_s:
+            return f"{rounded // unit_s} {unit} {rounded % unit_s // part_s} {part}"
     return f"{max(seconds, 0.0):.1f} s"
 
 
@@ -38,8 +38,8 @@ _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3_600, "d": 86_400}
 
 def parse_duration(text: str) -> float | None:
     """The seconds of 90s, 30m, 45min, 2h, 3d; None for a text that is no duration."""
-    found = _WRITTEN.fullmatch(text.strip())
-    return None if found is None else float(found[1]) * _SECONDS[found[2]]
+    match = _WRITTEN.fullmatch(text.strip())
+    return None if match is None else float(match[1]) * _SECONDS[match[2]]
 
 
 def _to_seconds(value: object) -> object:
@@ -56,8 +56,8 @@ _BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40
 
 
 def _to_bytes(value: object) -> object:
-    found = _WRITTEN_SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    return value if found is None else round(float(found[1]) * _BYTES[found[2]])
+    match = _WRITTEN_SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    return value if match is None else round(float(match[1]) * _BYTES[match[2]])
 
 
 Size = Annotated[int, BeforeValidator(_to_bytes), Field(ge=1, le=1 << 50)]
@@ -66,11 +66,11 @@ Size = Annotated[int, BeforeValidator(_to_bytes), Field(ge=1, le=1 << 50)]
 
 def format_age(seconds: float) -> str:
     """8 s, 3 min, 2 h, 3 d."""
-    whole = max(int(seconds), 0)
+    rounded = max(int(seconds), 0)
     for unit_s, unit, _, _ in _UNITS:
-        if whole >= unit_s:
-            return f"{whole // unit_s} {unit}"
-    return f"{whole} s"
+        if rounded >= unit_s:
+            return f"{rounded // unit_s} {unit}"
+    return f"{rounded} s"
 
 
 def format_size(size_bytes: int) -> str:

@@ -22,15 +22,15 @@ class JsonFormatter(logging.Formatter):
     """One object a record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        made = {
+        fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
-            made["exception"] = self.formatException(record.exc_info)
-        return json.dumps(made, ensure_ascii=False)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
 
 
 class JsonLines(io.TextIOBase):

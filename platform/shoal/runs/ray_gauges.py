@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 
 def name_gauge(kind: RunKind, metric: str) -> tuple[str, str]:
     """The name of a metric's gauge, and its label `member`: ("shoal_sweep_loss", "trial-003")."""
-    found = _TRIAL.fullmatch(metric) or _GROUP.fullmatch(metric)
-    name, member = (found["name"], found["member"]) if found else (metric, "")
+    match = _TRIAL.fullmatch(metric) or _GROUP.fullmatch(metric)
+    name, member = (match["name"], match["member"]) if match else (metric, "")
     return f"shoal_{kind}_{_NOT_ALLOWED.sub('_', name).strip('_').lower()}", member
 
 

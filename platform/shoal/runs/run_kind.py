@@ -52,21 +52,17 @@ def format_title(job: str, kind: RunKind, spec: str) -> str:
     """What a run is called: its Task's name, after the job's where that says more, as in `sweep lenet`."""
     if kind not in (RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP):
         return job
-    words = [found[1].strip("'\"") for found in _TASK.finditer(spec)]
-    name = next((_name_task(word) for word in words if word), "")
+    references = [match[1].strip("'\"") for match in _TASK.finditer(spec)]
+    task = next(filter(None, references), "")
+    name = task.rpartition(":")[2] if ":" in task else Path(task).stem  # of my_task.py:MyTask, of jobs/lenet.py
     return " ".join(dict.fromkeys(each for each in (job, name) if each and (each != _GENERIC_JOB or not name)))
-
-
-def _name_task(reference: str) -> str:
-    """`MyTask` of `my_task.py:MyTask`, `lenet` of `jobs/lenet.py`."""
-    return reference.rpartition(":")[2] if ":" in reference else Path(reference).stem
 
 
 @lru_cache(maxsize=16)  # called four times a second
 def infer_kind(spec: str) -> RunKind:
     """Infer it from a recorded spec (YAML)."""
-    found = infer_fields(spec)
-    return next((kind for kind, needed in _FIELDS if needed <= found), RunKind.OTHER)
+    fields = infer_fields(spec)
+    return next((kind for kind, needed in _FIELDS if needed <= fields), RunKind.OTHER)
 
 
 def infer_fields(spec: str) -> set[str]:

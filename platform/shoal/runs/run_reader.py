@@ -53,12 +53,8 @@ _MORE_IS_BETTER = frozenset(
         *("precision", "psnr", "r2", "recall", "rouge", "ssim", "top1", "top5"),
     )
 )
+_TRIAL = re.compile(r"^trial-[^/]*/")  # of a sweep, that has the metric
 _LESS_IS_BETTER = frozenset(("bpb", "bpc", "cer", "distance", "err", "fid", "kl", "mape", "nll", "ppl", "wer"))
-
-
-def _find_metric(name: str) -> str:
-    """A metric without the trial of a sweep that has it."""
-    return name.partition("/")[2] if name.startswith("trial-") else name
 
 
 @dataclass(frozen=True)
@@ -156,6 +152,13 @@ def is_higher_better(metric: str) -> bool:
     return infer_direction(metric) is not False
 
 
+# Of `runs`, which are fields of `Run` as they are.
+_COLUMNS = (
+    *("id", "job", "spec", "command", "git_revision", "created_at", "finished_at", "heartbeat_at"),
+    *("host", "pid", "incarnation", "error"),
+)
+
+
 @dataclass(frozen=True)
 class Run:
     """One run as it was when loaded; the methods read the present record.
@@ -192,21 +195,11 @@ class Run:
 
     @classmethod
     def _from_row(cls, row: sqlite3.Row, folder: Path) -> Self:
+        named = {name: row[name] for name in _COLUMNS}
         return cls(
-            id=row["id"],
-            job=row["job"],
+            **named,
             status=resolve_status(row),
-            spec=row["spec"],
-            command=row["command"],
-            git_revision=row["git_revision"],
             git_dirty=bool(row["git_dirty"]),
-            created_at=row["created_at"],
-            finished_at=row["finished_at"],
-            heartbeat_at=row["heartbeat_at"],
-            host=row["host"],
-            pid=row["pid"],
-            incarnation=row["incarnation"],
-            error=row["error"],
             folder=folder / "runs" / row["id"],
             _home=folder,
             _number=row["number"],
@@ -283,9 +276,10 @@ class Run:
         rows = [row for row in rows if row["lowest"] is not None]
         rows.sort(key=lambda row: not row["name"].startswith((VALIDATION, RETURNS)))  # held-out data judges better
         for part, more_is_better in _HEADLINES:
-            if found := [row for row in rows if part in row["name"]]:
-                metric = _find_metric(found[0]["name"])
-                trials = [row for row in found if _find_metric(row["name"]) == metric]  # of a sweep, else one row
+            named = [row for row in rows if part in row["name"]]
+            if named:
+                metric = _TRIAL.sub("", named[0]["name"])
+                trials = [row for row in named if _TRIAL.sub("", row["name"]) == metric]  # of a sweep, else one row
                 value, choose = ("highest", max) if more_is_better else ("lowest", min)
                 best = choose(trials, key=lambda row: float(row[value]))
                 return best["name"], best[value]
@@ -363,10 +357,10 @@ class Run:
     def endpoints(self) -> list[EndpointRecord]:
         """The run's addresses, by name. Endpoints that a lost run had not closed have the state `lost`."""
         rows = self._query("SELECT name, kind, address, state FROM endpoints WHERE run = :run ORDER BY name")
-        found = [EndpointRecord(*row) for row in rows]
+        endpoints = [EndpointRecord(*row) for row in rows]
         if self.status is Status.LOST:
-            return [replace(each, state="lost") if each.state != "closed" else each for each in found]
-        return found
+            return [replace(each, state="lost") if each.state != "closed" else each for each in endpoints]
+        return endpoints
 
     def to_dict(self) -> dict[str, object]:
         """Everything except the histories, ready for JSON (non-finite values become None)."""

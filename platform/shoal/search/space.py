@@ -237,10 +237,10 @@ def _parse_distribution(path: str, given: object) -> Distribution:
         return given
     if isinstance(given, list | tuple):
         return Options(tuple(given))
-    found = _CALL.fullmatch(given) if isinstance(given, str) else None
-    if found is None:
+    call = _CALL.fullmatch(given) if isinstance(given, str) else None
+    if call is None:
         raise ConfigError(path, given, "is no distribution", f"write {WORDS}")
-    name, written = found.groups()
+    name, written = call.groups()
     try:
         arguments = parse_yaml(f"[{written}]")
     except yaml.YAMLError:

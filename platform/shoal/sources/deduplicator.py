@@ -35,7 +35,12 @@ class Deduplicator:
 
     def admit(self, message: StreamMessage) -> bool:
         """Whether it is new; from now on it is not."""
-        is_new = self._admit_counted(message) if message.publisher else self._admit_hash(message.sequence)
+        if message.publisher:
+            is_new = self._admit_counted(message)
+        elif is_new := message.sequence not in self._hashes:
+            self._hashes[message.sequence] = None
+            if len(self._hashes) > self._window:
+                self._hashes.popitem(last=False)
         self.num_duplicates += not is_new
         return is_new
 
@@ -54,14 +59,6 @@ class Deduplicator:
             return False
         self.num_gaps -= self.num_gaps > 0  # it was counted as missing
         self._seen[message.publisher] = (highest, bits | 1 << -ahead)
-        return True
-
-    def _admit_hash(self, digest: int) -> bool:
-        if digest in self._hashes:
-            return False
-        self._hashes[digest] = None
-        if len(self._hashes) > self._window:
-            self._hashes.popitem(last=False)
         return True
 
     def state_dict(self) -> dict[str, Any]:

@@ -63,8 +63,15 @@ class MqttSource:
         parser: Parser | Callable[[str, bytes], Any],
         report: Callable[..., None] = lambda kind, **details: None,
     ) -> None:
-        if callable(parser):
-            _require_session(spec)
+        if callable(parser):  # a dataset: the broker holds by the session's name what is not acknowledged
+            for field in ("broker", "topic", "client_id"):
+                if not getattr(spec, field):
+                    remedy = (
+                        "name the session: the broker holds by it what is not acknowledged"
+                        if field == "client_id"
+                        else "give it"
+                    )
+                    raise ConfigError(f"mqtt.{field}", "", "is empty", remedy)
         self._spec, self._report = spec, report
         self._parser: Parser = SampleParser(parser) if callable(parser) else parser
         self._address = parse_address(spec)
@@ -121,20 +128,15 @@ class MqttSource:
             client.loop_stop()
         if rejected:
             raise self._make_error(f"rejects this client ({rejected[0]})")
-        if (waiting := self._peek()) is not None:
-            return waiting
+        if self._spec.client_id:  # a message that the broker holds for the session, which stays there
+            self.open(StreamState())
+            try:
+                if (waiting := next(iter(self.poll(1, POLL_S).messages), None)) is not None:
+                    return waiting
+            finally:
+                self.close()
         problem = f"no message came in {self._spec.connect_timeout_s:g} s{malformed}"
         raise DataError("mqtt.topic", self._spec.topic, problem, "start the publishers, or correct the topic")
-
-    def _peek(self) -> Any | None:
-        """A message that the broker holds for the session, which stays there."""
-        if not self._spec.client_id:
-            return None
-        self.open(StreamState())
-        try:
-            return next(iter(self.poll(1, POLL_S).messages), None)
-        finally:
-            self.close()
 
     def open(self, state: StreamState) -> None:
         """Take up the session. Raises ConfigError when no broker answers, or it rejects this client.
@@ -142,7 +144,8 @@ class MqttSource:
         `state` is not needed: the broker knows what was acknowledged.
         """
         client = paho.Client(CallbackAPIVersion.VERSION2, self._spec.client_id, protocol=paho.MQTTv5, manual_ack=True)
-        client.on_message, client.on_connect, client.on_disconnect = self._take, self._take_up, self._lose
+        client.on_connect, client.on_disconnect = self._take_up, self._lose
+        client.on_message = lambda _, data, packet: self._arrived.put(_Arrival(self._connection, packet, time.time()))
         client.on_subscribe = self._begin
         client.on_socket_open = send_at_once
         client.reconnect_delay_set(1, 10)
@@ -206,9 +209,6 @@ class MqttSource:
         if was_connected and reason.is_failure:
             self._report("broker_lost", broker=":".join(map(str, self._address)), reason=str(reason))
 
-    def _take(self, client: paho.Client, data: Any, packet: paho.MQTTMessage) -> None:
-        self._arrived.put(_Arrival(self._connection, packet, time.time()))
-
     # -- the caller's thread
 
     def poll(self, max_messages: int, timeout_s: float) -> Delivery:
@@ -267,14 +267,6 @@ class MqttSource:
             self._client.loop_stop()
             self._client = None
             self._arrived = queue.SimpleQueue()  # what was not polled goes to the next session
-
-
-def _require_session(spec: MqttSpec) -> None:
-    """Raises ConfigError for a topic as training data without a broker, a topic, or the name of a session."""
-    for field in ("broker", "topic", "client_id"):
-        if not getattr(spec, field):
-            remedy = "name the session: the broker holds by it what is not acknowledged" if field == "client_id" else ""
-            raise ConfigError(f"mqtt.{field}", "", "is empty", remedy or "give it")
 
 
 def send_at_once(client: paho.Client, data: Any, opened: Any) -> None:

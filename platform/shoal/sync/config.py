@@ -107,7 +107,7 @@ class SyncConfig(Spec):
 
     @classmethod
     def choose_type(cls, values: Mapping[str, Any]) -> type[Spec]:
-        return find_config_type(values.get("kind", _DEFAULT))
+        return find_sync_config_type(values.get("kind", _DEFAULT))
 
     @classmethod
     def expand_choice(cls, choice: str) -> dict[str, Any]:
@@ -128,13 +128,11 @@ class SyncConfig(Spec):
 class AllReduceConfig(SyncConfig):
     """Every step waits for all ranks, and has the gradients of the global batch.
 
-    hogwild:      with one worker: lanes that train its weights at once, without locks (1106.5730)
-    hogwild_mode: threads or processes; `auto` tries both for a second each and goes on with the faster
+    hogwild: with one worker: lanes that train its weights at once, without locks (1106.5730)
     """
 
     kind: Literal["all_reduce"] = "all_reduce"
     hogwild: int = Field(default=1, ge=1)
-    hogwild_mode: Literal["auto", "threads", "processes"] = "auto"
 
     synchronizer: ClassVar[str] = "shoal.sync.synchronizer:AllReduce"
     has_replicas: ClassVar[bool] = False
@@ -143,9 +141,7 @@ class AllReduceConfig(SyncConfig):
 
     def resolve(self, workers: int, min_workers: int | None) -> SyncConfig:
         if min_workers is None:
-            if self.hogwild == 1:
-                return self
-            return _make_variant("hogwild", lanes=self.hogwild, mode=self.hogwild_mode)
+            return self if self.hogwild == 1 else _make_variant("hogwild", lanes=self.hogwild)
         if self.hogwild > 1:
             raise ValueError("sync.hogwild does not go with workers=[min,max]: a lane takes steps of its own")
         return _make_variant("elastic", workers=workers, min_workers=min_workers)
@@ -164,7 +160,7 @@ def _make_variant(kind: str, **fields: object) -> SyncConfig:
     return variant
 
 
-def find_config_type(kind: object) -> type[SyncConfig]:
+def find_sync_config_type(kind: object) -> type[SyncConfig]:
     """The configuration of the synchronizer `kind`. Raises ValueError."""
     found = find_extension(str(kind), GROUP, CONFIGS)
     if not (isinstance(found, type) and issubclass(found, SyncConfig)):
@@ -174,16 +170,16 @@ def find_config_type(kind: object) -> type[SyncConfig]:
     return found
 
 
-def _find_owners(name: str) -> dict[str, Any]:
-    """The kinds of ours that have a field, and what it is there."""
-    found = {kind: load_reference(reference).model_fields.get(name) for kind, reference in list_kinds().items()}
-    return {kind: field for kind, field in found.items() if field is not None}
-
-
-def _advise(kind: object, chosen: type[SyncConfig], name: str) -> str:
-    owners, names = _find_owners(name), ", ".join([*chosen.model_fields][1:])
+def _advise(kind: object, config_type: type[SyncConfig], name: str) -> str:
+    """What to do about a field that a kind does not have."""
+    owners = _find_owners(name)
     remedy = f"leave it out, or choose sync.kind={' or '.join(owners)}" if owners else "leave it out"
-    return f"{kind} has none, but {names}: {remedy}"
+    return f"{kind} has none, but {', '.join([*config_type.model_fields][1:])}: {remedy}"
+
+
+def _find_owners(name: str) -> list[str]:
+    """The kinds of ours that have a field."""
+    return [kind for kind, reference in list_kinds().items() if name in load_reference(reference).model_fields]
 
 
 def _parse_config(value: object) -> object:
@@ -193,12 +189,12 @@ def _parse_config(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     kind = value.get("kind", _DEFAULT)
-    chosen = find_config_type(kind)
-    fields = {name: each for name, each in value.items() if name in chosen.model_fields}
-    for name in [each for each in value if each not in fields]:
-        given = "null" if value[name] is None else value[name]
-        raise ValueError(f"sync.{name}={given}: {_advise(kind, chosen, name)}")
-    return chosen.model_validate({"kind": kind, **fields})
+    config_type = find_sync_config_type(kind)
+    for name in value:
+        if name not in config_type.model_fields:
+            given = "null" if value[name] is None else value[name]
+            raise ValueError(f"sync.{name}={given}: {_advise(kind, config_type, name)}")
+    return config_type.model_validate({"kind": kind, **value})
 
 
 AnySyncConfig = Annotated[SerializeAsAny[SyncConfig], BeforeValidator(_parse_config)]

@@ -85,6 +85,24 @@ class CallId(NamedTuple):
 
 Handler = Callable[[CallId, Any], object]
 Handlers = Mapping[type[Request[Any]], Handler]  # of the requests of the type
+_Method = TypeVar("_Method", bound=Callable[..., object])
+
+
+def answers(kind: type[Request[Any]]) -> Callable[[_Method], _Method]:
+    """Mark a method, of (caller, request), as the handler of a type of requests: see `list_handlers`."""
+
+    def mark(method: _Method) -> _Method:
+        method.__dict__["answers"] = kind
+        return method
+
+    return mark
+
+
+def list_handlers(owner: object) -> Handlers:
+    """The methods of an object that are marked as handlers, or override one that is."""
+    classes = reversed(type(owner).__mro__)
+    marked = [(each, name) for part in classes for name, each in vars(part).items() if hasattr(each, "answers")]
+    return {method.answers: getattr(owner, name) for method, name in marked}
 
 
 class RpcService:

@@ -1,7 +1,7 @@
 """Callbacks: a Task's code that runs as training goes on, without a loop of its own.
 
-Owns what a callback sees and may do. Called by the Trainer, on every rank at the same step. Most need nothing but the
-spec: evaluations, checkpoints, schedules and stopping criteria are there already.
+Owns what a callback sees and may do. The Trainer calls a `CallbackRunner`, on every rank at the same step. Most Tasks
+need none: evaluations, checkpoints, schedules and stopping criteria are fields of the spec.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from shoal.errors import ConfigError
 
 
 @dataclass
@@ -61,3 +63,42 @@ class Callback:
 
     def on_end(self, state: TrainingState) -> None:
         """After the last step and evaluation; not when an error ends the run."""
+
+
+class CallbackRunner:
+    """The callbacks of one rank, and the run as they see it. Raises ConfigError for an object that is no Callback."""
+
+    def __init__(self, callbacks: Sequence[object], state: TrainingState, get_epoch: Callable[[], float]) -> None:
+        self._callbacks: list[Callback] = []
+        for each in callbacks:
+            if not isinstance(each, Callback):
+                problem = "is no callback"
+                raise ConfigError("Task.callbacks", type(each).__name__, problem, "subclass shoal.train.Callback")
+            self._callbacks.append(each)
+        self._state, self._get_epoch = state, get_epoch
+
+    @property
+    def stop_reason(self) -> str:
+        """Why a callback of this rank wants the run to end; "": none does."""
+        return self._state.stop_reason
+
+    def begin(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._state.metrics = metrics
+        self._call(Callback.on_begin, step)
+
+    def end_step(self, step: int, loss: Tensor) -> None:
+        self._state.loss = loss
+        self._call(Callback.on_step, step)
+
+    def end_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._state.metrics = metrics
+        self._call(Callback.on_evaluation, step)
+
+    def end(self, step: int) -> None:
+        self._call(Callback.on_end, step)
+
+    def _call(self, method: Callable[[Callback, TrainingState], None], step: int) -> None:
+        if self._callbacks:
+            self._state.step, self._state.epoch = step, self._get_epoch()
+            for each in self._callbacks:
+                getattr(each, method.__name__)(self._state)

@@ -8,7 +8,7 @@ Format: torch/distributed/checkpoint. Of `.metadata`, a pickle, only the classes
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from shoal.errors import WeightsError
-from shoal.weights.tensor_files import TensorTypes
+from shoal.weights.tensor_files import LazyTensors, TensorTypes
 
 METADATA = ".metadata"
 _OTHERS = frozenset({"optimizer", "lr_scheduler", "train_state", "dataloader"})
@@ -33,17 +33,17 @@ _CLASSES = {
 }
 
 
-class DcpTensors(Mapping[str, Tensor]):
+class DcpTensors(LazyTensors):
     """The model's tensors by name, each read when it is asked for. Raises WeightsError for what cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._metadata = folder, _read_metadata(folder)
         self._reader = FileSystemReader(folder)
         self._reader.set_up_storage_reader(self._metadata, True)
-        self._keys: dict[str, str] = {}
+        self.files: dict[str, str] = {}  # the key of each
         for key, described in self._metadata.state_dict_metadata.items():
             if isinstance(described, TensorStorageMetadata) and (name := self._find_name(key)) is not None:
-                self._keys[name] = key
+                self.files[name] = key
 
     def _find_name(self, key: str) -> str | None:
         """The name within the model; None for what is not of the model."""
@@ -55,12 +55,12 @@ class DcpTensors(Mapping[str, Tensor]):
 
     def get_shape(self, name: str) -> torch.Size:
         """The shape of a tensor, which is not read."""
-        described = self._metadata.state_dict_metadata[self._keys[name]]
+        described = self._metadata.state_dict_metadata[self.files[name]]
         assert isinstance(described, TensorStorageMetadata)
         return torch.Size(described.size)
 
     def __getitem__(self, name: str) -> Tensor:
-        key = self._keys[name]
+        key = self.files[name]
         described = self._metadata.state_dict_metadata[key]
         assert isinstance(described, TensorStorageMetadata)
         tensor = torch.empty(described.size, dtype=described.properties.dtype)
@@ -71,15 +71,6 @@ class DcpTensors(Mapping[str, Tensor]):
         except (OSError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError, AssertionError, ValueError) as error:
             raise WeightsError(f"{name!r} of the checkpoint {self._folder} cannot be read ({error!r})") from error
         return tensor
-
-    def __contains__(self, name: object) -> bool:  # Mapping would read it
-        return name in self._keys
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
 
 def open_dcp(folder: Path) -> DcpTensors:
@@ -130,9 +121,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 def _read_metadata(folder: Path) -> Metadata:
     try:
         with (folder / METADATA).open("rb") as file:
-            found = _MetadataUnpickler(file).load()
+            metadata = _MetadataUnpickler(file).load()
     except (OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, TypeError, IndexError) as error:
         raise WeightsError(f"{folder / METADATA} cannot be read as a distributed checkpoint's ({error})") from error
-    if not isinstance(found, Metadata) or not found.storage_data:
+    if not isinstance(metadata, Metadata) or not metadata.storage_data:
         raise WeightsError(f"{folder / METADATA} describes no distributed checkpoint of files")
-    return found
+    return metadata

@@ -40,15 +40,10 @@ class WeightPublisher:
         self._send, self._stored_version, self._check_s, self._retry_s = send, stored_version, check_s, retry_s
         self._changed = threading.Condition()
         self._last: WeightSnapshot | None = None
-        self._forwarded_version = 0
+        self.forwarded_version = 0  # the newest that the store has acknowledged; 0 also when it lost that
         self._close_deadline = 0.0  # time.monotonic(); 0 while open
         self._thread = threading.Thread(target=self._run, name="shoal-publish", daemon=True)
         self._thread.start()
-
-    @property
-    def forwarded_version(self) -> int:
-        """The newest version that the store has acknowledged; 0 when it lost it, and before the first."""
-        return self._forwarded_version
 
     def publish(self, snapshot: WeightSnapshot) -> None:
         """Hand a version over; returns at once. Raises Closed after close()."""
@@ -79,9 +74,9 @@ class WeightPublisher:
             try:
                 if pending is not None:
                     self._send(pending)
-                    self._forwarded_version = pending.version
+                    self.forwarded_version = pending.version
                 elif self._last is not None and self._stored_version() < self._last.version:
-                    self._forwarded_version = 0  # the store was restarted: send it again
+                    self.forwarded_version = 0  # the store was restarted: send it again
                 is_away = False
             except ConnectionLost as error:
                 if not is_away:
@@ -92,4 +87,4 @@ class WeightPublisher:
 
     def _pending(self) -> WeightSnapshot | None:
         last = self._last
-        return last if last is not None and last.version > self._forwarded_version else None
+        return last if last is not None and last.version > self.forwarded_version else None

@@ -74,12 +74,12 @@ class RayWeightSource:
         limit_s, pause_s = timeout_s + CALL_TIMEOUT_S, min(timeout_s, RETRY_S)
         self.is_reachable = True
         try:
-            found: WeightSnapshot | None = ray.get(self._store.wait_newer.remote(than, timeout_s), timeout=limit_s)
+            snapshot: WeightSnapshot | None = ray.get(self._store.wait_newer.remote(than, timeout_s), timeout=limit_s)
         except AWAY:
             self.is_reachable = False
             time.sleep(pause_s)  # a dead store answers at once, and the caller must not spin
             return None
-        return found
+        return snapshot
 
 
 class RayWeightPublisher(WeightPublisher):

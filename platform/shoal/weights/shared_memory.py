@@ -79,8 +79,8 @@ def map_payload(address: PayloadAddress) -> mmap.mmap | None:
     except OSError:
         return None
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or (found.st_ino, found.st_size) != (address.inode, address.size):
+        result = os.fstat(fd)
+        if not stat.S_ISREG(result.st_mode) or (result.st_ino, result.st_size) != (address.inode, address.size):
             return None
         return mmap.mmap(fd, address.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
     except OSError:
@@ -98,13 +98,13 @@ def view_tensors(payload: mmap.mmap | bytes) -> dict[str, np.ndarray]:
     try:
         size = int.from_bytes(payload[:8], "little")
         described = json.loads(payload[8 : 8 + size])
-        found = {}
+        result = {}
         for name, each in described.items():
             if name != "__metadata__":
                 (begin, end), shape = each["data_offsets"], each["shape"]
                 dtype = np.dtype(DTYPES[each["dtype"]])
                 rows: np.ndarray = np.frombuffer(payload, dtype, (end - begin) // dtype.itemsize, 8 + size + begin)
-                found[name] = rows.reshape(shape)
+                result[name] = rows.reshape(shape)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise WeightsError(f"the payload is not safetensors, or not for NumPy: {error!r}") from None
-    return found
+    return result

@@ -29,7 +29,7 @@ DTYPES = {
     **{"U64": "<u8", "I64": "<i8", "F64": "<f8", "F32": "<f4", "U32": "<u4", "I32": "<i4"},
     **{"F16": "<f2", "U16": "<u2", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?"},
 }
-_PLACES = {np.dtype(dtype): place for place, dtype in enumerate(DTYPES.values())}
+_PLACES = {np.dtype(dtype): rank for rank, dtype in enumerate(DTYPES.values())}
 _NAMES = tuple(DTYPES)
 REMEDY = "restore the file from a copy, or register the model again"
 
@@ -79,9 +79,9 @@ def measure_lag(newest: int, versions: np.ndarray, skipped: Skipped) -> np.ndarr
     skipped: of each restart, the checkpoint's version and the last number that was skipped
     """
     lag = newest - versions
-    for kept, last in skipped:
+    for checkpoint, last in skipped:
         if newest > last:
-            lag = lag - np.clip(last - versions, 0, last - kept)
+            lag = lag - np.clip(last - versions, 0, last - checkpoint)
     return lag
 
 
@@ -126,7 +126,7 @@ class WeightSnapshot:
         self.shapes()
 
     def shapes(self) -> dict[str, list[int]]:
-        """Of the tensors, by name. Raises WeightsError as `check`."""
+        """The tensors' shapes by name. Raises WeightsError as `check`."""
         self.verify()
         try:
             described = safetensors.deserialize(self.payload)  # type: ignore[no-untyped-call]
@@ -151,7 +151,7 @@ class WeightSnapshot:
 
     @property
     def size_bytes(self) -> int:
-        """Of the payload."""
+        """The size of the payload."""
         return len(self.payload)
 
     def __getstate__(self) -> dict[str, object]:
@@ -252,14 +252,14 @@ class WeightFile(WeightSnapshot):
 
     def shapes(self) -> dict[str, list[int]]:
         self.verify()
-        found: dict[str, list[int]] = {}
+        result: dict[str, list[int]] = {}
         for part in self.parts:
             try:
                 with safetensors.safe_open(self.find(part), "numpy") as opened:
-                    found |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+                    result |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
             except (OSError, safetensors.SafetensorError) as error:
                 raise WeightsError(f"{part.path} cannot be read as safetensors ({error}): {REMEDY}") from error
-        return found
+        return result
 
     def verify_part(self, part: WeightPart) -> None:
         """Raises WeightsError when the checksum of one of the files does not fit, or it cannot be read."""

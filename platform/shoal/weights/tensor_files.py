@@ -36,7 +36,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_PLACES = {dtype: place for place, dtype in enumerate(DTYPES.values())}
+_PLACES = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
 
 TensorTypes = Mapping[str, tuple[torch.dtype, torch.Size]]  # of tensors that need not exist yet, by name
 
@@ -54,14 +54,14 @@ def write_tensors(path: Path, types: TensorTypes, tensors: Iterable[tuple[str, T
     drafts = {file: file.with_name(f".{file.name}.draft") for file in files}
     try:
         make_folder(path.parent)
-        places = _write_headers({drafts[file]: names for file, names in files.items()}, types)
+        locations = _write_headers({drafts[file]: names for file, names in files.items()}, types)
         for name, tensor in coming:
-            draft, begin = places.pop(name)
+            draft, begin = locations.pop(name)
             with draft.open("r+b") as opened:
                 opened.seek(begin)
                 opened.write(_view_bytes(tensor))
             del tensor  # before the next one comes
-        assert not places, f"{next(iter(places))} never came"
+        assert not locations, f"{next(iter(locations))} never came"
         for file, draft in drafts.items():
             with draft.open("rb") as opened:
                 os.fsync(opened.fileno())
@@ -102,12 +102,27 @@ def make_weight_file(version: int, path: Path) -> WeightFile:
     return WeightFile(version, path, digest, time.time(), parts=parts, is_verified=True)
 
 
-class TensorFiles(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name, each read when it is asked for. files: where each one is"""
+
+    files: Mapping[str, Any]
+
+    def __contains__(self, name: object) -> bool:  # Mapping would read it
+        return name in self.files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+class TensorFiles(LazyTensors):
     """The tensors of several files by name, each read when it is asked for, into memory of its own.
 
     files: which one has each
 
-    A file is opened for each tensor anew: what is mapped stays in no process. Raises WeightsError for a file that is
+    A file is opened for each tensor: what is mapped stays in no process. Raises WeightsError for a file that is
     missing or damaged, and for a name in two files.
     """
 
@@ -124,17 +139,8 @@ class TensorFiles(Mapping[str, Tensor]):
         return _open(self.files[name])
 
     def __getitem__(self, name: str) -> Tensor:
-        found: Tensor = self._open(name).get_tensor(name)
-        return found.clone()  # in the file it is misaligned, which changes the last digits of products
-
-    def __contains__(self, name: object) -> bool:  # Mapping would read it
-        return name in self.files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.files)
-
-    def __len__(self) -> int:
-        return len(self.files)
+        result: Tensor = self._open(name).get_tensor(name)
+        return result.clone()  # in the file it is misaligned, which changes the last digits of products
 
     def describe(self) -> TensorTypes:
         """Dtype and shape of each tensor, of which none is read."""
@@ -147,8 +153,8 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """The part of a tensor with these slices; nothing else of it is read."""
-        found: Tensor = self._open(name).get_slice(name)[part]
-        return found.clone()
+        result: Tensor = self._open(name).get_slice(name)[part]
+        return result.clone()
 
 
 class VersionTensors(TensorFiles):
@@ -211,22 +217,22 @@ def _read_part(file: WeightFile, part: WeightPart) -> dict[str, Tensor]:
     last digits of products."""
     path, digest = file.find(part), hashlib.sha256()
     mapped = safetensors.torch.load_file(path)
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     with path.open("rb") as opened:
         size = opened.read(8)
         header = opened.read(int.from_bytes(size, "little"))
         digest.update(size + header)
         described = json.loads(header)
         for name in sorted(mapped, key=lambda name: described[name]["data_offsets"]):
-            found[name] = torch.empty_like(mapped[name])
-            payload: Any = found[name].reshape(-1).view(torch.uint8).numpy()
+            result[name] = torch.empty_like(mapped[name])
+            payload: Any = result[name].reshape(-1).view(torch.uint8).numpy()
             if opened.readinto(payload) != payload.nbytes:
                 raise WeightsError(f"{path} was cut off while it was read")
             if not file.is_verified:
                 digest.update(payload)
     if not file.is_verified and digest.hexdigest() != part.sha256:
         raise file.describe_damage(part.path)
-    return found
+    return result
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -269,7 +275,7 @@ def _divide(path: Path, types: TensorTypes) -> dict[Path, list[str]]:
 
 def _write_headers(files: Mapping[Path, Sequence[str]], types: TensorTypes) -> dict[str, tuple[Path, int]]:
     """Begin each file; returns the place of each tensor's bytes."""
-    places = {}
+    locations = {}
     for file, names in files.items():
         for name in names:
             if types[name][0] not in _PLACES:
@@ -283,8 +289,8 @@ def _write_headers(files: Mapping[Path, Sequence[str]], types: TensorTypes) -> d
         head = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
         head += b" " * (-len(head) % 8)
         create_private(file).write_bytes(len(head).to_bytes(8, "little") + head)
-        places.update({name: (file, 8 + len(head) + begin) for name, begin in begins.items()})
-    return places
+        locations.update({name: (file, 8 + len(head) + begin) for name, begin in begins.items()})
+    return locations
 
 
 def _write_index(path: Path, files: Mapping[Path, Sequence[str]], types: TensorTypes) -> Path:

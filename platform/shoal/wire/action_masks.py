@@ -33,14 +33,14 @@ def find_choices(spec: ExperienceSpec) -> tuple[int, ...]:
 def read_mask(mask: Any, choices: tuple[int, ...]) -> np.ndarray:
     """An environment's mask as bool [K]; its numbers are 0 or 1. Raises InvalidSegment for another shape, dtype or
     number, or where no choice is allowed."""
-    found = np.asarray(mask)
-    if found.dtype.kind not in "biu":
-        raise InvalidSegment("invalid_dtype", MASKS, f"{found.dtype}, expected bool or integers")
-    if found.shape != (sum(choices),):
-        raise InvalidSegment("invalid_shape", MASKS, f"{found.shape}, expected ({sum(choices)},)")
-    if found.dtype.kind != "b" and ((found != 0) & (found != 1)).any():
+    given = np.asarray(mask)
+    if given.dtype.kind not in "biu":
+        raise InvalidSegment("invalid_dtype", MASKS, f"{given.dtype}, expected bool or integers")
+    if given.shape != (sum(choices),):
+        raise InvalidSegment("invalid_shape", MASKS, f"{given.shape}, expected ({sum(choices)},)")
+    if given.dtype.kind != "b" and ((given != 0) & (given != 1)).any():
         raise InvalidSegment("invalid_range", MASKS, "numbers other than 0 and 1")
-    allowed = found.astype(np.bool_)
+    allowed = given.astype(np.bool_)
     if not _has_choice(allowed, choices).all():
         raise InvalidSegment("invalid_range", MASKS, "no action is allowed")
     return allowed
@@ -67,5 +67,5 @@ def _find_sizes(action: TensorSpec, action_sizes: tuple[int, ...]) -> tuple[int,
 
 
 def _has_choice(mask: np.ndarray, choices: tuple[int, ...]) -> np.ndarray:
-    """Of each number of an action, whether a mask [K] allows any choice."""
+    """Find, for each number of an action, whether a mask [K] allows any choice."""
     return np.logical_or.reduceat(mask, np.cumsum((0, *choices[:-1])))

@@ -115,7 +115,7 @@ class ExtraSpec(msgspec.Struct, frozen=True):
     per: str
 
     def count_rows(self, num_steps: int) -> int:
-        """In a segment of `num_steps`."""
+        """Count its rows in a segment of `num_steps`."""
         return num_steps + 1 if self.per == "observation" else 1
 
 

@@ -217,30 +217,23 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)
 
 
-class _KindHeader(msgspec.Struct):
+class _LooseHeader(msgspec.Struct):
+    """What can be read of a header that is wrong in another field."""
+
     kind: str
+    protocol: object = None
+    seq: object = None
 
 
-class _VersionHeader(msgspec.Struct, tag_field="kind", tag="hello"):
-    protocol: int
-
-
-class _SeqHeader(msgspec.Struct, tag_field="kind", tag="segment"):
-    seq: int
-
-
-_KIND_DECODER = msgspec.msgpack.Decoder(_KindHeader)
-_VERSION_DECODER = msgspec.msgpack.Decoder(_VersionHeader)
-_SEQ_DECODER = msgspec.msgpack.Decoder(_SeqHeader)
+_LOOSE_DECODER = msgspec.msgpack.Decoder(_LooseHeader)
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _KINDS = frozenset(kind.__struct_config__.tag for kind in get_args(Message))
 
 
 def encode(message: Message) -> bytes:
     """The header frame of a message."""
-    if isinstance(
-        message, Welcome
-    ):  # the size of a struct of 16 fields or more takes two bytes too many, if few are set
+    if isinstance(message, Welcome):
+        # The size of a struct of 16 fields or more takes two bytes too many, if few are set.
         return _ENCODER.encode(msgspec.to_builtins(message, builtin_types=(bytes,)))
     return _ENCODER.encode(message)
 
@@ -275,29 +268,22 @@ def reject_version(protocol: int) -> ProtocolViolation:
 
 
 def _read_seq(header: bytes) -> int | None:
-    """The number of a segment whose header is wrong in another place."""
+    """The number of a segment whose header is wrong in another field."""
     try:
-        return _SEQ_DECODER.decode(header).seq
+        loose = _LOOSE_DECODER.decode(header)
     except _UNREADABLE:
         return None
-
-
-def _read_protocol(header: bytes) -> int:
-    """The version of a `hello` whose other fields are wrong, or of another version."""
-    try:
-        return _VERSION_DECODER.decode(header).protocol
-    except _UNREADABLE:
-        return PROTOCOL_VERSION
+    return loose.seq if loose.kind == "segment" and type(loose.seq) is int else None
 
 
 def _make_violation(header: bytes, error: Exception) -> ProtocolViolation:
     """Distinguish an unknown kind, which a newer peer may send in good faith, from an invalid header."""
     try:
-        kind = _KIND_DECODER.decode(header).kind
+        loose = _LOOSE_DECODER.decode(header)
     except _UNREADABLE:
         return ProtocolViolation("malformed", f"the header is not a msgpack map with a `kind`: {error}")
-    if kind not in _KINDS:
-        return ProtocolViolation("unknown_kind", f"no message of kind {kind[:40]!r}")
-    if (protocol := _read_protocol(header)) != PROTOCOL_VERSION:
-        return reject_version(protocol)
-    return ProtocolViolation("malformed", f"{kind}: {error}", _read_seq(header))
+    if loose.kind not in _KINDS:
+        return ProtocolViolation("unknown_kind", f"no message of kind {loose.kind[:40]!r}")
+    if loose.kind == "hello" and type(loose.protocol) is int and loose.protocol != PROTOCOL_VERSION:
+        return reject_version(loose.protocol)
+    return ProtocolViolation("malformed", f"{loose.kind}: {error}", _read_seq(header))

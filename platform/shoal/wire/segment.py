@@ -126,7 +126,10 @@ class PackedSegment(NamedTuple):
         named = [(name, getattr(segment, name)) for name in _TENSORS]
         for name, array in (*named, *segment.extras.items()):
             array = np.ascontiguousarray(array)
-            dtype = _dtype_name(name, array)
+            dtype = _NAMES.get(array.dtype) or _NAMES.get(array.dtype.newbyteorder("<"))
+            if dtype is None:
+                problem = f"{array.dtype} cannot travel, these can: {', '.join(DTYPES)}"
+                raise InvalidSegment(DropReason.INVALID_DTYPE, name, problem)
             headers.append(TensorHeader(name, dtype, array.shape))
             tensors.append(array.astype(DTYPES[dtype], copy=False).tobytes())
         header = SegmentMessage(
@@ -151,14 +154,6 @@ def pack_segment(segment: Segment, seq: int) -> list[bytes]:
     return PackedSegment.from_segment(segment).to_frames(seq)
 
 
-def _dtype_name(name: str, array: np.ndarray) -> str:
-    dtype = _NAMES.get(array.dtype) or _NAMES.get(array.dtype.newbyteorder("<"))
-    if dtype is None:
-        problem = f"{array.dtype} cannot travel, these can: {', '.join(DTYPES)}"
-        raise InvalidSegment(DropReason.INVALID_DTYPE, name, problem)
-    return dtype
-
-
 def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: ExperienceSpec) -> Segment:
     """The segment in `frames` (without the header frame), validated against `spec`; the arrays are views of the frames.
 
@@ -171,10 +166,15 @@ def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: Exper
     described = {header.name: (header, frame) for header, frame in zip(message.tensors, frames, strict=True)}
     if len(described) != len(frames):
         raise InvalidSegment(DropReason.INVALID_FRAMES, "tensors", "one name stands there twice")
-    length = _read_length(described, spec.segment_length)
-    _check_ending(message, length)
+    if "rewards" not in described:
+        raise InvalidSegment(DropReason.INVALID_FRAMES, "rewards", "is missing")
+    shape = described["rewards"][0].shape
+    if len(shape) != 1 or not 1 <= shape[0] <= spec.segment_length:
+        problem = f"{list(shape)[:9]}, expected [L] with 1 ≤ L ≤ {spec.segment_length}"
+        raise InvalidSegment(DropReason.INVALID_SHAPE, "rewards", problem)
+    (length,) = shape
     unrecorded = message.unrecorded or ()
-    _check_unrecorded(unrecorded)
+    _check_episodes(message, length, unrecorded)
     log_probability = _LOG_PROBABILITY if spec.action.numpy_dtype().kind != "f" else _LOG_DENSITY
     extras = {
         each.name: _read_tensor(each.name, described, each.count_rows(length), each.tensor) for each in spec.extras
@@ -196,16 +196,6 @@ def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: Exper
         message.opponent or 0,
         unrecorded,
     )
-
-
-def _read_length(described: Mapping[str, tuple[TensorHeader, bytes]], segment_length: int) -> int:
-    if "rewards" not in described:
-        raise InvalidSegment(DropReason.INVALID_FRAMES, "rewards", "is missing")
-    shape = described["rewards"][0].shape
-    if len(shape) != 1 or not 1 <= shape[0] <= segment_length:
-        problem = f"{list(shape)[:9]}, expected [L] with 1 ≤ L ≤ {segment_length}"
-        raise InvalidSegment(DropReason.INVALID_SHAPE, "rewards", problem)
-    return shape[0]
 
 
 def _read_tensor(
@@ -267,7 +257,8 @@ def _check_bounds(actions: np.ndarray, spec: ExperienceSpec) -> np.ndarray:
     return actions
 
 
-def _check_ending(message: SegmentMessage, length: int) -> None:
+def _check_episodes(message: SegmentMessage, length: int, unrecorded: Sequence[EpisodeSummary]) -> None:
+    """What a message says of the ends of episodes. Raises InvalidSegment."""
     if message.terminated and message.truncated:
         raise InvalidSegment(DropReason.INVALID_RANGE, "truncated", "an episode is terminated or truncated, not both")
     if message.episode_return is not None and not math.isfinite(message.episode_return):
@@ -280,9 +271,6 @@ def _check_ending(message: SegmentMessage, length: int) -> None:
         if (getattr(message, name) is not None) != ended:
             problem = "is missing, though the episode ended" if ended else "is given, though the episode goes on"
             raise InvalidSegment(DropReason.INVALID_RANGE, name, problem)
-
-
-def _check_unrecorded(unrecorded: Sequence[EpisodeSummary]) -> None:
     if len(unrecorded) > MAX_UNRECORDED:
         problem = f"has {len(unrecorded)} episodes, at most {MAX_UNRECORDED}"
         raise InvalidSegment(DropReason.INVALID_RANGE, "unrecorded", problem)

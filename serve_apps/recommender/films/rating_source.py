@@ -13,7 +13,7 @@ import time
 from films.models import Rating
 from shoal.errors import DataError
 from shoal.libs.stream.messages import Message
-from shoal.sources.source import Delivery, StreamState
+from shoal.sources import Delivery, StreamState
 
 PUBLISHER = "films_rating"
 QUERY_EVERY_S = 0.05  # while a poll waits

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.libs.asynchronous.launch.replicas import ForkedProcess, fit_replicas
+from shoal.libs.asynchronous.replicas import ForkedProcess, fit_replicas
 from shoal.sync import rpc
 from shoal.train.spec import TrainSpec
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import shoal.runs
 from shoal.errors import RankLost, TrainError
-from shoal.libs.asynchronous.launch.replicas import ForkedProcess, fit_replicas
+from shoal.libs.asynchronous.replicas import ForkedProcess, fit_replicas
 from shoal.parallel import World
 from shoal.train.loop.trainer import Trainer
 from shoal.train.spec import TrainSpec
@@ -145,7 +145,7 @@ def test_a_run_goes_on_when_a_server_a_worker_and_the_chief_are_killed(tmp_path:
     assert 0 <= counted["lost"] < counted["updates"]
 
 
-@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+@pytest.mark.parametrize("host", ["", pytest.param("127.0.0.1", marks=pytest.mark.soak)])
 def test_a_durable_run_loses_no_update_when_servers_are_killed(tmp_path: Path, host: str) -> None:
     """Staleness 0: its weights are those of a run in which no server died, to the bit. By TCP, all goes in messages."""
     sync = {"kind": "parameter_server", "servers": 2, "durable": True, "transport": "frames" if host else "auto"}

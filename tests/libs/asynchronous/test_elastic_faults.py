@@ -18,7 +18,7 @@ from test_asynchronous_faults import KillingLog, Processes, spec_of
 from torch import Tensor
 
 from shoal.errors import RankLost
-from shoal.libs.asynchronous.launch.replicas import fit_replicas
+from shoal.libs.asynchronous.replicas import fit_replicas
 from shoal.parallel import World
 from shoal.train import Callback
 from shoal.train.callback import TrainingState
@@ -100,6 +100,7 @@ def test_survivors_and_replacements_have_equal_weights_when_a_worker_and_the_chi
     assert summary == {"healed": 3, "restarts": 0}
 
 
+@pytest.mark.soak
 def test_a_worker_that_gets_a_notice_leaves_between_two_steps_and_is_replaced(tmp_path: Path) -> None:
     run = Run(tmp_path, {"worker 1 TERM": 15, "worker 0 TERM": 45}, steps=150)
     assert run.outcome.reason == "steps"
@@ -109,6 +110,7 @@ def test_a_worker_that_gets_a_notice_leaves_between_two_steps_and_is_replaced(tm
     assert sorted(run.digests) == list(range(1, 151))
 
 
+@pytest.mark.soak
 def test_when_all_get_a_notice_or_die_the_run_goes_on(tmp_path: Path) -> None:
     """After the notice no step is lost; after the deaths the newest checkpoint is where all begin again."""
     faults = {"worker 0 TERM": 10, "worker 1 TERM": 10, "worker 0 KILL": 40, "worker 1 KILL": 40}
@@ -145,6 +147,7 @@ def test_with_all_workers_its_weights_are_those_of_one_process_resumed_or_not(tm
     torch.testing.assert_close(train("resumed", 12, train_elastically), alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.soak
 def test_a_run_that_needs_all_its_workers_ends_when_one_dies_again_and_again(tmp_path: Path) -> None:
     spec = spec_of(task=f"{__file__}:DyingAgain", sync="all_reduce", workers=[2, 2])
     with pytest.raises(RankLost, match="worker 1 died 3 times"):

@@ -16,12 +16,13 @@ from torch.optim import SGD, Adam, Optimizer
 
 from shoal.errors import TrainError, WorkerDeparted
 from shoal.libs.asynchronous.clock import Clock
-from shoal.libs.asynchronous.elastic.controller import ElasticController
-from shoal.libs.asynchronous.elastic.run_memory import RunAddress
-from shoal.libs.asynchronous.elastic.worker import ElasticSync
+from shoal.libs.asynchronous.controller import ControllerSetting
+from shoal.libs.asynchronous.elastic_controller import ElasticController
+from shoal.libs.asynchronous.elastic_worker import ElasticSync
 from shoal.libs.asynchronous.messages import GetWorkers, LeaveRun
+from shoal.libs.asynchronous.shared_memory import RunAddress
 from shoal.sync.rpc import RpcClient
-from shoal.sync.synchronizer import ReplicaState
+from shoal.sync.synchronizer import Connection, ReplicaState
 
 TIMEOUT_S = 120.0
 NUM_SAMPLES = 4
@@ -62,9 +63,8 @@ class Member:
         self.num_samples, self.factor = NUM_SAMPLES, 1.0
         self._thread = ThreadPoolExecutor(1)
         state = ReplicaState(self._get_state, self._load_state, self._get_weights)
-        self.sync = ElasticSync(
-            self.optimizer, state, worker, num_workers, address, TIMEOUT_S, is_noticed=lambda: self.is_noticed
-        )
+        connection = Connection(worker, num_workers, address, [], TIMEOUT_S, is_noticed=lambda: self.is_noticed)
+        self.sync = ElasticSync(self.optimizer, state, connection)
         if is_elsewhere:
             self._open_memory, self.sync._open_memory = self.sync._open_memory, self._find_no_memory  # type: ignore[method-assign]
 
@@ -118,7 +118,8 @@ class Group:
     ) -> None:
         self.address, self._num_workers, self._make = f"ipc://{folder}/controller", num_workers, make_optimizer
         self._elsewhere = elsewhere
-        self.controller = ElasticController(self.address, Clock(num_workers, 0, min_workers=1), TIMEOUT_S)
+        run = ControllerSetting(self.address, [], num_workers, 1, TIMEOUT_S)
+        self.controller = ElasticController(run, Clock(num_workers, 0, min_workers=1))
         self.controller.start()
         self._calls = RpcClient(self.address, TIMEOUT_S)
         self._members: list[Member] = []

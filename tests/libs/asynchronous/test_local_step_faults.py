@@ -13,7 +13,7 @@ import torch
 from test_asynchronous_faults import KillingLog, Processes, spec_of
 from torch import Tensor
 
-from shoal.libs.asynchronous.launch.replicas import ForkedProcess, fit_replicas
+from shoal.libs.asynchronous.replicas import ForkedProcess, fit_replicas
 from train_task import Toy
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from shoal.errors import ConfigError, SpecMismatch, TrainError, WorkerDeparted
-from shoal.libs.asynchronous.clock import Clock, Push, Update
+from shoal.libs.asynchronous.clock import Push, Update
 from shoal.libs.asynchronous.config import (
     DiLoCoConfig,
     LocalSGDConfig,
@@ -28,16 +28,17 @@ from shoal.libs.asynchronous.config import (
     ParameterServerConfig,
     ServersConfig,
 )
-from shoal.libs.asynchronous.controller import Controller
+from shoal.libs.asynchronous.controller import ControllerSetting
 from shoal.libs.asynchronous.messages import LeaveRun
+from shoal.libs.asynchronous.parameter_server.controller import ServerController, make_clock
 from shoal.libs.asynchronous.parameter_server.local_steps import LocalStepsSync
 from shoal.libs.asynchronous.parameter_server.partition import divide, divide_fragments
-from shoal.libs.asynchronous.parameter_server.rounds import make_clock
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.libs.asynchronous.parameter_server.server_service import ServerService
 from shoal.libs.asynchronous.parameter_server.worker import ParameterServerSync
 from shoal.sync.costs import load_probe
 from shoal.sync.rpc import CallId, Request, RpcClient, RpcService
+from shoal.sync.synchronizer import Connection
 
 TIMEOUT_S = 120.0
 Weigh = Callable[[int, int], float]  # of the gradients of (step, worker), as `ParallelModel.step_weight`
@@ -96,24 +97,35 @@ def make_service(
 ) -> ServerService:
     server = ParameterServer(index, make_optimizer(make_network()), spec, num_workers)
     address = f"ipc://{folder}/server-{index}"
-    return ServerService(address, index, server, f"ipc://{folder}/controller", TIMEOUT_S, file, every_s)
+    return ServerService(address, server, f"ipc://{folder}/controller", TIMEOUT_S, file, every_s)
+
+
+def list_addresses(folder: Path, spec: ServersConfig) -> list[str]:
+    return [f"ipc://{folder}/server-{index}" for index in range(spec.servers)]
+
+
+def make_controller(folder: Path, spec: ServersConfig, num_workers: int) -> ServerController:
+    run = ControllerSetting(f"ipc://{folder}/controller", list_addresses(folder, spec), num_workers, None, TIMEOUT_S)
+    return ServerController(run, make_clock(spec, num_workers), spec)
+
+
+def connect(folder: Path, spec: ServersConfig, worker: int) -> Connection:
+    return Connection(worker, 0, f"ipc://{folder}/controller", list_addresses(folder, spec), TIMEOUT_S)
 
 
 @contextmanager
 def running(
     folder: Path, spec: ServersConfig, num_workers: int, make_optimizer: MakeOptimizer
-) -> Iterator[tuple[Controller, Callable[[int, Optimizer], ParameterServerSync]]]:
+) -> Iterator[tuple[ServerController, Callable[[int, Optimizer], ParameterServerSync]]]:
     """The controller, and how to make a worker's synchronizer."""
-    addresses = [f"ipc://{folder}/server-{index}" for index in range(spec.servers)]
     services = [make_service(folder, index, spec, num_workers, make_optimizer) for index in range(spec.servers)]
-    clock = make_clock(spec, num_workers)
-    controller = Controller(f"ipc://{folder}/controller", addresses, clock, TIMEOUT_S, spec=spec)
+    controller = make_controller(folder, spec, num_workers)
     controller.start()
     for each in services:
         each.start()
 
     def make_sync(worker: int, optimizer: Optimizer) -> ParameterServerSync:
-        return ParameterServerSync(optimizer, spec, worker, f"ipc://{folder}/controller", addresses, TIMEOUT_S)
+        return ParameterServerSync(optimizer, spec, connect(folder, spec, worker))
 
     try:
         yield controller, make_sync
@@ -319,18 +331,14 @@ class Replica:
 def test_a_server_that_died_comes_back_with_its_state_and_says_what_is_lost(tmp_path: Path, is_old: bool) -> None:
     """Its last state on disk may be that of its death, or an older one."""
     spec = ParameterServerConfig(servers=2, staleness=None)
-    addresses = [f"ipc://{tmp_path}/server-{index}" for index in range(2)]
     files = [tmp_path / f"server-{index}.safetensors" for index in range(2)]
-    controller = Controller(f"ipc://{tmp_path}/controller", addresses, Clock(1, None), TIMEOUT_S)
+    controller = make_controller(tmp_path, spec, 1)
     controller.start()
     servers = [make_service(tmp_path, index, spec, 1, OPTIMIZERS["adam"], files[index]) for index in range(2)]
     for server in servers:
         server.start()
     replica = Replica(
-        0,
-        lambda worker, optimizer: ParameterServerSync(
-            optimizer, spec, worker, f"ipc://{tmp_path}/controller", addresses, TIMEOUT_S
-        ),
+        0, lambda worker, optimizer: ParameterServerSync(optimizer, spec, connect(tmp_path, spec, worker))
     )
     older = tmp_path / "older.safetensors"
     try:
@@ -403,8 +411,7 @@ def train_with_local_steps(
     def work(worker: int) -> None:
         network = networks[worker]
         optimizer = SGD(network.parameters(), 0.1)
-        addresses = [f"ipc://{folder}/server-{index}" for index in range(spec.servers)]
-        sync = LocalStepsSync(optimizer, spec, worker, f"ipc://{folder}/controller", addresses, TIMEOUT_S)
+        sync = LocalStepsSync(optimizer, spec, connect(folder, spec, worker))
         try:
             sync.begin(0)
             for step in range(num_steps):
@@ -570,7 +577,6 @@ def test_more_fragments_than_parameters_are_refused() -> None:
 def test_a_slow_worker_is_called_and_pushes_the_few_steps_that_it_has(tmp_path: Path) -> None:
     """The mean is weighted by local steps, and those of both workers count."""
     spec = LocalSGDConfig(every=4, quorum=1, grace_s=TIMEOUT_S)
-    addresses = [f"ipc://{tmp_path}/server-0"]
     networks = [make_network() for _ in range(2)]
 
     def make_outer(network: nn.Module) -> Optimizer:
@@ -578,9 +584,7 @@ def test_a_slow_worker_is_called_and_pushes_the_few_steps_that_it_has(tmp_path: 
 
     with running(tmp_path, spec, 2, make_outer) as (controller, _):
         syncs = [
-            LocalStepsSync(
-                SGD(network.parameters(), 0.1), spec, worker, f"ipc://{tmp_path}/controller", addresses, TIMEOUT_S
-            )
+            LocalStepsSync(SGD(network.parameters(), 0.1), spec, connect(tmp_path, spec, worker))
             for worker, network in enumerate(networks)
         ]
         start = [each.detach().clone() for each in make_network().parameters()]
@@ -596,7 +600,8 @@ def test_a_slow_worker_is_called_and_pushes_the_few_steps_that_it_has(tmp_path: 
             step(1, 0)
             fast = threading.Thread(target=lambda: [step(0, number) for number in range(4)])
             fast.start()
-            wait_until(syncs[1]._is_called)  # as soon as the fast one has pushed
+            assert syncs[1]._calls is not None
+            wait_until(syncs[1]._calls.is_answered)  # as soon as the fast one has pushed
             step(1, 1)
             fast.join(TIMEOUT_S)
             assert not fast.is_alive()

@@ -21,13 +21,13 @@ from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 
 from shoal.errors import ConfigError, ConnectionLost
 from shoal.libs.asynchronous.config import ParameterServerConfig
-from shoal.libs.asynchronous.parameter_server.balance import BatchBalance, divide_batches
 from shoal.libs.asynchronous.parameter_server.compression import (
     Compression,
     GradientCompressor,
     count_payload_bytes,
     decompress,
 )
+from shoal.libs.asynchronous.parameter_server.controller import BatchBalance, divide_batches
 from shoal.libs.asynchronous.parameter_server.partition import plan_partition
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.libs.asynchronous.parameter_server.update_log import GradientKey, UpdateLog, remove_earlier

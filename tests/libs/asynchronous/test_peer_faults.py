@@ -10,7 +10,7 @@ import torch
 from test_asynchronous_faults import KillingLog, Processes, spec_of
 
 from shoal.extend import PeerSync, SyncConfig
-from shoal.libs.asynchronous.launch.replicas import fit_replicas
+from shoal.libs.asynchronous.replicas import fit_replicas
 
 
 class MeanConfig(SyncConfig):

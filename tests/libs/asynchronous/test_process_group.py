@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import Mock
 
-from shoal.libs.asynchronous.launch.process_group import CHIEF_WAIT_S, ProcessGroup
 from shoal.libs.asynchronous.messages import WorkerCount
+from shoal.libs.asynchronous.process_group import CHIEF_WAIT_S, ProcessGroup
 from shoal.train.reporting.event_log import NullLog
 
 

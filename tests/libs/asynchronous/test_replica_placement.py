@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from shoal.libs.asynchronous.launch.replica_placement import Host, ReplicaPlacement
+from shoal.libs.asynchronous.process_group import Host, ReplicaPlacement
 
 HERE, THERE, BEYOND = (Host(name, 2) for name in ("here", "there", "beyond"))
 

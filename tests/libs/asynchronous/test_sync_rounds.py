@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.libs.asynchronous.clock import Clock, Push, Update
+from shoal.libs.asynchronous.clock import Clock, Push, RoundClock, Update
 from shoal.libs.asynchronous.config import DiLoCoConfig, ParameterServerConfig
-from shoal.libs.asynchronous.parameter_server.rounds import RoundClock, make_clock
+from shoal.libs.asynchronous.parameter_server.controller import make_clock
 from shoal.train.spec import TrainSpec
 
 EVERY = 8

@@ -12,9 +12,8 @@ import pytest
 
 from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import ConfigError, DataError, RunError, StoreError
-from shoal.libs.batch_predict.batch_output import count_rows, has_rows
-from shoal.libs.batch_predict.bucket_output import BucketOutput, Part
 from shoal.libs.batch_predict.flow import BatchPredictSpec, check, list_input_files, open_output
+from shoal.libs.batch_predict.output import BucketOutput, Part, count_rows, has_rows
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.store import BucketPath, Store
 from shoal.weights import WeightSnapshot

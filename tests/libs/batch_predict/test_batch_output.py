@@ -10,14 +10,14 @@ import pyarrow.parquet
 import pytest
 
 from shoal.errors import DataError, RunError
-from shoal.libs.batch_predict.batch_output import (
+from shoal.libs.batch_predict.flow import BatchPredictSpec, check
+from shoal.libs.batch_predict.output import (
     count_rows,
     has_rows,
     make_incoming_path,
     publish_output,
     verify_row_count,
 )
-from shoal.libs.batch_predict.flow import BatchPredictSpec, check
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from benchmarks.serving.classic import ClassicServer
@@ -14,24 +15,6 @@ from shoal.serve.model.warm_up import batch_sizes
 MEASURED = [(1, 0.0205), (32, 0.036)]  # 20 ms + 0.5 ms per item
 FORWARD = ForwardTime(MEASURED)
 CAPACITY = FORWARD.capacity_per_s(32)
-
-
-def test_the_forward_is_a_line_through_the_points() -> None:
-    assert FORWARD.seconds(1) == 0.0205
-    assert FORWARD.seconds(16) == pytest.approx(0.028)
-    assert FORWARD.seconds(64) == pytest.approx(0.052)
-    assert FORWARD.capacity_per_s(32) == pytest.approx(32 / 0.036)
-    assert ForwardTime([(8, 0.1)]).seconds(1) == ForwardTime([(8, 0.1)]).seconds(99) == 0.1
-
-
-def test_the_forward_never_falls_with_the_rows_and_the_cheaper_is_right() -> None:
-    falling = ForwardTime([(8, 0.01), (1, 0.02)])
-    assert [falling.seconds(rows) for rows in (1, 4, 8, 64)] == [0.01] * 4
-    assert falling.capacity_per_s(64) == pytest.approx(64 / 0.01)
-    dented = ForwardTime([(1, 0.01), (8, 0.03), (16, 0.02), (32, 0.04)])
-    assert dented.seconds(4) == pytest.approx(0.01 + 0.01 * 3 / 7)
-    assert dented.seconds(12) == 0.02
-    assert dented.seconds(48) == pytest.approx(0.06)
 
 
 def test_batches_of_one_are_the_queue_of_the_textbook() -> None:
@@ -166,27 +149,17 @@ def test_the_same_seed_gives_the_same_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("measured", "rate", "field"),
+    ("changes", "field"),
     [
-        ([], 1.0, "measured"),
-        ([(0, 0.1)], 1.0, "measured"),
-        ([(1, 0.0)], 1.0, "measured"),
-        (MEASURED, 0.0, "requests"),
-        (MEASURED, math.inf, "requests"),
+        ({"measured": []}, "measured"),
+        ({"measured": [(0, 0.1)]}, "measured"),
+        ({"measured": [(1, 0.0)]}, "measured"),
+        *(({"requests_per_s": rate}, "requests_per_s") for rate in (0.0, math.inf)),
+        *(({"deadline_s": deadline_s}, "deadline_s") for deadline_s in (0.0, -1.0, math.nan)),
+        ({"num_requests": 0}, "num_requests"),
     ],
 )
-def test_values_that_make_no_sense_are_refused(measured: list[tuple[int, float]], rate: float, field: str) -> None:
+def test_values_that_make_no_sense_are_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        simulate(measured, rate, max_batch_rows=32)
-    assert caught.value.field.startswith(field)
-
-
-@pytest.mark.parametrize("deadline_s", [0.0, -1.0, math.nan])
-def test_a_deadline_that_is_none_is_refused(deadline_s: float) -> None:
-    with pytest.raises(ConfigError, match="deadline_s = "):
-        simulate(MEASURED, 1.0, max_batch_rows=32, deadline_s=deadline_s)
-
-
-def test_fewer_than_one_request_is_refused() -> None:
-    with pytest.raises(ConfigError, match="num_requests = 0"):
-        simulate(MEASURED, 1.0, max_batch_rows=32, num_requests=0)
+        simulate(**{"measured": MEASURED, "requests_per_s": 1.0, "max_batch_rows": 32, **changes})
+    assert caught.value.field == field

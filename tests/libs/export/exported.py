@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.libs.export.export_model import ExportReport, export_model
-from shoal.libs.export.spec import ExportSpec
+from shoal.libs.export.export_model import ExportReport, ExportSpec, export_model
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 

@@ -16,16 +16,14 @@ import gang_models
 import numpy as np
 import pytest
 from gang_models import LENGTH, OPTIONS, VOCABULARY, ProcessLauncher, ThreadLauncher, predictor_of, started
-from torch import Tensor, nn
 
-from shoal.errors import ConfigError, ModelError, PlanError, WeightsError
+from shoal.errors import ConfigError, PlanError, WeightsError
 from shoal.libs.gang.gang import Gang
 from shoal.libs.gang.plan import build_model
 from shoal.libs.gang.team import GangLost
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.registry import ModelFactory
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.weights import WeightSnapshot
 from waiting import wait_for
 
 
@@ -186,37 +184,6 @@ def is_stopped(pid: int) -> bool:
     return all(
         each.read_text().rpartition(")")[2].split()[0] == "T" for each in Path(f"/proc/{pid}/task").glob("*/stat")
     )
-
-
-class Failing(nn.Module):
-    """Fails in the first stage or in the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x[0, 0] == 7:
-            raise RuntimeError("the first stage")
-        y = self.two(self.one(x))
-        if x[0, 0] == 8:
-            raise RuntimeError("the second")
-        return y
-
-
-def test_a_models_own_error_is_its_requests() -> None:
-    tensor = TensorSignature(name="x", datatype="FP32", shape=[-1, 2])
-    signature = Signature(inputs=[tensor], outputs=[tensor.model_copy(update={"name": "y"})])
-    state = Failing().state_dict()
-    snapshot = WeightSnapshot.of(1, {name: each.numpy() for name, each in state.items()})
-    factory = ModelFactory(factory=f"{__name__}:Failing")
-    version = Registry().register("failing", snapshot, model=factory, signature=signature)
-    with started(ThreadLauncher()) as gang:
-        loaded = predictor_of(version, gang).load(version.weight_file())
-        for value, reason in ((7, "the first stage"), (8, "the second")):
-            with pytest.raises(ModelError, match=reason):
-                loaded.predict_batch([{"x": np.full((1, 2), value, np.float32)}])
-        assert len(loaded.predict_batch([{"x": np.zeros((1, 2), np.float32)}])) == 1
 
 
 def test_what_workers_cannot_share_is_named() -> None:

@@ -223,6 +223,8 @@ class OwnError(InferenceError):
 
 class Faulty(Chain):
     def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] == 6:
+            raise RuntimeError("the first stage")
         h = self.c(self.b(self.a(x)))
         if x[0, 0] == 7:
             raise FileNotFoundError("a table")
@@ -239,7 +241,7 @@ def test_no_error_of_a_model_ends_its_workers() -> None:
     version = register(Faulty)
     with started(ThreadLauncher()) as gang:
         loaded, team = predictor_of(version, gang).load(version.weight_file()), gang._team
-        for value, reason in ((7, "a table"), (8, "SystemExit"), (9, "itsown")):
+        for value, reason in ((6, "the first stage"), (7, "a table"), (8, "SystemExit"), (9, "itsown")):
             with pytest.raises(ModelError, match=reason):
                 loaded.predict_batch(request(value, 0, 0, 0))
         with pytest.raises(InferenceError, match="too long") as raised:

@@ -11,7 +11,7 @@ import yaml
 from click.testing import CliRunner
 from kube_schemas import CRDS, find_problems
 
-from shoal.cli.support.job_lookup import validate_overrides
+from shoal.cli.support.jobs import validate_overrides
 from shoal.errors import ConfigError, RunError
 from shoal.libs.kube import command
 from shoal.libs.kube.command import kube
@@ -251,8 +251,10 @@ def test_a_wrong_spec_is_refused_before_anything_is_written(words: tuple[str, ..
 
 def test_the_job_itself_checks_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "validate_overrides", validate_overrides)
-    with pytest.raises(RunError, match=r"env = 'Nowhere-v1'"):
-        render(tmp_path / "out", ("job", "actor_learner", "env=Nowhere-v1", *PLAIN))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("import sys\nsys.exit(f'error: refused: {sys.argv[1:]}')  # as job_main does\n")
+    with pytest.raises(RunError, match=r"refused: \['env=Nowhere-v1', '--check'\]"):
+        render(tmp_path / "out", ("job", "own.py", "env=Nowhere-v1", *PLAIN))
     assert not (tmp_path / "out").exists()
 
 

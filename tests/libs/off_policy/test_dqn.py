@@ -15,8 +15,7 @@ import torch
 from rl_setting import EXPERIENCE, POLICY
 from shoal.actor.policy import EpsilonGreedyPolicy, find_ladder_position, make_policy
 from shoal.errors import ConfigError, RunError, WeightsError
-from shoal.libs.off_policy.dqn.algorithm import DQN
-from shoal.libs.off_policy.dqn.loss import double_targets, dqn_loss
+from shoal.libs.off_policy.dqn import DQN, double_targets, dqn_loss
 from shoal.libs.off_policy.q_network import QNetwork
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.experience.queue import ExperienceBatch
@@ -262,7 +261,7 @@ def test_values_that_have_overflowed_end_the_run_and_leave_the_weights() -> None
     with torch.no_grad():
         dqn._parameters.fill_(1e38)
     with pytest.raises(RunError, match="not finite"):
-        dqn._step()
+        dqn.learn(dqn.draw()[1])
     assert (dqn._parameters == 1e38).all()
 
 

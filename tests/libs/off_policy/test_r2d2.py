@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from rl_setting import EXPERIENCE
 from shoal.actor.policy import make_policy
 from shoal.errors import ConfigError
-from shoal.libs.off_policy.r2d2.algorithm import R2D2
-from shoal.libs.off_policy.r2d2.loss import invert_rescaling, mix_errors, r2d2_loss, rescale
-from shoal.libs.off_policy.replay.sequence_replay import SequenceReplay, SequenceShape, find_starts, split_segments
+from shoal.libs.off_policy.r2d2 import R2D2, invert_rescaling, mix_errors, r2d2_loss, rescale
+from shoal.libs.off_policy.sequence_replay import SequenceReplay, SequenceShape, find_starts, split_segments
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.spec import RLSpec, add_core, experience_spec
@@ -248,7 +247,7 @@ def test_masks_are_stored_with_the_observations_that_follow() -> None:
     batch = add_masks(make_batch(5, [16, 7], [False, True]))
     perturb_target(r2d2)
     errors = np.concatenate(expected_errors(r2d2, batch))
-    r2d2._insert(batch)
+    r2d2.insert(batch)
     _, sequences, _ = r2d2._replay.sample(200, 0.0)
     with torch.no_grad():
         found = r2d2._evaluate(sequences).losses.errors.numpy()
@@ -268,7 +267,7 @@ def test_the_stored_state_decides_the_errors(core: str) -> None:
     first, second = list_errors(r2d2, one), list_errors(r2d2, other)
     assert np.abs(first[0] - second[0]).min() > 1e-4  # the sequence at the segment's begin, step by step
     assert np.abs(first[1] - second[1]).max() > 1e-4  # and those after it, whose states follow from the stored one
-    r2d2._insert(one)
+    r2d2.insert(one)
     _, sequences, _ = r2d2._replay.sample(200, 0.0)
     is_first = ~sequences.has_burn_in
     assert is_first.any()

@@ -87,7 +87,7 @@ def test_it_recalls_what_only_the_stored_state_tells_while_an_actor_is_killed(tm
     assert set(totals.dropped) <= {"shutdown"}
 
 
-@pytest.mark.parametrize("name", ["impala", "ppo"])
+@pytest.mark.parametrize("name", ["impala", pytest.param("ppo", marks=pytest.mark.soak)])
 def test_an_actor_critic_with_a_core_recalls(name: str, tmp_path: Path) -> None:
     overrides = [f"algorithm={name}", "core=gru", "core_size=32", f"segment_length={recall_game.NUM_STEPS}"]
     overrides += ["algorithm.discount=0.95", "algorithm.learning_rate=0.01"]

@@ -11,9 +11,8 @@ import pytest
 
 from rl_setting import EXPERIENCE
 from shoal.errors import ConfigError
-from shoal.libs.off_policy.replay.replay import Replay
-from shoal.libs.off_policy.replay.ring import SMALLEST_PRIORITY
-from shoal.libs.off_policy.replay.sum_tree import SumTree
+from shoal.libs.off_policy.replay import Replay
+from shoal.libs.off_policy.ring import SMALLEST_PRIORITY, SumTree
 from shoal.rl.experience.queue import ExperienceBatch
 
 DISCOUNT = 0.9

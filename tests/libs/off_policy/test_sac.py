@@ -12,7 +12,7 @@ from gymnasium.spaces import Box
 from shoal.errors import ConfigError, RunError
 from shoal.flows.rl_policy import describe_policy_model
 from shoal.libs.off_policy.gaussian_actor import TwinCritic
-from shoal.libs.off_policy.sac.loss import actor_loss, critic_loss, soft_targets, temperature_loss
+from shoal.libs.off_policy.sac import actor_loss, critic_loss, soft_targets, temperature_loss
 from shoal.models.action_distribution import SquashedGaussian
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.experience.queue import ExperienceBatch
@@ -164,7 +164,7 @@ def test_a_loss_of_replayed_experience_that_is_not_finite_ends_the_run_and_keeps
         sac._log_alpha.fill_(np.inf)
     sac._replay.insert(make_batch(1, [4]))
     with pytest.raises(RunError, match=r"algorithm\.learning_rate"):
-        sac._step()
+        sac.learn(sac.draw())
     assert all(torch.equal(each, before[name]) for name, each in sac.model.state_dict().items())
 
 

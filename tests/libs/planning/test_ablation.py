@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from shoal.cli import cli
 from shoal.errors import ConfigError, NotFinite
-from shoal.libs.planning.tune.ablation import PARAMETERS, AblationRun, ablate, build_variants, summarise_variants
+from shoal.libs.planning.ablation import PARAMETERS, AblationRun, ablate, build_variants, summarise_variants
 from shoal.train.launch.validate import choose_metric
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec

@@ -19,14 +19,12 @@ from shoal.cost.fake_tensors import ModelTooLarge, build_small_model, use_fake_t
 from shoal.data import Data
 from shoal.errors import PlanError
 from shoal.libs.planning.predict.fake_plan import NOTE, open_task
-from shoal.libs.planning.predict.fake_step import FakeStep, FakeTask
+from shoal.libs.planning.predict.fake_step import FakeStep, FakeTask, find_repeated_blocks
 from shoal.libs.planning.predict.predict import predict_cost
-from shoal.libs.planning.predict.repeated_blocks import find_repeated_blocks
 from shoal.models.decoder import Decoder
 from shoal.parallel.spec import ParallelDims, ParallelSpec
 from shoal.train import Task, TrainSpec
 from shoal.train.launch.validate import _check_model
-from shoal.train.optim.optimizers import make_optimizer
 
 TOKENS, CONTEXT, WIDTH, DEPTH = 64, 16, 32, 8
 BLOCK = 12 * WIDTH * WIDTH + 13 * WIDTH
@@ -80,12 +78,12 @@ def spec_of(*words: str) -> TrainSpec:
 
 
 def count(*words: str) -> CostTable:
-    return predict_cost(Text(), spec_of(*words), make_optimizer)
+    return predict_cost(Text(), spec_of(*words))
 
 
 def open_text(*words: str, task: Text | None = None) -> FakeTask:
     task = task or Text()
-    return open_task(task, spec_of(*words), make_optimizer, task.data())
+    return open_task(task, spec_of(*words))
 
 
 def read(*words: str, num_blocks: int | None = None, samples: int = 4, task: Text | None = None) -> FakeStep:
@@ -155,12 +153,12 @@ def test_equal_blocks_are_found_beside_others() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("parallel=single",),
-        ("parallel=ddp", "workers=4"),
-        ("parallel=fsdp", "parallel.tensor=2", "workers=4"),
+        pytest.param(("parallel=single",), marks=pytest.mark.soak),
+        pytest.param(("parallel=ddp", "workers=4"), marks=pytest.mark.soak),
+        pytest.param(("parallel=fsdp", "parallel.tensor=2", "workers=4"), marks=pytest.mark.soak),
         ("parallel=fsdp", "workers=4", "parallel.precision=bf16", "clip_norm=1.0"),
     ],
-    ids=lambda words: " ".join(words).replace("parallel", "p"),
+    ids=" ".join,
 )
 def test_two_short_models_tell_what_a_deep_one_takes(words: tuple[str, ...]) -> None:
     deep, told = read(*words, num_blocks=DEPTH), read(*words)
@@ -228,7 +226,13 @@ def test_gpus_copy_nothing_to_exchange() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 @pytest.mark.usefixtures("_small_limit")
-@pytest.mark.parametrize("words", [("parallel=fsdp", "workers=4"), ("parallel=pipeline", "workers=4")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel=fsdp", "workers=4"),
+        pytest.param(("parallel=pipeline", "workers=4"), marks=pytest.mark.soak),
+    ],
+)
 def test_the_time_on_gpus_that_are_not_here_is_not_predicted(words: tuple[str, ...]) -> None:
     found, here = count(*words, "device=cuda"), count(*words)
     assert not math.isfinite(found["step_s"])
@@ -252,7 +256,7 @@ def test_a_model_that_fake_tensors_cannot_run_is_run_and_the_reason_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Text, "depth", 1)
-    found = predict_cost(Routed(), spec_of(), make_optimizer)
+    found = predict_cost(Routed(), spec_of())
     assert any("could not be counted on fake tensors" in note for note in found.notes)
     assert found["latency_s"] > 0
 

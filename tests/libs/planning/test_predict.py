@@ -28,8 +28,13 @@ from shoal.data.loader import load_first_batch
 from shoal.errors import DataError, PlanError
 from shoal.libs.planning.predict.dry_run import DryRun
 from shoal.libs.planning.predict.fake_process_group import MessageCosts, NotYetSent, SimulatedRanks, fake_world
-from shoal.libs.planning.predict.message_latency import measure_latency_s
-from shoal.libs.planning.predict.predict import _choose_sizes, _estimate_transfers, _extrapolate, predict_cost
+from shoal.libs.planning.predict.predict import (
+    _choose_sizes,
+    _estimate_transfers,
+    _extrapolate,
+    measure_latency_s,
+    predict_cost,
+)
 from shoal.libs.planning.predict.single_device import profile_single_device, watch_silent_modules
 from shoal.parallel import World
 from shoal.parallel.build import parallelize
@@ -72,7 +77,7 @@ def _whatever_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table(*words: str, **args: Any) -> CostTable:
-    return predict_cost(Blocks(**args), TrainSpec(batch_size=BATCH).override(words), make_optimizer)
+    return predict_cost(Blocks(**args), TrainSpec(batch_size=BATCH).override(words))
 
 
 def test_one_process_by_hand() -> None:
@@ -109,7 +114,7 @@ def test_plans_spread_what_one_process_takes(plan: str, sent: float, held: float
     assert (found.cuts == ("3",)) == (plan == "pipeline") == (0 < found["bubble"] < 1)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", pytest.param("zbv", marks=pytest.mark.soak)])
 def test_stages_that_wait_for_each_other_both_ways_are_played(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Blocks, "pipeline_cuts", lambda self: ["1", "3", "5"])
     found = table("parallel=pipeline", "workers=2", f"parallel.schedule={schedule}")
@@ -190,7 +195,7 @@ def test_a_probe_measures_one_step_and_what_was_predicted(monkeypatch: pytest.Mo
         assert measured[name] == predicted[name], name
 
 
-@pytest.mark.parametrize("plan", ["single", "fsdp"])
+@pytest.mark.parametrize("plan", ["fsdp", pytest.param("single", marks=pytest.mark.soak)])
 def test_an_average_of_the_weights_takes_memory_too(plan: str) -> None:
     words = [f"parallel={plan}", f"workers={1 if plan == 'single' else 2}"]
     without, found = table(*words), table(*words, "average=0.9")

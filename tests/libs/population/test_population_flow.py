@@ -17,7 +17,7 @@ import shoal.runs
 from shoal.errors import ConfigError, SpecMismatch, TrainError
 from shoal.libs.population.ensemble import Ensemble
 from shoal.libs.population.flow.build import load_member
-from shoal.libs.population.flow.continuation import choose_spec
+from shoal.libs.population.flow.rounds import choose_spec
 from shoal.libs.population.flow.run import check_population, run_population
 from shoal.libs.population.lineage import Lineage
 from shoal.libs.population.spec import PopulationSpec
@@ -98,7 +98,7 @@ def read_rounds(run_id: str) -> dict[int, dict[str, Any]]:
     return {each["round"]: each for each in events[events["kind"] == "round"]["details"]}
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("folder", "drawn_report")
 def test_a_run_has_a_record_of_every_round_and_registers_the_best_member_and_the_ensemble() -> None:
     result = run_population(make_spec())
     run = shoal.runs.load(result.run_id)
@@ -324,14 +324,14 @@ def test_a_run_that_has_ended_goes_on_for_more_rounds_of_the_same_members() -> N
 
 KILLED = """
 import os, signal, sys
-from shoal.libs.population.flow import trainer as population_trainer
+from shoal.libs.population.flow import rounds
 from shoal.libs.population.flow.run import run_population
+from shoal.libs.population.flow.trainer import PopulationTrainer as trainer
 from shoal.libs.population.spec import PopulationSpec
 
 moment, count = sys.argv[2], int(sys.argv[3])
-trainer = population_trainer.PopulationTrainer
 owner, name = {
-    "batch": (trainer, "_next_batch"), "score": (trainer, "_score"), "save": (population_trainer.checkpoint, "save")
+    "batch": (trainer, "_next_batch"), "score": (trainer, "_evaluate_members"), "save": (rounds.checkpoint, "save")
 }[moment]
 original, calls = getattr(owner, name), []
 

@@ -16,8 +16,10 @@ from shoal import runs
 from shoal.libs.population import plots
 from shoal.libs.population.plots import draw_genealogy, draw_member_metric, draw_schedules
 from shoal.libs.population.report import build_sections
+from shoal.libs.population.spec import PopulationSpec
 from shoal.runs import RunKind
 from shoal.runs.report.plots import LINE, to_svg
+from shoal.runs.run_kind import infer_kind
 
 COLUMNS = ["member", "begin", "end", "source", "rate", "act"]
 STRETCHES = DataFrame(
@@ -117,6 +119,10 @@ def test_a_population_has_its_members_genealogy_and_schedules_in_the_report() ->
     assert "Schedules that were found" in page
     assert page.count("<svg") == 5  # with the learning curve over steps and over seconds; none for single members
     assert "member/00" not in page.split("<h2>Events")[0]
+
+
+def test_the_spec_of_a_population_says_what_it_is() -> None:
+    assert infer_kind(PopulationSpec(task="lenet").to_yaml()) is RunKind.POPULATION
 
 
 def test_the_scales_of_the_report_are_those_of_the_space(monkeypatch: pytest.MonkeyPatch) -> None:

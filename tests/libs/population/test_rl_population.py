@@ -12,7 +12,7 @@ import torch
 import shoal.runs
 from shoal.errors import ConfigError
 from shoal.flows.rl_policy import inspect_environment
-from shoal.libs.population.flow.continuation import choose_spec
+from shoal.libs.population.flow.rounds import choose_spec
 from shoal.libs.population.lineage import Lineage
 from shoal.libs.population.loop import run
 from shoal.libs.population.loop.members import LoopMember, is_finite, shrink_and_perturb
@@ -59,6 +59,7 @@ def test_what_cannot_work_is_refused(fields: dict[str, Any], problem: str) -> No
         check_rl_population(spec_of(**fields))
 
 
+@pytest.mark.usefixtures("drawn_report")
 def test_a_population_learns_although_one_learner_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     begin_round, rounds, replaced = LoopMember.begin_round, [0], []
 

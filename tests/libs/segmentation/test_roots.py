@@ -229,6 +229,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
     with pytest.MonkeyPatch.context() as patch:
         place = tmp_path_factory.mktemp("roots")
         patch.setenv("SHOAL_HOME", str(place / "home"))
+        patch.setattr(shoal.runs, "write_report_at_end", lambda run_id: None)  # a test draws it
         folder = write_folder(place / "mine", simulate(4, 2, STYLES["greenhouse"], SIZE, seed=1))
         overrides = [f"args.folder={folder}", *(f"args.{name}={value}" for name, value in SMALL.items())]
         result = fit_locally(load_recipe(str(RECIPE)).override([*overrides, "stop.epochs=4", "threads=1"]))
@@ -238,6 +239,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
 @pytest.fixture
 def run_id(home: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("SHOAL_HOME", str(home[1] / "home"))
+    monkeypatch.setattr(shoal.runs, "write_report_at_end", lambda run_id: None)
     monkeypatch.chdir(home[1])
     return home[0]
 

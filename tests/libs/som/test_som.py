@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import shoal.runs
-from shoal.cli.commands.launch.session import RunArguments, RunSession
+from shoal.cli.commands.run_session import RunArguments, RunSession
 from shoal.cli.support.console import make_literal_console
 from shoal.errors import ConfigError, DataError
 from shoal.libs.som import network as engine
@@ -213,6 +213,7 @@ def write_table(path: Path, num_rows: int = 300) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("drawn_report")
 def test_a_run_leaves_a_registered_map_errors_and_pictures(
     som: ModuleType, tmp_path: Path, shoal_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 from stream_case import SMALL
 
 from shoal.libs.stream.loop import StreamLoop
-from shoal.libs.stream.sensor_source import SensorSource
+from shoal.libs.stream.mqtt import SensorSource
 from shoal.libs.stream.spec import CommitSpec, SensorTopicSpec
 from shoal.libs.stream.trainer import OnlineTrainer
 

@@ -18,7 +18,7 @@ import torch
 import shoal.runs
 from serving.replica_set import ReplicaSet, ask
 from shoal.errors import ConfigError, DataError
-from shoal.libs.stream.flow import check_stream, format_stream_line, run_stream
+from shoal.libs.stream.flow import check_stream, format_stream_line, run_stream, stream_main
 from shoal.libs.stream.spec import CommitSpec, OnlineSpec, StreamSpec
 from shoal.registry import Registry
 from shoal.serve.spec.model_source import EndpointModel, RegisteredModel
@@ -70,7 +70,9 @@ def test_files_are_learnt_recorded_registered_and_answered(
     assert asyncio.run(answer()) == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_run_with_its_own_broker_and_sensors_goes_on_after_a_signal(shoal_home: Path) -> None:
+def test_a_run_with_its_own_broker_and_sensors_goes_on_after_a_signal(
+    shoal_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As typed, in a process: stopped by SIGTERM, then resumed. What the broker holds meanwhile is learnt."""
     words = ["online.hidden=4", "online.num_steps=4", "sensors=20", "rate_hz=20", "commit.interval_s=0.2"]
     command, environment = [sys.executable, "jobs/stream.py"], {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -83,15 +85,9 @@ def test_a_run_with_its_own_broker_and_sensors_goes_on_after_a_signal(shoal_home
     assert "/s in batches of" in line
     run = shoal.runs.load("latest")
     before = run.last_events()["trained"]["steps"]
-    done = subprocess.run(
-        [*command, f"resume={run.id}", f"max_messages={before + 50}"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(sys, "argv", ["stream.py", f"resume={run.id}", f"max_messages={before + 50}"])
+    stream_main(StreamSpec())
     ended = shoal.runs.load(run.id).last_events()["trained"]
     assert ended["steps"] >= before + 50
     assert shoal.runs.load(run.id).latest()["stream/missing"] == 0

@@ -17,10 +17,10 @@ from stream_case import make_messages
 
 from shoal.errors import CheckpointError, DataError
 from shoal.libs.stream.batch_log import BatchLog, LoggedBatch, read_batches
-from shoal.libs.stream.drift import PageHinkley
 from shoal.libs.stream.fleet import make_topic
 from shoal.libs.stream.messages import Message, MessageParser, encode_payload, match_wildcards
 from shoal.libs.stream.replay_source import ReplaySource
+from shoal.libs.stream.trainer import PageHinkley
 from shoal.sources.deduplicator import Deduplicator
 from shoal.sources.source import MalformedPayload, StreamState
 from stream_contract import check_source

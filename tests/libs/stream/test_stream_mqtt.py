@@ -27,13 +27,12 @@ from stream_case import SMALL, differing_tensors, make_messages, relearn
 from shoal.checkpoint import files
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ConfigError, DataError
-from shoal.libs.stream import broker as broker_module
+from shoal.libs.stream import mqtt as mqtt_module
 from shoal.libs.stream.batch_log import read_batches
-from shoal.libs.stream.broker import PrivateBroker
 from shoal.libs.stream.fleet import Fleet
 from shoal.libs.stream.loop import StreamLoop
 from shoal.libs.stream.messages import Message, encode_payload
-from shoal.libs.stream.sensor_source import SensorSource
+from shoal.libs.stream.mqtt import PrivateBroker, SensorSource
 from shoal.libs.stream.spec import CommitSpec, SensorTopicSpec
 from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
 from shoal.sources.mqtt import parse_address
@@ -193,7 +192,7 @@ def test_a_broker_that_is_down_is_named_with_host_and_port() -> None:
 
 
 def test_a_broker_that_rejects_the_client_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_module, "CONFIG", broker_module.CONFIG.replace("allow_anonymous true", ""))
+    monkeypatch.setattr(mqtt_module, "CONFIG", mqtt_module.CONFIG.replace("allow_anonymous true", ""))
     with PrivateBroker(tmp_path / "broker") as broker:
         spec = SensorTopicSpec(broker=broker.address, client_id="x", username="who", connect_timeout_s=1.0)
         with pytest.raises(ConfigError, match=r"rejects this client .*[Nn]ot authorized"):
@@ -207,7 +206,7 @@ def test_a_connection_with_tls_delivers(tmp_path: Path, monkeypatch: pytest.Monk
          "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)],
         check=True, capture_output=True,
     )  # fmt: skip
-    monkeypatch.setattr(broker_module, "CONFIG", f"{broker_module.CONFIG}certfile {certificate}\nkeyfile {key}\n")
+    monkeypatch.setattr(mqtt_module, "CONFIG", f"{mqtt_module.CONFIG}certfile {certificate}\nkeyfile {key}\n")
     with PrivateBroker(tmp_path / "broker") as broker:
         spec = SensorTopicSpec(broker=broker.address, topic="t/+", answers="t", client_id="tls", has_tls=True)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from shoal import runs
+from shoal.libs.stream.spec import StreamSpec
 from shoal.runs import RunKind
+from shoal.runs.run_kind import infer_kind
 
 
 def test_the_report_of_a_stream_names_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +22,4 @@ def test_the_report_of_a_stream_names_its_metrics(tmp_path: Path, monkeypatch: p
     assert "<b>250</b><span>messages a second</span>" in page
     assert "each message tested before it is learnt" in page
     assert "messages a second" not in other
+    assert infer_kind(StreamSpec().to_yaml()) is RunKind.STREAM

@@ -236,8 +236,8 @@ def test_a_season_is_learnt_and_its_end_is_noticed() -> None:
     wave[400:] += np.random.default_rng(0).normal(0, 3.0, 200)
     found: list[int] = []
     for at, value in enumerate(wave):
-        result = trainer.process([Message("s", (float(value),), float(at), "p", at)], lambda answers: None)
-        found += [at] * len(result.drifting)
+        drifting = trainer.process([Message("s", (float(value),), float(at), "p", at)], lambda answers: None)
+        found += [at] * len(drifting)
         if at == 399:
             assert trainer.totals.absolute_error < 0.3 * trainer.totals.naive_error
     assert found

@@ -115,7 +115,7 @@ def test_a_trial_learns_reports_and_leaves_a_policy(loop: LoopTrialSpec) -> None
 
 
 def test_a_stopped_trial_ends_its_actors_and_goes_on_from_its_checkpoint(loop: LoopTrialSpec) -> None:
-    loop = loop.override(["stop.steps=40000", "reports=40"])  # far from its end when it is stopped
+    loop = loop.override(["stop.steps=16000", "reports=16"])  # far from its end when it is stopped
     trial = LoopTrial("t", loop)
     first = trial.next_report()
     pids = find_actors()

@@ -16,6 +16,7 @@ import torch
 from scipy.stats import multivariate_t
 from torch import Tensor
 
+import shoal.runs
 from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
 from shoal.client import Client
@@ -263,6 +264,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("home")
         patch.setenv("SHOAL_HOME", str(home))
+        patch.setattr(shoal.runs, "write_report_at_end", lambda run_id: None)  # it takes longer than the run
         threads = torch.get_num_threads()
         spec = TrainSpec.parse(
             {

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from shoal.libs.trees import Cell, Children, NaryLSTMCell, TreeBatch, TreeRNN, compiled_cell
+from shoal.libs.trees import Cell, Children, NaryLSTMCell, TreeBatch, TreeRNN
+from shoal.libs.trees import cell as cells
 
 WIDE = [[-1, 0, 0, 1, 1], [-1, 0, 1, 1], [-1], [-1, 0, 0, 2, 2, 4]]
 OTHER = [[-1, 0, 0, 1, 1, 2, 2], [-1, 0, 1, 2, 2], [-1, 0], [-1, 0, 0, 2, 2, 4, 4]]
@@ -43,10 +44,10 @@ class Levels(NaryLSTMCell):
 @pytest.fixture(autouse=True)
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    compiled_cell._compiled.cache_clear()
+    cells._compile_level.cache_clear()
     torch.compiler.reset()
     yield
-    compiled_cell._compiled.cache_clear()
+    cells._compile_level.cache_clear()
     torch.compiler.reset()
 
 
@@ -58,7 +59,7 @@ def outputs_and_gradients(rnn: TreeRNN, parents: list[list[int]]) -> list[Tensor
     return [outputs, *torch.autograd.grad((outputs * torch.randn_like(outputs)).sum(), [x, *rnn.parameters()])]
 
 
-@pytest.mark.parametrize("make", [Gated, partial(Levels, 3, 4)])
+@pytest.mark.parametrize("make", [Gated, pytest.param(partial(Levels, 3, 4), marks=pytest.mark.soak)])
 def test_values_and_gradients_are_those_of_the_cell(make: type[Cell]) -> None:
     cell = make().double()
     for parents in (WIDE, OTHER):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gated_forward import answer, requests_of, run, until
@@ -73,6 +73,7 @@ def fresh(per_node: bool) -> TreeLSTM:
 
 @pytest.mark.parametrize("per_node", [False, True])
 @given(several=st.lists(trees(), min_size=1, max_size=5))
+@settings(max_examples=15)
 def test_all_trees_at_once_answer_as_node_by_node(per_node: bool, several: list[Tree]) -> None:
     module, request = fresh(per_node), as_request(*several)
     together = module(*map(torch.from_numpy, request.values()))

@@ -72,11 +72,11 @@ EXTREMES = {
     "single": [[-1]],
     "singles": [[-1]] * 5,
     "depth one": [star(2), star(1), star(2)],
-    "chain": [chain(200)],
+    "chain": [chain(80)],
     "equal chains": [chain(40)] * 3,
     "chains": [chain(7), chain(1), chain(50), chain(3)],
     "mixture": [chain(60), [-1], star(2), *[grow(range(3, 20), 2) for _ in range(3)]],
-    "300 trees": [grow(range(index % 4), 2) for index in range(300)],
+    "80 trees": [grow(range(index % 4), 2) for index in range(80)],
 }
 
 

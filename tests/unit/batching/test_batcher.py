@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gated_forward import GatedForward, Request, answer, opened, requests_of, run, until
 from shoal.batching.batcher import Batch, Batcher, DeadlineExceeded, QueueFull
-from shoal.errors import Closed, ConfigError, InferenceError
+from shoal.errors import Closed, InferenceError
 
 
 def test_one_request_is_answered_off_the_event_loop() -> None:
@@ -71,26 +71,6 @@ def test_a_request_is_never_split_and_order_is_kept() -> None:
     run(body)
 
 
-def test_a_poisonous_request_fails_alone() -> None:
-    async def body() -> None:
-        forward = GatedForward()
-        batcher = Batcher()
-        queue = batcher.add_queue("model", forward, max_batch_rows=8, max_queue_rows=64)
-        blocker = asyncio.create_task(answer(queue, Request(0)))
-        await forward.wait_entered()
-        tasks = [asyncio.create_task(answer(queue, Request(n, poisonous=n == 3))) for n in range(1, 6)]
-        await until(lambda: queue.queued_rows == 5)
-        forward.open()
-        answers = await asyncio.gather(blocker, *tasks, return_exceptions=True)
-        assert [answer for answer in answers if not isinstance(answer, Exception)] == [0, 10, 20, 40, 50]
-        assert str(answers[3]) == "poison among [3]"
-        assert queue.counts().failed == 1
-        assert await answer(queue, Request(6)) == 60  # and it lives on
-        batcher.close()
-
-    run(body)
-
-
 @pytest.mark.parametrize("error", [SystemExit, StopIteration])
 def test_what_no_future_takes_fails_the_request_and_ends_no_thread(error: type[BaseException]) -> None:
     def forward(batch: Batch[Any]) -> list[int]:
@@ -112,13 +92,17 @@ def test_what_no_future_takes_fails_the_request_and_ends_no_thread(error: type[B
     run(body)
 
 
-def test_wrong_number_of_answers_is_an_error_of_the_model() -> None:
+def test_wrong_number_of_answers_is_an_error_of_the_model_and_of_rows_one_of_the_caller() -> None:
     async def body() -> None:
         batcher: Batcher[Any, int, int] = Batcher()
         queue = batcher.add_queue("model", lambda batch: [], max_batch_rows=4, max_queue_rows=8)
         with pytest.raises(InferenceError, match="0 answers came for 1") as caught:
             await answer(queue, 1)
         assert caught.value.status == 500
+        for num_rows in (0, 5):
+            with pytest.raises(InferenceError, match=f"1 to 4 rows, this one has {num_rows}") as caught:
+                await answer(queue, 1, num_rows)
+            assert caught.value.status == 422
         batcher.close()
 
     run(body)
@@ -202,31 +186,6 @@ def test_close_does_not_wait_longer_than_it_is_told() -> None:
         assert await in_hand == 0
         batcher.close()
         assert not batcher.is_alive
-
-    run(body)
-
-
-@pytest.mark.parametrize("num_rows", [0, 5])
-def test_a_request_that_no_batch_can_hold_is_refused(num_rows: int) -> None:
-    async def body() -> None:
-        batcher = Batcher()
-        queue = batcher.add_queue("model", opened(), max_batch_rows=4, max_queue_rows=8)
-        with pytest.raises(InferenceError, match=f"1 to 4 rows, this one has {num_rows}") as caught:
-            await answer(queue, Request(0, num_rows), num_rows)
-        assert caught.value.status == 422
-        batcher.close()
-
-    run(body)
-
-
-@pytest.mark.parametrize(("batch", "rows", "field_name"), [(0, 8, "max_batch_rows"), (8, 4, "max_queue_rows")])
-def test_limits_that_do_not_fit_are_refused(batch: int, rows: int, field_name: str) -> None:
-    async def body() -> None:
-        batcher = Batcher()
-        with pytest.raises(ConfigError) as caught:
-            batcher.add_queue("model", opened(), max_batch_rows=batch, max_queue_rows=rows)
-        assert caught.value.field == field_name
-        batcher.close()
 
     run(body)
 

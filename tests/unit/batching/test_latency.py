@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.batching.latency_model import FRESH_S, QUANTILE, WINDOW, LatencyModel, size_class
+from shoal.batching.latency_model import FRESH_S, QUANTILE, WINDOW, ForwardTime, LatencyModel, size_class
 
 observations = st.lists(st.tuples(st.integers(1, 300), st.floats(1e-5, 10.0)), min_size=1, max_size=80)
 
@@ -153,3 +153,22 @@ def test_classes_grow_with_the_rows_and_are_at_most_a_quarter_wide() -> None:
     for key in set(classes):
         first, count = classes.index(key) + 1, classes.count(key)
         assert count <= max(1, first / 4)
+
+
+def test_the_forward_is_a_line_through_the_points() -> None:
+    forward = ForwardTime([(1, 0.0205), (32, 0.036)])
+    assert forward.seconds(1) == 0.0205
+    assert forward.seconds(16) == pytest.approx(0.028)
+    assert forward.seconds(64) == pytest.approx(0.052)
+    assert forward.capacity_per_s(32) == pytest.approx(32 / 0.036)
+    assert ForwardTime([(8, 0.1)]).seconds(1) == ForwardTime([(8, 0.1)]).seconds(99) == 0.1
+
+
+def test_the_forward_never_falls_with_the_rows_and_the_cheaper_is_right() -> None:
+    falling = ForwardTime([(8, 0.01), (1, 0.02)])
+    assert [falling.seconds(rows) for rows in (1, 4, 8, 64)] == [0.01] * 4
+    assert falling.capacity_per_s(64) == pytest.approx(64 / 0.01)
+    dented = ForwardTime([(1, 0.01), (8, 0.03), (16, 0.02), (32, 0.04)])
+    assert dented.seconds(4) == pytest.approx(0.01 + 0.01 * 3 / 7)
+    assert dented.seconds(12) == 0.02
+    assert dented.seconds(48) == pytest.approx(0.06)

@@ -169,7 +169,7 @@ def test_a_queue_is_full_of_bytes_too() -> None:
     queue = schedule.add_queue("a", max_batch_rows=4, max_queue_rows=8, max_queue_bytes=8000)
     taken = []
     for rows, size_bytes in ((4, 3200), (1, 3000), (2, 100), (1, 0), (1, 1)):
-        waiting = QueuedRequest(rows, 0.0, None, num_slots=queue.compute_charged_rows(rows, size_bytes))
+        waiting = QueuedRequest(rows, 0.0, None, charged_rows=queue.compute_charged_rows(rows, size_bytes))
         refusal, _ = schedule.admit(queue, waiting, 0.0)
         taken.append(waiting.charged_rows if refusal is None else refusal.status)
     assert taken == [4, 3, 429, 1, 429]
@@ -185,7 +185,7 @@ def test_a_request_that_is_larger_than_the_queue_may_wait_alone() -> None:
     schedule: BatchScheduler[QueuedRequest] = BatchScheduler()
     queue = schedule.add_queue("a", max_batch_rows=4, max_queue_rows=8, max_queue_bytes=8000)
     large, small = (
-        QueuedRequest(1, 0.0, None, num_slots=queue.compute_charged_rows(1, 50_000)),
+        QueuedRequest(1, 0.0, None, charged_rows=queue.compute_charged_rows(1, 50_000)),
         QueuedRequest(1, 0.0, None),
     )
     assert schedule.admit(queue, large, 0.0) == (None, ())
@@ -220,9 +220,6 @@ def test_limits_that_do_not_fit_are_refused(words: tuple[int, int, float], field
     with pytest.raises(ConfigError) as caught:
         schedule.add_queue("a", **dict(zip(names, words, strict=False)))  # type: ignore[arg-type]
     assert caught.value.field == field_name
-
-
-def test_a_schedule_without_slots_is_refused() -> None:
     with pytest.raises(ConfigError, match="slots = 0"):
         BatchScheduler(0)
 

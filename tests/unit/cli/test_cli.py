@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.cli import cli, main
-from shoal.cli.support.job_output import job_environment
+from shoal.cli.support.jobs import job_environment
 from shoal.cluster.embedded_cluster import _cluster_environment
 from shoal.errors import ConnectionLost
 

@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from shoal import runs
-from shoal.cli.commands.launch.session import RunArguments
-from shoal.cli.commands.launch.session import RunSession as Session
 from shoal.cli.commands.models import models
 from shoal.cli.commands.run import run
+from shoal.cli.commands.run_session import RunArguments
+from shoal.cli.commands.run_session import RunSession as Session
 from shoal.cli.commands.runs import report
 from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.support.console import make_literal_console
@@ -313,7 +313,7 @@ def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
     with runs.create("x", "target_return: 475", "one") as run:
         run.finish("stopped")
     session = a_session("resume=one")
-    monkeypatch.setattr("shoal.cli.commands.launch.session.ray_jobs.submit", lambda *arguments, **more: None)
+    monkeypatch.setattr("shoal.cli.commands.run_session.ray_jobs.submit", lambda *arguments, **more: None)
     monkeypatch.setattr("shoal.cluster.jobs.JobHandle.status", gone)
     monkeypatch.setattr("shoal.cluster.jobs.JobHandle.stop_quietly", lambda job: None)
     with (
@@ -350,8 +350,8 @@ def test_the_job_is_told_what_the_user_typed(
         told.append(env["SHOAL_COMMAND"])
         raise RunError("enough")
 
-    monkeypatch.setattr("shoal.cli.commands.launch.session.validate_overrides", lambda path, words, variables: {})
-    monkeypatch.setattr("shoal.cli.commands.launch.session.ray_jobs.submit", submit)
+    monkeypatch.setattr("shoal.cli.commands.run_session.validate_overrides", lambda path, words, variables: {})
+    monkeypatch.setattr("shoal.cli.commands.run_session.ray_jobs.submit", submit)
     monkeypatch.setattr(JobHandle, "stop_quietly", lambda job: None)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
     monkeypatch.chdir(home)
@@ -373,8 +373,8 @@ def test_an_interruption_while_a_job_is_submitted_ends_the_job(home: Path, monke
         asked.append((method, path))
         raise RunError("Ray knows no such job")  # the request was interrupted before it was there
 
-    monkeypatch.setattr("shoal.cli.commands.launch.session.validate_overrides", lambda path, words, variables: {})
-    monkeypatch.setattr("shoal.cli.commands.launch.session.ray_jobs.submit", submit)
+    monkeypatch.setattr("shoal.cli.commands.run_session.validate_overrides", lambda path, words, variables: {})
+    monkeypatch.setattr("shoal.cli.commands.run_session.ray_jobs.submit", submit)
     monkeypatch.setattr("shoal.cluster.jobs.request_json", ask)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
     with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
@@ -453,6 +453,15 @@ def test_a_model_of_half_precision_is_shown() -> None:
     assert "1 tensors, 6 values, " in typed(models, "show", "half")
 
 
+def test_a_store_that_does_not_answer_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    for name, value in {**environment, "SHOAL_STORE": "s3://bucket/models", "SHOAL_STORE_TIMEOUT_S": "600"}.items():
+        monkeypatch.setenv(name, value)
+    for words in (["list"], ["show", "cartpole@1"]):
+        refused = CliRunner().invoke(models, words).exception
+        assert "s3://bucket/models/registry cannot be used" in str(refused)
+
+
 def test_an_unknown_model_is_a_registry_error() -> None:
     with pytest.raises(RegistryError, match="shoal models list"):
         typed(models, "show", "cartpole@1")
@@ -469,7 +478,6 @@ def test_every_help_has_examples(command: click.Command) -> None:
     ("job", "words", "problem"),
     [
         ("actor_learner", ["algorithm=ppo", "algorithm.synchronous=true"], "does not pause while the learner updates"),
-        ("actor_learner", ["env=chase:Chase", "self_play.snapshot_every=9"], "draws no opponents"),
         ("actor_learner", ["--envs", "2"], "is for actors that run the policy themselves"),
     ],
 )
@@ -479,8 +487,8 @@ def test_remote_inference_that_a_run_cannot_have_is_refused_before_anything_star
     def start() -> None:
         pytest.fail("a cluster starts")
 
-    monkeypatch.setattr("shoal.cli.commands.launch.session.start_cluster", start)
-    monkeypatch.setattr("shoal.cli.commands.launch.session.find_cluster", lambda address: None)
+    monkeypatch.setattr("shoal.cli.commands.run_session.start_cluster", start)
+    monkeypatch.setattr("shoal.cli.commands.run_session.find_cluster", lambda address: None)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     result = CliRunner().invoke(run, [job, *words, "--actors", "1", "--inference", "remote"])
     assert isinstance(result.exception, ShoalError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shoal.cli.support.predict_hint import suggest_predict_command
+from shoal.cli.commands.predict import suggest_predict_command
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 

@@ -9,11 +9,16 @@ from typing import Any, cast
 
 import pytest
 
-from shoal.cli.commands.launch.session import RunArguments
-from shoal.cli.commands.launch.session import RunSession as Session
+from shoal.cli.commands.run_session import RunArguments
+from shoal.cli.commands.run_session import RunSession as Session
 from shoal.cli.support.console import make_literal_console
-from shoal.cli.support.job_lookup import split_secret_overrides, validate_overrides
-from shoal.cli.support.job_output import JobLogReader, describe_failure, follow_lines
+from shoal.cli.support.jobs import (
+    JobLogReader,
+    describe_failure,
+    follow_lines,
+    split_secret_overrides,
+    validate_overrides,
+)
 from shoal.cluster.jobs import JobHandle, JobStatus
 from shoal.errors import RunError
 

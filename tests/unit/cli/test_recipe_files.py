@@ -8,7 +8,7 @@ import pytest
 
 from shoal import recipes
 from shoal.cli.commands.serve_deploy import _parse_fields as fields_of
-from shoal.cli.support.job_lookup import find_job
+from shoal.cli.support.jobs import find_job
 from shoal.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -25,7 +25,7 @@ from click.testing import CliRunner
 from shoal import runs
 from shoal.cli.commands import cluster as verbs
 from shoal.cli.commands.runs import runs as runs_command
-from shoal.cli.support.job_output import ignore_further_interrupts, interrupt_on_termination
+from shoal.cli.support.jobs import ignore_further_interrupts, interrupt_on_termination
 from shoal.client.discovery import find_endpoint
 from shoal.cluster import attach, dashboard_api, embedded_cluster
 from shoal.cluster.cluster_handle import ClusterHandle

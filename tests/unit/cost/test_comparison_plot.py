@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal import runs
-from shoal.cost.compare.comparison import Column, build_column
-from shoal.cost.compare.comparison_plot import plot_comparison
+from shoal.cost.compare import Column, build_column, plot_comparison
 
 
 @pytest.fixture(autouse=True)

@@ -142,7 +142,7 @@ class Learner:
     def learn(self) -> int:
         """Acknowledge, or take the next batch; returns how many segments that had."""
         assert self._lease is not None
-        if self._lease.is_unacknowledged:
+        if self._lease.outcomes is not None:
             self._lease.acknowledge()
         batch = self._lease.take(0)
         if batch is None:

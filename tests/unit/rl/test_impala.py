@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from rl_setting import EXPERIENCE, segment
 from shoal.models.action_distribution import Categorical
 from shoal.models.actor_critic import ActorCritic
-from shoal.rl.algorithms.impala.algorithm import impala_loss
-from shoal.rl.algorithms.impala.config import ImpalaConfig
+from shoal.rl.algorithm_config import ImpalaConfig
+from shoal.rl.algorithms.algorithm import NonFiniteLoss
+from shoal.rl.algorithms.impala import Impala, impala_loss
 from shoal.rl.algorithms.segments import SegmentBatch, build_batch
 from shoal.rl.algorithms.vtrace import vtrace
+from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.spec import RLSpec
 
 # float32 sums over at most 50 steps in another order than the oracle's float64
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
@@ -258,3 +262,39 @@ def test_old_experience_pushes_no_further_than_its_age_allows(age: int, is_pushe
     losses.policy.backward()
     assert bool(logits.grad.abs().sum() > 0) == is_pushed
     assert float(losses.clip_fraction) == (not is_pushed)
+
+
+def make_impala(learning_rate: float) -> Impala:
+    torch.manual_seed(0)
+    return Impala(RLSpec(hidden=(16,)).override([f"algorithm.learning_rate={learning_rate}"]), EXPERIENCE)
+
+
+def test_an_update_that_is_not_finite_leaves_the_weights_as_they_were() -> None:
+    impala = make_impala(0.1)
+    before = {name: value.clone() for name, value in impala.model.state_dict().items()}
+    batch = ExperienceBatch.from_segments(1, [segment(3, rewards=np.array([0, np.inf, 1], np.float32))])
+    assert not impala.is_usable(batch)
+    with pytest.raises(NonFiniteLoss, match="learning_rate"):
+        list(impala.update(batch))
+    assert all(torch.equal(value, before[name]) for name, value in impala.model.state_dict().items())
+
+
+def test_updates_learn_a_bandit() -> None:
+    impala, random = make_impala(0.02), np.random.default_rng(0)
+    ones = torch.ones(1, 4)
+    for _ in range(60):
+        policy = torch.softmax(impala.model(ones)[0], -1)[0].detach().numpy()
+        actions = (random.random(64) < policy[1]).astype(np.int64)
+        played = [
+            segment(
+                1,
+                observations=np.ones((2, 4), np.float32),
+                actions=np.array([action]),
+                rewards=np.array([action], np.float32),
+                log_probabilities=np.log(policy[[action]]),
+                terminated=True,
+            )
+            for action in actions
+        ]
+        list(impala.update(ExperienceBatch.from_segments(1, played)))
+    assert torch.softmax(impala.model(ones)[0], -1)[0, 1] > 0.9

@@ -150,7 +150,7 @@ def test_a_lease_waits_in_pieces_and_takes_a_smaller_batch_when_the_time_is_over
     ]
     lease.take(version=0)
     assert source.requests[-1].is_patient  # for the next batch there is all of the time
-    assert lease.num_requests == 4
+    assert lease.request.number == 4
 
 
 def test_outcomes_that_cannot_be_recorded_are_reported_again() -> None:
@@ -159,9 +159,9 @@ def test_outcomes_that_cannot_be_recorded_are_reported_again() -> None:
     lease.complete(batch(1), [None], [0.5])
     with pytest.raises(LedgerUnwritable):
         lease.acknowledge()
-    assert lease.is_unacknowledged
+    assert lease.outcomes is not None
     lease.acknowledge()
-    assert not lease.is_unacknowledged
+    assert lease.outcomes is None
     assert source.acknowledged == [(1, [None], [0.5])]
 
 
@@ -171,7 +171,7 @@ def test_a_lease_that_another_incarnation_has_revoked_is_superseded() -> None:
     with pytest.raises(Closed):
         lease.acknowledge()
     assert lease.is_superseded
-    assert not lease.is_unacknowledged
+    assert lease.outcomes is None
 
 
 def versions_of(folder: Path, after: int = 0, is_known: bool = False) -> tuple[PublishedVersions, WeightStore]:

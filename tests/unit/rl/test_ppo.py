@@ -10,9 +10,9 @@ import torch
 from rl_setting import EXPERIENCE
 from shoal.models.action_distribution import Categorical
 from shoal.models.actor_critic import ActorCritic
+from shoal.rl.algorithm_config import PPOConfig
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
-from shoal.rl.algorithms.ppo.config import PPOConfig
-from shoal.rl.algorithms.ppo.loss import PPOTargets, ppo_loss
+from shoal.rl.algorithms.ppo import PPOTargets, ppo_loss
 from shoal.rl.algorithms.segments import compute_moments, explain_variance, to_tensors
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.spec import RLSpec, policy_spec

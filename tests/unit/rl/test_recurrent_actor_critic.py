@@ -12,8 +12,8 @@ from shoal.actor.segment_builder import SegmentBuilder
 from shoal.flows.rl_policy import describe_policy_model
 from shoal.models.recurrent_actor_critic import RecurrentActorCritic
 from shoal.rl.algorithms.algorithm import make_algorithm
-from shoal.rl.algorithms.impala.algorithm import Impala
-from shoal.rl.algorithms.ppo.algorithm import PPO
+from shoal.rl.algorithms.impala import Impala
+from shoal.rl.algorithms.ppo import PPO
 from shoal.rl.algorithms.segments import evaluate_rows, make_grid, to_tensors
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.spec import RLSpec, experience_spec

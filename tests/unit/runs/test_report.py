@@ -221,9 +221,11 @@ def test_every_panel_is_as_wide_as_others_so_that_letters_are(metrics: tuple[str
 def test_the_words_of_a_picture_do_not_lie_over_each_other(num_panels: int) -> None:
     title, metric = f"{'job_of_a_long_name_' * 4} · 20261120-064501-3f2a", "validation/" + "mean_absolute_error_" * 4
     line = Curve.from_points([1.0, 2.0], [1.0, 2.0])
-    panels = [plots.Panel(metric, "step", [(metric, line)])] * num_panels
-    learning = plots.draw_learning_curve(title, metric, [("step", line)] * num_panels, [], True)
-    for figure in (plots.draw_training_curves(title, panels), learning):
+    for more_is_better in (None, True):
+        panels = [
+            plots.Panel(f"{number}{metric}", "step", [("", line)], more_is_better) for number in range(num_panels)
+        ]
+        figure = plots.draw_curves(title, panels)
         figure.draw_without_rendering()
         words = [*figure.texts, *(axes._left_title for axes in figure.axes if axes._left_title.get_text())]
         boxes = [each.get_window_extent() for each in words]

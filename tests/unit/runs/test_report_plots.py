@@ -16,10 +16,10 @@ from shoal.runs.report.plots import Curve, is_logarithmic
 def test_steps_and_versions_have_whole_ticks(last: int) -> None:
     curve = Curve.from_points(range(last + 1), range(last + 1))
     figures = [
-        plots.draw_learning_curve("", "loss", [("step", curve)], [], True),
-        plots.draw_training_curves("", [plots.Panel("loss", "step", [("train", curve)])]),
-        plots.draw_small_plot(curve, 0.0, float(last)),
+        plots.draw_curves("", [plots.Panel("loss", "step", [("train", curve)], more_is_better)])
+        for more_is_better in (None, True)
     ]
+    figures += [plots.draw_small_plot(curve, 0.0, float(last))]
     wide = plots.draw_wide_plot(Curve.from_points(np.linspace(0, 1, last + 1), range(last + 1)))
     for axis in (*(figure.axes[0].xaxis for figure in figures), wide.axes[0].yaxis):
         ticks = axis.get_ticklocs()
@@ -33,7 +33,7 @@ def test_pictures_have_one_style() -> None:
     """Also where ticks are made as they are drawn, after the figure was."""
     curve = Curve.from_points([0.0, 1.0, 2.0], [1.0, 2.0, 3.0])
     for figure in (
-        plots.draw_learning_curve("", "$loss$", [("$step$", curve)], [], True),
+        plots.draw_curves("", [plots.Panel("$loss$", "$step$", [("train", curve)], True)]),
         plots.draw_small_plot(curve, 0.0, 2.0),
         plots.draw_wide_plot(curve),
     ):
@@ -41,7 +41,7 @@ def test_pictures_have_one_style() -> None:
         for axes in figure.axes:
             assert [side for side, spine in axes.spines.items() if spine.get_visible()] == ["bottom"]
             assert {to_hex(label.get_color()) for label in axes.get_xticklabels()} == {plots.MUTED}
-    assert "$step$" in plots.to_svg(plots.draw_learning_curve("", "$loss$", [("$step$", curve)], [], True))
+    assert "$step$" in plots.to_svg(plots.draw_curves("", [plots.Panel("$loss$", "$step$", [("train", curve)], True)]))
 
 
 def test_numbers_over_decades_are_drawn_over_their_logarithm() -> None:

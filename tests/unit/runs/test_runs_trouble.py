@@ -300,7 +300,7 @@ if __name__ == "__main__":
 
 
 def test_processes_that_make_the_record_at_once_all_have_it(tmp_path: Path) -> None:
-    folders = [tmp_path / str(number) for number in range(60)]
+    folders = [tmp_path / str(number) for number in range(20)]
     for folder in folders:
         folder.mkdir()
     words = [sys.executable, "-c", OPENERS, *map(str, folders)]
@@ -360,7 +360,7 @@ def test_readers_see_whole_flushes_while_other_processes_write(
                 assert metrics["y"].tolist() == [-value for value in metrics["x"]]
                 assert metrics.index.tolist() == list(range(1, len(metrics) + 1))
                 lengths[seen.id].append(len(metrics))
-        return all(len(set(seen)) >= 5 for seen in lengths.values())
+        return all(len(set(seen)) >= 3 for seen in lengths.values())
 
     wait_for(both_grew_while_read, DEADLINE_S)
     (home / "stop").touch()
@@ -371,22 +371,15 @@ def test_readers_see_whole_flushes_while_other_processes_write(
         assert lengths[name] == sorted(lengths[name])
 
 
-def test_importing_the_record_is_light() -> None:
-    heavy = "pandas", "matplotlib", "jinja2", "tensorboard", "torch", "ray"
-    script = f"import sys, shoal.runs; print([name for name in {heavy!r} if name in sys.modules])"
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_recording_needs_no_torch() -> None:
+def test_the_record_is_light_to_import_and_recording_needs_no_torch() -> None:
     script = """
 import sys
 from shoal import runs
+print([name for name in ("pandas", "matplotlib", "jinja2", "tensorboard", "torch", "ray") if name in sys.modules])
 with runs.create("job", "", "one") as run:
     run.log(1, {"x": 1.0})
 print([name for name in ("torch", "ray") if name in sys.modules])
 """
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
-    assert done.stdout.strip() == "[]"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * DEADLINE_S, check=True)
+    assert done.stdout == "[]\n[]\n"

@@ -35,7 +35,10 @@ MoveTo = Callable[[str], None]
 _numbers = itertools.count()
 
 
-@pytest.fixture(params=["folder", "bucket"])
+BOTH = pytest.mark.parametrize("store", ["folder", "bucket"], indirect=True)
+
+
+@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.soak)])  # tests of stores compare both
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     url = str(tmp_path / "store")
     if request.param == "bucket":
@@ -149,6 +152,7 @@ def test_a_run_is_read_on_another_host(store: Store, move_to: MoveTo) -> None:
     assert runs.load("ended") == copy  # a second look changes nothing
 
 
+@BOTH
 def test_a_run_that_goes_on_is_followed_from_another_host(store: Store, move_to: MoveTo) -> None:
     with runs.create("cartpole", SPEC, "living") as recorder:
         recorder.log(1, {"loss": 2.0})
@@ -216,6 +220,7 @@ def test_a_process_that_was_taken_for_dead_records_no_more(
         stopped.close()
 
 
+@BOTH
 def test_of_hosts_that_resume_a_run_at_once_one_wins(
     store: Store, move_to: MoveTo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

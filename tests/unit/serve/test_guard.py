@@ -5,8 +5,14 @@ from typing import Any
 
 import pytest
 
-from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, compute_p_value, judge, latency_ratio
-from shoal.serve.controller.evidence import EvidenceCollector
+from shoal.serve.controller.canary_guard import (
+    NUM_COMPARED,
+    Evidence,
+    EvidenceCollector,
+    compute_p_value,
+    judge,
+    latency_ratio,
+)
 from shoal.serve.messages.replica_report import ForwardMedians, ModelReport, ReplicaReport, merge_forward_medians
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.spec.model_options import GuardOptions

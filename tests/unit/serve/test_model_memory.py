@@ -42,8 +42,8 @@ async def test_a_load_waits_for_memory_and_no_load_exceeds_it() -> None:
     memory.account("a", 0)
     assert await waiting == "b"
     assert memory.used_bytes == 100
-    assert memory.get_resident_bytes("b") == 60
-    assert (memory.get_loads("b").num_loads, memory.get_loads("b").last_s) == (1, 0.5)
+    assert memory.resident_bytes["b"] == 60
+    assert (memory.loads["b"].num_loads, memory.loads["b"].last_s) == (1, 0.5)
 
 
 @in_loop
@@ -80,9 +80,9 @@ async def test_a_large_model_s_load_is_measured_and_counts_as_the_plan_says() ->
     process_bytes, size_bytes = [0, 500, 500 + 3 * MEASURED_FROM_BYTES], MEASURED_FROM_BYTES
     memory = ModelMemory(1 << 40, lambda: process_bytes.pop(0))
     await load(memory, "a", size_bytes)  # the first load imports its code: it says nothing
-    assert memory.get_loads("a").measured_bytes == {}
+    assert memory.loads["a"].measured_bytes == {}
     await load(memory, "b", size_bytes)
-    assert memory.get_loads("b").measured_bytes == {1: 3 * size_bytes}
+    assert memory.loads["b"].measured_bytes == {1: 3 * size_bytes}
     assert memory.used_bytes == 2 * size_bytes  # the controller decides, and says so in the plan
     memory.account("b", 3 * size_bytes)
     assert memory.used_bytes == 4 * size_bytes

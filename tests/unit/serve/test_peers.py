@@ -42,8 +42,8 @@ def test_a_call_arrives_as_it_was() -> None:
     assert (headers["shoal-peer"], headers["shoal-generation"], headers["shoal-track"]) == ("secret", "12", "candidate")
     assert (headers["shoal-tenant"], headers["shoal-sticky"]) == ("b%C3%BC", "%C3%A4%20b")
     assert 0.0 < float(headers["shoal-deadline-ms"]) <= 5000.0
-    arrived = InferCall({}, 0)
-    HttpCodec("m", INPUTS, INPUTS, 4).decode(arrived, body, int(headers["inference-header-content-length"]))
+    codec = HttpCodec("m", INPUTS, INPUTS, 4)
+    arrived = codec.decode(body, int(headers["inference-header-content-length"]))
     assert (arrived.num_rows, arrived.id, arrived.outputs) == (2, "7", frozenset({"x"}))
     for name, array in asked.inputs.items():
         np.testing.assert_array_equal(arrived.inputs[name], array)

@@ -69,7 +69,7 @@ def test_nested_data_is_the_same_as_flat_in_any_order() -> None:
     assert subject().infer(request(mask(), x())).body == flat
 
 
-def test_a_model_is_given_what_was_asked_for() -> None:
+def test_a_model_is_given_what_was_asked_for_and_nothing_else() -> None:
     model = two_inputs()
     headers = {
         "shoal-track": "candidate",
@@ -89,15 +89,10 @@ def test_a_model_is_given_what_was_asked_for() -> None:
     }
     assert (call.num_rows, call.version, call.track, call.sticky) == (2, 7, "candidate", "user-1")
     assert (call.tenant, call.outputs, call.trace) == ("administrator", {"n"}, None)
-
-
-def test_without_wishes_there_are_none() -> None:
-    model = two_inputs()
-    subject(model).infer(request())
+    subject(model := two_inputs()).infer(request())
     (call,) = model.calls
-    assert (call.version, call.deadline_s, call.track, call.sticky, call.outputs, call.trace) == (
-        *(None, None, "", "", None, None),
-    )
+    seen = call.version, call.deadline_s, call.track, call.sticky, call.outputs, call.trace
+    assert seen == (None, None, "", "", None, None)
 
 
 @pytest.mark.parametrize(
@@ -343,43 +338,37 @@ def test_a_variable_dimension_may_be_empty_but_the_batch_may_not() -> None:
     refused(subject(model).infer(request({**empty, "shape": [0, 2], "data": []})), 422, "'x'", "1 to 64 rows")
 
 
+WIDE = {"name": "x", "shape": [1, 1000], "datatype": "FP32", "data": [1.5] * 1000}
+
+
+def wide(**settings: Any) -> Client:
+    return subject(FakeModel("m", tensors(x=("FP32", [-1, 1000]))), **settings)
+
+
 @pytest.mark.parametrize(("coding", "pack", "unpack"), [
     ("gzip", gzip.compress, gzip.decompress), ("deflate", zlib.compress, zlib.decompress),
 ])  # fmt: skip
 def test_compressed_bodies(coding: str, pack: Any, unpack: Any) -> None:
-    model = FakeModel("m", tensors(x=("FP32", [-1, 1000])))
-    one = {"name": "x", "shape": [1, 1000], "datatype": "FP32", "data": [1.5] * 1000}
-    body = json.dumps(request(one)).encode()
+    body = json.dumps(request(WIDE)).encode()
     headers = {"content-encoding": coding, "accept-encoding": coding}
-    reply = subject(model, max_body_bytes=10_000).infer(pack(body), headers=headers)
+    reply = wide(max_body_bytes=10_000).infer(pack(body), headers=headers)
     assert reply.headers["content-encoding"] == coding
     assert json.loads(unpack(reply.content))["outputs"][0]["data"] == [1.5] * 1000
-    refused(subject(model, max_body_bytes=1000).infer(pack(body), headers=headers), 413, "1000")
-    refused(subject(model).infer(b"not so", headers=headers), 400, coding)
-    refused(subject(model).infer(body, headers={"content-encoding": "br"}), 415, "br")
-    assert subject(model).infer(body, headers={"content-encoding": "identity"}).status == 200
-
-
-def test_a_compressed_answer_with_binary_tensors_keeps_its_length_header() -> None:
-    model = FakeModel("m", tensors(x=("FP32", [-1, 1000])))
-    one = {"name": "x", "shape": [1, 1000], "datatype": "FP32", "data": [1.5] * 1000}
-    wanted = request(one, parameters={"binary_data_output": True})
-    packed = subject(model).infer(wanted, headers={"accept-encoding": "gzip"})
-    plain = Reply(200, packed.headers, gzip.decompress(packed.content))
+    refused(wide(max_body_bytes=1000).infer(pack(body), headers=headers), 413, "1000")
+    refused(wide().infer(b"not so", headers=headers), 400, coding)
+    refused(wide().infer(body, headers={"content-encoding": "br"}), 415, "br")
+    assert wide().infer(body, headers={"content-encoding": "identity"}).status == 200
+    binary = wide().infer(request(WIDE, parameters={"binary_data_output": True}), headers={"accept-encoding": coding})
+    plain = Reply(200, binary.headers, unpack(binary.content))  # whose header of a length is of the plain answer
     assert plain.tensors[1] == np.full(1000, 1.5, dtype="<f4").tobytes()
 
 
-def test_a_small_answer_is_not_worth_compressing() -> None:
+def test_answers_are_plain_when_they_are_small_and_for_who_lists_what_it_knows() -> None:
     assert "content-encoding" not in subject().infer(request(), headers={"accept-encoding": "gzip"}).headers
-
-
-@pytest.mark.parametrize("accepted", ["gzip, deflate", "br", "identity", ""])
-def test_answers_are_plain_for_who_lists_what_it_knows(accepted: str) -> None:
-    model = FakeModel("m", tensors(x=("FP32", [-1, 1000])))
-    one = {"name": "x", "shape": [1, 1000], "datatype": "FP32", "data": [1.5] * 1000}
-    reply = subject(model).infer(request(one), headers={"accept-encoding": accepted})
-    assert "content-encoding" not in reply.headers
-    assert reply.body["outputs"][0]["shape"] == [1, 1000]
+    for accepted in ("gzip, deflate", "br", "identity", ""):
+        reply = wide().infer(request(WIDE), headers={"accept-encoding": accepted})
+        assert "content-encoding" not in reply.headers
+        assert reply.body["outputs"][0]["shape"] == [1, 1000]
 
 
 @pytest.mark.parametrize("shape", [[2, -1, 2], [-2, -1, 2], [1, 2, 2], [3, 2, 2], [2, 2, 3], [2, 2]])
@@ -389,9 +378,6 @@ def test_dimensions_that_the_model_fixes_are_fixed_and_none_is_negative(shape: l
     refused(subject(model).infer(request(one)), 422, "input 'x': expected FP32 [2, -1, 2], got FP32", str(shape))
     right = {**one, "shape": [2, 1, 2], "data": [1, 2, 3, 4]}
     assert subject(model).infer(request(right)).status == 200
-
-
-def test_a_batch_that_the_model_fixes_is_fixed() -> None:
     model = FakeModel("m", tensors(x=("INT8", [2, 2])))
     one = {"name": "x", "shape": [1, 2], "datatype": "INT8", "data": [1, 2]}
-    refused(subject(model).infer(request(one)), 422, "expected INT8 [2, 2], got INT8 [1, 2]")
+    refused(subject(model).infer(request(one)), 422, "expected INT8 [2, 2], got INT8 [1, 2]")  # a batch of two

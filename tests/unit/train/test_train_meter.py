@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shoal.train.loop.throughput import ThroughputMeter
+from shoal.train.loop.step_reports import ThroughputMeter
 
 
 def test_what_nobody_can_tell_is_not_reported() -> None:

@@ -226,6 +226,13 @@ def test_a_kind_without_a_synchronizer_is_rejected() -> None:
         TrainSpec.parse({"sync": "shoal.sync.config:SyncConfig"})
 
 
+def test_fields_of_other_kinds_in_a_record_have_no_effect_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    own = {"kind": "diloco", "every": 4}
+    recorded = {**own, "hogwild": 1, "hogwild_mode": "auto", "compensation": 0.5}
+    assert TrainSpec.parse_known({"sync": recorded}, "the record") == TrainSpec.parse({"sync": own})
+    assert "sync.hogwild=1, sync.hogwild_mode=auto, sync.compensation=0.5" in caplog.text
+
+
 def test_a_run_of_servers_is_resumed_without_them() -> None:
     spec = TrainSpec.parse({"sync": {"kind": "parameter_server", "servers": 2, "staleness": 4}, "workers": 2})
     assert spec.override(["sync=all_reduce"]).sync == TrainSpec().sync

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def is_aec(environment: Any) -> bool:
-    """Whether an environment has PettingZoo's AEC methods, which no parallel one has."""
-    return all(callable(getattr(environment, method, None)) for method in ("last", "observe", "observation_space"))
+def adapt_aec(environment: Any) -> Any:
+    """The environment; one with PettingZoo's AEC methods, which no parallel one has, as one of several agents."""
+    methods = ("last", "observe", "observation_space")
+    return AECGame(environment) if all(callable(getattr(environment, each, None)) for each in methods) else environment
 
 
 class AECGame:
@@ -37,12 +38,12 @@ class AECGame:
 
     def _advance(self) -> tuple[dict[str, Any], ...]:
         """To the next agent that acts, past those that have ended, whose only action is None."""
-        found: tuple[dict[str, Any], ...] = {}, {}, {}, {}, {}
+        result: tuple[dict[str, Any], ...] = {}, {}, {}, {}, {}
         while self._environment.agents:
             agent, last = self._environment.agent_selection, self._environment.last()
-            for values, value in zip(found, last, strict=True):
+            for values, value in zip(result, last, strict=True):
                 values[agent] = value
             if not (last[2] or last[3]):
                 break
             self._environment.step(None)
-        return found
+        return result

@@ -31,7 +31,12 @@ class FlatSpace:
         self._names = [each for each in parts if each != INFO_KEY and each not in ignored]
         self._parts = space
         if len(self._names) < len(parts):
-            self._parts = _select_spaces(parts, self._names, name)
+            if not self._names:
+                raise ConfigError("env", name, f"has nothing to observe but {', '.join(parts)}", "leave a part in")
+            import gymnasium
+
+            chosen = {each: parts[each] for each in self._names}  # one part is itself, as in PettingZoo's classic games
+            self._parts = chosen[self._names[0]] if len(chosen) == 1 else gymnasium.spaces.Dict(chosen)
         self._is_flattened = type(self._parts).__name__ in FLATTENED
         self._is_selected = self._parts is not space
         self.space = self._flatten_space(name)
@@ -63,15 +68,6 @@ class FlatSpace:
 
             return gymnasium.spaces.flatten(self._parts, observation), info
         return np.asarray(observation).astype(np.uint8) if self._parts.dtype == np.bool_ else observation, info
-
-
-def _select_spaces(parts: Mapping[str, Any], names: Sequence[str], name: str) -> Any:
-    """A Dict of some parts: the part itself where there is but one, as in PettingZoo's classic games."""
-    import gymnasium
-
-    if not names:
-        raise ConfigError("env", name, f"has nothing to observe but {', '.join(parts)}", "leave a part in")
-    return parts[names[0]] if len(names) == 1 else gymnasium.spaces.Dict({each: parts[each] for each in names})
 
 
 def _get_parts(space: Any) -> Mapping[str, Any]:
@@ -129,7 +125,7 @@ def flatten_environment(environment: Any, name: str, ignored: Sequence[str] = ()
 
 
 def flatten_agents(environment: Any, name: str, ignored: Sequence[str] = ()) -> Any:
-    """The same of an environment of several agents, by PettingZoo's methods; an ignored part need not be each one's."""
+    """Do so for an environment of several agents, by PettingZoo's methods; an ignored part need not be each one's."""
     spaces = {agent: environment.observation_space(agent) for agent in environment.possible_agents}
     _require_parts(ignored, [part for space in spaces.values() for part in _get_parts(space)], name)
     flat = {agent: FlatSpace(space, name, ignored) for agent, space in spaces.items()}
@@ -159,7 +155,7 @@ class FlatAgents:
     def _flatten(
         self, observations: Mapping[str, Any], infos: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        flat, found = dict[str, Any](), dict(infos)
+        flat, result = dict[str, Any](), dict(infos)
         for agent, observation in observations.items():
-            flat[agent], found[agent] = self._flat[agent].flatten(observation, found.get(agent, {}))
-        return flat, found
+            flat[agent], result[agent] = self._flat[agent].flatten(observation, result.get(agent, {}))
+        return flat, result

@@ -43,14 +43,14 @@ class GraphNetwork:
         """Use these weights from now on. Raises WeightsError when one is missing or does not fit."""
         feeds: dict[str, np.ndarray] = {}
         for name, (dtype, shape) in self._wanted.items():
-            found = tensors.get(name)
-            if found is None:
+            tensor = tensors.get(name)
+            if tensor is None:
                 raise WeightsError(f"version {version} has no {name!r}")
-            if found.dtype.name != dtype or found.shape != shape:
+            if tensor.dtype.name != dtype or tensor.shape != shape:
                 raise WeightsError(
-                    f"version {version}: {name} is {found.dtype} {found.shape}, the graph wants {dtype} {shape}"
+                    f"version {version}: {name} is {tensor.dtype} {tensor.shape}, the graph wants {dtype} {shape}"
                 )
-            feeds[name] = found
+            feeds[name] = tensor
         self._feeds = feeds
 
     def compute(self, observations: np.ndarray) -> np.ndarray:

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.cli.support.console import make_literal_console, print_json
-from shoal.cli.support.job_output import interrupt_on_termination
-from shoal.cli.support.number_types import SECONDS, FiniteRange
+from shoal.cli.support.jobs import interrupt_on_termination
+from shoal.cli.support.options import SECONDS, FiniteRange
 from shoal.client.discovery import INFERENCE_KIND, list_endpoints
 from shoal.cluster.attach import find_cluster, find_running_cluster, load_saved_cluster, lock_cluster_state, state_path
 from shoal.cluster.cluster_handle import ClusterHandle

@@ -17,11 +17,11 @@ from rich.text import Text
 
 from shoal.cli.support.console import make_table, print_json
 from shoal.errors import ConfigError
-from shoal.runs import Run, load
+from shoal.runs import load
 from shoal.runs.formatting import format_duration, format_number
 
 if TYPE_CHECKING:
-    from shoal.cost.compare.comparison import Column
+    from shoal.cost.compare import Column
     from shoal.train.reporting.time_to_accuracy import TargetReached
 
 
@@ -43,14 +43,14 @@ def compare(runs: tuple[str, ...], metric: str | None, target: str | None, plot:
       shoal compare 20261120-0645 20261120-0712 --target accuracy=0.9
       shoal compare latest 20261120-0645 --metric validation/loss --plot runs.png --json
     """
-    from shoal.cost.compare.comparison import build_column, find_common_metric
+    from shoal.cost.compare import build_column, find_common_metric
 
-    found = list({run.id: run for run in map(load, runs)}.values())
-    if len(found) < 2:
+    records = list({run.id: run for run in map(load, runs)}.values())
+    if len(records) < 2:
         raise ConfigError("run", " ".join(runs), "is one run", "name two or more: `shoal runs` lists them")
-    columns = [build_column(run, metric or find_common_metric(found)) for run in found]
+    columns = [build_column(run, metric or find_common_metric(records)) for run in records]
     if metric and not any(column.headline for column in columns):
-        known = sorted({name for run in found for name in run.latest()})
+        known = sorted({name for run in records for name in run.latest()})
         raise ConfigError("--metric", metric, "is in none of these runs", f"they have {', '.join(known)}")
     reached = [_find_reached(column, target) if target else None for column in columns]
     path = _save_plot(columns, plot)
@@ -88,11 +88,11 @@ def _find_reached(column: Column, target: str) -> TargetReached | None:
 
 
 def _save_plot(columns: list[Column], plot: Path | None) -> Path:
-    from shoal.cost.compare.comparison_plot import plot_comparison
+    from shoal.cost.compare import plot_comparison
     from shoal.runs.report.plots import to_png
 
     path = plot or columns[0].run.folder / "comparison.png"
-    drawn = to_png(plot_comparison(columns, _format_labels([column.run for column in columns])))
+    drawn = to_png(plot_comparison(columns, [f"{column.run.id} {column.run.title}" for column in columns]))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(drawn)
@@ -100,10 +100,6 @@ def _save_plot(columns: list[Column], plot: Path | None) -> Path:
         problem = f"cannot be written: {error.strerror}"
         raise ConfigError("--plot", str(path), problem, "name a file in a folder where you may write") from None
     return path
-
-
-def _format_labels(runs: list[Run]) -> list[str]:
-    return [f"{run.id} {run.title}" for run in runs]
 
 
 def _to_dict(column: Column, reached: TargetReached | None) -> dict[str, object]:
@@ -124,8 +120,7 @@ def _to_dict(column: Column, reached: TargetReached | None) -> dict[str, object]
 
 
 def _build_table(columns: list[Column], reached: list[TargetReached | None], target: str | None) -> Table:
-    from shoal.cost.compare.comparison import ROWS
-    from shoal.cost.compare.comparison_plot import format_value
+    from shoal.cost.compare import ROWS, format_value
 
     rows = [
         ["job", *(column.run.title for column in columns)],
@@ -145,13 +140,13 @@ def _build_table(columns: list[Column], reached: list[TargetReached | None], tar
         )
     for name, (unit, meaning) in ROWS.items():
         known = [(column, column.values.get(name, math.nan)) for column in columns]
-        told = [
+        cells = [
             ("~" if name in column.predicted else "")
             + (format_duration(value) if name == "lived_s" else format_value(value, unit))
             if math.isfinite(value)
             else "-"
             for column, value in known
         ]
-        rows.append([meaning, *told])
+        rows.append([meaning, *cells])
     headings = (TableColumn(Text(each.run.id), justify="right", overflow="fold") for each in columns)
     return make_table("", *headings, rows=(row for row in rows if {*row[1:]} != {"-"}))

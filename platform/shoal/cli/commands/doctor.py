@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
+from typing import Self
 
 import click
 import psutil
@@ -62,13 +63,11 @@ class Finding:
     detail: str
     remedy: str = ""
 
-
-def grade_finding(
-    check: str, value: float, detail: str, *, warn_below: float, fail_below: float, remedy: str
-) -> Finding:
-    """A finding about an amount that should be large enough."""
-    level = Level.FAIL if value < fail_below else Level.WARN if value < warn_below else Level.OK
-    return Finding(check, level, detail, "" if level is Level.OK else remedy)
+    @classmethod
+    def grade(cls, check: str, value: float, detail: str, remedy: str, *, warn_below: float, fail_below: float) -> Self:
+        """Of an amount that should be large enough."""
+        level = Level.FAIL if value < fail_below else Level.WARN if value < warn_below else Level.OK
+        return cls(check, level, detail, "" if level is Level.OK else remedy)
 
 
 def check_python(running: str, wanted: str) -> Finding:
@@ -91,11 +90,11 @@ def check_packages(
     """The installed packages against those that the extra needs; a version outside of its range is a failure."""
     num_fitting, remedy = 0, _install(extra)
     for requirement in _required(list(map(Requirement, requirements)), extra):
-        found = installed(requirement.name)
-        if found is None:
+        installed_version = installed(requirement.name)
+        if installed_version is None:
             yield Finding("packages", Level.FAIL, f"{requirement.name} is not installed", remedy)
-        elif not requirement.specifier.contains(found, prereleases=True):
-            detail = f"{requirement.name} {found} is installed, {requirement.specifier} is needed"
+        elif not requirement.specifier.contains(installed_version, prereleases=True):
+            detail = f"{requirement.name} {installed_version} is installed, {requirement.specifier} is needed"
             yield Finding("packages", Level.FAIL, detail, remedy)
         else:
             num_fitting += 1
@@ -140,7 +139,7 @@ def check_imports(modules: Sequence[str], extra: str = "cluster") -> Finding:
 def check_cores(num_cores: int) -> Finding:
     """The CPUs that this process may use."""
     remedy = "a job and its Ray services share one core: give the container more"
-    return grade_finding("cores", num_cores, f"{num_cores}", warn_below=2, fail_below=1, remedy=remedy)
+    return Finding.grade("cores", num_cores, f"{num_cores}", remedy, warn_below=2, fail_below=1)
 
 
 def check_memory(total_bytes: int, limit_bytes: int | None, available_bytes: int) -> Finding:
@@ -150,7 +149,7 @@ def check_memory(total_bytes: int, limit_bytes: int | None, available_bytes: int
     free = min(available_bytes, usable)
     detail = f"{format_size(total_bytes)}{limited}, {format_size(free)} available"
     remedy = "Ray alone takes about 1.5 GiB: end something, or raise the limit"
-    return grade_finding("memory", free, detail, warn_below=4 * GIB, fail_below=GIB, remedy=remedy)
+    return Finding.grade("memory", free, detail, remedy, warn_below=4 * GIB, fail_below=GIB)
 
 
 def check_home() -> Finding:
@@ -166,10 +165,10 @@ def check_disk(folder: Path, what: str) -> Finding:
     usage = shutil.disk_usage(folder)
     detail = f"{format_size(usage.free)} free in {folder} ({what})"
     remedy = f"make room on the disk of {folder}"
-    found = grade_finding("disk", usage.free, detail, warn_below=5 * GIB, fail_below=GIB, remedy=remedy)
-    if found.level is Level.OK and usage.free < 0.05 * usage.total:
+    finding = Finding.grade("disk", usage.free, detail, remedy, warn_below=5 * GIB, fail_below=GIB)
+    if finding.level is Level.OK and usage.free < 0.05 * usage.total:
         return Finding("disk", Level.WARN, f"{detail}, more than 95 % full", remedy)
-    return found
+    return finding
 
 
 def check_shared_memory(folder: Path) -> Finding:
@@ -179,7 +178,7 @@ def check_shared_memory(folder: Path) -> Finding:
     total = shutil.disk_usage(folder).total
     remedy = "objects will lie on the disk: start the container with --shm-size=4g"
     detail = f"{format_size(total)} in {folder}"
-    return grade_finding("shared memory", total, detail, warn_below=2 * GIB, fail_below=0, remedy=remedy)
+    return Finding.grade("shared memory", total, detail, remedy, warn_below=2 * GIB, fail_below=0)
 
 
 def check_loopback() -> Finding:
@@ -188,17 +187,14 @@ def check_loopback() -> Finding:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 2.0):
             return Finding("loopback", Level.OK, "ports can be bound and reached on 127.0.0.1")
     except OSError as error:
-        return Finding(
-            "loopback", Level.FAIL, f"127.0.0.1: {error}", "allow this process to use the loopback interface"
-        )
+        remedy = "allow this process to use the loopback interface"
+        return Finding("loopback", Level.FAIL, f"127.0.0.1: {error}", remedy)
 
 
 def check_open_files(soft_limit: int) -> Finding:
     """Each Ray process holds dozens of files and connections."""
-    remedy = "ulimit -n 65536"
-    return grade_finding(
-        "open files", soft_limit, f"at most {soft_limit}", warn_below=4096, fail_below=512, remedy=remedy
-    )
+    detail = f"at most {soft_limit}"
+    return Finding.grade("open files", soft_limit, detail, "ulimit -n 65536", warn_below=4096, fail_below=512)
 
 
 def check_haproxy() -> Finding:
@@ -226,9 +222,8 @@ def check_tokens(folder: Path) -> Finding:
     """Only their owner can read the token files."""
     for path in (folder / "token", folder / "ray-token"):
         if path.exists() and stat.S_IMODE(path.stat().st_mode) & 0o077:
-            return Finding(
-                "tokens", Level.WARN, f"others may read {path}", f"chmod 600 {path}; if it got out, delete it"
-            )
+            remedy = f"chmod 600 {path}; if it got out, delete it"
+            return Finding("tokens", Level.WARN, f"others may read {path}", remedy)
     return Finding("tokens", Level.OK, f"private to their owner, in {folder}")
 
 
@@ -284,9 +279,9 @@ def run_checks() -> Iterator[Finding]:
     yield check_shadowing(list(dict.fromkeys(folders)))
     yield check_cores(count_usable_cores())
     yield check_memory(memory.total, memory_limit_bytes(), memory.available)
-    found = check_home()
-    yield found
-    has_home = found.level is Level.OK
+    finding = check_home()
+    yield finding
+    has_home = finding.level is Level.OK
     if has_home:
         yield check_disk(home(), "runs and models")
     yield check_disk(Path("/tmp"), "Ray's files")
@@ -322,17 +317,14 @@ def doctor(as_json: bool) -> None:
     for finding in run_checks():
         findings.append(finding)
         if not as_json:
-            _show(finding)
+            colour = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}[finding.level]
+            level = click.style(finding.level.value.ljust(4), fg=colour)
+            click.echo(f"{level}  {finding.check.ljust(13)}  {finding.detail}")
+            if finding.remedy:
+                click.echo(f"{'':21}{finding.remedy}")
     num_failed = sum(finding.level is Level.FAIL for finding in findings)
     if as_json:
         print_json({"ok": num_failed == 0, "findings": [asdict(finding) for finding in findings]})
     elif num_failed:
         click.secho(f"{num_failed} of {len(findings)} checks failed", fg="red")
     sys.exit(1 if num_failed else 0)
-
-
-def _show(finding: Finding) -> None:
-    colour = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}[finding.level]
-    click.echo(f"{click.style(finding.level.value.ljust(4), fg=colour)}  {finding.check.ljust(13)}  {finding.detail}")
-    if finding.remedy:
-        click.echo(f"{'':21}{finding.remedy}")

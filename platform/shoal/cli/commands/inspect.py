@@ -65,6 +65,7 @@ def _find_run(what: str) -> Run | None:
 
 
 def _show_task(console: Console, reference: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    from shoal.parallel.placement import HEADINGS
     from shoal.train.launch.overrides import spec_from_overrides
     from shoal.train.launch.predicted_cost import predict_table
     from shoal.train.task import make_task
@@ -88,7 +89,10 @@ def _show_task(console: Console, reference: str, overrides: tuple[str, ...], as_
     console.print(_build_cost_table({"predicted": table.values}))
     _print_notes(console, table)
     if table.placement_rows:
-        console.print(_build_placement_table(table))
+        columns = (
+            Column(each, justify="right" if each == "parameters" else "left", overflow="fold") for each in HEADINGS
+        )
+        console.print(make_table(*columns, rows=(line.to_cells() for line in table.placement_rows)))
 
 
 def _show_run(console: Console, run: Run, as_json: bool) -> None:
@@ -124,14 +128,6 @@ def _build_cost_table(tables: dict[str, dict[str, float]]) -> Table:
         rows.append(row)
     headings = [*tables, *(["off by"] if len(tables) == 2 else [])]
     return make_table("", *map(make_number_column, headings), rows=rows)
-
-
-def _build_placement_table(table: CostTable) -> Table:
-    """What each rank stores."""
-    from shoal.parallel.placement import HEADINGS
-
-    columns = (Column(each, justify="right" if each == "parameters" else "left", overflow="fold") for each in HEADINGS)
-    return make_table(*columns, rows=(line.to_cells() for line in table.placement_rows))
 
 
 def _print_notes(console: Console, table: CostTable) -> None:

@@ -9,9 +9,7 @@ import difflib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -69,12 +67,12 @@ def list_models(name: str | None, as_json: bool) -> None:
       shoal models list cartpole
       shoal models list --json
     """
-    found = Registry().list(name)
+    versions = _open_registry().list(name)
     if as_json:
-        print_json([_as_dict(each) for each in found])
+        print_json([_as_dict(each) for each in versions])
         return
     console = Console()
-    if not found:
+    if not versions:
         console.print(
             "There are no models yet. A job registers what it trained:\n\n  shoal run --help", highlight=False
         )
@@ -85,14 +83,22 @@ def list_models(name: str | None, as_json: bool) -> None:
         Column("run", overflow="fold", no_wrap=True),  # which may be copied
         Column("metrics", overflow="fold"),
     ]
-    console.print(make_table(*columns, rows=map(_make_cells, found)))
+    console.print(make_table(*columns, rows=map(_make_cells, versions)))
+
+
+def _open_registry() -> Registry:
+    """For verbs that only read: a store that does not answer is reported at once, and not after a minute."""
+    registry = Registry()
+    registry.store = registry.store.without_waiting()
+    return registry
 
 
 def _make_cells(version: ModelVersion) -> list[str | Text]:
     manifest = version.manifest
     age, size = format_age(time.time() - manifest.created_at), format_size(manifest.size_bytes)
     numbers = ", ".join(f"{key} {format_number(value)}" for key, value in manifest.metrics.items())
-    return [version.ref, _format_aliases(version), age, size, manifest.run_id or "-", numbers or "-"]
+    aliases = Text(", ".join(version.aliases) or "-", style="green" if version.aliases else "default")
+    return [version.ref, aliases, age, size, manifest.run_id or "-", numbers or "-"]
 
 
 @models.command()
@@ -110,17 +116,17 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
       shoal models show cartpole@champion --json
       shoal models show ranker@3 --code
     """
-    registry = Registry()
-    found = registry.get(model)
+    registry = _open_registry()
+    version = registry.get(model)
     if as_json:
-        print_json(_as_dict(found))
+        print_json(_as_dict(version))
         return
     if shows_code:
-        for path, text in _list_code(found).items():
+        for path, text in _list_code(version).items():
             click.echo(f"{click.style(f'# {path}', bold=True)}\n{text}")
         return
-    is_module, manifest = found.manifest.model.format == "module", found.manifest
-    snapshot = found.weight_file() if is_module else found.snapshot()
+    is_module, manifest = version.manifest.model.format == "module", version.manifest
+    snapshot = version.weight_file() if is_module else version.snapshot()
     files = f" in {len(manifest.parts)} files" if manifest.parts else ""
     payload = f"{format_size(manifest.size_bytes)}{files}, whole"
     kind = manifest.model.format
@@ -129,15 +135,19 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
         shapes = snapshot.shapes()
         num_values = sum(math.prod(shape) for shape in shapes.values())
         payload = f"{len(shapes)} tensors, {num_values:,} values, {payload}"
-        built_by = f"{manifest.model.factory} {json.dumps(_shorten_kwargs(manifest.model.kwargs))}"
+        kwargs = manifest.model.kwargs  # of which a Task's source is a long text
+        lines = {name: value.count("\n") for name, value in kwargs.items() if isinstance(value, str) and "\n" in value}
+        shown = {**kwargs, **{name: f"({count} lines, see --json)" for name, count in lines.items()}}
+        built_by = f"{manifest.model.factory} {json.dumps(shown)}"
     since = format_age(time.time() - manifest.created_at)
     facts = [
-        ("model", found.ref),
-        ("aliases", ", ".join(found.aliases) or "-"),
+        ("model", version.ref),
+        ("aliases", ", ".join(version.aliases) or "-"),
         ("registered", f"{format_timestamp(manifest.created_at)}, {since} ago"),
         ("from run", f"{manifest.run_id or '-'}, weights version {manifest.weights_version}"),
         ("built by", built_by),
-        *((f"{hook} by", reference) for hook, reference in _list_hooks(manifest.model) if reference),
+        *([("preprocess by", manifest.model.preprocess)] if manifest.model.preprocess else []),
+        *([("postprocess by", manifest.model.postprocess)] if manifest.model.postprocess else []),
         *([("actions", "sampled")] if manifest.model.action == "sampled" else []),
         *(("input", _format_tensor(each)) for each in manifest.signature.inputs),
         *(("output", _format_tensor(each)) for each in manifest.signature.outputs),
@@ -147,9 +157,9 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
         *_describe_code(manifest.model.code),
         ("weights" if is_module else "program", payload),
         ("sha256", manifest.sha256),
-        ("files", found.location),
+        ("files", version.location),
     ]
-    for alias, moves in sorted(registry.aliases(found.name).moves.items()):
+    for alias, moves in sorted(registry.aliases(version.name).moves.items()):
         facts += [
             (f"{alias} moved", f"by {each.kind} to {each.version}, {format_timestamp(each.time)}")
             for each in moves[-NUM_MOVES:]
@@ -168,7 +178,8 @@ def diff(before: str, after: str) -> None:
       shoal models diff ranker@1 ranker@2
       shoal models diff ranker@champion ranker
     """
-    old, new = Registry().get(before), Registry().get(after)
+    registry = _open_registry()
+    old, new = registry.get(before), registry.get(after)
     facts, others = _list_facts(old), _list_facts(new)
     for name in sorted({*facts, *others}):
         if facts.get(name) != others.get(name):
@@ -212,14 +223,14 @@ def add(file: Path, name: str | None, alias: str, signature_file: Path | None, f
     except OSError as error:
         raise ConfigError("file", str(file), f"cannot be read ({error})") from error
     signature = _read_signature(kind, payload, str(file), signature_file)
-    found = Registry().register(
+    version = Registry().register(
         name or file.stem.lower(),
         WeightSnapshot.from_payload(1, payload),
         model=ModelFactory(format=kind.name),
         signature=signature,
         aliases=(alias,),
     )
-    click.echo(f"{found.name}@{alias} is {found.ref} now.")
+    click.echo(f"{version.name}@{alias} is {version.ref} now.")
     for verb, tensors in (("takes", signature.inputs), ("gives", signature.outputs)):
         click.echo(f"It {verb} {'; '.join(map(_format_tensor, tensors))}")
     if without := [spec for spec in (*signature.inputs, *signature.outputs) if not has_batch_first(spec)]:
@@ -229,7 +240,7 @@ def add(file: Path, name: str | None, alias: str, signature_file: Path | None, f
             " dimension of the batch where you serve it: endpoint.model.batch_dim='{TENSOR: 1}'"
         )
     unbatched = " endpoint.model.max_batch_size=0" if without else ""
-    click.echo(f"Serve it: shoal serve deploy {found.name}@{alias}{unbatched}")
+    click.echo(f"Serve it: shoal serve deploy {version.name}@{alias}{unbatched}")
 
 
 @models.command()
@@ -251,15 +262,15 @@ def export(model: str, folder: Path) -> None:
     from shoal.weights.dcp_folder import write_dcp  # torch takes a second to load
     from shoal.weights.tensor_files import open_weight_file
 
-    found = Registry().get(model)
-    if (kind := found.manifest.model.format) != "module":
-        raise ConfigError("model", found.ref, f"is a program of the format {kind}, which has no tensors by name")
+    version = Registry().get(model)
+    if (kind := version.manifest.model.format) != "module":
+        raise ConfigError("model", version.ref, f"is a program of the format {kind}, which has no tensors by name")
     if folder.exists():
         raise ConfigError("dcp", str(folder), "exists", "name another folder, or remove it")
-    tensors = open_weight_file(found.weight_file())
+    tensors = open_weight_file(version.weight_file())
     with draft_folder(folder) as draft:
         write_dcp(draft, tensors.describe(), tensors)
-    click.echo(f"{folder} has the {len(tensors)} tensors of {found.ref}. Begin a run with them: init={folder}")
+    click.echo(f"{folder} has the {len(tensors)} tensors of {version.ref}. Begin a run with them: init={folder}")
 
 
 @models.command()
@@ -276,10 +287,10 @@ def promote(model: str, alias: str) -> None:
       shoal models promote cartpole@candidate
       shoal models promote cartpole@3 --alias candidate
     """
-    found = Registry().promote(model, alias)
-    click.echo(
-        f"{found.name}@{alias} is {found.ref} now. Back to the one before: {_format_rollback_command(found, alias)}"
-    )
+    version = Registry().promote(model, alias)
+    option = "" if alias == "champion" else f" --alias {alias}"
+    back = f"shoal models rollback {version.name}{option}"
+    click.echo(f"{version.name}@{alias} is {version.ref} now. Back to the one before: {back}")
 
 
 @models.command()
@@ -295,8 +306,8 @@ def rollback(name: str, alias: str) -> None:
       shoal models rollback cartpole
       shoal models rollback cartpole --alias candidate
     """
-    found = Registry().rollback(name, alias)
-    click.echo(f"{found.name}@{alias} is {found.ref} now.")
+    version = Registry().rollback(name, alias)
+    click.echo(f"{version.name}@{alias} is {version.ref} now.")
 
 
 @models.command("rm")
@@ -317,9 +328,9 @@ def remove(references: tuple[str, ...], yes: bool) -> None:
     served = find_served_versions(home() / "endpoints", registry.location)
     names: dict[str, None] = {}  # as they are now: `latest` may be another version when the answer comes
     for each in references:
-        found = [registry.get(each)] if "@" in each else registry.list(each)
-        names[found[0].ref if "@" in each else each] = None
-        for version in found:
+        versions = [registry.get(each)] if "@" in each else registry.list(each)
+        names[versions[0].ref if "@" in each else each] = None
+        for version in versions:
             if (path := served.get((version.name, version.version))) is not None:
                 endpoint = path.stem.rpartition("-")[0]
                 remedy = (
@@ -331,7 +342,7 @@ def remove(references: tuple[str, ...], yes: bool) -> None:
             if "@" in each and version.aliases:
                 remedy = f"move it with `shoal models promote {version.name}@N --alias {version.aliases[0]}`"
                 raise ConfigError("model", version.ref, f"is {' and '.join(version.aliases)}", remedy)
-        registry.require_no_dependents([version.ref for version in found])
+        registry.require_no_dependents([version.ref for version in versions])
     confirm_removal(list(names), "models", yes)
     for each in names:
         registry.remove(each)
@@ -358,7 +369,12 @@ def prune(name: str | None, keep: int | None, older_than: float | None, dry_run:
     if keep is None and older_than is None:
         raise ConfigError("prune", "", "needs --keep, --older-than, or both", "as in shoal models prune --keep 5")
     registry = Registry()
-    old = _choose_old_versions(registry.list(name), keep or 0, time.time() - (older_than or 0.0))
+    by_name: dict[str, list[ModelVersion]] = {}
+    for version in registry.list(name):
+        by_name.setdefault(version.name, []).append(version)
+    beyond = [each for versions in by_name.values() for each in versions[: max(0, len(versions) - (keep or 0))]]
+    before_s = time.time() - (older_than or 0.0)
+    old = [each for each in beyond if not each.aliases and each.manifest.created_at < before_s]
     served = find_served_versions(home() / "endpoints", registry.location)
     bases = registry.find_dependents()
     references = [each.ref for each in old if (each.name, each.version) not in served and each.ref not in bases]
@@ -372,19 +388,10 @@ def prune(name: str | None, keep: int | None, older_than: float | None, dry_run:
     click.echo(f"removed: {len(references)}")
 
 
-def _choose_old_versions(found: Sequence[ModelVersion], keep: int, before: float) -> list[ModelVersion]:
-    """Versions without an alias, registered before a time, except the `keep` newest of each model."""
-    by_name: dict[str, list[ModelVersion]] = {}
-    for each in found:
-        by_name.setdefault(each.name, []).append(each)
-    old = [each for versions in by_name.values() for each in versions[: max(0, len(versions) - keep)]]
-    return [each for each in old if not each.aliases and each.manifest.created_at < before]
-
-
 def _choose_format(file: Path, format_name: str | None) -> ModelFormat:
     if format_name is not None:
         return find_format(format_name)
-    if (found := find_format_of_file(file.suffix)) is None:
+    if (model_format := find_format_of_file(file.suffix)) is None:
         remedy = (
             "a model is a .pt2 file of torch.export.save, an .onnx file, or a .pt file of torch.jit.save; a module is"
             " registered in Python, by the job that trains it or with shoal.registry.Registry().register; give --format"
@@ -392,7 +399,7 @@ def _choose_format(file: Path, format_name: str | None) -> ModelFormat:
         )
         suffixes = ", ".join(suffix for each in FORMATS.values() for suffix in each.suffixes)
         raise ConfigError("file", str(file), f"is not one of {suffixes}", remedy)
-    return found
+    return model_format
 
 
 def _read_signature(kind: ModelFormat, payload: bytes, file: str, given: Path | None) -> Signature:
@@ -402,8 +409,8 @@ def _read_signature(kind: ModelFormat, payload: bytes, file: str, given: Path | 
     if kind.signature:
         if given is not None:
             raise ConfigError("signature", str(given), f"is not for {file}, which has its own", "leave it out")
-        found: Signature = load_reference(kind.signature)(payload, file)
-        return found
+        signature: Signature = load_reference(kind.signature)(payload, file)
+        return signature
     if given is None:
         remedy = (
             "give --signature FILE, a YAML file of `inputs: [{name: x, datatype: FP32, shape: [-1, 3]}]` in the order"
@@ -446,28 +453,9 @@ def _list_facts(found: ModelVersion) -> dict[str, object]:
     return facts
 
 
-def _shorten_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace long texts, such as the source of a Task, by their number of lines."""
-    long = {name: value.count("\n") for name, value in kwargs.items() if isinstance(value, str) and "\n" in value}
-    return {**kwargs, **{name: f"({count} lines, see --json)" for name, count in long.items()}}
-
-
-def _format_rollback_command(found: ModelVersion, alias: str) -> str:
-    option = "" if alias == "champion" else f" --alias {alias}"
-    return f"shoal models rollback {found.name}{option}"
-
-
 def _as_dict(found: ModelVersion) -> dict[str, object]:
     described = json.loads(found.manifest.model_dump_json())
     return {**described, "aliases": list(found.aliases), "location": found.location}
-
-
-def _format_aliases(found: ModelVersion) -> Text:
-    return Text(", ".join(found.aliases) or "-", style="green" if found.aliases else "default")
-
-
-def _list_hooks(model: ModelFactory) -> list[tuple[str, str]]:
-    return [("preprocess", model.preprocess), ("postprocess", model.postprocess)]
 
 
 def _format_lineage(value: object) -> str:

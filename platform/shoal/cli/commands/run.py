@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from shoal.cli.commands.launch.session import RunArguments, launch_run
+from shoal.cli.commands.run_session import RunArguments, launch_run
 from shoal.cluster.runtime_env import format_options, parse_job_environment
 
 FILE = click.Path(path_type=Path)
@@ -32,11 +32,7 @@ examples:
     help="External actor processes to start on this machine.",
 )
 @click.option(
-    "--envs",
-    default=1,
-    type=click.IntRange(min=1),
-    show_default=True,
-    help="Environments of each of these processes.",
+    "--envs", default=1, type=click.IntRange(min=1), show_default=True, help="Environments of each of these processes."
 )
 @click.option(
     "--inference",

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import click
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 from shoal.cli.display import run_view
@@ -49,12 +48,7 @@ ANY_NUMBER = -1  # of SQLite's LIMIT
 TRACKER_GRACE_S = 300.0  # for a tracker's server that does not answer: a person waits, and may end it
 _RESUMABLE = frozenset({RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM})
 MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
-_COLOURS = {
-    Status.RUNNING: "blue",
-    Status.FINISHED: "green",
-    Status.FAILED: "red",
-    Status.LOST: "yellow",
-}
+_COLOURS = {Status.RUNNING: "blue", Status.FINISHED: "green", Status.FAILED: "red", Status.LOST: "yellow"}
 
 
 @click.group(cls=DefaultCommandGroup)
@@ -99,13 +93,16 @@ def show(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
             "follow", run or "", "needs one run, and no --json", "for example: shoal runs latest --follow"
         )
     if run is not None:
-        found = load(run)
+        record = load(run)
         if follow:
-            _follow(console, found)
+            try:
+                _show(console, run_view.follow_run(record, make_literal_console()))
+            except KeyboardInterrupt:
+                click.echo(f"{record.id} goes on: shoal runs {record.id} --follow")
         elif as_json:
-            print_json(found.to_dict())
+            print_json(record.to_dict())
         else:
-            _show(console, found)
+            _show(console, record)
         return
     listed = list_runs(limit)
     if as_json:
@@ -113,7 +110,15 @@ def show(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
     elif not listed:
         console.print("There are no runs yet. Start one:\n\n  shoal run --help", highlight=False)
     else:
-        console.print(_build_table(listed))
+        is_short = all(len(each.id) <= MAX_UNFOLDED_ID_LENGTH for each in listed)
+        columns = [
+            Column("run", no_wrap=is_short, overflow="fold"),
+            Column("job", overflow="fold"),
+            Column("status", no_wrap=True),
+            *map(make_number_column, ("age", "duration")),
+            Column("best", overflow="fold"),
+        ]
+        console.print(make_table(*columns, rows=map(_make_cells, listed)))
         console.print(f"One of them: shoal runs {listed[0].id}", style="dim", highlight=False)
 
 
@@ -131,11 +136,11 @@ def remove(names: tuple[str, ...], yes: bool) -> None:
       shoal runs rm latest
       shoal runs rm 20261120-064501-3f2a 20261119-0900 --yes
     """
-    found = list({run.id: run for run in map(load, names)}.values())
-    reject_running_runs(found)
-    confirm_removal([run.id for run in found], _describe_removal(), yes)
-    remove_runs(found)
-    for run in found:
+    records = list({run.id: run for run in map(load, names)}.values())
+    reject_running_runs(records)
+    confirm_removal([run.id for run in records], _describe_removal(), yes)
+    remove_runs(records)
+    for run in records:
         click.echo(f"{run.id} is removed")
 
 
@@ -154,11 +159,11 @@ def track(run: str, tracker: str) -> None:
       shoal runs track 20261120-0645 --to wandb
     """
     follow = load_tracker(tracker)
-    found = load(run)
-    state = Follower(found, tracker, follow, grace_s=TRACKER_GRACE_S).follow()
+    record = load(run)
+    state = Follower(record, tracker, follow, grace_s=TRACKER_GRACE_S).follow()
     if not state.is_complete:
-        raise RunError(f"{tracker} lacks values of run {found.id}: {state.problem or 'the run was resumed'}")
-    click.echo(f"{found.id} is in {tracker} ({state.sent:,} values): {state.url}")
+        raise RunError(f"{tracker} lacks values of run {record.id}: {state.problem or 'the run was resumed'}")
+    click.echo(f"{record.id} is in {tracker} ({state.sent:,} values): {state.url}")
 
 
 def _describe_removal() -> str:
@@ -207,12 +212,12 @@ def report(run: str, open_path: bool) -> None:
       shoal report 20261120-064501-3f2a
       xdg-open "$(shoal report latest --open-path)"
     """
-    found = load(run)
-    path = write_report(found)
+    record = load(run)
+    path = write_report(record)
     if open_path:
         click.echo(path)
         return
-    click.echo(f"The report of {found.id} ({found.status.value}): {path}")
+    click.echo(f"The report of {record.id} ({record.status.value}): {path}")
     picture = path.with_name("learning_curve.png")
     if picture.exists():
         click.echo(f"Its learning curve: {picture}")
@@ -228,53 +233,30 @@ def release(run: str, actor: str) -> None:
     Examples:
       shoal release latest actor-3
     """
-    found = load(run)
-    released = [release_actor(ledger, actor) for ledger in find_ledgers(found.folder)]  # at all gateways of the run
+    record = load(run)
+    released = [release_actor(ledger, actor) for ledger in find_ledgers(record.folder)]  # at all gateways of the run
     if not any(released):
-        names = ", ".join(sorted(read_run_quarantine(found.folder))) or "none"
-        raise ConfigError("actor", actor, f"is not in quarantine in run {found.id}", f"these are: {names}")
-    click.echo(f"{actor} is released: run {found.id} takes its segments again")
-
-
-def _follow(console: Console, run: Run) -> None:
-    """Show it until it has ended, and how, or until Ctrl-C."""
-    try:
-        ended = run_view.follow_run(run, make_literal_console())
-    except KeyboardInterrupt:
-        click.echo(f"{run.id} goes on: shoal runs {run.id} --follow")
-        return
-    _show(console, ended)
-
-
-def _build_table(listed: list[Run]) -> Table:
-    is_short = all(len(each.id) <= MAX_UNFOLDED_ID_LENGTH for each in listed)
-    columns = [
-        Column("run", no_wrap=is_short, overflow="fold"),
-        Column("job", overflow="fold"),
-        Column("status", no_wrap=True),
-        *map(make_number_column, ("age", "duration")),
-        Column("best", overflow="fold"),
-    ]
-    return make_table(*columns, rows=map(_make_cells, listed))
+        names = ", ".join(sorted(read_run_quarantine(record.folder))) or "none"
+        raise ConfigError("actor", actor, f"is not in quarantine in run {record.id}", f"these are: {names}")
+    click.echo(f"{actor} is released: run {record.id} takes its segments again")
 
 
 def _make_cells(run: Run) -> list[str | Text]:
     best = run.best()
     judged = f"{format_number(best[1])} {best[0]}" if best else "-"  # the number is not folded even if the name is
     age, duration = format_age(time.time() - run.created_at), format_duration(run.duration_s)
-    return [run.id, run.title, _format_status(run), age, duration, judged]
-
-
-def _format_status(run: Run) -> Text:
-    if run.read_queue_entry() is not None:
-        return Text(WAITING, style="yellow")
     host = "" if run.copied_from is None else f" on {run.copied_from}"
-    return Text(f"{run.status.value}{host}", style=_COLOURS.get(run.status, "default"))
+    status = Text(f"{run.status.value}{host}", style=_COLOURS.get(run.status, "default"))
+    if run.read_queue_entry() is not None:
+        status = Text(WAITING, style="yellow")
+    return [run.id, run.title, status, age, duration, judged]
 
 
 def _show(console: Console, run: Run) -> None:
     dirty = ", with uncommitted changes" if run.git_dirty else ""
-    status, colour = _describe_status(run)
+    entry = run.read_queue_entry()
+    status = run.status.value if entry is None else f"{WAITING}: {format_warning(WAITING, entry)}"
+    colour = _COLOURS.get(run.status) if entry is None else "yellow"
     facts = [
         ("run", run.id),
         ("job", run.title),
@@ -289,14 +271,15 @@ def _show(console: Console, run: Run) -> None:
     ]
     print_facts(facts)
     _show_record(console, run)
-    _show_next(console, run)
-
-
-def _describe_status(run: Run) -> tuple[str, str | None]:
-    """In words, and the colour."""
-    if (entry := run.read_queue_entry()) is not None:
-        return f"{WAITING}: {format_warning(WAITING, entry)}", "yellow"
-    return run.status.value, _COLOURS.get(run.status)
+    console.print(Text("\nWhat to type next", style="bold"))
+    commands = [f"shoal report {run.id}"]
+    if run.latest():
+        commands.append(f"tensorboard --logdir {shlex.quote(str(run.folder / 'tensorboard'))}")
+    commands += [f"shoal models show {row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
+    if run.status in (Status.FAILED, Status.LOST, Status.STOPPED):
+        commands.append(format_resume_command(run))
+    for command in commands:
+        click.echo(f"  {command}")
 
 
 def _print_section(console: Console, title: str, rows: Sequence[Sequence[str | Text]]) -> None:
@@ -324,12 +307,11 @@ def _show_record(console: Console, run: Run) -> None:
         (f"{each['name']}@{each['version']}", ", ".join(each["aliases"])) for each in run.models().to_dict("records")
     ]
     _print_section(console, "Registered models (aliases then)", models)
-    _print_section(console, "Last events", list(map(_make_event_cells, events)))
-
-
-def _make_event_cells(event: Mapping[Any, Any]) -> tuple[str | Text, ...]:
-    details = "  ".join(f"{name}={format_value(value)}" for name, value in event["details"].items() if name != "at")
-    return Text(format_duration(event["time"]), style="dim", justify="right"), event["kind"], details
+    rows = []
+    for event in events:
+        details = "  ".join(f"{name}={format_value(value)}" for name, value in event["details"].items() if name != "at")
+        rows.append((Text(format_duration(event["time"]), style="dim", justify="right"), event["kind"], details))
+    _print_section(console, "Last events", rows)
 
 
 def format_resume_command(run: Run) -> str:
@@ -345,33 +327,16 @@ def format_resume_command(run: Run) -> str:
         return f"python -m shoal.train resume={run.id}"
     job = typed[2] if is_job and len(typed) > 2 else run.job
     names = ("--actors", "--envs", "--runtime-env", "--pip", "--image", "--env", "--address")
-    options = [word for name in names for word in _find_option(typed, name)]
+    options: list[str] = []
+    for name in names:
+        for index, word in enumerate(typed):
+            if word == name:
+                options += typed[index : index + 2]
+            if word.startswith(f"{name}="):
+                options += [name, word.partition("=")[2]]
     return shlex.join(["shoal", "run", job, *options, f"resume={run.id}"])
 
 
 def is_resumable(run: Run) -> bool:
     """Whether its job has the field `resume`."""
     return run.kind in _RESUMABLE or "resume" in infer_fields(run.spec)
-
-
-def _find_option(typed: Sequence[str], name: str) -> list[str]:
-    """An option and its value as typed, each time that it was; empty if it was not."""
-    found: list[str] = []
-    for index, word in enumerate(typed):
-        if word == name:
-            found += typed[index : index + 2]
-        if word.startswith(f"{name}="):
-            found += [name, word.partition("=")[2]]
-    return found
-
-
-def _show_next(console: Console, run: Run) -> None:
-    console.print(Text("\nWhat to type next", style="bold"))
-    words = [f"shoal report {run.id}"]
-    if run.latest():
-        words.append(f"tensorboard --logdir {shlex.quote(str(run.folder / 'tensorboard'))}")
-    words += [f"shoal models show {row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
-    if run.status in (Status.FAILED, Status.LOST, Status.STOPPED):
-        words.append(format_resume_command(run))
-    for word in words:
-        click.echo(f"  {word}")

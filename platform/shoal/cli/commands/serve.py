@@ -18,9 +18,8 @@ from rich.live import Live
 
 from shoal.cli.commands.serve_deploy import delete, deploy
 from shoal.cli.display import serve_display
-from shoal.cli.support.ca_option import ca_option
 from shoal.cli.support.console import ExtensibleCommandGroup, make_literal_console, print_json
-from shoal.cli.support.number_types import PERCENT, SECONDS, FiniteRange
+from shoal.cli.support.options import PERCENT, SECONDS, FiniteRange, ca_option
 from shoal.client import Client
 from shoal.client.discovery import FoundEndpoint, find_endpoint, list_endpoints, token_for
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
@@ -62,9 +61,9 @@ for verb in (deploy, delete):
 @contextmanager
 def connect_client(endpoint: str | None, timeout_s: float = STATUS_TIMEOUT_S) -> Iterator[tuple[FoundEndpoint, Client]]:
     """The requested endpoint, and a client for it."""
-    found = find_endpoint(endpoint)
-    with Client(found.url, token=token_for(found.url), timeout_s=timeout_s, num_retries=NUM_RETRIES) as client:
-        yield found, client
+    target = find_endpoint(endpoint)
+    with Client(target.url, token=token_for(target.url), timeout_s=timeout_s, num_retries=NUM_RETRIES) as client:
+        yield target, client
 
 
 # -- looking ----------------------------------------------------------------------------------------------------------
@@ -107,8 +106,10 @@ def status(endpoint: str | None, follow: bool, once: bool, as_json: bool, interv
             print_json(msgspec.to_builtins(now))
         elif not once and (follow or interval_s is not None):
             _watch(console, found.url, now, client.status, interval_s or INTERVAL_S)
+        elif console.is_terminal:
+            console.print(serve_display.render(now, found.url))
         else:
-            _print_status(console, now, found.url)
+            console.print("\n".join(serve_display.format_plain_lines(now, found.url)))
 
 
 def _print_all(console: Console, endpoints: Sequence[FoundEndpoint], as_json: bool) -> None:
@@ -123,14 +124,6 @@ def _print_all(console: Console, endpoints: Sequence[FoundEndpoint], as_json: bo
             console.print(f"{found.name}: {trouble}, at {found.url}" if trouble else line)
     if as_json:
         print_json(documents)
-
-
-def _print_status(console: Console, now: EndpointStatus, url: str) -> None:
-    if console.is_terminal:
-        console.print(serve_display.render(now, url))
-        return
-    for line in serve_display.format_plain_lines(now, url):
-        console.print(line)
 
 
 def _watch(
@@ -269,8 +262,11 @@ def rollback(model: str, to: int | None, rejected: int | None, reason: str, endp
     """
     with connect_client(endpoint) as (_, client):
         name = _parse_name(model)
-        before = _find_model(client.status(), name)
-        rejected = rejected or (None if to else _get_rollback_version(before))
+        models = {model.name: model for model in client.status().models}
+        before = models.get(name, ModelStatus(name))
+        if not to:  # None for a model that chooses by itself, or an unknown one
+            pinned = before.pinned if before.newest_percent is None else 0
+            rejected = rejected or before.candidate or before.stable or pinned or None
         now = client.rollout("rollback", name, version=to, from_version=rejected, reason=reason or None)
         _print_shares(now)
         if before.candidate and now.stable != before.stable:
@@ -295,16 +291,6 @@ def shadow(model: str, percent: float, endpoint: str | None) -> None:
     name, version = _parse_candidate(model)
     with connect_client(endpoint) as (_, client):
         _print_shares(client.rollout("shadow", name, version=version, percent=percent))
-
-
-def _find_model(status: EndpointStatus, name: str) -> ModelStatus:
-    """The model's status; an empty one for an unknown model."""
-    return {model.name: model for model in status.models}.get(name, ModelStatus(name))
-
-
-def _get_rollback_version(model: ModelStatus) -> int | None:
-    """The version that a rollback would leave; None for a model that chooses by itself, or an unknown one."""
-    return model.candidate or model.stable or (model.pinned if model.newest_percent is None else 0) or None
 
 
 def _parse_candidate(ref: str) -> tuple[str, str | None]:

@@ -17,17 +17,16 @@ from urllib.parse import urlsplit
 import click
 
 import shoal.runs
+from shoal.cli.commands.predict import suggest_predict_command
 from shoal.cli.display.serve_display import format_shares
-from shoal.cli.support.ca_option import ca_option
-from shoal.cli.support.job_output import (
+from shoal.cli.support.jobs import (
     describe_failure,
     end_on_interrupt,
     interrupt_on_termination,
     job_environment,
     new_run_id,
 )
-from shoal.cli.support.number_types import SECONDS
-from shoal.cli.support.predict_hint import suggest_predict_command
+from shoal.cli.support.options import SECONDS, ca_option
 from shoal.client import Client
 from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND, FoundEndpoint, find_endpoint, list_endpoints, token_for
 from shoal.cluster.attach import find_cluster
@@ -47,12 +46,7 @@ from shoal.flows.serving_spec import (
 from shoal.network_address import is_loopback
 from shoal.recipes import find_recipe
 from shoal.registry import Registry, split_ref
-from shoal.runs.record.provenance import (
-    find_owner,
-    format_masked_command,
-    make_command_variable,
-    split_secrets,
-)
+from shoal.runs.record.provenance import find_owner, format_masked_command, make_command_variable, split_secrets
 from shoal.runs.report.event_messages import describe_wait
 from shoal.serve.spec.endpoint import DETACHED, describe_taken_name
 from shoal.serve.spec.reach import EVERY_NODE
@@ -220,32 +214,32 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
     if cluster is not None and not cluster.is_local:
         _delete_remote(cluster, endpoint, timeout_s)
         return
-    found = find_endpoint(endpoint)
+    target = find_endpoint(endpoint)
     if model:
-        with Client(found.url, token=token_for(found.url)) as client:
+        with Client(target.url, token=token_for(target.url)) as client:
             client.rollout("delete", model, timeout_s=timeout_s)
         click.echo(f"{model} is served no longer")
         return
-    if endpoint is None and (owner := _read_owner(found)) not in ("", find_owner()):
-        remedy = f"to end it, name it: `shoal serve delete {found.name}`"
-        raise ConfigError("endpoint", found.name, f"is of {owner}", remedy)
-    if found.is_detached:
+    if endpoint is None and (owner := _read_owner(target)) not in ("", find_owner()):
+        remedy = f"to end it, name it: `shoal serve delete {target.name}`"
+        raise ConfigError("endpoint", target.name, f"is of {owner}", remedy)
+    if target.is_detached:
         env = job_environment(new_run_id(), format_masked_command(["shoal", *sys.argv[1:]]))
-        _end_detached(_require_cluster(cluster), [sys.executable, "-m", END_MODULE], found.name, env, timeout_s)
+        _end_detached(_require_cluster(cluster), [sys.executable, "-m", END_MODULE], target.name, env, timeout_s)
         return
-    if not found.run_id:
+    if not target.run_id:
         remedy = "give its name, on the machine where it was deployed"
-        raise ConfigError("endpoint", found.url, "is an address, and endpoints are ended by name", remedy)
-    job = JobHandle(_require_cluster(cluster), found.run_id)
+        raise ConfigError("endpoint", target.url, "is an address, and endpoints are ended by name", remedy)
+    job = JobHandle(_require_cluster(cluster), target.run_id)
     try:
         job.stop(timeout_s)
     except RunError:
-        run = shoal.runs.load(found.run_id)
+        run = shoal.runs.load(target.run_id)
         remedy = f"end that with Ctrl-C, or `ray job stop`: process {run.pid} on {run.host}"
         raise RunError(
-            f"endpoint {found.name} was not deployed by `shoal serve deploy` but by {run.job!r}: {remedy}"
+            f"endpoint {target.name} was not deployed by `shoal serve deploy` but by {run.job!r}: {remedy}"
         ) from None
-    click.echo(f"endpoint {found.name} is gone")
+    click.echo(f"endpoint {target.name} is gone")
 
 
 def _read_owner(found: FoundEndpoint) -> str:
@@ -276,8 +270,8 @@ def _deploy_into(endpoint: str, arguments: Sequence[str], options: Mapping[str, 
     if not models:
         raise ConfigError("into", endpoint, "needs a model", "name it before the fields")
     options_by_model = _parse_model_options(models, arguments)
-    found = find_endpoint(endpoint)
-    with Client(found.url, token=token_for(found.url)) as client:
+    target = find_endpoint(endpoint)
+    with Client(target.url, token=token_for(target.url)) as client:
         for model, changed in options_by_model.items():
             served = client.rollout("deploy", model, options=changed or None, timeout_s=timeout_s)
             click.echo(f"{served.name}: {format_shares(served)}")
@@ -305,8 +299,8 @@ def _parse_fields(arguments: Sequence[str]) -> list[str]:
     files = [each for each in arguments if "=" not in each and each.endswith((".yaml", ".yml"))]
     if len(files) > 1:
         raise ConfigError("file", files[1], "is a second file", "an endpoint has one")
-    found = [file if Path(file).is_file() else find_recipe(file) or file for file in files]
-    fields = [format_override("file", str(Path(file).resolve())) for file in found]
+    paths = [file if Path(file).is_file() else find_recipe(file) or file for file in files]
+    fields = [format_override("file", str(Path(file).resolve())) for file in paths]
     if models:
         fields.append(format_override("models", ",".join(models)))
     return fields + [each for each in arguments if "=" in each]
@@ -398,13 +392,13 @@ def _delete_remote(cluster: ClusterHandle, endpoint: str | None, timeout_s: floa
 
 def _list_jobs_by_endpoint(cluster: ClusterHandle) -> dict[str, JobInfo]:
     """The jobs of `deploy` that keep an endpoint up, or have detached one; of one name the newest that goes on."""
-    found: dict[str, JobInfo] = {}
+    jobs: dict[str, JobInfo] = {}
     for info in list_jobs(cluster):
         name = info.metadata.get(ENDPOINT)
         is_detached = info.status is JobStatus.SUCCEEDED and info.metadata.get(LIFETIME) == DETACHED
-        if name and (is_detached or not info.status.is_over) and (name not in found or found[name].status.is_over):
-            found[name] = info
-    return found
+        if name and (is_detached or not info.status.is_over) and (name not in jobs or jobs[name].status.is_over):
+            jobs[name] = info
+    return jobs
 
 
 def _make_file_relative(field: str) -> str:

@@ -163,7 +163,9 @@ def _render_return(view: LoopView) -> RenderableType:
     mean, target, low = view.value(RETURN), view.target_return, _lowest_return(view)
     cells: list[RenderableType] = []
     if target is not None:
-        full = _compute_progress(mean, low, target)
+        full = 1.0 if mean >= target else 0.0  # NaN before the first episode
+        if mean < target and target > low:
+            full = min(1.0, max(0.0, (mean - low) / (target - low)))
         cells = [ProgressBar(total=1.0, completed=full, width=24), Text(f"{target:g}", "dim")]
     curve = Sparkline(view.history, low, target)
     return render_headline("return", format_or_dash(mean, ".1f"), "bold green", *cells, curve)
@@ -184,13 +186,6 @@ def _lowest_return(view: LoopView) -> float:
     is_from_zero = view.target_return is None or view.target_return > 0
     lowest = min((view.lowest, *view.history, *((0.0,) if is_from_zero else ())))
     return lowest if math.isfinite(lowest) else 0.0
-
-
-def _compute_progress(mean: float, low: float, target: float) -> float:
-    """The progress from `low` to `target`, from 0 to 1."""
-    if not math.isfinite(mean) or mean >= target:
-        return 1.0 if mean >= target else 0.0
-    return min(1.0, max(0.0, (mean - low) / (target - low))) if target > low else 0.0
 
 
 def _render_actors(view: LoopView, lags: Mapping[str, float]) -> Text:

@@ -115,8 +115,8 @@ def follow_run(record: Run, console: Console) -> Run:
             assert view is not None
             if live is not None:
                 live.update(render(view, console.width), refresh=True)
-            elif said := lines.format_if_due(view):
-                console.print(said)
+            elif line := lines.format_if_due(view):
+                console.print(line)
             time.sleep(REFRESH_S)
             record = shoal.runs.load(record.id)
             doubted_s = time.monotonic() + LOST_GRACE_S

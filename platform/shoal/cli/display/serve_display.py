@@ -68,8 +68,8 @@ def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
                 "queue": f"{model.queued_rows}/{model.max_queued_rows}",
                 "refused": f"{model.refused}",
             }
-            told = ", ".join([f"{name} {number}" for name, number in numbers.items()] + _format_following(model))
-            lines.append(f"{model.name}@{version.version} {version.track or 'loaded'}: {told}")
+            facts = ", ".join([f"{name} {number}" for name, number in numbers.items()] + _format_following(model))
+            lines.append(f"{model.name}@{version.version} {version.track or 'loaded'}: {facts}")
         if model.residency is not None:
             lines.append(f"{model.name}: {_format_residency(model.residency)}")
         if (not model.versions and model.residency is None) or model.state != "READY" or model.reason:
@@ -103,29 +103,26 @@ def _describe_certificate(status: EndpointStatus) -> list[str]:
     """How long the certificate of the ingress is valid, and why its replacement is not used."""
     if status.certificate is None:
         return []
-    left = (
+    validity = (
         f"{status.certificate.days_remaining:.0f} days left" if status.certificate.days_remaining > 0 else "has expired"
     )
     problem = status.certificate.problem
-    return [left, f"the replacement is not used: {problem}"] if problem else [left]
+    return [validity, f"the replacement is not used: {problem}"] if problem else [validity]
 
 
 def _format_address(status: EndpointStatus, url: str) -> str:
     return f"{url}, gRPC at {status.grpc}" if status.grpc else url
 
 
-def _format_live_source(model: ModelStatus) -> list[str]:
-    return _format_following(model) if model.phase == LIVE else []
-
-
 def format_shares(model: ModelStatus) -> str:
     """Which versions answer, in one line: `90% by 3 (stable), 10% by 4 (candidate)`."""
-    told = [
+    parts = [
         f"{_format_share(version.share)} by {version.version} ({version.track})"
         for version in sorted(model.versions, key=_sort_key)
         if version.track
     ]
-    return ", ".join(told + _format_live_source(model)) or f"{model.state.lower()} {model.reason}".rstrip()
+    parts += _format_following(model) if model.phase == LIVE else []
+    return ", ".join(parts) or f"{model.state.lower()} {model.reason}".rstrip()
 
 
 def _render_versions(status: EndpointStatus) -> RenderableType:
@@ -162,15 +159,15 @@ def _make_version_cells(version: VersionStatus) -> tuple[RenderableType, ...]:
 
 def _render_model(model: ModelStatus) -> RenderableType:
     """The facts that the versions of a model share."""
-    told = [f"queue {model.queued_rows}/{model.max_queued_rows}", f"refused {model.refused:,}"]
-    told += [f"batches of {_format_batch(model)}"] if model.batch_rows is not None else []
+    facts = [f"queue {model.queued_rows}/{model.max_queued_rows}", f"refused {model.refused:,}"]
+    facts += [f"batches of {_format_batch(model)}"] if model.batch_rows is not None else []
     if model.latency:
         (first, first_s), (last, last_s) = model.latency[0], model.latency[-1]
         forward = f"a forward of {first} takes {_format_seconds(first_s)}"
-        told.append(forward if first == last else f"{forward}, of {last} {_format_seconds(last_s)}")
-    told += _format_following(model)
-    told += [] if model.residency is None else [_format_residency(model.residency)]
-    text = Text.assemble((f"{model.name}  ", "dim bold"), (", ".join(told), "dim"))
+        facts.append(forward if first == last else f"{forward}, of {last} {_format_seconds(last_s)}")
+    facts += _format_following(model)
+    facts += [] if model.residency is None else [_format_residency(model.residency)]
+    text = Text.assemble((f"{model.name}  ", "dim bold"), (", ".join(facts), "dim"))
     problems = [model.reason, f"a request failed: {model.last_failure}" if model.last_failure else ""]
     for problem in filter(None, problems):
         text.append(f"\n{model.name}  {problem}", "yellow")

@@ -9,14 +9,7 @@ from typing import ClassVar
 
 from rich.console import RenderableType
 
-from shoal.cli.display.panels import (
-    RunView,
-    extend_history,
-    find_phase,
-    format_or_dash,
-    render_cells,
-    render_fact,
-)
+from shoal.cli.display.panels import RunView, extend_history, find_phase, format_or_dash, render_cells, render_fact
 from shoal.runs import Run
 from shoal.runs.formatting import format_number
 

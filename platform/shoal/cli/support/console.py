@@ -70,9 +70,9 @@ class ExtensibleCommandGroup(CommandGroup):
         return sorted([*super().list_commands(ctx), *self._find_verbs()])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if (found := self._find_verbs().get(cmd_name)) is None:
+        if (verb := self._find_verbs().get(cmd_name)) is None:
             return super().get_command(ctx, cmd_name)
-        command: click.Command = load_reference(found[0])
+        command: click.Command = load_reference(verb[0])
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -23,8 +23,7 @@ import numpy as np
 from shoal.client.payload import ArrayLike
 from shoal.errors import DataError, needs_extra
 from shoal.open_inference.datatypes import NUMPY_DTYPES
-from shoal.open_inference.messages import TensorMetadata
-from shoal.serve.tables.description import TensorDescription, format_tensor_spec
+from shoal.open_inference.messages import TensorDescription, TensorMetadata, describe_tensor
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError)
 
@@ -34,7 +33,7 @@ def parse_arguments(arguments: Sequence[str], inputs: Sequence[TensorDescription
 
     A text for BYTES is one value, commas and blanks included, unless it is a JSON list.
     """
-    found: dict[str, ArrayLike] = {}
+    arrays: dict[str, ArrayLike] = {}
     for argument in arguments:
         spec, text = _split_target("input", argument, inputs)
         values = (
@@ -43,13 +42,13 @@ def parse_arguments(arguments: Sequence[str], inputs: Sequence[TensorDescription
             else _parse_values(argument, text, spec)
         )
         rows = _reshape_rows("input", argument, values, spec)
-        if (before := found.get(spec.name)) is not None:
+        if (before := arrays.get(spec.name)) is not None:
             rows = [*before, *rows]
             if len({np.shape(row) for row in rows}) > 1 and -1 not in spec.shape[1:]:
                 problem = f"has rows of another shape than {spec.name}=... before it"
-                raise DataError("input", argument, problem, f"the input is {format_tensor_spec(spec)}")
-        found[spec.name] = rows
-    return found
+                raise DataError("input", argument, problem, f"the input is {describe_tensor(spec)}")
+        arrays[spec.name] = rows
+    return arrays
 
 
 def add_rows(inputs: Sequence[TensorDescription]) -> list[TensorMetadata]:
@@ -64,7 +63,11 @@ def from_json(path: str, inputs: Sequence[TensorDescription], *, has_rows: bool 
 
     has_rows: whether the tensors of a request have rows, in dimension 0; else a request is one
     """
-    text = _read_text(path)
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text()
+    except (OSError, ValueError) as error:  # ValueError: not text, or a NUL in the name
+        problem, remedy = f"cannot be read: {_error_summary(error)}", "give a file, or - for standard input"
+        raise DataError("json", path, problem, remedy) from None
     content = _parse_json("json", path, text)
     if isinstance(content, dict) and isinstance(content.get("inputs"), list):
         return _parse_request(path, content["inputs"], has_rows)
@@ -81,17 +84,17 @@ def from_json(path: str, inputs: Sequence[TensorDescription], *, has_rows: bool 
 
 def _parse_request(path: str, tensors: list[Any], has_rows: bool) -> dict[str, ArrayLike]:
     try:
-        found = {
+        arrays = {
             each["name"]: np.array(each["data"], _choose_numpy_dtype(each.get("datatype"))).reshape(each["shape"])
             for each in tensors
         }
     except (KeyError, TypeError, ValueError) as error:
         raise DataError("json", path, f"is no request of the protocol: {error!r}") from None
     if not has_rows:
-        return {name: array[None] for name, array in found.items()}
-    if alone := [name for name, array in found.items() if not array.ndim]:
+        return {name: array[None] for name, array in arrays.items()}
+    if alone := [name for name, array in arrays.items() if not array.ndim]:
         raise DataError("json", path, f"the input {alone[0]!r} has the shape [], which has no rows", "give [rows, ...]")
-    return {**found}
+    return {**arrays}
 
 
 def _parse_named_inputs(
@@ -114,32 +117,38 @@ def _parse_rows(
     for spec in inputs:
         if spec.name in arrays and len(arrays[spec.name]) != len(rows):
             problem = f"its {len(rows)} rows do not make {len(rows)} of the input {spec.name!r}"
-            raise DataError("json", path, problem, f"the input is {format_tensor_spec(spec)}")
+            raise DataError("json", path, problem, f"the input is {describe_tensor(spec)}")
     return arrays
 
 
 def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
-    """Columns of a CSV or Parquet file; `serve.tables.table` defines which."""
+    """Columns of a CSV or Parquet file; `open_inference.tables` defines which."""
     with needs_extra("data"):
         import pyarrow as pa
         import pyarrow.csv
         import pyarrow.parquet
 
-    from shoal.serve.tables.table import build_inputs, choose_columns, infer_csv_types, parse_columns, split_by_length
+    from shoal.open_inference.tables import (
+        build_inputs,
+        choose_columns,
+        infer_csv_types,
+        parse_columns,
+        split_by_length,
+    )
 
-    said = parse_columns(columns, inputs)
+    named = parse_columns(columns, inputs)
     try:
         if path.suffix.lower() in (".csv", ".tsv", ".txt"):
             parsing = pa.csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
             alone = pa.csv.ReadOptions(use_threads=False)  # with threads, errors lack the row number
             with pa.csv.open_csv(path, read_options=alone, parse_options=parsing) as reader:
                 seen = reader.schema
-            chosen = choose_columns(inputs, seen.names, said)
+            chosen = choose_columns(inputs, seen.names, named)
             types = pa.csv.ConvertOptions(column_types=infer_csv_types(inputs, chosen, seen))
             table = pa.csv.read_csv(path, read_options=alone, parse_options=parsing, convert_options=types)
         else:
             table = pa.parquet.read_table(path, partitioning=None)  # a folder named day=3 is not a column
-            chosen = choose_columns(inputs, table.column_names, said)
+            chosen = choose_columns(inputs, table.column_names, named)
     except (OSError, pa.ArrowException) as error:
         raise DataError(
             "file", str(path), f"cannot be read: {_error_summary(error)}", "give a CSV or a Parquet file"
@@ -214,15 +223,14 @@ def from_images(
     if white is not None and not math.isfinite(white):
         raise DataError("white", white, "is no number of a pixel", "for example 1 or 255")
     scale = (white if white is not None else 255.0 if is_integer(spec) else 1.0) / 255.0
-    pictures = [_scale_pixels(_load_picture(path, spec), scale, spec) for path in paths]
+    dtype = np.float32 if spec.datatype == "BF16" else NUMPY_DTYPES[spec.datatype]
+    pictures = [_load_picture(path, spec) for path in paths]
+    if not is_integer(spec):
+        pictures = [(picture * scale).astype(dtype) for picture in pictures]
+    elif scale != 1.0:  # the client checks the range
+        pictures = [np.rint(picture * scale).astype(np.int64) for picture in pictures]
     is_one_size = len({picture.shape for picture in pictures}) == 1
     return {spec.name: np.stack(pictures) if is_one_size else pictures}
-
-
-def _scale_pixels(picture: np.ndarray, scale: float, spec: TensorDescription) -> np.ndarray:
-    if is_integer(spec):  # the client checks the range
-        return picture if scale == 1.0 else np.rint(picture * scale).astype(np.int64)
-    return (picture * scale).astype(np.float32 if spec.datatype == "BF16" else NUMPY_DTYPES[spec.datatype])
 
 
 def is_integer(spec: TensorDescription) -> bool:
@@ -240,7 +248,7 @@ def _load_picture(path: Path, spec: TensorDescription) -> np.ndarray:
     last = len(sizes) == 3 and sizes[2] in (1, 3) and not first
     if not (len(sizes) == 2 or first or last) or spec.datatype in ("BYTES", "BOOL"):
         raise DataError(
-            "image", str(path), f"the model takes {format_tensor_spec(spec)}, which is no picture", "use --npy"
+            "image", str(path), f"the model takes {describe_tensor(spec)}, which is no picture", "use --npy"
         )
     height, width = sizes[1:] if first else sizes[:2]
     is_grey = len(sizes) == 2 or (sizes[0] if first else sizes[2]) == 1
@@ -289,7 +297,7 @@ def _require_single_input(field: str, argument: str, inputs: Sequence[TensorDesc
 
 def _list_inputs(inputs: Sequence[TensorDescription]) -> str:
     """`inputs: x: FP32 [any, 3], y: INT64 [any]`."""
-    return "inputs: " + ", ".join(f"{spec.name}: {format_tensor_spec(spec)}" for spec in inputs)
+    return "inputs: " + ", ".join(f"{spec.name}: {describe_tensor(spec)}" for spec in inputs)
 
 
 def _parse_values(argument: str, text: str, spec: TensorDescription) -> list[Any]:
@@ -324,7 +332,7 @@ def _reshape_rows(field: str, argument: str, rows: Any, spec: TensorDescription)
         return array.reshape(-1, *inner)
     if array.ndim == 1 and len(inner) == 1:
         return array[None]
-    problem = f"{array.size} values do not make rows of {format_tensor_spec(spec)}"
+    problem = f"{array.size} values do not make rows of {describe_tensor(spec)}"
     raise DataError(field, argument, problem, "give whole rows, or nested lists")
 
 
@@ -337,13 +345,13 @@ def _to_ragged_rows(field: str, argument: str, rows: Sequence[Any], spec: Tensor
     """Rows of different lengths, each by itself. Raises DataError when the input does not allow them."""
     inner = spec.shape[1:]
     try:
-        found = [np.array(row, dtype=_choose_numpy_dtype(spec.datatype)) for row in rows]
-        is_open = -1 in inner and all(row.ndim == len(inner) for row in found)
+        arrays = [np.array(row, dtype=_choose_numpy_dtype(spec.datatype)) for row in rows]
+        is_open = -1 in inner and all(row.ndim == len(inner) for row in arrays)
     except ValueError:
         is_open = False
     if not is_open:
-        raise DataError(field, argument, "has rows of different lengths", f"the input is {format_tensor_spec(spec)}")
-    return found
+        raise DataError(field, argument, "has rows of different lengths", f"the input is {describe_tensor(spec)}")
+    return arrays
 
 
 def _parse_json(field: str, argument: str, text: str) -> Any:
@@ -351,15 +359,6 @@ def _parse_json(field: str, argument: str, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError also for numbers with thousands of digits
         raise DataError(field, argument, f"is not JSON: {error}", "for example [[1, 2], [3, 4]]") from None
-
-
-def _read_text(path: str) -> str:
-    try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text()
-    except (OSError, ValueError) as error:  # ValueError: not text, or a NUL in the name
-        raise DataError(
-            "json", path, f"cannot be read: {_error_summary(error)}", "give a file, or - for standard input"
-        ) from None
 
 
 def split_requests(arrays: Mapping[str, ArrayLike], max_rows: int) -> list[dict[str, ArrayLike]]:

@@ -143,7 +143,7 @@ def _hold(application: str, errors: str) -> list[str]:
     ]
 
 
-def limit_answers(application: str, errors: str) -> list[str]:
+def build_answer_limit(application: str, errors: str) -> list[str]:
     """The line that limits the wait for an application's answers: see `serve_environment.limit_answers`."""
     mark = Path(errors).parent / "answers" / application
     return [f"    timeout server {mark.read_text()}"] if mark.exists() else []
@@ -155,11 +155,11 @@ def add_backup(application: str, lines: list[str], folder: str, errors: str) -> 
     rest = [line for line in lines if not is_backup(line)]
     if backups and may_sleep(application, errors):
         if any(line.split()[0] == "server" for line in rest):
-            return [*limit_answers(application, errors), *lines]
+            return [*build_answer_limit(application, errors), *lines]
         return [*lines, *_hold(application, errors)]
     # HAProxy uses the first backup that is up. Serve's stays, since Serve waits until each application has a replica or
     # this one up.
-    own = limit_answers(application, errors)
+    own = build_answer_limit(application, errors)
     return [*own, *rest, f"    server unavailable unix@{folder}/u.sock no-check backup", *backups]
 
 

@@ -355,7 +355,7 @@ def _http1_backends(sections: Sections, errors: str) -> Sections:
                 is_known = not _is(line, "server") or _SERVER.fullmatch(line) is not None
                 _require(is_known, "leave Serve's proxy out", f"{line.strip()!r} is not known")
             replicas = [line for line in lines if not backup_listener.is_backup(line)]
-            limits = backup_listener.limit_answers(application, errors)
+            limits = backup_listener.build_answer_limit(application, errors)
             replicas += backup_listener.refuse_grpc(application, replicas, errors)
             for way, (_, own) in WAYS.items():
                 result.append((f"backend {way}-{application}", [*limits, *own.splitlines(), *replicas]))

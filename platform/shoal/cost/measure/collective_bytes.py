@@ -102,11 +102,6 @@ def is_collective(op: Any) -> bool:
     return op.namespace in _NAMESPACES and name.removesuffix("_") in _FUNCTIONAL
 
 
-def is_wait(op: Any) -> bool:
-    """Whether a functional collective has ended with this call of `op`."""
-    return bool(op.namespace in _NAMESPACES and op._overloadpacket.__name__ == "wait_tensor")
-
-
 def is_on_cpu(args: Sequence[Any]) -> bool:
     """Whether Gloo runs it, and not a device's own library."""
     return not _is_cuda_assumed and any(each.is_cpu for each in _flatten(args))

@@ -60,7 +60,9 @@ _FREE_NAMESPACES = frozenset(
 
 def count_flops(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int | None:
     """The operations of one call; 0 if nothing is multiplied, None if unknown."""
-    packet = _get_functional_packet(op)
+    packet = op._overloadpacket
+    if op.namespace == "aten" and packet.__name__.endswith("_"):  # `addmm_` multiplies as much as `addmm`
+        packet = getattr(aten, packet.__name__.removesuffix("_"), packet)
     own = FORMULAS.get(packet)
     if own is not None:
         return own(args, out)
@@ -71,14 +73,6 @@ def count_flops(op: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) 
         name = packet.__name__
         return None if name.startswith(_UNKNOWN_ATEN) and name not in _FREE_ATEN else 0
     return 0 if op.namespace in _FREE_NAMESPACES else None
-
-
-def _get_functional_packet(op: Any) -> Any:
-    """`addmm_` multiplies as much as `addmm`, and has no formula of its own."""
-    packet = op._overloadpacket
-    if op.namespace != "aten" or not packet.__name__.endswith("_"):
-        return packet
-    return getattr(aten, packet.__name__.removesuffix("_"), packet)
 
 
 def _count_rows(inputs: Tensor) -> int:
@@ -122,19 +116,9 @@ def _attention_backward(args: Sequence[Any], out: Any) -> int:
     return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
 
 
-def _matrix_vector(args: Sequence[Any], out: Any) -> int:
-    return 2 * int(args[-2].numel())
-
-
 def _summed_products(args: Sequence[Any], out: Any) -> int:
     """The sum of all products of two matrices, or of two stacks of them."""
     return 2 * int(args[1].numel()) * int(args[2].shape[-1])
-
-
-def _convolution_over_time(args: Sequence[Any], out: Any) -> int:
-    """Each of the outputs [T, B, C] meets the weights [kernel, C_in, C] of its channel."""
-    weight = args[1]
-    return 2 * int(out.numel()) * int(weight.shape[0] * weight.shape[1])
 
 
 def _convolution_backward(args: Sequence[Any], out: Any) -> int:
@@ -146,27 +130,10 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
     return 2 * sum(map(bool, asked[:2])) * int(weight.numel()) * num_places
 
 
-def _dot(args: Sequence[Any], out: Any) -> int:
-    return 2 * int(args[0].numel())
-
-
-def _outer(args: Sequence[Any], out: Any) -> int:
-    return 2 * int(out.numel())
-
-
 def _distances(args: Sequence[Any], out: Any) -> int:
     """Each distance subtracts, raises and adds over the width."""
     points = args[0] if args[0].dim() >= 2 else args[1]
     return 3 * int(out.numel()) * int(points.shape[-1])
-
-
-def _euclidean_distances(args: Sequence[Any], out: Any) -> int:
-    """For many points, which torch computes by one product of the points, each extended by its square and a one."""
-    return 2 * int(out.numel()) * (int(args[0].shape[-1]) + 2)
-
-
-def _distances_backward(args: Sequence[Any], out: Any) -> int:
-    return 3 * int(args[4].numel()) * int(args[1].shape[-1])
 
 
 def _fourier(args: Sequence[Any], out: Any) -> int:
@@ -174,10 +141,6 @@ def _fourier(args: Sequence[Any], out: Any) -> int:
     longest = args[0] if args[0].numel() >= out.numel() else out
     points = math.prod(longest.shape[dimension] for dimension in args[1])
     return int(5 * longest.numel() * math.log2(max(points, 2)))
-
-
-def _integer_product(args: Sequence[Any], out: Any) -> int:
-    return 2 * int(out.numel()) * int(args[-2].shape[-1])
 
 
 FORMULAS: dict[Any, Formula] = {
@@ -190,19 +153,21 @@ FORMULAS: dict[Any, Formula] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten._scaled_dot_product_fused_attention_overrideable: _attention,
     aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward,
-    aten.mv: _matrix_vector,
-    aten.addmv: _matrix_vector,
+    aten.mv: lambda args, out: 2 * args[-2].numel(),
+    aten.addmv: lambda args, out: 2 * args[-2].numel(),
     aten.addbmm: _summed_products,
-    aten.conv_tbc: _convolution_over_time,
+    # Each of the outputs [T, B, C] meets the weights [kernel, C_in, C] of its channel.
+    aten.conv_tbc: lambda args, out: 2 * out.numel() * args[1].shape[0] * args[1].shape[1],
     aten.convolution_backward: _convolution_backward,
-    aten.dot: _dot,
-    aten.vdot: _dot,
-    aten.addr: _outer,
-    aten._int_mm: _integer_product,
+    aten.dot: lambda args, out: 2 * args[0].numel(),
+    aten.vdot: lambda args, out: 2 * args[0].numel(),
+    aten.addr: lambda args, out: 2 * out.numel(),
+    aten._int_mm: lambda args, out: 2 * out.numel() * args[-2].shape[-1],
     aten._addmm_activation: _summed_products,
     aten._cdist_forward: _distances,
-    aten._euclidean_dist: _euclidean_distances,
-    aten._cdist_backward: _distances_backward,
+    # For many points torch computes one product of the points, each extended by its square and a one.
+    aten._euclidean_dist: lambda args, out: 2 * out.numel() * (args[0].shape[-1] + 2),
+    aten._cdist_backward: lambda args, out: 3 * args[4].numel() * args[1].shape[-1],
     aten._fft_r2c: _fourier,
     aten._fft_c2r: _fourier,
     aten._fft_c2c: _fourier,

@@ -28,20 +28,16 @@ class MemoryGrowth:
     """peak_bytes: the largest allocation since the body began, without earlier allocations."""
 
     peak_bytes: int = 0
-    _unseen_changes: list[tuple[float, int]] = field(default_factory=list)  # microseconds of the wall clock, bytes
-
-    def report_freed(self, num_bytes: int) -> None:
-        """Called when a thread that the profiler does not observe frees memory allocated in the body."""
-        self._unseen_changes.append((now_us(), -num_bytes))
+    _mapped: list[tuple[float, int]] = field(default_factory=list)  # microseconds of the wall clock, bytes
 
     def report_mapped(self, num_bytes: int, began_us: float) -> None:
         """Called when a permanent file was mapped: the profiler counts it, since this time, as an allocation."""
-        self._unseen_changes.append((began_us, -num_bytes))
+        self._mapped.append((began_us, -num_bytes))
 
     def compute_peak(self, changes: Iterable[tuple[float, int]]) -> None:
-        """Correct the peak by these events, ordered by time, and by the unobserved releases."""
+        """Find the peak of these events, without the mapped files."""
         live = 0
-        for _, change in sorted([*changes, *self._unseen_changes]):
+        for _, change in sorted([*changes, *self._mapped]):
             live += change
             self.peak_bytes = max(self.peak_bytes, live)
 
@@ -58,8 +54,8 @@ def track_growth(device: torch.device) -> Iterator[MemoryGrowth]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with _track_allocations(device) as found:
-            yield found
+        with _track_allocations(device) as growth:
+            yield growth
     finally:
         if was_enabled:
             gc.enable()
@@ -67,25 +63,25 @@ def track_growth(device: torch.device) -> Iterator[MemoryGrowth]:
 
 @contextmanager
 def _track_allocations(device: torch.device) -> Iterator[MemoryGrowth]:
-    found = MemoryGrowth()
+    growth = MemoryGrowth()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        yield found
+        yield growth
         torch.cuda.synchronize(device)
-        found.peak_bytes = torch.cuda.max_memory_allocated(device) - before
+        growth.peak_bytes = torch.cuda.max_memory_allocated(device) - before
         return
     # The profiler before Kineto: it starts in microseconds, and prints nothing.
     torch.autograd._enable_profiler_legacy(  # type: ignore[attr-defined]
         ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     )
     try:
-        yield found
+        yield growth
     finally:
         threads = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
         events: Iterable[Any] = (event for thread in threads for event in thread)
-        found.compute_peak(
+        growth.compute_peak(
             (event.start_us(), event.cpu_memory_usage()) for event in events if str(event.kind()) == "memory_alloc"
         )
 

@@ -7,6 +7,7 @@ unaffected. Never changes results, and keeps no tensor alive but mapped files.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,13 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from shoal.cost.measure import collective_bytes, flop_formulas
-from shoal.cost.measure.gloo_memory import GlooMemoryTracker
 from shoal.cost.measure.memory import MemoryGrowth, now_us, storages_of
+
+RELEASE_S = 0.005  # after a collective: Gloo's thread wakes the caller first
 
 
 @dataclass
@@ -71,7 +75,7 @@ class OpCounter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_fake = is_fake
         self._thread = threading.get_ident()
-        self._growth, self._gloo_memory = grown, GlooMemoryTracker(grown)
+        self._growth = grown
         self.counts = OpCounts()
         self._mapped: list[Tensor] = []
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's id
@@ -104,7 +108,14 @@ class OpCounter(TorchDispatchMode):
             self.counts.saved_bytes = self._allocated_bytes
             self.counts.backward = (len(self.counts.live_bytes),) * 2
         if func is torch.ops.aten.from_file.default:
-            return self._map_file(func, args, kwargs)
+            # A file in memory (for messages between ranks of a host, for example) is not the allocator's, and not
+            # counted. It is kept alive, since the profiler would also count its release, at an unknown time.
+            began_us = now_us()
+            mapped: Tensor = func(*args, **kwargs)
+            self._growth.report_mapped(mapped.untyped_storage().nbytes(), began_us)
+            self._mapped.append(mapped)
+            self.exclude([mapped])
+            return mapped
         out = self._call(func, args, kwargs)
         if self._is_fake and not isinstance(func, HigherOrderOperator):
             for each in collective_bytes.find_scratch_tensors(func, args, out):
@@ -120,26 +131,21 @@ class OpCounter(TorchDispatchMode):
             self.counts.backward = self.counts.backward[0], len(self.counts.live_bytes)
         return out
 
-    def _map_file(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A file in memory (for messages between ranks of a host, for example) is not the allocator's, and not counted.
-
-        It is kept alive, since the profiler would also count its release, at an unknown time.
-        """
-        began_us = now_us()
-        mapped: Tensor = func(*args, **kwargs)
-        self._growth.report_mapped(mapped.untyped_storage().nbytes(), began_us)
-        self._mapped.append(mapped)
-        self.exclude([mapped])
-        return mapped
-
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_fake or isinstance(func, HigherOrderOperator) or not collective_bytes.is_on_cpu(args):
-            return func(*args, **kwargs)
-        if collective_bytes.is_collective(func):
-            return self._gloo_memory.run_collective(func, args, kwargs)
+        """A collective of Gloo has ended when this returns, as those of a fake group, and Gloo's thread has dropped it.
+
+        That thread holds the tensors a moment longer than a caller waits. Allocations of that moment would count in
+        addition, and the profiler would not see what the thread frees.
+        """
         out = func(*args, **kwargs)
-        if collective_bytes.is_wait(func):
-            self._gloo_memory.release(out)
+        is_gloo = not self._is_fake and not isinstance(func, HigherOrderOperator) and collective_bytes.is_on_cpu(args)
+        if is_gloo and collective_bytes.is_collective(func):
+            for each in tree_iter(out):
+                if isinstance(each, torch.ScriptObject):
+                    dist.Work.unbox(each).wait()
+                elif func.namespace != "c10d":
+                    torch.ops._c10d_functional.wait_tensor(each)
+            time.sleep(RELEASE_S)
         return out
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

@@ -33,7 +33,7 @@ class ServersConfig(SyncConfig):
     compression: Literal["none", "fp16", "top_k"] = "none"
     top_k: float = Field(default=0.01, gt=0, le=1)
 
-    controller: ClassVar[str] = "shoal.libs.asynchronous.controller:make_server_controller"
+    controller: ClassVar[str] = "shoal.libs.asynchronous.parameter_server.controller:make_server_controller"
 
     probe: ClassVar[str] = "shoal.libs.asynchronous.costs:ServerProbe"
 
@@ -231,8 +231,8 @@ class ElasticConfig(SyncConfig):
     workers: int
     min_workers: int
 
-    synchronizer: ClassVar[str] = "shoal.libs.asynchronous.elastic.worker:make_elastic_sync"
-    controller: ClassVar[str] = "shoal.libs.asynchronous.elastic.controller:make_elastic_controller"
+    synchronizer: ClassVar[str] = "shoal.libs.asynchronous.elastic_worker:make_elastic_sync"
+    controller: ClassVar[str] = "shoal.libs.asynchronous.elastic_controller:make_elastic_controller"
     has_every_step: ClassVar[bool] = True
     chief_may_leave: ClassVar[bool] = True
     one_optimizer: ClassVar[tuple[str, str] | None] = ("workers that join share the gradients of one", "use workers=N")
@@ -247,7 +247,6 @@ class HogwildConfig(SyncConfig):
 
     kind: Literal["hogwild"] = "hogwild"
     lanes: int
-    mode: Literal["auto", "threads", "processes"]
 
     synchronizer: ClassVar[str] = "shoal.libs.asynchronous.hogwild:HogwildSync"
     has_replicas: ClassVar[bool] = False

@@ -7,44 +7,39 @@ may be awaited for long. The base of those for parameter servers, elastic traini
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import NoReturn
 
 from shoal.errors import WorkerDeparted
 from shoal.libs.asynchronous.messages import ExchangeSignals, LeaveRun, StopRun
 from shoal.sync.rank_signals import RankSignals
-from shoal.sync.rpc import CurveKeys, RpcClient
-from shoal.sync.synchronizer import Synchronizer
+from shoal.sync.rpc import RpcClient
+from shoal.sync.synchronizer import Connection, Synchronizer
 
 EXCHANGE_S = 0.25  # between two exchanges of signals
 CHIEF = 0
 
 
 class ControlledSync(Synchronizer):
-    """Worker `worker` of a run; the chief, which evaluates, saves and reports, is worker 0.
+    """A worker of a run; the chief, which evaluates, saves and reports, is worker 0.
 
-    keys:       of the run, where its processes are on several hosts
-    again_s:    after which a push without an answer is sent again, on one host
-    is_noticed: whether this worker is to leave, between two steps
-    num_steps:  of this worker
+    again_s:   after which a push without an answer is sent again, on one host
+    num_steps: of this worker
     """
 
-    def __init__(
-        self, worker: int, controller: str, timeout_s: float, keys: CurveKeys | None = None, again_s: float = 1.0
-    ) -> None:
-        self._worker, self.is_chief = worker, worker == CHIEF
-        self._controller = RpcClient(controller, timeout_s, keys=keys)
-        self._pushes = RpcClient(controller, timeout_s, again_s, keys)
+    def __init__(self, connection: Connection, again_s: float = 1.0) -> None:
+        self._worker, self.is_chief = connection.index, connection.index == CHIEF
+        self._is_noticed = connection.is_noticed
+        self._controller = RpcClient(connection.controller, connection.timeout_s, keys=connection.keys)
+        self._pushes = RpcClient(connection.controller, connection.timeout_s, again_s, connection.keys)
         self._incarnation = self._clock = 0
         self._is_stopping = False
-        self.is_noticed: Callable[[], bool] = lambda: False
         self.num_steps = 0
         self.waited_s = 0.0
         self._exchanged_s = time.monotonic()
 
     def _leave_if_noticed(self) -> None:
         """Raises WorkerDeparted."""
-        if self.is_noticed():
+        if self._is_noticed():
             self._controller.call(LeaveRun(self._worker))
             raise WorkerDeparted(f"worker {self._worker} left after {self.num_steps:,} steps of its own")
 

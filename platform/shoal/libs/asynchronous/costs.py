@@ -18,13 +18,15 @@ from torch.optim import Optimizer
 
 from shoal.libs.asynchronous.clock import Clock, Push, Update
 from shoal.libs.asynchronous.config import ParameterServerConfig, ServersConfig
-from shoal.libs.asynchronous.controller import Controller
+from shoal.libs.asynchronous.controller import ControllerSetting
+from shoal.libs.asynchronous.parameter_server.controller import ServerController
 from shoal.libs.asynchronous.parameter_server.partition import plan_partition
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.libs.asynchronous.parameter_server.server_service import ServerService
 from shoal.libs.asynchronous.parameter_server.worker import ParameterServerSync
 from shoal.sync.config import SyncConfig
 from shoal.sync.costs import EVICTED_BYTES, CostProbe, ServerCosts
+from shoal.sync.synchronizer import Connection
 
 NUM_UPDATES = 7
 TIMEOUT_S = 120.0
@@ -55,9 +57,10 @@ class ServerProbe(CostProbe):
             return ServerCosts(_count_bytes(parameters), copy_s, update_s, max(0.0, both_s - update_s), state_bytes)
 
     @contextmanager
-    def open_controller(self, folder: str, num_workers: int) -> Iterator[Controller]:
+    def open_controller(self, folder: str, num_workers: int) -> Iterator[ServerController]:
         controller, server = _list_addresses(folder)
-        with closing(Controller(controller, [server], Clock(num_workers), TIMEOUT_S)) as opened:
+        run = ControllerSetting(controller, [server], num_workers, None, TIMEOUT_S)
+        with closing(ServerController(run, Clock(num_workers), ONE_SERVER)) as opened:
             opened.start()
             yield opened
 
@@ -65,13 +68,13 @@ class ServerProbe(CostProbe):
     def open_server(self, folder: str, num_workers: int, optimizer: Optimizer) -> Iterator[ServerService]:
         controller, server = _list_addresses(folder)
         applied = ParameterServer(0, optimizer, ONE_SERVER, num_workers)
-        with closing(ServerService(server, 0, applied, controller, TIMEOUT_S)) as opened:
+        with closing(ServerService(server, applied, controller, TIMEOUT_S)) as opened:
             opened.start()
             yield opened
 
     def open_worker(self, folder: str, worker: int, optimizer: Optimizer) -> ParameterServerSync:
         controller, server = _list_addresses(folder)
-        return ParameterServerSync(optimizer, ONE_SERVER, worker, controller, [server], TIMEOUT_S)
+        return ParameterServerSync(optimizer, ONE_SERVER, Connection(worker, 0, controller, [server], TIMEOUT_S))
 
 
 def _list_addresses(folder: str) -> tuple[str, str]:

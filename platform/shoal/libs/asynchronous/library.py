@@ -14,7 +14,7 @@ LIBRARY = Library(
             "elastic": "shoal.libs.asynchronous.config:ElasticConfig",
             "hogwild": "shoal.libs.asynchronous.config:HogwildConfig",
         },
-        "shoal.launchers": {"replicas": "shoal.libs.asynchronous.launch.replicas:launch_replicas"},
+        "shoal.launchers": {"replicas": "shoal.libs.asynchronous.replicas:launch_replicas"},
         "shoal.extend": {"PeerSync": "shoal.libs.asynchronous.peers:PeerSync"},
     },
 )

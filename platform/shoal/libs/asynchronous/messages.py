@@ -1,7 +1,7 @@
 """The calls of a run of replicas: what each asks, and the type of its answer.
 
 Used by the workers, servers and the controller of a run. Requests that only elastic training or peers have are in the
-modules of their controllers, those of the run's journal in `train.launch.parameter_server`. `incarnation` is that of
+modules of their controllers, those of the run's journal in `replicas`. `incarnation` is that of
 a server, `version` that of weights: how many updates are in them.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from shoal.libs.asynchronous.clock import Push, Update
-from shoal.libs.asynchronous.parameter_server.shared_weights import MemoryAddress
 from shoal.libs.asynchronous.parameter_server.update_log import GradientKey
+from shoal.libs.asynchronous.shared_memory import MemoryAddress
 from shoal.sync.rank_signals import RankSignals
 from shoal.sync.rpc import Request
 

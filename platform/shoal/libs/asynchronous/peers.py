@@ -22,7 +22,7 @@ from shoal.libs.asynchronous.controlled import ControlledSync
 from shoal.libs.asynchronous.controller import Controller, ControllerSetting
 from shoal.libs.asynchronous.messages import Join, RunPosition, SetSteps
 from shoal.sync.config import SyncConfig
-from shoal.sync.rpc import CallId, Handlers, Request
+from shoal.sync.rpc import CallId, Request, answers
 from shoal.sync.synchronizer import Replica
 
 
@@ -50,7 +50,7 @@ class Gathered(msgspec.Struct, frozen=True, array_like=True):
     clock: int
     round: int
     is_stopping: bool
-    found: dict[int, bytes]
+    given: dict[int, bytes]
 
 
 class Gather(Request[Gathered | None], frozen=True):
@@ -65,11 +65,10 @@ class Gather(Request[Gathered | None], frozen=True):
 
 
 class PeerController(Controller):
-    """Of one run. A round is a step of the `Clock`; tensors pass through as bytes."""
+    """One run's. A round is a step of the `Clock`; tensors pass through as bytes."""
 
     def __init__(self, config: SyncConfig, run: ControllerSetting) -> None:
-        clock = Clock(run.num_workers, min_workers=run.min_workers)
-        super().__init__(run.address, [], clock, run.timeout_s, run.keys)
+        super().__init__(run, Clock(run.num_workers, min_workers=run.min_workers))
         self._published = Published(0, b"")
         self._given: dict[int, bytes] = {}  # of the present round, by worker
         self._wanted: dict[int, list[int] | None] = {}
@@ -78,20 +77,17 @@ class PeerController(Controller):
     def describe(self) -> dict[str, dict[str, Any]]:
         return {"peers": {"rounds": self.clock.sequence}}
 
-    def _list_handlers(self) -> Handlers:
-        return {
-            **self._list_common_handlers(),
-            Join: self._join,
-            PublishWeights: self._publish,
-            GetPublished: lambda caller, request: self._published,
-            Gather: self._gather,
-        }
-
-    def _publish(self, caller: CallId, request: PublishWeights) -> None:
+    @answers(PublishWeights)
+    def publish(self, caller: CallId, request: PublishWeights) -> None:
         self._published = Published(request.steps, request.weights)
-        self._set_steps(caller, SetSteps(0))
+        self.set_steps(caller, SetSteps(0))
 
-    def _gather(self, caller: CallId, request: Gather) -> object:
+    @answers(GetPublished)
+    def get_published(self, caller: CallId, request: GetPublished) -> Published:
+        return self._published
+
+    @answers(Gather)
+    def gather(self, caller: CallId, request: Gather) -> object:
         worker = request.push.worker
         if self._incarnations.get(worker) != request.push.incarnation:
             return None  # its replacement has its place
@@ -110,9 +106,9 @@ class PeerController(Controller):
 
     def _answer(self, worker: int, caller: CallId) -> None:
         wanted = self._wanted.pop(worker)
-        found = {each: given for each, given in self._round.items() if wanted is None or each in wanted}
-        gathered = Gathered(self.clock.get_clock(worker), self.clock.sequence, self._is_stopping, found)
-        self.service.reply(caller, gathered)
+        given = {each: tensors for each, tensors in self._round.items() if wanted is None or each in wanted}
+        clock = self.clock.get_clock(worker)
+        self.service.reply(caller, Gathered(clock, self.clock.sequence, self._is_stopping, given))
 
 
 class PeerSync(ControlledSync):
@@ -129,9 +125,7 @@ class PeerSync(ControlledSync):
     def __init__(self, replica: Replica) -> None:
         connection = replica.require_connection()
         # A call that waits for the others has the model in it, and is not lost while the controller lives.
-        again_s = connection.timeout_s
-        super().__init__(connection.index, connection.controller, connection.timeout_s, connection.keys, again_s)
-        self.is_noticed = connection.is_noticed
+        super().__init__(connection, again_s=connection.timeout_s)
         self.config, self.worker, self.num_workers = replica.config, connection.index, connection.num_workers
         self.weights = [each for group in replica.optimizer.param_groups for each in group["params"]]
         self._model, self._optimizer = replica.model, replica.optimizer
@@ -159,19 +153,18 @@ class PeerSync(ControlledSync):
         self._clock, self.round, self._is_stopping = answer.clock, answer.round, answer.is_stopping
         self.waited_s += time.perf_counter() - began_s
         device = tensors[0].device if tensors else torch.device("cpu")
-        return {worker: [each.to(device) for each in _decode(given)] for worker, given in answer.found.items()}
+        return {worker: [each.to(device) for each in _decode(given)] for worker, given in answer.given.items()}
 
     def begin(self, step: int) -> int:
         joined: RunPosition = self._controller.call(Join(self._worker, self.is_chief))
         self._incarnation, self._clock, self.round = joined.incarnation, joined.clock, joined.version
         if joined.has_weights:
             published = self._controller.call(GetPublished())
-            self.steps = published.steps
+            self.steps, self._published = published.steps, self.round
             self.load_weights(_decode(published.weights))
         else:
             self.steps = step
             self._publish()
-        self._published = self.round
         return self.steps
 
     def load_weights(self, tensors: Sequence[Tensor]) -> None:
@@ -181,6 +174,7 @@ class PeerSync(ControlledSync):
                 own.copy_(given)
 
     def _publish(self) -> None:
+        self._published = self.round
         self._controller.call(PublishWeights(self.steps, _encode(self.weights)))
 
     def before_step(self) -> None:
@@ -197,7 +191,6 @@ class PeerSync(ControlledSync):
         if not self._is_stopping:
             self.after_step()
         if self.is_chief and self.round > self._published and not self._is_stopping:
-            self._published = self.round
             self._publish()
         return self.steps
 
@@ -212,5 +205,5 @@ def _encode(tensors: Sequence[Tensor]) -> bytes:
 
 
 def _decode(encoded: bytes) -> list[Tensor]:
-    found = safetensors.torch.load(encoded)
-    return [found[name] for name in sorted(found)]
+    named = safetensors.torch.load(encoded)
+    return [named[name] for name in sorted(named)]

@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from shoal.cli.support.console import make_literal_console
-from shoal.cli.support.job_output import (
+from shoal.cli.support.jobs import (
     describe_failure,
     ignore_further_interrupts,
     interrupt_on_termination,

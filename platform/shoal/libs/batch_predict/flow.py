@@ -19,13 +19,13 @@ import shoal.runs
 from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.config import Spec
 from shoal.errors import DataError, needs_extra
-from shoal.libs.batch_predict.bucket_output import BucketOutput
+from shoal.libs.batch_predict.output import BucketOutput
+from shoal.open_inference.tables import choose_columns, infer_csv_types, parse_columns
 from shoal.registry import ModelVersion, Registry, TensorSignature
 from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.endpoint import GpuCount
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
-from shoal.serve.tables.table import choose_columns, infer_csv_types, parse_columns
 from shoal.store import is_url, locate, open_source, require_location
 
 with needs_extra("data"):
@@ -67,9 +67,9 @@ class BatchPredictSpec(Spec):
 
 def list_input_files(path: str) -> list[Path]:
     """The file, or the files of the folder sorted by name. Raises ConfigError, DataError."""
-    place = locate(path, "input")
-    found = sorted(place.iterdir(), key=attrgetter("name")) if place.is_dir() else [place]
-    files = [file for file in found if file.suffix in SUFFIXES and not file.name.startswith(".")]
+    location = locate(path, "input")
+    paths = sorted(location.iterdir(), key=attrgetter("name")) if location.is_dir() else [location]
+    files = [file for file in paths if file.suffix in SUFFIXES and not file.name.startswith(".")]
     if not files or not all(file.is_file() for file in files):
         raise DataError("input", path, "is no Parquet or CSV file, nor a folder of them", "check the path")
     kinds = {file.suffix for file in files}

@@ -29,14 +29,15 @@ from ray.data.datasource import WriteResult
 from shoal.cluster.capacity import GPU_GRAINS, gpu_share, gpus_by_host, require_gpus, wait_for_resource
 from shoal.device_memory import limit_device_memory
 from shoal.errors import ClusterError, DataError, RunError, error_summary
-from shoal.libs.batch_predict.batch_output import (
+from shoal.libs.batch_predict.output import (
+    BucketOutput,
+    Part,
     has_rows,
     make_incoming_path,
     publish_output,
     require_all_rows,
     verify_row_count,
 )
-from shoal.libs.batch_predict.bucket_output import BucketOutput, Part
 from shoal.libs.batch_predict.table_predictor import TablePredictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
@@ -192,8 +193,8 @@ def predict_files(
 
 
 def _read(files: Sequence[Path], types: Mapping[str, pa.DataType] | None) -> ray.data.Dataset:
-    if found := [file for file in files if isinstance(file, BucketPath)]:
-        return ray.data.read_datasource(BucketTables(found, types), num_cpus=FILE_IO_CPUS)
+    if in_bucket := [file for file in files if isinstance(file, BucketPath)]:
+        return ray.data.read_datasource(BucketTables(in_bucket, types), num_cpus=FILE_IO_CPUS)
     paths = [str(file) for file in files]
     if paths[0].endswith(".csv"):
         converted = pa.csv.ConvertOptions(column_types=types)

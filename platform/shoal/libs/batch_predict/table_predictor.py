@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 
 from shoal.errors import ConfigError, DataError, InferenceError
+from shoal.open_inference.tables import build_inputs, choose_columns, column_type, split_by_length, to_column
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import ModelPackage
-from shoal.serve.tables.table import build_inputs, choose_columns, column_type, split_by_length, to_column
 
 OutputPart = tuple[int, dict[str, np.ndarray] | None]  # the number of rows, and their outputs; None for a failed one
 VERSION_COLUMN = "model_version"
@@ -81,15 +81,20 @@ class TablePredictor:
         if twice := sorted(set(named) & set(kept.column_names)):
             remedy = "choose the columns to keep with --keep"
             raise ConfigError("keep", twice[0], "is a column of the input and of the output", remedy)
-        for name, column in self._columns(parts).items():
-            kept = kept.append_column(name, column)
+        for spec in self.signature.outputs:
+            kind = column_type(spec)
+            chunks = [
+                pa.nulls(count, kind) if outputs is None else to_column(spec, outputs[spec.name])
+                for count, outputs in parts
+            ]
+            kept = kept.append_column(spec.name, pa.chunked_array(chunks, kind))
         kept = kept.append_column(VERSION_COLUMN, pa.array(np.full(len(table), self._model.version, np.int64)))
         return kept.append_column(ERROR_COLUMN, pa.array(errors, pa.string())) if self._skip_errors else kept
 
     def _requests(self, table: pa.Table, chosen: Mapping[str, Sequence[str]]) -> list[_TableRequest]:
         """Split the table, in order, into requests of equal shapes; where some rows are invalid, each half
         separately."""
-        found: list[_TableRequest] = []
+        requests: list[_TableRequest] = []
         for rows in split_by_length(table, self.signature.inputs, chosen):
             try:
                 inputs = build_inputs(rows, self.signature.inputs, chosen)
@@ -98,14 +103,16 @@ class TablePredictor:
                     raise self._locate_error(rows, chosen, error) from None
                 half = len(rows) // 2
                 if half:
-                    found += self._requests(rows.slice(0, half), chosen) + self._requests(rows.slice(half), chosen)
+                    requests += self._requests(rows.slice(0, half), chosen) + self._requests(rows.slice(half), chosen)
                 else:
-                    found.append(_TableRequest({}, 1, [(1, None)], [str(error)]))
+                    requests.append(_TableRequest({}, 1, [(1, None)], [str(error)]))
                 continue
             for start in range(0, len(rows), self._max_request_rows):
                 stop = min(start + self._max_request_rows, len(rows))
-                found.append(_TableRequest({name: values[start:stop] for name, values in inputs.items()}, stop - start))
-        return found
+                requests.append(
+                    _TableRequest({name: values[start:stop] for name, values in inputs.items()}, stop - start)
+                )
+        return requests
 
     def _locate_error(self, rows: pa.Table, chosen: Mapping[str, Sequence[str]], error: DataError) -> DataError:
         """The error of the first invalid row alone. It has no row number, since it is one of a block."""
@@ -169,14 +176,3 @@ class TablePredictor:
             self._predict([part])
             request.parts += part.parts
             request.errors += part.errors
-
-    def _columns(self, parts: Sequence[OutputPart]) -> dict[str, pa.ChunkedArray]:
-        columns = {}
-        for spec in self.signature.outputs:
-            kind = column_type(spec)
-            chunks = [
-                pa.nulls(count, kind) if outputs is None else to_column(spec, outputs[spec.name])
-                for count, outputs in parts
-            ]
-            columns[spec.name] = pa.chunked_array(chunks, kind)
-        return columns

@@ -6,7 +6,7 @@ LIBRARY = Library(
     "capacity",
     verbs={
         "serve simulate": (
-            "shoal.libs.capacity.simulate_command:simulate_verb",
+            "shoal.libs.capacity.command:simulate_verb",
             "Show the latency of requests at a rate, computed from the model's forward times.",
         ),
     },

@@ -20,6 +20,8 @@ from shoal.frame import find_names, to_floats
 from shoal.libs.capacity.replica_set import ReplicaSet
 from shoal.serve.scaling.policy import EndpointLoad, ReplicaLoad, ScalePolicy
 
+TICK_S = 1.0
+METRICS_LAG_S = 1.0  # what a replica counts reaches the policy so much later
 MAX_REQUESTS = 20_000_000  # half a minute of simulation, and a gigabyte
 MINUTE_S = 60.0
 MAX_TIME_S = 253_402_000_000.0  # what a date can be
@@ -27,7 +29,12 @@ REMEDY = "a trace has the column `time`, or `time` and `count` (requests of the 
 
 
 def read_trace(path: Path, seed: int = 0) -> np.ndarray:
-    """The arrival times in seconds, ascending. Raises DataError naming the file, column and row that do not fit."""
+    """The arrival times in seconds, ascending. Raises DataError naming the file, column and row that do not fit.
+
+    A CSV or Parquet file with a column `time` has a row for each request; with a column `count` too, a row for each
+    minute that began at `time`, whose requests are spread over it at random. Times are seconds (since 1970, or since
+    anything) or dates with times.
+    """
     table = _read_table(path)
     names = find_names(table) or []
     if "time" not in names:
@@ -83,10 +90,6 @@ def _require_few(path: Path, requests: float) -> None:
     if requests > MAX_REQUESTS:
         problem = f"has {requests:,.0f} requests, and a simulation at most {MAX_REQUESTS:,}"
         raise DataError("trace", str(path), problem, "give a part of it, such as the busiest day")
-
-
-TICK_S = 1.0
-METRICS_LAG_S = 1.0  # what a replica counts reaches the policy so much later
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import os
 
 import click
 
-from shoal.libs.export.export_model import export_model
-from shoal.libs.export.spec import ExportSpec
+from shoal.libs.export.export_model import ExportSpec, export_model
 
 
 @click.command()

@@ -19,39 +19,39 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def convert_to_onnx(found: ModelVersion, snapshot: WeightSnapshot, options: ModelOptions, example: Example) -> bytes:
+def convert_to_onnx(version: ModelVersion, snapshot: WeightSnapshot, options: ModelOptions, example: Example) -> bytes:
     """Convert the model, traced with this example. Raises ConfigError, with the reason."""
     import torch
 
     from shoal.serve.model.formats.onnx import read_signature
 
-    signature, parent = found.manifest.signature, found.manifest.lineage.get("parent")
+    signature, parent = version.manifest.signature, version.manifest.lineage.get("parent")
     remedy = f"export {parent}, from which it was made" if parent else "use operations that ONNX has, or register ONNX"
     payload = trace_to_onnx(
-        _open_module(found, snapshot),
+        _open_module(version, snapshot),
         [torch.from_numpy(example.inputs[spec.name].copy()) for spec in signature.inputs],
         [spec.name for spec in signature.inputs],
         [spec.name for spec in signature.outputs],
         name_dynamic_axes((*signature.inputs, *signature.outputs), options),
-        found.ref,
+        version.ref,
         remedy,
     )
     try:
-        converted = read_signature(payload, found.ref)
+        converted = read_signature(payload, version.ref)
     except WeightsError as error:  # of weights in bfloat16, for example
         problem = f"onnxruntime cannot compute its graph: {summarize_error(error.__cause__ or error)}"
-        raise ConfigError("model", found.ref, problem, remedy) from error
+        raise ConfigError("model", version.ref, problem, remedy) from error
     wanted, got = (
         [(each.name, each.datatype) for each in (*tensors.inputs, *tensors.outputs)]
         for tensors in (signature, converted)
     )
     if wanted != got:
         problem = f"its graph has the tensors {got}, the signature {wanted}"
-        raise ConfigError("model", found.ref, problem, "use every input, and give outputs names of their own")
+        raise ConfigError("model", version.ref, problem, "use every input, and give outputs names of their own")
     return payload
 
 
-def _open_module(found: ModelVersion, snapshot: WeightSnapshot) -> nn.Module:
+def _open_module(version: ModelVersion, snapshot: WeightSnapshot) -> nn.Module:
     """Open the model as a module whose inputs and outputs are in the signature's order."""
     from torch import fx, nn
 
@@ -60,19 +60,19 @@ def _open_module(found: ModelVersion, snapshot: WeightSnapshot) -> nn.Module:
     from shoal.serve.model.formats.torchscript import load_module
     from shoal.weights.tensor_files import read_tensors
 
-    kind, signature = found.manifest.model.format, found.manifest.signature
+    kind, signature = version.manifest.model.format, version.manifest.signature
     call: Any = None
     module: Any
     if kind == "torchscript":
-        scripted: nn.Module = load_module(snapshot.payload, found.ref)
+        scripted: nn.Module = load_module(snapshot.payload, version.ref)
         return scripted  # which cannot be traced: it is converted as it is, branches included
     if kind == "torch_export":
-        program = load_program(snapshot.payload, found.ref)
+        program = load_program(snapshot.payload, version.ref)
         flat = flatten_program(program.module(check_guards=False))
         module = fx.GraphModule(flat, flat.graph)  # the exporter calls `train`, which the program's own class refuses
         call = bind_constants(program, module)
     else:
-        module = found.manifest.model.build()
+        module = version.manifest.model.build()
         module.load_state_dict(read_tensors(snapshot))
         module.eval()
         if callable(predict := getattr(module, "predict", None)):

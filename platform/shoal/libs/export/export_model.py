@@ -9,28 +9,85 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
+from pydantic import Field
 
 from shoal.atomic_file import draft_folder
+from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.libs.export import texts
 from shoal.libs.export.convert import convert_to_onnx
-from shoal.libs.export.examples import Example, generate_examples, read_examples
-from shoal.libs.export.folder import copy_runtime, measure_folder, require_target
-from shoal.libs.export.requirements import format_requirements, list_requirements, measure_packages
+from shoal.libs.export.examples import (
+    Example,
+    Predict,
+    compare_answers,
+    generate_examples,
+    load_registered,
+    read_examples,
+    select_answered,
+)
+from shoal.libs.export.folder import (
+    copy_runtime,
+    format_requirements,
+    list_requirements,
+    measure_folder,
+    measure_packages,
+    require_target,
+)
 from shoal.libs.export.runtime.model import DESCRIPTION_FILE, FORMAT, MODEL_FILE, FolderModel, ModelDescription
 from shoal.libs.export.runtime.self_test import EXAMPLES_FILE
-from shoal.libs.export.spec import ExportSpec
-from shoal.libs.export.verify import bind_exported, compare_answers, load_registered, select_answered
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry import ModelVersion, Registry, TensorSignature
 from shoal.registry.model_format import FORMATS
 from shoal.serve.spec.batch_layout import BatchLayout
+from shoal.serve.spec.model_options import ModelOptions
 
 MAX_LAMBDA_BYTES = 250 * 1024 * 1024  # of a function and its layers, unzipped
 MAX_STORED_BYTES = 1 << 20  # of an example; one is stored at any size
 LAMBDA_CLIENT = "awslambdaric==4.2.2"  # of AWS, for the test of a folder
+
+
+class ExportSpec(Spec):
+    """A model and the folder that it becomes.
+
+    model:       name@version, name@alias, or name for the newest version
+    to:          container: an HTTP server; lambda: a function of AWS Lambda
+    into:        the folder; empty: NAME-container or NAME-lambda, here
+    replace:     replace a folder that is an export of the same model
+    examples:    JSON files, each the body of an inference: compared and stored in addition to generated ones
+    tolerance:   how far an output may be from the registered model's, relative to its largest value, or to 1
+    max_batch_size, batch_dim, finite: as in an endpoint's options
+    action:      `best` exports a policy that samples, whose folder takes the best actions; None rejects it
+    preprocess, postprocess: `""` leaves a registered hook out, whose code no folder has; None rejects such a model
+    """
+
+    model: str = Field(min_length=1)
+    to: Literal["container", "lambda"]
+    into: str = ""
+    replace: bool = False
+    examples: list[str] = Field(default_factory=list)
+    tolerance: float = Field(default=1e-4, ge=0, allow_inf_nan=False)
+    max_batch_size: int = Field(default=64, ge=0)
+    batch_dim: dict[str, Annotated[int, Field(ge=0)] | None] = Field(default_factory=dict)
+    finite: bool = True
+    action: Literal["best"] | None = None
+    preprocess: Literal[""] | None = None
+    postprocess: Literal[""] | None = None
+
+    def make_options(self) -> ModelOptions:
+        """The options of an endpoint that answers as the folder does. Raises ConfigError."""
+        return ModelOptions(
+            max_batch_size=self.max_batch_size,
+            max_queue_size=max(self.max_batch_size, 1),
+            batch_dim=self.batch_dim,
+            finite=self.finite,
+            device="cpu",
+            warm_up=False,
+            preprocess=self.preprocess,
+            postprocess=self.postprocess,
+        )
 
 
 @dataclass(frozen=True)
@@ -50,67 +107,67 @@ class ExportReport:
 
 def export_model(spec: ExportSpec) -> ExportReport:
     """Write the folder. Raises ConfigError, RegistryError, WeightsError and OSError; then nothing has changed."""
-    found, options = Registry().get(spec.model), spec.make_options()
-    into = Path(spec.into or f"{found.name}-{spec.to}").absolute()
-    _require_exportable(found, spec)
-    require_target(into, found.name, replace=spec.replace)
-    description, layout = _describe(found, spec), BatchLayout(found.manifest.signature, options)
+    version, options = Registry().get(spec.model), spec.make_options()
+    into = Path(spec.into or f"{version.name}-{spec.to}").absolute()
+    _require_exportable(version, spec)
+    require_target(into, version.name, replace=spec.replace)
+    description, layout = _describe(version, spec), BatchLayout(version.manifest.signature, options)
     examples = read_examples(spec.examples, description)
-    examples += generate_examples(found.manifest.signature, layout, options.max_rows)
-    snapshot, registered = found.snapshot(), None
-    if found.manifest.model.format == "onnx":
+    examples += generate_examples(version.manifest.signature, layout, options.max_rows)
+    snapshot, registered = version.snapshot(), None
+    if version.manifest.model.format == "onnx":
         payload = snapshot.payload
     else:
-        registered = load_registered(found, snapshot, options)
-        examples = select_answered(examples, registered, found.ref)
-        payload = convert_to_onnx(found, snapshot, options, max(examples, key=lambda each: each.num_rows))
+        registered = load_registered(version, snapshot, options)
+        examples = select_answered(examples, registered, version.ref)
+        payload = convert_to_onnx(version, snapshot, options, max(examples, key=lambda each: each.num_rows))
     with draft_folder(into) as draft:
         (draft / MODEL_FILE).write_bytes(payload)
         (draft / DESCRIPTION_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(description)) + b"\n")
         model = FolderModel(draft)
-        exported = bind_exported(model)
+        exported: Predict = lambda example: model.predict(example.inputs, example.num_rows)  # noqa: E731
         if registered is None:
-            examples = select_answered(examples, exported, found.ref)
-        difference = compare_answers(examples, registered or exported, exported, spec.tolerance, found.ref)
+            examples = select_answered(examples, exported, version.ref)
+        difference = compare_answers(examples, registered or exported, exported, spec.tolerance, version.ref)
         num_examples = _write_examples(draft, model, examples)
         size_bytes = _write_rest(draft, description)
-    return ExportReport(into, found.ref, num_examples, difference, size_bytes)
+    return ExportReport(into, version.ref, num_examples, difference, size_bytes)
 
 
-def _require_exportable(found: ModelVersion, spec: ExportSpec) -> None:
+def _require_exportable(version: ModelVersion, spec: ExportSpec) -> None:
     """Raises ConfigError for what no folder has: hooks, formats of users' own, tensors of types that ONNX lacks."""
-    model, signature = found.manifest.model, found.manifest.signature
+    model, signature = version.manifest.model, version.manifest.signature
     if model.format not in FORMATS:
         problem = f"is of format {model.format}; of {', '.join(FORMATS)} a folder can be made"
-        raise ConfigError("model", found.ref, problem, "register it as ONNX")
+        raise ConfigError("model", version.ref, problem, "register it as ONNX")
     for hook in ("preprocess", "postprocess"):
         if getattr(model, hook) and getattr(spec, hook) is None:
             problem = f"has the {hook} {getattr(model, hook)}, whose code a folder does not have"
             remedy = f'{hook}="" exports the network without it; let clients do that step'
-            raise ConfigError("model", found.ref, problem, remedy)
+            raise ConfigError("model", version.ref, problem, remedy)
     if model.action == "sampled" and spec.action is None:
         remedy = "action=best exports it all the same; its clients may sample by the outputs of the distribution"
-        raise ConfigError("model", found.ref, "samples its actions, and a folder takes the best ones", remedy)
+        raise ConfigError("model", version.ref, "samples its actions, and a folder takes the best ones", remedy)
     lacking = {"BF16"} if model.format == "onnx" else {"BF16", "BYTES"}
     for tensor in (*signature.inputs, *signature.outputs):
         if tensor.datatype in lacking:
             problem = f"{tensor.name!r} is {tensor.datatype}, which cannot be converted from {model.format} to ONNX"
-            raise ConfigError("model", found.ref, problem, "give the model tensors of another type")
+            raise ConfigError("model", version.ref, problem, "give the model tensors of another type")
     if twice := {each.name for each in signature.inputs} & {each.name for each in signature.outputs}:
         problem = f"{min(twice)!r} names an input and an output, which ONNX does not allow"
-        raise ConfigError("model", found.ref, problem, "register it with names of their own")
+        raise ConfigError("model", version.ref, problem, "register it with names of their own")
 
 
-def _describe(found: ModelVersion, spec: ExportSpec) -> ModelDescription:
-    manifest = found.manifest
+def _describe(version: ModelVersion, spec: ExportSpec) -> ModelDescription:
+    manifest = version.manifest
 
     def convert(tensors: Sequence[TensorSignature]) -> list[TensorMetadata]:
         return [TensorMetadata(each.name, each.datatype, each.shape, each.columns) for each in tensors]
 
     return ModelDescription(
         format=FORMAT,
-        name=found.name,
-        version=found.version,
+        name=version.name,
+        version=version.version,
         target=spec.to,
         source_format=manifest.model.format,
         source_sha256=manifest.sha256,

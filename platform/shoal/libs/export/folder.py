@@ -6,17 +6,21 @@ A module is copied with its imports of ours made relative: the folder's package 
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from importlib import import_module
-from importlib.metadata import distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 import msgspec
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from shoal.errors import ConfigError
 from shoal.libs.export.runtime.model import DESCRIPTION_FILE, ModelDescription
 
 PACKAGE = "runtime"
+PACKAGES = ("msgspec", "numpy", "onnxruntime")  # which the runtime imports; the others are onnxruntime's own
 COPIED = (
     "shoal.errors",
     "shoal.open_inference.binary_tensors",
@@ -50,21 +54,17 @@ def require_target(into: Path, model: str, *, replace: bool) -> None:
         return
     if not into.is_dir():
         raise ConfigError("into", str(into), "is no folder", "name another")
-    if (exported := _read_exported_name(into)) is None:
+    try:
+        exported = msgspec.json.decode((into / DESCRIPTION_FILE).read_bytes(), type=ModelDescription).name
+    except (OSError, msgspec.DecodeError):
+        exported = None
+    if exported is None:
         raise ConfigError("into", str(into), "has files that are no export", "name another folder, or empty this one")
     if exported != model:
         problem, remedy = f"is an export of {exported!r}, not of {model!r}", "name another folder, or remove it"
         raise ConfigError("into", str(into), problem, remedy)
     if not replace:
         raise ConfigError("into", str(into), "is an export of this model", "--replace writes it anew")
-
-
-def _read_exported_name(folder: Path) -> str | None:
-    """The model whose export the folder is; None when it is none."""
-    try:
-        return msgspec.json.decode((folder / DESCRIPTION_FILE).read_bytes(), type=ModelDescription).name
-    except (OSError, msgspec.DecodeError):
-        return None
 
 
 def copy_runtime(folder: Path, target: str) -> None:
@@ -75,17 +75,43 @@ def copy_runtime(folder: Path, target: str) -> None:
     modules = (*COPIED, *COPIED_FOR[target])
     names = {module: module.rpartition(".")[2] for module in modules}
     for module, name in names.items():
-        (package / f"{name}.py").write_text(HEADER + _make_relative(inspect.getsource(import_module(module)), names))
+        source = inspect.getsource(import_module(module))
+        source = _IMPORT.sub(lambda found: f"{found[1]}from .{names[found[2]]} import ", source)  # of copied ones alone
+        (package / f"{name}.py").write_text(HEADER + source)
     text = distribution("shoal").read_text("licenses/LICENSE")
     assert text is not None, "the installed package has its license"
     (folder / "LICENSE").write_text(text)
 
 
-def _make_relative(source: str, names: dict[str, str]) -> str:
-    """Make imports of copied modules relative. Raises KeyError for one that is not copied."""
-    return _IMPORT.sub(lambda found: f"{found[1]}from .{names[found[2]]} import ", source)
-
-
 def measure_folder(folder: Path) -> int:
     """The bytes of its files."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def list_requirements() -> dict[str, Distribution]:
+    """List the packages and what they need, by name. Raises ConfigError for one that is not installed."""
+    distributions: dict[str, Distribution] = {}
+    to_visit = list(PACKAGES)
+    while to_visit:
+        name = canonicalize_name(to_visit.pop())
+        if name in distributions:
+            continue
+        try:
+            distributions[name] = distribution(name)
+        except PackageNotFoundError as error:
+            problem = f"cannot be pinned: {name} is not installed here"
+            raise ConfigError("requirements", name, problem, f"pip install {name}") from error
+        needed = map(Requirement, distributions[name].requires or [])
+        to_visit += [each.name for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return dict(sorted(distributions.items()))
+
+
+def format_requirements(distributions: dict[str, Distribution]) -> str:
+    """The text of requirements.txt."""
+    return "".join(f"{name}=={each.version}\n" for name, each in distributions.items())
+
+
+def measure_packages(distributions: dict[str, Distribution]) -> int:
+    """The bytes of their installed files."""
+    paths = [str(file.locate()) for each in distributions.values() for file in each.files or []]
+    return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))

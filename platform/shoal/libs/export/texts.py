@@ -109,7 +109,7 @@ environment variable.
 """
 
 
-def format_page(found: ModelDescription, megabytes: int, test_package: str) -> str:
+def format_page(description: ModelDescription, megabytes: int, test_package: str) -> str:
     """Format README.md.
 
     megabytes:    of the folder and its packages
@@ -117,12 +117,18 @@ def format_page(found: ModelDescription, megabytes: int, test_package: str) -> s
     """
     tensors = [
         ", ".join(f"`{each.name}` {each.datatype} {each.shape}" for each in side)
-        for side in (found.inputs, found.outputs)
+        for side in (description.inputs, description.outputs)
     ]
-    is_container = found.target == "container"
+    is_container = description.target == "container"
     what = "an HTTP server" if is_container else "a function of AWS Lambda"
-    values = {"name": found.name, "version": found.version, "what": what, "inputs": tensors[0], "outputs": tensors[1]}
-    slug = re.sub("[^a-z0-9-]", "-", found.name.lower())  # of images and functions
+    values = {
+        "name": description.name,
+        "version": description.version,
+        "what": what,
+        "inputs": tensors[0],
+        "outputs": tensors[1],
+    }
+    slug = re.sub("[^a-z0-9-]", "-", description.name.lower())  # of images and functions
     values |= {"slug": slug, "megabytes": megabytes, "python": PYTHON, "test_package": test_package}
     return (TOP + (CONTAINER if is_container else LAMBDA)).format(**values)
 

@@ -44,8 +44,8 @@ class Pursuit:
             self._random = np.random.default_rng(seed)
         self.agents, self._steps = list(self.possible_agents), 0
         while True:
-            places = self._random.integers(0, SIZE, (3, 2)).tolist()
-            self._prey, self._positions = places[2], dict(zip(self.possible_agents, places[:2], strict=True))
+            positions = self._random.integers(0, SIZE, (3, 2)).tolist()
+            self._prey, self._positions = positions[2], dict(zip(self.possible_agents, positions[:2], strict=True))
             if not self._is_caught():
                 return self._observe(), {}
 
@@ -72,7 +72,7 @@ class Pursuit:
         """Nothing is open."""
 
     def _is_caught(self) -> bool:
-        offsets = [_find_offset(place, self._prey) for place in self._positions.values()]
+        offsets = [_find_offset(position, self._prey) for position in self._positions.values()]
         return all(abs(down) + abs(right) <= 1 for down, right in offsets)
 
     def _observe(self) -> dict[str, np.ndarray]:

@@ -59,7 +59,12 @@ class Tag:
             if not (agent == PREY and self._rests):
                 self._positions[agent] = np.clip(before[agent] + MOVES[int(action)], 0, SIZE - 1)
         self._steps += 1
-        is_caught = any(self._meets(hunter, before) for hunter in HUNTERS)
+        prey, former = self._positions[PREY], before[PREY]
+        is_caught = any(  # on one field, or passed each other
+            bool((self._positions[hunter] == prey).all())
+            or bool((self._positions[hunter] == former).all() and (prey == before[hunter]).all())
+            for hunter in HUNTERS
+        )
         is_late = not is_caught and self._steps >= MAX_STEPS
         agents = self.agents
         self.agents = [] if is_caught or is_late else agents
@@ -79,17 +84,12 @@ class Tag:
     def _rests(self) -> bool:
         return self._steps % REST_EVERY == REST_EVERY - 1
 
-    def _meets(self, hunter: str, before: Mapping[str, np.ndarray]) -> bool:
-        """Whether a hunter and the prey are on one field, or have passed each other."""
-        here, prey = self._positions[hunter], self._positions[PREY]
-        return bool((here == prey).all() or ((here == before[PREY]).all() and (prey == before[hunter]).all()))
-
     def _observe(self) -> dict[str, np.ndarray]:
         seen = {"left": (PREY, "right"), "right": (PREY, "left"), PREY: HUNTERS}
-        found = {}
+        observations = {}
         for agent, others in seen.items():
             own = self._positions[agent]
             offsets = [self._positions[other] - own for other in others]
             rows = np.concatenate([own, *offsets]) / (SIZE - 1)
-            found[agent] = np.append(rows, self._rests if agent == PREY else []).astype(np.float32)
-        return found
+            observations[agent] = np.append(rows, self._rests if agent == PREY else []).astype(np.float32)
+        return observations

@@ -172,19 +172,19 @@ class Gang:
             assert self._spares is not None
             workers, self._waiting = self._waiting, None
             self._launcher, self._spares = self._spares, self._launcher
-        team = Team(workers, self._replace)
+
+        def replace(lost: Team) -> None:  # in the thread that has noticed the loss
+            with self._lock:
+                if self._team is lost:
+                    self._replace_team(lost)
+
+        team = Team(workers, replace)
         team.join(self.split)
         for version in list(self._loaded.values()):
             team.load(version)
         if team.loss is not None:
             raise team.loss
         self._team, self._lost_s = team, 0.0
-
-    def _replace(self, team: Team) -> None:
-        """Start others, in the thread that has noticed the loss."""
-        with self._lock:
-            if self._team is team:
-                self._replace_team(team)
 
     def _replace_team(self, team: Team) -> None:
         if self._is_closed:

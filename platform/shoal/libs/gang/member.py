@@ -42,8 +42,8 @@ from shoal.libs.gang.messages import (
     accept,
     close,
     connect,
-    receive_tensor,
-    send_tensor,
+    read_tensor,
+    write_tensor,
 )
 from shoal.libs.gang.plan import build_model, to_inputs
 from shoal.libs.gang.shard import Shard, load_shard
@@ -83,9 +83,21 @@ class GangMember:
                     logger.warning("a spare worker cannot build the model: %s", error)
                 replica.send(WorkerAnswer())
             self._join(replica, message)
-            threading.Thread(target=self._read_messages, args=(replica,), name="shoal-gang", daemon=True).start()
+
+            def read_messages() -> None:
+                with suppress(OSError, EOFError):
+                    while True:
+                        self._messages.put(replica.recv())
+                self._messages.put(None)
+                self._on_lost()
+
+            threading.Thread(target=read_messages, name="shoal-gang", daemon=True).start()
             while (message := self._messages.get()) is not None:
-                if (answer := self._take(message)) is not None:
+                if isinstance(message, DropVersion):
+                    self._versions.pop(message.key, None)
+                    continue
+                answer = self._load(message) if isinstance(message, LoadVersion) else self._run(message)
+                if answer is not None:
                     replica.send(answer)
         except (OSError, EOFError):
             logger.info("a worker ends: its replica or another worker is gone")
@@ -94,7 +106,6 @@ class GangMember:
             self._on_lost()
 
     def close(self) -> None:
-        """Close every connection. Idempotent."""
         for connection in self._connections:
             close(connection)
         self._listener.close()
@@ -134,27 +145,11 @@ class GangMember:
         replica.send(WorkerAnswer(self._store.port))
         dist.init_process_group("gloo", store=self._store, rank=join.rank, world_size=join.size, timeout=limit)
 
-    def _read_messages(self, replica: Connection) -> None:
-        with suppress(OSError, EOFError):
-            while True:
-                self._messages.put(replica.recv())
-        self._messages.put(None)
-        self._on_lost()
-
     def _read_activations(self, previous: Connection) -> None:
         with suppress(OSError, EOFError):
             while True:
-                self._received.put(receive_tensor(previous))
+                self._received.put(read_tensor(previous))
         self._received.put(None)
-
-    def _take(self, message: LoadVersion | DropVersion | RunBatch) -> WorkerAnswer | None:
-        """Handle a message; returns the answer, if it has one."""
-        if isinstance(message, DropVersion):
-            self._versions.pop(message.key, None)
-            return None
-        if isinstance(message, LoadVersion):
-            return self._load(message)
-        return self._run(message)
 
     def _load(self, load: LoadVersion) -> WorkerAnswer:
         try:
@@ -176,31 +171,27 @@ class GangMember:
         result: Any = received
         if not isinstance(received, Exception):
             try:
-                result = self._compute(run, received)
+                config, shard = self._versions[run.key]
+                with torch.inference_mode():
+                    result = shard(to_inputs(run.inputs, config.bf16_inputs), received)
+                    if self._next is None:
+                        names = config.outputs
+                        arrays = name_all_outputs(result) if names is None else select_outputs(result, names)
+                        result = {name: to_array(each) for name, each in arrays.items()}
             except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's module: its caller has it
                 result = _to_portable(error)
         if self._next is not None:
-            send_tensor(self._next, result) if isinstance(result, Tensor) else self._next.send(result)
+            write_tensor(self._next, result) if isinstance(result, Tensor) else self._next.send(result)
             return None
         if self._mesh is not None and self._rank:
             return None
         return WorkerAnswer(error=result) if isinstance(result, Exception) else WorkerAnswer(result)
-
-    def _compute(self, run: RunBatch, received: Tensor | None) -> Any:
-        """The activation for the next stage, or the outputs by name. Raises the model's error."""
-        config, shard = self._versions[run.key]
-        with torch.inference_mode():
-            result = shard(to_inputs(run.inputs, config.bf16_inputs), received)
-            if self._next is not None:
-                return result
-            found = name_all_outputs(result) if config.outputs is None else select_outputs(result, config.outputs)
-            return {name: to_array(each) for name, each in found.items()}
 
 
 def _to_portable(error: BaseException) -> InferenceError:
     """The error, if it is an answer to a request and can be sent; else a ModelError of its text."""
     if isinstance(error, InferenceError):
         with suppress(Exception):  # a user's class may not survive it
-            found: InferenceError = ForkingPickler.loads(bytes(ForkingPickler.dumps(error)))
-            return found
+            copy: InferenceError = ForkingPickler.loads(bytes(ForkingPickler.dumps(error)))
+            return copy
     return ModelError(500, f"{type(error).__name__}: {error}")

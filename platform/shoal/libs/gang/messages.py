@@ -140,7 +140,7 @@ def close(connection: Connection) -> None:
         return
 
 
-def send_tensor(connection: Connection, tensor: Tensor) -> None:
+def write_tensor(connection: Connection, tensor: Tensor) -> None:
     """Send an activation without a further copy."""
     tensor = tensor.detach().contiguous()
     connection.send((tensor.dtype, tensor.shape))
@@ -148,7 +148,7 @@ def send_tensor(connection: Connection, tensor: Tensor) -> None:
         connection.send_bytes(_view_bytes(tensor))
 
 
-def receive_tensor(connection: Connection) -> Tensor | Exception:
+def read_tensor(connection: Connection) -> Tensor | Exception:
     """An activation, or the error that was sent in place of one. Raises EOFError, OSError."""
     described = connection.recv()
     if isinstance(described, Exception):

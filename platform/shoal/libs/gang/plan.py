@@ -50,7 +50,10 @@ class AbsentTensor(Tensor):
         sources = args[:1] if name in _LIKE_ANOTHER else args[1:] if name in _SHAPES else (args, kwargs)
         origin = next((each.origin for each in pytree.tree_leaves(sources) if isinstance(each, AbsentTensor)), None)
         if origin is None:
-            return _clear(result)
+            for each in pytree.tree_leaves(result):
+                if type(each) is AbsentTensor:
+                    each.__class__ = Tensor  # type: ignore[assignment]
+            return result
         if name in _READS:
             raise _make_error(origin)
         if name in ("__setitem__", "__set__"):  # others that write return what they have written
@@ -67,13 +70,6 @@ def mark_absent(tensor: Tensor, origin: str) -> Tensor:
     return tensor
 
 
-def _clear(result: Any) -> Any:
-    for each in pytree.tree_leaves(result):
-        if type(each) is AbsentTensor:
-            each.__class__ = Tensor  # type: ignore[assignment]
-    return result
-
-
 class Stage(StageForward):
     """One stage of a model, whose other parameters are without memory.
 
@@ -81,7 +77,8 @@ class Stage(StageForward):
     """
 
     def __init__(self, model: nn.Module, stages: StagePartition, rank: int) -> None:
-        watched = {call.module for call in stages.calls if _has_parameters(model, call.module)}
+        modules = {call.module: model.get_submodule(call.module) for call in stages.calls}
+        watched = {name for name, each in modules.items() if any(True for _ in each.parameters(recurse=False))}
         super().__init__(model, build_stage_slices(stages.calls, stages.split_points, watched))
         self._rank = rank
 
@@ -97,16 +94,12 @@ class Stage(StageForward):
         return result
 
     def make_placeholder(self, name: str, *call: Any) -> Any:
-        made = super().make_placeholder(name, *call)
-        return pytree.tree_map_only(Tensor, lambda each: mark_absent(each, name), made)
+        placeholder = super().make_placeholder(name, *call)
+        return pytree.tree_map_only(Tensor, lambda each: mark_absent(each, name), placeholder)
 
     def call_ungated(self, *call: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():  # for the shapes of its results alone
             return super().call_ungated(*call)
-
-
-def _has_parameters(model: nn.Module, name: str) -> bool:
-    return next(model.get_submodule(name).parameters(recurse=False), None) is not None
 
 
 def make_absent(name: str, parameter: Tensor) -> Tensor:
@@ -160,12 +153,14 @@ class _Example:
         return self._inputs
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
-        found = [each.double().mean() for each in tensors_of(outputs) if each.is_floating_point()]
-        if not found or (self._needs_gradient and torch.is_grad_enabled() and not any(e.requires_grad for e in found)):
+        losses = [each.double().mean() for each in tensors_of(outputs) if each.is_floating_point()]
+        if not losses or (
+            self._needs_gradient and torch.is_grad_enabled() and not any(e.requires_grad for e in losses)
+        ):
             problem = "a plan follows the gradients of floating-point outputs, and the model gives none that has one"
             remedy = "let it return floats too, such as its logits, without torch.no_grad; or use num_workers=1"
             raise PlanError("parallel", "outputs", problem, remedy)
-        return torch.stack(found).sum()
+        return torch.stack(losses).sum()
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Loss]:
         return {}
@@ -211,7 +206,11 @@ def find_plan(
     set_parameters(model, {name: make_constant(each, WEIGHT) for name, each in model.named_parameters()})
     learnable = _Example(to_inputs(example, bf16), split == "pipeline")
     try:
-        return _find_plan(model, learnable, split, num_workers)
+        if split == "tensor":
+            return GangPlan(num_workers, layers=find_tensor_plan(model, learnable, num_workers, ()))
+        stages = find_partition(model, learnable, (), num_workers, torch.device("cpu"), has_weights=False)
+        check_stages(model, stages, learnable.inputs(()), WEIGHT)
+        return GangPlan(num_workers, stages)
     except ShoalError:
         raise
     except Exception as error:  # any error of the user's module
@@ -219,11 +218,3 @@ def find_plan(
         problem = f"the model fails on the example ({shapes}) on which its plan is found: {summarize_error(error)}"
         remedy = "give its signature the sizes that it takes, in place of -1; or use num_workers=1"
         raise PlanError("parallel", split, problem, remedy) from error
-
-
-def _find_plan(model: nn.Module, learnable: _Example, split: GangSplit, num_workers: int) -> GangPlan:
-    if split == "tensor":
-        return GangPlan(num_workers, layers=find_tensor_plan(model, learnable, num_workers, ()))
-    stages = find_partition(model, learnable, (), num_workers, torch.device("cpu"), has_weights=False)
-    check_stages(model, stages, learnable.inputs(()), WEIGHT)
-    return GangPlan(num_workers, stages)

@@ -83,15 +83,15 @@ class _TensorReader:
     def read(self, name: str, expected: tuple[Any, Any], *, part: Any = None, may_be_infinite: bool = False) -> Tensor:
         """The tensor, or the slices of it that `part` has. Raises WeightsError."""
         if part is None:
-            found = self._tensors[name]
-            shape = found.shape
+            tensor = self._tensors[name]
+            shape = tensor.shape
         else:
             shape = self._tensors.get_shape(name)
-            found = self._tensors.read_part(name, part) if shape == expected[0] else torch.empty(0, dtype=expected[1])
-        check_shape(self._version, name, (shape, found.dtype), expected)
+            tensor = self._tensors.read_part(name, part) if shape == expected[0] else torch.empty(0, dtype=expected[1])
+        check_shape(self._version, name, (shape, tensor.dtype), expected)
         if self._is_finite and not may_be_infinite:
-            check_finite(self._version, name, found)
-        return found
+            check_finite(self._version, name, tensor)
+        return tensor
 
     def read_parameter(self, name: str, parameter: Tensor, expected: tuple[Any, Any]) -> Tensor:
         """The parameter, or of a split one this worker's part."""

@@ -30,8 +30,8 @@ def push(model: str, folder: Path, hub: str) -> None:
       shoal models push smollm2@champion ./smollm2
       shoal models push smollm2@3 ~/.cache/huggingface/hub --hub our-team/smollm2
     """
-    found = Registry().get(model)
-    click.echo(f"{found.ref} is in {write_version(found, folder, hub)} now.")
+    version = Registry().get(model)
+    click.echo(f"{version.ref} is in {write_version(version, folder, hub)} now.")
 
 
 @click.command()
@@ -50,5 +50,5 @@ def pull(folder: str, name: str, kind: str, dtype: str, alias: str) -> None:
       shoal models pull ./SmolLM2-135M-Instruct --name smollm2
       shoal models pull our-team/smollm2 --name smollm2 --dtype bfloat16
     """
-    found = register_folder(folder, name, kind, dtype, alias)
-    click.echo(f"{found.name}@{alias} is {found.ref} now. Serve it: shoal serve deploy {found.name}@{alias}")
+    version = register_folder(folder, name, kind, dtype, alias)
+    click.echo(f"{version.name}@{alias} is {version.ref} now. Serve it: shoal serve deploy {version.name}@{alias}")

@@ -9,8 +9,8 @@ from shoal.errors import ConfigError
 from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.source import make_absolute, make_model_name
 from shoal.libs.hf.transfer import KINDS
+from shoal.train import TrainSpec
 from shoal.train.launch.overrides import spec_from_overrides
-from shoal.train.spec import TrainSpec
 
 LORA_RATE, FULL_RATE = 2e-4, 2e-5
 _ARGS = (
@@ -21,21 +21,21 @@ _ARGS = (
 
 def translate(overrides: Iterable[str]) -> list[str]:
     """Overrides of a TrainSpec: `model=X` is `args.model=X`, and `kind=causal_lm` the Task. Raises ConfigError."""
-    found = []
+    translated = []
     for each in overrides:
         name, _, value = each.partition("=")
         if name == "kind":
             if value not in KINDS:
                 raise ConfigError("kind", value, "is unknown", f"give one of {', '.join(KINDS)}")
-            found.append(f"task={KINDS[value]}")
+            translated.append(f"task={KINDS[value]}")
         else:
             each = f"{name}={make_absolute(value)}" if name in ("model", "data", "validation") else each
-            found.append(f"args.{each}" if name.partition(".")[0] in _ARGS else each)
-    return found
+            translated.append(f"args.{each}" if name.partition(".")[0] in _ARGS else each)
+    return translated
 
 
 def make_spec(overrides: list[str]) -> TrainSpec:
-    """One epoch of AdamW with warm-up and cosine, or what the record of a resumed run says. Raises ConfigError."""
+    """Make one epoch of AdamW with warm-up and cosine, or what the record of a resumed run says. Raises ConfigError."""
     if last_override(overrides, "resume"):
         return spec_from_overrides(overrides)
     model = last_override(overrides, "args.model")

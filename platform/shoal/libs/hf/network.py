@@ -61,18 +61,18 @@ def build_network(auto: str, config: Mapping[str, Any], dtype: str, inputs: Sequ
     """
     import transformers
 
-    made = make_config(config)
+    settings = make_config(config)
     if dtype == "auto":
-        kind = made.dtype or torch.float32
+        kind = settings.dtype or torch.float32
         kind = getattr(torch, kind) if isinstance(kind, str) else kind
     else:
         kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ConfigError("dtype", dtype, "is no floating-point datatype", "give float32, bfloat16, float16 or auto")
     try:
-        network: nn.Module = getattr(transformers, auto).from_config(made, dtype=kind)
+        network: nn.Module = getattr(transformers, auto).from_config(settings, dtype=kind)
     except ValueError as error:
-        raise ConfigError("model", made.model_type, f"does not fit {auto}: {str(error).splitlines()[0]}") from error
+        raise ConfigError("model", settings.model_type, f"does not fit {auto}: {str(error).splitlines()[0]}") from error
     network.config.use_cache = False  # type: ignore[union-attr]
     _take_tensors(network, inputs)
     return network
@@ -129,19 +129,19 @@ def find_weights(network: nn.Module, auto: str, config: Mapping[str, Any], folde
     """
     is_pickled = not any(folder.glob("*.safetensors")) and any(folder.glob("pytorch_model*.bin"))
     if not is_pickled:
-        found = open_folder(folder)
-        names, missing = _match_names(network, found)
+        tensors = open_folder(folder)
+        names, missing = _match_names(network, tensors)
     if is_pickled or missing:
         with pause_recording():  # transformers fills a model, from which the network is not made
-            found = open_folder(_convert(auto, config, folder, network))
-        names, missing = _match_names(network, found)
+            tensors = open_folder(_convert(auto, config, folder, network))
+        names, missing = _match_names(network, tensors)
     if missing:
         problem = f"lacks tensors of {type(network).__name__}: {', '.join(missing[:3])}"
         raise ConfigError("model", str(folder), problem, "give the folder of a complete model of this kind")
-    return RenamedTensors(found, names)
+    return RenamedTensors(tensors, names)
 
 
-def _match_names(network: nn.Module, found: TensorFiles) -> tuple[dict[str, str], list[str]]:
+def _match_names(network: nn.Module, tensors: TensorFiles) -> tuple[dict[str, str], list[str]]:
     """The folder's name of each of the network's tensors, and those that it lacks.
 
     A head for labels, and what pools for it, may be missing or of another size: it stays fresh.
@@ -152,8 +152,8 @@ def _match_names(network: nn.Module, found: TensorFiles) -> tuple[dict[str, str]
     optional = {name for name in own if has_labels and (not name.startswith(prefix) or ".pooler." in name)}
     for name, tensor in own.items():
         short = name.removeprefix(prefix)
-        source = name if name in found else short if short in found else None
-        if source is not None and (name not in optional or found.get_shape(source) == tuple(tensor.shape)):
+        source = name if name in tensors else short if short in tensors else None
+        if source is not None and (name not in optional or tensors.get_shape(source) == tuple(tensor.shape)):
             names[name] = source
     filled = {id(own[name]) for name in names}
     return names, [name for name, each in own.items() if id(each) not in filled and name not in optional]
@@ -179,11 +179,11 @@ def _convert(auto: str, config: Mapping[str, Any], folder: Path, network: nn.Mod
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError("model", str(folder), f"cannot be loaded by transformers: {error}") from error
         fresh = {*about["missing_keys"], *(each[0] for each in about.get("mismatched_keys", ()))}
-        kept: dict[int, tuple[str, Tensor]] = {}
+        saved: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in loaded.state_dict(keep_vars=True).items():
             if name not in fresh:
-                kept.setdefault(id(tensor), (name, tensor.detach().contiguous()))
-        save_file(dict(kept.values()), draft / SINGLE)
+                saved.setdefault(id(tensor), (name, tensor.detach().contiguous()))
+        save_file(dict(saved.values()), draft / SINGLE)
 
     return make_cached_folder(f"{hash_files(files)[:32]}-{type(network).__name__}", write)
 
@@ -199,7 +199,8 @@ def add_adapters(network: nn.Module, lora: LoraSpec) -> None:
 
     before = {name for name, _ in network.named_parameters()}
     prefix = f"{network.base_model_prefix}."
-    output = _get_output_weight(network)
+    logits = network.get_output_embeddings()  # type: ignore[operator]
+    output = set() if logits is None else {id(each) for each in logits.parameters()}
     settings = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -220,7 +221,8 @@ def add_adapters(network: nn.Module, lora: LoraSpec) -> None:
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings")  # which is refused below
             inject_adapter_in_model(settings, network)
     except ValueError as error:
-        remedy = f"give lora.modules: the layers are {', '.join(_list_linear(before))}"
+        layers = {name.split(".")[-2] for name in before if name.endswith(".weight") and name.count(".") > 1}
+        remedy = f"give lora.modules: the layers are {', '.join(sorted(layers)[:12])}"
         raise ConfigError("lora.modules", lora.modules, f"do not fit: {error}", remedy) from error
     _require_untied(network, lora)
     named = dict(network.named_parameters(remove_duplicate=False))
@@ -242,16 +244,6 @@ def _require_untied(network: nn.Module, lora: LoraSpec) -> None:
                 f"put an adapter on {path}, whose weight is tied ({' = '.join(names[weight])}): it cannot be merged"
             )
             raise ConfigError("lora.modules", lora.modules, problem, f"leave {path.rpartition('.')[2]} out")
-
-
-def _get_output_weight(network: nn.Module) -> set[int]:
-    """The parameters that give a language model's logits."""
-    output = network.get_output_embeddings()  # type: ignore[operator]
-    return set() if output is None else {id(each) for each in output.parameters()}
-
-
-def _list_linear(names: set[str]) -> list[str]:
-    return sorted({name.split(".")[-2] for name in names if name.endswith(".weight") and name.count(".") > 1})[:12]
 
 
 class MergedWeights(Mapping[str, Tensor]):
@@ -295,5 +287,5 @@ class MergedWeights(Mapping[str, Tensor]):
 
 def is_fake() -> bool:
     """Whether tensors made now have no values, as where only shapes are asked for."""
-    made = torch.empty(0)
-    return isinstance(made, FakeTensor) or made.is_meta
+    tensor = torch.empty(0)
+    return isinstance(tensor, FakeTensor) or tensor.is_meta

@@ -24,8 +24,8 @@ class Processed:
     processor: Any
 
     def __call__(self, picture: Image.Image) -> Tensor:
-        made: Tensor = self.processor(images=picture, return_tensors="pt")["pixel_values"][0]
-        return made
+        pixels: Tensor = self.processor(images=picture, return_tensors="pt")["pixel_values"][0]
+        return pixels
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Resized:
 
 
 def make_picture_transform(folder: Path, config: Mapping[str, Any]) -> Callable[[Image.Image], Tensor]:
-    """From a picture to [C, H, W]. Raises ConfigError."""
+    """Make one from a picture to [C, H, W]. Raises ConfigError."""
     if (folder / PROCESSOR).is_file():
         from transformers import AutoImageProcessor
 

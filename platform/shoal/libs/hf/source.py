@@ -60,22 +60,17 @@ def find_folder(model: str) -> Path:
         return _convert_gguf(path)
     if path.is_dir():
         return _find_snapshot(path)
-    if _HUB_NAME.fullmatch(model) and (cached := _get_hub_cache() / f"models--{model.replace('/', '--')}").is_dir():
-        return _find_snapshot(cached)
     if _HUB_NAME.fullmatch(model):
-        bring = (
-            f"`hf download {model} --local-dir FOLDER` where there is a network, then copy FOLDER here: model=FOLDER"
-        )
-        problem = f"is neither a folder nor in the hub's cache {_get_hub_cache()}, and no hub is asked"
-        raise ConfigError("model", model, problem, bring)
+        hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
+        cache = Path(os.environ.get("HF_HUB_CACHE") or hub)  # where the hub's library keeps what it has downloaded
+        if (cached := cache / f"models--{model.replace('/', '--')}").is_dir():
+            return _find_snapshot(cached)
+        download = f"hf download {model} --local-dir FOLDER"
+        problem = f"is neither a folder nor in the hub's cache {cache}, and no hub is asked"
+        remedy = f"`{download}` where there is a network, then copy FOLDER here: model=FOLDER"
+        raise ConfigError("model", model, problem, remedy)
     remedy = f"paths are looked up from {Path.cwd()}; a version of the registry is NAME@VERSION"
     raise ConfigError("model", model, "is no folder", remedy)
-
-
-def _get_hub_cache() -> Path:
-    """Where the hub's library keeps what it has downloaded."""
-    hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
-    return Path(os.environ.get("HF_HUB_CACHE") or hub)
 
 
 def _find_snapshot(folder: Path) -> Path:
@@ -93,12 +88,12 @@ def _find_snapshot(folder: Path) -> Path:
 def read_config(folder: Path) -> dict[str, Any]:
     """The contents of `config.json`. Raises ConfigError."""
     try:
-        found = json.loads((folder / CONFIG).read_text())
+        config = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError("model", str(folder / CONFIG), f"cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ConfigError("model", str(folder / CONFIG), "is no configuration")
-    return found
+    return config
 
 
 def make_config(values: Mapping[str, Any]) -> Any:
@@ -121,12 +116,12 @@ def load_tokenizer(folder: Path) -> Any:
     if not any((folder / name).exists() for name in COMPANIONS[:9]):
         raise ConfigError("model", str(folder), "has no tokenizer", remedy)
     try:
-        found = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError("model", str(folder), f"has no tokenizer that can be loaded: {error}", remedy) from error
-    if not found.is_fast:
-        raise ConfigError("model", str(folder), f"has a slow tokenizer ({type(found).__name__})", remedy)
-    return found
+    if not tokenizer.is_fast:
+        raise ConfigError("model", str(folder), f"has a slow tokenizer ({type(tokenizer).__name__})", remedy)
+    return tokenizer
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:

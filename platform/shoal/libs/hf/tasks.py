@@ -90,7 +90,7 @@ class HuggingFaceTask(Transferable):
 
     @cached_property
     def folder(self) -> Path:
-        """Of the model. Raises ConfigError, and RegistryError for an unknown version."""
+        """The model's. Raises ConfigError, and RegistryError for an unknown version."""
         is_version = "@" in self._model and not Path(self._model).exists()
         return unpack_version(Registry().get(self._model)) if is_version else find_folder(self._model)
 
@@ -145,8 +145,8 @@ class HuggingFaceTask(Transferable):
         if self._merge:
             return Registration(args, files, {**lineage, "lora": self.lora.model_dump()}, self.merge_weights)
         base = register_base(self, self._model)
-        found = {**args, "base": base.ref, "lora": self.lora.model_dump()}
-        return Registration(found, files, {"base": base.ref, "base_sha256": base.manifest.sha256})
+        adapted = {**args, "base": base.ref, "lora": self.lora.model_dump()}
+        return Registration(adapted, files, {"base": base.ref, "base_sha256": base.manifest.sha256})
 
     def merge_weights(self, adapters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         with torch.device("meta"):
@@ -156,21 +156,18 @@ class HuggingFaceTask(Transferable):
 
     def signature(self) -> Signature | None:
         return Signature(
-            inputs=[TensorSignature(name=name, datatype="INT64", shape=[-1, -1]) for name in self.served_names],
+            inputs=[
+                TensorSignature(name=name, datatype="INT64", shape=[-1, -1]) for name in ("input_ids", "attention_mask")
+            ],
             outputs=[
                 TensorSignature(name="logits", datatype=_DATATYPES[self._datatype_name], shape=self._output_shape)
             ],
         )
 
     @property
-    def served_names(self) -> tuple[str, ...]:
-        """The inputs at an endpoint, where nothing is packed."""
-        return ("input_ids", "attention_mask")
-
-    @property
     def _datatype_name(self) -> str:
-        word = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
-        return word if self._dtype == "auto" else self._dtype
+        configured = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
+        return configured if self._dtype == "auto" else self._dtype
 
     @property
     def _output_shape(self) -> list[int]:
@@ -225,33 +222,30 @@ class _TextTask(HuggingFaceTask):
 
     def data(self) -> Data:
         """The rows, which this process makes once."""
-        key = self._make_key()
+        paths = [Path(each) for each in (self._data, self._validation) if isinstance(each, str) and each]
+        stats = [each.stat() for each in paths if each.is_file()]  # a change of a file is one of its size or time
+        versions = [(each.st_size, each.st_mtime_ns) for each in stats]
+        key = (type(self), repr(self.args), str(self.folder), *versions)
         if _newest.get("key") != key:
             _newest.update(key=key, rows=self.load_rows())
         return Data(*_newest["rows"])
-
-    def _make_key(self) -> tuple[Any, ...]:
-        """What the rows follow from: a change of a file is one of its size or time."""
-        paths = [Path(each) for each in (self._data, self._validation) if isinstance(each, str) and each]
-        stats = [each.stat() for each in paths if each.is_file()]
-        return (type(self), repr(self.args), str(self.folder), *((each.st_size, each.st_mtime_ns) for each in stats))
 
     def encode(self, records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:
         """The samples. Raises DataError."""
         raise NotImplementedError
 
     def load_rows(self) -> tuple[TokenRows, TokenRows | None]:
-        """For training and validation. Raises DataError."""
+        """Load those for training and validation. Raises DataError."""
         tokenizer = load_tokenizer(self.folder)
         if not self._data:
             raise ConfigError("data", self._data, "is not given", "name a file of samples, as in data=texts.jsonl")
-        records, held = texts.read_records(Path(self._data)), None
+        records, held_out = texts.read_records(Path(self._data)), None
         if isinstance(self._validation, str):
-            held = texts.read_records(Path(self._validation)) if self._validation else None
+            held_out = texts.read_records(Path(self._validation)) if self._validation else None
         elif not 0 <= self._validation < 1:
             raise ConfigError("validation", self._validation, "is no share of the samples", "give 0.1, say, or a file")
         elif self._validation:
-            records, held = texts.split_records(records, self._validation)
+            records, held_out = texts.split_records(records, self._validation)
         vocabulary = getattr(make_config(self.config).get_text_config(), "vocab_size", None)
         spec = TextSpec(tokenizer, self._max_length, self._truncate, vocabulary)
         pad = get_pad(tokenizer)
@@ -259,21 +253,17 @@ class _TextTask(HuggingFaceTask):
             problem = f"has a tokenizer that pads with token {pad}, and a vocab_size of {vocabulary}"
             raise ConfigError("model", str(self.folder), problem, "set its pad_token to a token that the model has")
         row_length = self._max_length if self._is_packed else None
-        train, validation = (None if each is None else self.encode(each, spec) for each in (records, held))
+        train, validation = (None if each is None else self.encode(each, spec) for each in (records, held_out))
         assert train is not None
         rows = TokenRows(train, pad, row_length)
         held_rows = None if validation is None else TokenRows(validation, pad, row_length)
-        self._check_width(max(each.width for each in (rows, held_rows) if each is not None))
-        return rows, held_rows
-
-    def _check_width(self, width: int) -> None:
-        """Raises ConfigError for rows longer than the positions that the model has learnt."""
+        width = max(each.width for each in (rows, held_rows) if each is not None)
         with torch.device("meta"):
-            network = self._build()
-        limit = count_positions(network)
+            limit = count_positions(self._build())
         if limit is not None and width > limit:
             problem = f"lets rows have {width} tokens, and the model has learnt {limit} positions"
             raise ConfigError("max_length", self._max_length, problem, f"give max_length={limit}")
+        return rows, held_rows
 
 
 _newest: dict[str, Any] = {}  # the rows that were made last: a run's check makes them, and then the run
@@ -356,22 +346,23 @@ class ImageClassification(HuggingFaceTask):
     def data(self) -> Data:
         if not self._data:
             raise ConfigError("data", self._data, "is not given", "name a folder with one folder for each class")
-        found = self._open(self._data)
+        pictures = self._open(self._data)
         if isinstance(self._validation, str) and self._validation:
-            return Data(found, self._open(self._validation))
+            return Data(pictures, self._open(self._validation))
         if not self._validation:
-            return Data(found)
-        order = np.random.default_rng(0).permutation(len(found))
-        size = max(1, round(float(self._validation) * len(found)))
-        return Data(Subset(found, order[size:].tolist()), Subset(found, order[:size].tolist()))
+            return Data(pictures)
+        order = np.random.default_rng(0).permutation(len(pictures))
+        size = max(1, round(float(self._validation) * len(pictures)))
+        return Data(Subset(pictures, order[size:].tolist()), Subset(pictures, order[:size].tolist()))
 
     def _open(self, folder: str) -> Any:
         prepare = make_picture_transform(self.folder, self.config)
-        found = ImageFolder(folder, transform=prepare, mode="L" if self.config.get("num_channels", 3) == 1 else "RGB")
-        if found.classes != list(self.label_numbers):
-            problem = f"are {', '.join(self.label_numbers)}, and the folder has {', '.join(found.classes)}"
-            raise ConfigError("labels", self._labels, problem, f"give labels=[{','.join(found.classes)}]")
-        return found
+        is_grey = self.config.get("num_channels", 3) == 1
+        pictures = ImageFolder(folder, transform=prepare, mode="L" if is_grey else "RGB")
+        if pictures.classes != list(self.label_numbers):
+            problem = f"are {', '.join(self.label_numbers)}, and the folder has {', '.join(pictures.classes)}"
+            raise ConfigError("labels", self._labels, problem, f"give labels=[{','.join(pictures.classes)}]")
+        return pictures
 
     def inputs(self, batch: Any) -> tuple[Tensor, ...]:
         return (batch[0].to(getattr(torch, self._datatype_name)),)

@@ -44,7 +44,7 @@ class Record:
         return DataError("data", self.where, problem, remedy)
 
     def make_field_error(self, remedy: str) -> DataError:
-        """Of fields that are missing, or are no texts."""
+        """Make one of fields that are missing, or are no texts."""
         for name in _TEXTS:
             if name in self.values and not isinstance(self.values[name], str):
                 value = self.values[name]
@@ -60,15 +60,14 @@ def read_records(path: Path) -> list[Record]:
     suffix = path.suffix.lower()
     try:
         if suffix in (".csv", ".parquet"):
-            found: list[tuple[int, Any]] = list(enumerate(_read_table(path, suffix), 1))
+            rows: list[tuple[int, Any]] = list(enumerate(_read_table(path, suffix), 1))
         elif suffix in (".jsonl", ".json", ".ndjson", ".txt"):
-            array = _read_array(path) if suffix == ".json" else None
-            found = _read_lines(path, suffix) if array is None else array
+            rows = _read_lines(path, suffix)
         else:
             raise DataError("data", str(path), "is of no known kind", "give .jsonl, .txt, .csv or .parquet")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError("data", str(path), f"cannot be read: {error}", "give a file of UTF-8") from error
-    records = [Record(f"{path}:{number}", values) for number, values in found]
+    records = [Record(f"{path}:{number}", values) for number, values in rows]
     if not records:
         raise DataError("data", str(path), "is empty", "give it samples")
     for each in records:
@@ -78,30 +77,27 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _read_lines(path: Path, suffix: str) -> list[tuple[int, Any]]:
-    """What each line holds, with its number. Lines end at \\n only: a JSON string may have other separators in it."""
-    found: list[tuple[int, Any]] = []
+    """What each line holds, with its number; of a .json file that is one array its elements, counted from 1.
+
+    Lines end at \\n only: a JSON string may have other separators in it.
+    """
+    if suffix == ".json" and (text := path.read_text(encoding="utf-8-sig")).lstrip().startswith("["):
+        try:
+            return list(enumerate(json.loads(text), 1))
+        except json.JSONDecodeError as error:
+            remedy = "give one array of JSON objects, or a JSON object a line"
+            raise DataError("data", f"{path}:{error.lineno}", f"is no JSON: {error}", remedy) from error
+    rows: list[tuple[int, Any]] = []
     with path.open(encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                found.append((number, {"text": line.rstrip("\r\n")} if suffix == ".txt" else json.loads(line)))
+                rows.append((number, {"text": line.rstrip("\r\n")} if suffix == ".txt" else json.loads(line)))
             except json.JSONDecodeError as error:
                 where = f"{path}:{number}"
                 raise DataError("data", where, f"is no JSON: {error}", "give a JSON object a line") from error
-    return found
-
-
-def _read_array(path: Path) -> list[tuple[int, Any]] | None:
-    """The elements of a file that is one JSON array, counted from 1; None: it is none."""
-    text = path.read_text(encoding="utf-8-sig")
-    if not text.lstrip().startswith("["):
-        return None
-    try:
-        return list(enumerate(json.loads(text), 1))
-    except json.JSONDecodeError as error:
-        remedy = "give one array of JSON objects, or a JSON object a line"
-        raise DataError("data", f"{path}:{error.lineno}", f"is no JSON: {error}", remedy) from error
+    return rows
 
 
 def _read_table(path: Path, suffix: str) -> list[dict[str, Any]]:
@@ -131,11 +127,11 @@ def split_records(records: Sequence[Record], share: float) -> tuple[list[Record]
     if len(records) < 2:
         raise DataError("validation", share, f"cannot be taken from {len(records)} sample", "give more samples")
     chosen = np.random.default_rng(0).permutation(len(records))[: max(1, round(share * len(records)))]
-    held = set(chosen.tolist())
-    train = [each for index, each in enumerate(records) if index not in held]
+    held_out = set(chosen.tolist())
+    train = [each for index, each in enumerate(records) if index not in held_out]
     if not train:
         raise DataError("validation", share, "leaves nothing to train on", "give a smaller share")
-    return train, [records[index] for index in sorted(held)]
+    return train, [records[index] for index in sorted(held_out)]
 
 
 @dataclass(frozen=True)
@@ -162,12 +158,11 @@ class TextSpec:
 
     def encode(self, texts: Sequence[Any], **options: Any) -> list[Any]:
         """The encodings of all texts, with the characters of each token."""
-        found: list[Any] = []
+        encodings: list[Any] = []
         for begin in range(0, len(texts), _CHUNK):
-            found += self.tokenizer(
-                list(texts[begin : begin + _CHUNK]), return_attention_mask=False, verbose=False, **options
-            ).encodings
-        return found
+            chunk = list(texts[begin : begin + _CHUNK])
+            encodings += self.tokenizer(chunk, return_attention_mask=False, verbose=False, **options).encodings
+        return encodings
 
     def limit(self, record: Record, tokens: Sequence[int], labels: Sequence[int]) -> tuple[Ints, Ints]:
         """Raises DataError for a sample that is empty, too long, or has tokens that the model does not have."""
@@ -197,14 +192,14 @@ def encode_language(records: Sequence[Record], spec: TextSpec) -> list[TokenSamp
     """Samples whose labels are the tokens that follow. Raises DataError."""
     written = [_write_text(each, spec.tokenizer) for each in records]
     end = spec.tokenizer.eos_token_id
-    found: list[TokenSample] = []
+    samples: list[TokenSample] = []
     for is_chat in (False, True):
         chosen = [index for index, each in enumerate(written) if each[2] is is_chat]
         encodings = spec.encode([written[index][0] for index in chosen], add_special_tokens=not is_chat)
         for index, each in zip(chosen, encodings, strict=True):
             spans = written[index][1]
             tokens = list(each.ids)
-            taken = [_overlaps(part, spans) for part in each.offsets]
+            taken = [any(first < stop and last > start for start, stop in spans) for first, last in each.offsets]
             if not is_chat and end is not None:  # some tokenizers add it themselves
                 has_end = bool(tokens) and tokens[-1] == end
                 tokens, taken = (tokens, [*taken[:-1], True]) if has_end else ([*tokens, end], [*taken, True])
@@ -214,12 +209,8 @@ def encode_language(records: Sequence[Record], spec: TextSpec) -> list[TokenSamp
             cut, labels = spec.limit(records[index], tokens, [*following, IGNORED])
             labels[-1] = IGNORED  # what followed may have been cut off
             _check_learnt(records[index], labels)
-            found.append(TokenSample(cut, labels))
-    return found
-
-
-def _overlaps(part: tuple[int, int], spans: Spans) -> bool:
-    return any(part[0] < end and part[1] > begin for begin, end in spans)
+            samples.append(TokenSample(cut, labels))
+    return samples
 
 
 def _write_text(record: Record, tokenizer: Any) -> tuple[str, Spans, bool]:
@@ -242,7 +233,8 @@ def _write_chat(record: Record, messages: list[Any], tokenizer: Any) -> tuple[st
     if not tokenizer.chat_template:
         raise record.make_error("has messages, and the tokenizer no chat template", "write prompt and completion")
     for index, each in enumerate(messages):
-        if not _is_message(each):
+        has_role = isinstance(each, dict) and isinstance(each.get("role"), str)
+        if not has_role or not (isinstance(each.get("content"), str | list) or each.get("tool_calls")):
             remedy = 'write {"messages": [{"role": ..., "content": ...}]}'
             raise record.make_error(f"message {index} has not a role and a content", remedy)
     if not messages:
@@ -264,13 +256,6 @@ def _write_chat(record: Record, messages: list[Any], tokenizer: Any) -> tuple[st
     if not spans:
         raise record.make_error("has no message of the assistant, so nothing is learnt", "remove it")
     return text, spans, True
-
-
-def _is_message(found: object) -> bool:
-    """Whether it is a message of a chat: one that calls tools needs no content."""
-    if not isinstance(found, dict) or not isinstance(found.get("role"), str):
-        return False
-    return isinstance(found.get("content"), str | list) or bool(found.get("tool_calls"))
 
 
 def _write_before(messages: list[Any], index: int, tokenizer: Any) -> str:
@@ -304,15 +289,15 @@ def encode_token_classes(records: Sequence[Record], spec: TextSpec, labels: Mapp
         if wrong := [word for word in words if not isinstance(word, str)]:
             raise each.make_error(f"has {wrong[0]!r} among its tokens, which is no text", "give tokens as strings")
     encodings = spec.encode([each.values["tokens"] for each in records], is_split_into_words=True)
-    found = []
+    samples = []
     for record, each in zip(records, encodings, strict=True):
         classes = [find_label(record, label, labels) for label in record.values["labels"]]
         words = [None, *each.word_ids]
         own = [IGNORED if word is None or word == before else classes[word] for before, word in pairwise(words)]
         sample = TokenSample(*spec.limit(record, each.ids, own))
         _check_learnt(record, np.asarray(sample.labels))
-        found.append(sample)
-    return found
+        samples.append(sample)
+    return samples
 
 
 def find_label(record: Record, label: object, labels: Mapping[str, int]) -> int:

@@ -62,7 +62,7 @@ class Transferable(Task):
 
     @property
     def folder(self) -> Path:
-        """Of the model."""
+        """The model's."""
         raise NotImplementedError
 
     @property
@@ -80,14 +80,21 @@ def pull(model: str, name: str, kind: str = "", dtype: str = "auto", alias: str 
     folder = find_folder(model)
     if kind not in ("", *KINDS):
         raise ConfigError("--kind", kind, "is unknown", f"give one of {', '.join(KINDS)}")
-    task = _make_task(KINDS[kind or _choose_kind(folder)], {"model": str(folder), "dtype": dtype})
+    if not kind:  # by the class that the folder was saved from
+        names = read_config(folder).get("architectures") or []
+        kinds = [each for name in names for suffix, each in _SUFFIXES.items() if name.endswith(suffix)]
+        if not kinds:
+            remedy = f"give --kind, of {', '.join(KINDS)}"
+            raise ConfigError("kind", ", ".join(names), "is no kind that can be served", remedy)
+        kind = kinds[0]
+    task = _make_task(KINDS[kind], {"model": str(folder), "dtype": dtype})
     return _register(task, name, (alias,), {"source": model})
 
 
 def _make_task(reference: str, args: Mapping[str, Any]) -> Transferable:
-    made = make_task(reference, args)
-    assert isinstance(made, Transferable)
-    return made
+    task = make_task(reference, args)
+    assert isinstance(task, Transferable)
+    return task
 
 
 def register_base(task: Transferable, source: str) -> ModelVersion:
@@ -104,12 +111,17 @@ def _register(
     task: Transferable, name: str, aliases: tuple[str, ...], lineage: Mapping[str, str], *, reuses: bool = False
 ) -> ModelVersion:
     """reuses: take a version of this name with the same weights, if there is one"""
-    registry, travelling = Registry(), task.registration()
+    registry, travelling, signature = Registry(), task.registration(), task.signature()
     assert travelling is not None
     reference = {"task": f"{_TASKS}:{type(task).__name__}", "args": dict(travelling.args)}
     make_folder(home() / "hf")
     with tempfile.TemporaryDirectory(prefix=".registered.", dir=home() / "hf") as draft:
         network, types, tensors = _open_weights(task)
+        if signature is None:
+            size = task.config.get("image_size", 224)
+            height, width = size if isinstance(size, list | tuple) else (size, size)
+            example = torch.zeros(2, task.config.get("num_channels", 3), height, width)
+            signature = infer_signature(task, network, (example, None))
         file = make_weight_file(1, write_tensors(Path(draft) / SINGLE, types, tensors))
         if reuses and registry.has(name):
             for each in registry.list(name):
@@ -119,7 +131,7 @@ def _register(
             name,
             file,
             model=ModelFactory(factory=f"{build.__module__}:build", kwargs=reference),
-            signature=task.signature() or _describe(task, network),
+            signature=signature,
             files=travelling.files,
             lineage=lineage,
             aliases=aliases,
@@ -147,22 +159,6 @@ def _open_weights(task: Transferable) -> tuple[nn.Module, TensorTypes, Iterator[
     return network, {name: (own.dtype, own.shape) for name, own in state.items()}, read()
 
 
-def _describe(task: Transferable, network: nn.Module) -> Any:
-    size = task.config.get("image_size", 224)
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return infer_signature(task, network, (torch.zeros(2, task.config.get("num_channels", 3), height, width), None))
-
-
-def _choose_kind(folder: Path) -> str:
-    """By the class that the folder was saved from. Raises ConfigError."""
-    names = read_config(folder).get("architectures") or []
-    for name in names:
-        for suffix, kind in _SUFFIXES.items():
-            if name.endswith(suffix):
-                return kind
-    raise ConfigError("kind", ", ".join(names), "is no kind that can be served", f"give --kind, of {', '.join(KINDS)}")
-
-
 def find_task(version: ModelVersion) -> Transferable:
     """The Task that builds a version. Raises ConfigError for a version of another kind of Task."""
     kwargs = version.manifest.model.kwargs
@@ -170,12 +166,6 @@ def find_task(version: ModelVersion) -> Transferable:
         problem = "is no model of transformers"
         raise ConfigError("model", version.ref, problem, "give one that was pulled, or trained by a Task of shoal.hf")
     return _make_task(kwargs["task"], kwargs["args"])
-
-
-def read_full_weights(version: ModelVersion, task: Transferable) -> Mapping[str, Tensor]:
-    """The weights of the network without adapters: those of a version with adapters are merged."""
-    tensors = read_state_dict(version.ref)
-    return tensors if task.lora is None else task.merge_weights(tensors)
 
 
 def write_folder(version: ModelVersion, folder: Path) -> None:
@@ -186,7 +176,9 @@ def write_folder(version: ModelVersion, folder: Path) -> None:
     buffers = [
         (module, name) for module in network.modules() for name, each in module._buffers.items() if each is not None
     ]
-    tensors = read_full_weights(version, task)
+    tensors: Mapping[str, Tensor] = read_state_dict(version.ref)
+    if task.lora is not None:
+        tensors = task.merge_weights(tensors)
     network.load_state_dict(dict(tensors), assign=True)
     network.tie_weights()
     for module, name in buffers:
@@ -194,15 +186,11 @@ def write_folder(version: ModelVersion, folder: Path) -> None:
             module._buffers[name] = torch.empty(0)
     network.save_pretrained(folder)
     written = json.loads((folder / CONFIG).read_text())
-    replace_synced(folder / CONFIG, json.dumps({**written, **_keep(task.config)}, indent=2).encode())
+    written |= {name: task.config[name] for name in ("use_cache",) if name in task.config}  # serving changes it
+    replace_synced(folder / CONFIG, json.dumps(written, indent=2).encode())
     for name in version.manifest.files:
         if name in COMPANIONS:
             replace_synced(folder / name, version.fetch_file(name).read_bytes())
-
-
-def _keep(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What serving and training change in a configuration, as it was."""
-    return {name: config[name] for name in ("use_cache",) if name in config}
 
 
 def unpack_version(version: ModelVersion) -> Path:

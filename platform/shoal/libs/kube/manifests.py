@@ -1,4 +1,7 @@
-"""A job, an endpoint and a cluster as documents for KubeRay: RayJob, RayService, RayCluster; Services, a Secret."""
+"""A job, an endpoint and a cluster as documents for KubeRay: RayJob, RayService, RayCluster; Services, a Secret.
+
+Below them the pods of a RayCluster: the containers, what they mount, and how they begin and end.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,30 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import yaml
 
 from shoal.errors import ConfigError
-from shoal.libs.kube.pods import (
-    DRIVER_RESOURCE,
-    NAME_LABEL,
-    SERVE_PORT,
-    TLS_FOLDER,
-    Document,
-    get_secret_name,
-    make_cluster_spec,
-    make_driver_group,
-    make_submitter,
-    make_worker_group,
-)
-from shoal.libs.kube.spec import DRIVER_GROUP, KubeSpec
+from shoal.libs.kube.spec import DRIVER_GROUP, SPOT_NODES, KubeSpec, PodSpec, WorkerGroup
 from shoal.serve.spec.endpoint import EndpointSpec
 
+Document = dict[str, Any]
+
+HOME, TLS_FOLDER = "/var/lib/shoal", "/etc/shoal/tls"
+SERVE_PORT, GCS_PORT, DASHBOARD_PORT, METRICS_PORT = 8000, 6379, 8265, 8080
+DRIVER_RESOURCE = "shoal_driver"
+NAME_LABEL = "shoal/name"  # of all pods; KubeRay gives them no label with the name of their RayJob
+# KubeRay puts its own command, `ulimit ...; ray start ...`, behind this and "&&". Ray and all its workers inherit it.
+SET_ENVIRONMENT = 'set=$(python -m shoal.cluster.host_environment) && eval "$set" || exit 1'
+# Serve moves replicas to other nodes, Ray places nothing more here, and the raylet ends once nothing runs here.
+# Without a head, as at the end of a job, there is nothing to wait for.
+DRAIN = (
+    "timeout 30 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'Kubernetes removes the pod'"
+    " --deadline-remaining-seconds {drain_s} && timeout {drain_s} bash -c 'while pgrep -x raylet; do sleep 1; done'"
+)
+END_GRACE_S = 30  # beyond `drain_s`, for the end of Ray
 API = "ray.io/v1"
 IMPORT_PATH = "shoal.serve.ray_app:build"
 CERTIFICATE, KEY = f"{TLS_FOLDER}/tls.crt", f"{TLS_FOLDER}/tls.key"
@@ -36,30 +43,30 @@ def make_job(spec: KubeSpec, program: Sequence[str]) -> list[Document]:
 
     program: its words; paths are those of the image, or of `working_dir`
     """
-    groups = [make_worker_group(spec, group) for group in spec.all_groups]
+    groups = [_make_worker_group(spec, group) for group in spec.all_groups]
     words, entry = list(program), {}
     if spec.gateway_port:
-        groups.insert(0, make_driver_group(spec))
+        groups.insert(0, _make_driver_group(spec))
         host = spec.gateway_host or f"{spec.name}-gateway.{spec.namespace}.svc"
         words += ["gateway.host=0.0.0.0", "gateway.curve=true", f"gateway.port={spec.gateway_port}"]
         words.append(f"gateway.advertise={host}:{spec.gateway_port}")
         entry = {"entrypointResources": json.dumps({DRIVER_RESOURCE: 1})}
-    made: Document = {
+    job: Document = {
         "entrypoint": shlex.join(words),
         **entry,
         "submissionMode": "K8sJobMode",
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": spec.keep_s,
-        "rayClusterSpec": make_cluster_spec(spec, groups, {}),
+        "rayClusterSpec": _make_cluster_spec(spec, groups, {}),
     }
     if spec.pull_secrets:
-        made["submitterPodTemplate"] = make_submitter(spec)
+        job["submitterPodTemplate"] = _make_submitter(spec)
     if spec.deadline_s:
-        made["activeDeadlineSeconds"] = spec.deadline_s
+        job["activeDeadlineSeconds"] = spec.deadline_s
     if spec.working_dir:
-        made["runtimeEnvYAML"] = yaml.safe_dump({"working_dir": spec.working_dir})
+        job["runtimeEnvYAML"] = yaml.safe_dump({"working_dir": spec.working_dir})
     services = [_make_gateway_service(spec)] if spec.gateway_port else []
-    return [_wrap(spec, API, "RayJob", made), *services]
+    return [_wrap(spec, API, "RayJob", job), *services]
 
 
 def make_endpoint(spec: KubeSpec, models: Sequence[str], fields: dict[str, Any]) -> list[Document]:
@@ -97,27 +104,27 @@ def make_endpoint(spec: KubeSpec, models: Sequence[str], fields: dict[str, Any])
             }
         ],
     }
-    groups = [make_worker_group(spec, group, _probe(parsed)) for group in spec.all_groups]
+    groups = [_make_worker_group(spec, group, _probe(parsed)) for group in spec.all_groups]
     service = {"metadata": {"annotations": spec.service_annotations}, "spec": {"type": spec.service_type}}
-    made = {
+    endpoint = {
         "serveConfigV2": yaml.safe_dump(config, sort_keys=False),
         "excludeHeadPodFromServeSvc": True,  # it computes nothing, so it has no replica and no ingress
         "serveService": service,
-        "rayClusterConfig": make_cluster_spec(spec, groups, {"serve": SERVE_PORT}),
+        "rayClusterConfig": _make_cluster_spec(spec, groups, {"serve": SERVE_PORT}),
     }
-    return [_wrap(spec, API, "RayService", made)]
+    return [_wrap(spec, API, "RayService", endpoint)]
 
 
 def make_cluster(spec: KubeSpec) -> list[Document]:
     """A RayCluster that stays, for `shoal run --address` and `shoal serve deploy --address`."""
-    groups = [make_worker_group(spec, group) for group in spec.all_groups]
-    return [_wrap(spec, API, "RayCluster", make_cluster_spec(spec, groups, {"serve": SERVE_PORT}))]
+    groups = [_make_worker_group(spec, group) for group in spec.all_groups]
+    return [_wrap(spec, API, "RayCluster", _make_cluster_spec(spec, groups, {"serve": SERVE_PORT}))]
 
 
 def make_secret(spec: KubeSpec, ray_token: str, shoal_token: str) -> Document:
     """The Secret with both tokens."""
     values = {"auth_token": ray_token, "shoal_token": shoal_token}
-    metadata = {"name": get_secret_name(spec), "namespace": spec.namespace}
+    metadata = {"name": _get_secret_name(spec), "namespace": spec.namespace}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "stringData": values}
 
 
@@ -167,15 +174,133 @@ def _probe(endpoint: EndpointSpec) -> Document:
 def _make_gateway_service(spec: KubeSpec) -> Document:
     selector = {NAME_LABEL: spec.name, "ray.io/group": DRIVER_GROUP}
     ports = [{"name": "gateway", "port": spec.gateway_port, "targetPort": spec.gateway_port}]
-    metadata = {
-        "name": f"{spec.name}-gateway",
-        "namespace": spec.namespace,
-        "annotations": spec.service_annotations,
-    }
-    made = {"type": spec.service_type, "selector": selector, "ports": ports}
-    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": made}
+    metadata = {"name": f"{spec.name}-gateway", "namespace": spec.namespace, "annotations": spec.service_annotations}
+    service = {"type": spec.service_type, "selector": selector, "ports": ports}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service}
 
 
 def _wrap(spec: KubeSpec, api: str, kind: str, content: Document) -> Document:
     metadata = {"name": spec.name, "namespace": spec.namespace, "labels": {"app.kubernetes.io/name": "shoal"}}
     return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": content}
+
+
+# -- pods -------------------------------------------------------------------------------------------------------------
+
+
+def _make_worker_group(spec: KubeSpec, group: WorkerGroup, readiness: Document | None = None) -> Document:
+    """A worker group. readiness: the probe of pods that serve"""
+    container = _make_container(spec, group, "worker", group.gpus)
+    if readiness is not None:
+        container["readinessProbe"] = readiness
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["bash", "-c", DRAIN.format(drain_s=spec.drain_s)]}}}
+    template = _make_template(spec, group, container)
+    template["spec"]["terminationGracePeriodSeconds"] = spec.drain_s + END_GRACE_S
+    if group.spot:
+        labels, taint = SPOT_NODES[group.spot]
+        template["spec"]["nodeSelector"] = {**labels, **group.node_selector}
+        accepted = [{"key": taint, "operator": "Exists", "effect": "NoSchedule"}] if taint else []
+        template["spec"]["tolerations"] = [*accepted, *_list_tolerations(group)]
+    return {
+        "groupName": group.name,
+        "replicas": group.min,
+        "minReplicas": group.min,
+        "maxReplicas": group.max if spec.autoscale else group.min,
+        "rayStartParams": {"num-gpus": str(group.gpus)},  # KubeRay counts those of some resources only
+        "template": template,
+    }
+
+
+def _make_driver_group(spec: KubeSpec) -> Document:
+    """One pod for the driver of a job and its gateway, of the head's size, at which a Service points."""
+    size = {name: getattr(spec.head, name) for name in PodSpec.model_fields}
+    group = _make_worker_group(
+        spec, WorkerGroup.model_construct(**size, name=DRIVER_GROUP, gpus=0, min=1, max=1, spot="")
+    )
+    group["rayStartParams"]["resources"] = f"'{{\"{DRIVER_RESOURCE}\": 1}}'"
+    return group
+
+
+def _make_submitter(spec: KubeSpec) -> Document:
+    """The pod that submits a job, as KubeRay makes it, which leaves out the secrets of the image's registry."""
+    resources = {"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "500m", "memory": "200Mi"}}
+    container = {"name": "ray-job-submitter", "image": spec.image, "resources": resources}
+    secrets = [{"name": name} for name in spec.pull_secrets]
+    return {"spec": {"containers": [container], "restartPolicy": "Never", "imagePullSecrets": secrets}}
+
+
+def _make_cluster_spec(spec: KubeSpec, groups: list[Document], ports: dict[str, int]) -> Document:
+    """The spec of a RayCluster: with the token of the Secret, and with the autoscaler where it is on.
+
+    Its head has Ray's own servers, and no CPU for work. ports: of the head by name, in addition to Ray's
+    """
+    container = _make_container(spec, spec.head, "head", 0)
+    ports = {"gcs": GCS_PORT, "dashboard": DASHBOARD_PORT, "metrics": METRICS_PORT, **ports}
+    container["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
+    cluster = {
+        "rayVersion": version("ray"),
+        "authOptions": {"mode": "token", "secretName": _get_secret_name(spec)},
+        "enableInTreeAutoscaling": spec.autoscale,
+        "headGroupSpec": {
+            "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
+            "template": _make_template(spec, spec.head, container),
+        },
+        "workerGroupSpecs": groups,
+    }
+    if spec.autoscale:
+        cluster["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": spec.idle_s}
+    return cluster
+
+
+def _get_secret_name(spec: KubeSpec) -> str:
+    """The Secret with the tokens."""
+    return spec.secret or f"{spec.name}-tokens"
+
+
+def _make_container(spec: KubeSpec, pod: PodSpec, role: str, gpus: int) -> Document:
+    token = {"secretKeyRef": {"name": _get_secret_name(spec), "key": "shoal_token"}}
+    variables = {"SHOAL_HOME": HOME, **({"SHOAL_STORE": spec.store} if spec.store else {}), **spec.variables}
+    if not gpus:
+        variables["NVIDIA_VISIBLE_DEVICES"] = "void"  # an image of CUDA sees all GPUs of its machine otherwise
+    limits: Document = {"cpu": str(pod.cpus), "memory": pod.memory, **({spec.gpu_resource: str(gpus)} if gpus else {})}
+    container: Document = {
+        "name": f"ray-{role}",
+        "image": spec.image,
+        "command": [SET_ENVIRONMENT],
+        "env": [
+            *({"name": name, "value": value} for name, value in variables.items()),
+            {"name": "SHOAL_TOKEN", "valueFrom": token},
+        ],
+        "resources": {"limits": limits, "requests": dict(limits)},
+        "volumeMounts": [{"name": "home", "mountPath": HOME}],
+    }
+    if spec.credentials:
+        container["envFrom"] = [{"secretRef": {"name": spec.credentials}}]
+    if spec.tls_secret:
+        container["volumeMounts"].append({"name": "tls", "mountPath": TLS_FOLDER, "readOnly": True})
+    return container
+
+
+def _make_template(spec: KubeSpec, pod: PodSpec, container: Document) -> Document:
+    claim = {"persistentVolumeClaim": {"claimName": spec.home_claim}} if spec.home_claim else {"emptyDir": {}}
+    volumes: list[Document] = [{"name": "home", **claim}]
+    if spec.tls_secret:
+        volumes.append({"name": "tls", "secret": {"secretName": spec.tls_secret}})
+    pod_spec: Document = {
+        "containers": [container],
+        "volumes": volumes,
+        "restartPolicy": "Never",
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+    }
+    if spec.service_account:
+        pod_spec["serviceAccountName"] = spec.service_account
+    if spec.pull_secrets:
+        pod_spec["imagePullSecrets"] = [{"name": name} for name in spec.pull_secrets]
+    if pod.node_selector:
+        pod_spec["nodeSelector"] = dict(pod.node_selector)
+    if pod.tolerations:
+        pod_spec["tolerations"] = _list_tolerations(pod)
+    return {"metadata": {"labels": {NAME_LABEL: spec.name}}, "spec": pod_spec}
+
+
+def _list_tolerations(pod: PodSpec) -> list[Document]:
+    return [each.model_dump(exclude_unset=True) for each in pod.tolerations]

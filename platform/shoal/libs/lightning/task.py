@@ -28,8 +28,7 @@ from torch.utils.data import DataLoader
 
 from shoal.data import Data
 from shoal.errors import ConfigError
-from shoal.train import Callback, Task
-from shoal.train.callback import TrainingState
+from shoal.train import Callback, Task, TrainingState
 
 Interval = Literal["epoch", "step"]
 
@@ -73,18 +72,18 @@ class LightningTask(Task):
     def train_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """The loss of `training_step`, and what it logs."""
         values = _Logs()
-        found = values.run(model, "training_step", batch)
-        loss = found.get("loss") if isinstance(found, Mapping) else found
+        returned = values.run(model, "training_step", batch)
+        loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if not isinstance(loss, Tensor):
-            problem = f"training_step gave a {type(found).__name__}"
+            problem = f"training_step gave a {type(returned).__name__}"
             raise ConfigError("task", type(self).__name__, problem, "return the loss, or a dict with 'loss'")
         return {"loss": loss, **{name: value for name, value in values.items() if name != "loss"}}
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """What `validation_step` logs; a returned tensor is `val_loss`."""
         values = _Logs()
-        found = values.run(self._network, "validation_step", batch)
-        return {"val_loss": found, **values} if isinstance(found, Tensor) else dict(values)
+        returned = values.run(self._network, "validation_step", batch)
+        return {"val_loss": returned, **values} if isinstance(returned, Tensor) else dict(values)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
         optimizer, self._schedule = _read_optimizers(self._network.configure_optimizers(), type(self).__name__)
@@ -156,27 +155,27 @@ class _ScheduleSteps(Callback):
             schedule.advance(state.step, state.epoch)
 
 
-def _read_optimizers(found: Any, name: str) -> tuple[Optimizer | None, _Schedule | None]:
+def _read_optimizers(returned: Any, name: str) -> tuple[Optimizer | None, _Schedule | None]:
     """The optimizer and schedule, of any form that `configure_optimizers` may return."""
     remedy = "write a Task with `optimizers` and `train_step`"
     schedules: Any = []
-    if isinstance(found, Mapping):
-        schedules = [found["lr_scheduler"]] if "lr_scheduler" in found else []
-        found = found["optimizer"]
-    elif isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list):
-        found, schedules = found
-    if isinstance(found, (list, tuple)):
-        if len(found) != 1:
-            raise ConfigError("task", name, f"configure_optimizers gave {len(found)} optimizers", remedy)
-        found = found[0]
+    if isinstance(returned, Mapping):
+        schedules = [returned["lr_scheduler"]] if "lr_scheduler" in returned else []
+        returned = returned["optimizer"]
+    elif isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], list):
+        returned, schedules = returned
+    if isinstance(returned, (list, tuple)):
+        if len(returned) != 1:
+            raise ConfigError("task", name, f"configure_optimizers gave {len(returned)} optimizers", remedy)
+        returned = returned[0]
     if len(schedules) > 1:
         raise ConfigError("task", name, f"configure_optimizers gave {len(schedules)} schedulers", "chain them in one")
     if not schedules:
-        return found, None
+        return returned, None
     chosen = schedules[0] if isinstance(schedules[0], Mapping) else {"scheduler": schedules[0]}
     if isinstance(chosen["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError("task", name, "its scheduler follows a metric", "use one of steps or epochs")
-    return found, _Schedule(chosen["scheduler"], chosen.get("interval", "epoch"), chosen.get("frequency", 1))
+    return returned, _Schedule(chosen["scheduler"], chosen.get("interval", "epoch"), chosen.get("frequency", 1))
 
 
 def _require_loader(loader: Any) -> DataLoader[Any]:

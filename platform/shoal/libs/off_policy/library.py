@@ -6,9 +6,9 @@ LIBRARY = Library(
     "off_policy",
     extensions={
         "shoal.algorithms": {
-            "dqn": "shoal.libs.off_policy.dqn.config:DQNConfig",
-            "sac": "shoal.libs.off_policy.sac.config:SACConfig",
-            "r2d2": "shoal.libs.off_policy.r2d2.config:R2D2Config",
+            "dqn": "shoal.libs.off_policy.configs:DQNConfig",
+            "sac": "shoal.libs.off_policy.configs:SACConfig",
+            "r2d2": "shoal.libs.off_policy.configs:R2D2Config",
         }
     },
 )

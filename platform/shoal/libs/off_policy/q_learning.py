@@ -1,8 +1,7 @@
-"""What DQN and R2D2 have in common: each batch goes into a prioritised replay, from which every step of the optimizer
-draws; a target network; and an exploration that travels with the weights.
+"""Algorithms with a replay, from which every step of the optimizer draws; and what DQN and R2D2 have in common.
 
 External actors explore, as in Ape-X (Horgan et al., 1803.00933). Experience of any age is welcome: the losses need no
-behaviour policy. Knows no clock, device, run or Ray.
+behaviour policy. Knows no clock, run or Ray.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.errors import RunError
-from shoal.libs.off_policy.dqn.config import DQNConfig
-from shoal.libs.off_policy.flat_parameters import clip_gradient, flatten_parameters
+from shoal.libs.off_policy.configs import QLearningConfig, SACConfig
 from shoal.libs.off_policy.q_network import QNetwork, RecurrentQNetwork
-from shoal.libs.off_policy.r2d2.config import R2D2Config
-from shoal.libs.off_policy.replay.replay import Replay
-from shoal.libs.off_policy.replay.sequence_replay import SequenceReplay
+from shoal.libs.off_policy.replay import Replay
+from shoal.libs.off_policy.sequence_replay import SequenceReplay
 from shoal.rl.algorithms.algorithm import Algorithm, Metrics, restore_optimizer
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner_group import SampleShare
@@ -39,18 +36,41 @@ class StepLoss(NamedTuple):
     values: Tensor
 
 
-class QLearning(Algorithm):
-    """`samples_per_insert` drawn steps for every inserted one, in steps of Adam.
+class ReplayAlgorithm(Algorithm):
+    """An algorithm whose replay stores each batch as it is. A learner that gets shares of samples has no replay."""
 
-    replay: None in a learner that gets its shares of what another one draws
-    """
+    def prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
+        super().prepare(batch)
+        return batch
+
+    def learn_share(self, share: SampleShare) -> None:
+        self.learn(share)
+
+    @abstractmethod
+    def learn(self, share: SampleShare) -> object:
+        """Take a step of the optimizer with the other learners of this sample. Raises RunError, leaving the weights,
+        when the loss is not finite any more."""
+
+
+def make_ring_options(
+    config: QLearningConfig | SACConfig, folder: Path | None, priority_exponent: float
+) -> tuple[int, float, np.random.Generator, Path | None]:
+    """The size in bytes, exponent, random numbers (which follow from torch's seed) and folder of a replay."""
+    random = np.random.default_rng(int(torch.randint(2**62, ())))
+    ring_folder = folder / "replay" if folder is not None and config.replay_on_disk else None
+    return int(config.replay_mb * 2**20), priority_exponent, random, ring_folder
+
+
+class QLearning(ReplayAlgorithm):
+    """`samples_per_insert` drawn steps for every inserted one, in steps of Adam, with a target network and an
+    exploration that travels with the weights."""
 
     model: QNetwork | RecurrentQNetwork
     _replay: Replay | SequenceReplay
 
     def __init__(
         self,
-        config: DQNConfig | R2D2Config,
+        config: QLearningConfig,
         model: QNetwork | RecurrentQNetwork,
         replay: Replay | SequenceReplay | None,
     ) -> None:
@@ -67,63 +87,60 @@ class QLearning(Algorithm):
         self._set_epsilon()
 
     @abstractmethod
-    def _insert(self, batch: ExperienceBatch) -> None:
+    def insert(self, batch: ExperienceBatch) -> None:
         """Store a batch. Raises NonFiniteLoss, storing nothing, when an error of its steps is not finite."""
 
     @abstractmethod
-    def _count_draws(self) -> float:
+    def count_draws(self) -> float:
         """The steps that one step of the optimizer draws."""
 
     @abstractmethod
-    def _draw(self) -> tuple[np.ndarray, SampleShare]:
-        """The numbers of drawn items, for the replay, and the whole sample of them."""
+    def draw(self) -> tuple[np.ndarray, SampleShare]:
+        """The numbers of drawn items, for the replay, and the sample of them."""
 
     @abstractmethod
-    def _compute_loss(self, share: SampleShare) -> StepLoss: ...
+    def compute_loss(self, share: SampleShare) -> StepLoss: ...
 
-    def learn_share(self, share: SampleShare) -> None:
-        self._learn(share)
+    def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
+        self.insert(batch)
+        self._num_inserted += batch.num_steps
+        self._set_epsilon()
+        replay = self._replay
+        if replay.num_steps < self._settings.learning_starts and replay.num_drawable < replay.capacity // 2:
+            return  # also where a restored replay is empty
+        self._num_owed += self._settings.samples_per_insert * batch.num_steps
+        num_drawn = self.count_draws()
+        while self._num_owed >= num_drawn:
+            self._num_owed -= num_drawn
+            rows, sample = self.draw()
+            metrics, errors = self.learn(self.group.divide_sample(sample, self.serialize))
+            is_known = ~np.isnan(errors)  # not of a learner that has died
+            replay.update_priorities(rows[is_known], errors[is_known])
+            numbers = {"epsilon": self.model.epsilon.item(), "replay_steps": float(replay.num_steps)}
+            yield {**metrics, **{f"learner/{name}": value for name, value in numbers.items()}}
 
-    def _step(self) -> Metrics:
-        """One step of the optimizer. Raises RunError, leaving the weights, when their loss is not finite any more."""
-        rows, sample = self._draw()
-        metrics, errors = self._learn(self.group.divide_sample(sample, self.serialize))
-        is_known = ~np.isnan(errors)  # not of a learner that has died
-        self._replay.update_priorities(rows[is_known], errors[is_known])
-        numbers = {"epsilon": self.model.epsilon.item(), "replay_steps": float(self._replay.num_steps)}
-        return {**metrics, **{f"learner/{name}": value for name, value in numbers.items()}}
-
-    def _learn(self, share: SampleShare) -> tuple[dict[str, float], np.ndarray]:
+    def learn(self, share: SampleShare) -> tuple[dict[str, float], np.ndarray]:
         """The step; returns metrics and errors of the whole sample [num_items]."""
-        loss = self._compute_loss(share)
+        loss = self.compute_loss(share)
         total = loss.total * (loss.num_steps / share.num_steps)
         metrics = {
             "learner/loss": total,
             "learner/td_error": loss.errors.abs().sum() / share.num_items,
             "learner/q_value": loss.values.sum() / share.num_items,
         }
-        found = self._minimize(total, metrics, loss.num_steps, share.num_steps)
-        return found, self.group.gather(loss.errors, share).cpu().numpy()
-
-    def prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
-        super().prepare(batch)
-        return batch  # the replay stores it as it is
-
-    def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
-        self._insert(batch)
-        self._num_inserted += batch.num_steps
-        self._set_epsilon()
-        if not self._has_enough():  # the restored replay may be empty
-            return
-        self._num_owed += self._settings.samples_per_insert * batch.num_steps
-        num_drawn = self._count_draws()
-        while self._num_owed >= num_drawn:
-            self._num_owed -= num_drawn
-            yield self._step()
-
-    def _has_enough(self) -> bool:
-        replay = self._replay
-        return replay.num_steps >= self._settings.learning_starts or replay.num_drawable >= replay.capacity // 2
+        gradient = self._parameters.grad
+        assert gradient is not None
+        gradient.zero_()
+        total.backward()
+        sums = self.group.sum_gradients([self._parameters], metrics, loss.num_steps, share.num_steps)
+        grad_norm = clip_gradient(gradient, self._settings.max_grad_norm)
+        if not np.isfinite(grad_norm):
+            raise RunError("the loss of replayed experience is not finite: lower algorithm.learning_rate")
+        self._optimizer.step()
+        self._num_updates += 1
+        if self._num_updates % self._settings.target_update_period == 0:
+            self._target_parameters.data.copy_(self._parameters)
+        return {**sums, "learner/grad_norm": grad_norm}, self.group.gather(loss.errors, share).cpu().numpy()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -146,33 +163,30 @@ class QLearning(Algorithm):
         self._num_inserted, self._num_updates = state["num_inserted"], state["num_updates"]
         self._set_epsilon()
 
-    def _minimize(self, loss: Tensor, metrics: Mapping[str, Tensor], num_mine: int, num_steps: int) -> dict[str, float]:
-        """Take a step with the other learners; returns metrics of all. Raises RunError."""
-        gradient = self._parameters.grad
-        assert gradient is not None
-        gradient.zero_()
-        loss.backward()
-        found = self.group.sum_gradients([self._parameters], metrics, num_mine, num_steps)
-        grad_norm = clip_gradient(gradient, self._settings.max_grad_norm)
-        if not np.isfinite(grad_norm):
-            raise RunError("the loss of replayed experience is not finite: lower algorithm.learning_rate")
-        self._optimizer.step()
-        self._num_updates += 1
-        if self._num_updates % self._settings.target_update_period == 0:
-            self._target_parameters.data.copy_(self._parameters)
-        return {**found, "learner/grad_norm": grad_norm}
-
     def _set_epsilon(self) -> None:
-        """From 1 to `epsilon`, linearly in the inserted steps."""
+        """Set ε: it falls from 1 to `epsilon`, linearly in the inserted steps."""
         progress = min(1.0, self._num_inserted / self._settings.epsilon_steps)
         self.model.epsilon.fill_(1.0 + progress * (self._settings.epsilon - 1.0))
 
 
-def make_random() -> np.random.Generator:
-    """The replay's random numbers, which follow from torch's seed."""
-    return np.random.default_rng(int(torch.randint(2**62, ())))
+def flatten_parameters(model: nn.Module) -> nn.Parameter:
+    """Lay the parameters of `model` end to end, and their gradients too; those of the model become views of them: an
+    optimizer's step is then a few operations, however many layers.
+
+    Gradients add up in `.grad` of the result: set it to zero in place.
+    """
+    parameters = list(model.parameters())
+    flat = nn.Parameter(torch.cat([each.detach().flatten() for each in parameters]))
+    flat.grad = torch.zeros_like(flat)
+    sizes = [each.numel() for each in parameters]
+    for each, values, gradient in zip(parameters, flat.detach().split(sizes), flat.grad.split(sizes), strict=True):
+        each.data, each.grad = values.view_as(each), gradient.view_as(each)
+    return flat
 
 
-def find_folder(config: DQNConfig | R2D2Config, folder: Path | None) -> Path | None:
-    """Where the replay's files are, if it is on disk."""
-    return folder / "replay" if folder is not None and config.replay_on_disk else None
+def clip_gradient(gradient: Tensor, max_norm: float) -> float:
+    """Scale `gradient` in place to a norm of at most `max_norm`; returns its norm before."""
+    norm = float(gradient.norm())
+    if norm > max_norm:
+        gradient.mul_(max_norm / norm)
+    return norm

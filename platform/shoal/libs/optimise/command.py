@@ -23,16 +23,22 @@ from shoal.cli.support.output_files import prepare_output_folder, to_json_value,
 from shoal.cost.cost_table import format_quantity
 from shoal.errors import ConfigError, needs_extra
 from shoal.libs.optimise.choice import MaxDrop, find_front, is_within
-from shoal.libs.optimise.picture import plot_front
 from shoal.libs.optimise.request import OptimiseRequest
 from shoal.libs.optimise.search import Outcome
 from shoal.libs.optimise.search import optimise as search
 from shoal.libs.optimise.steps import STEPS
 from shoal.runs.formatting import format_number, format_size
+from shoal.runs.report.plots import INK, LINE, MARK, MUTED, RULE, make_figure, to_png
 
 COSTS = ("latency", "batch", "size", "flops")
 NONE = "none"
 FILE_WIDTH = 140
+_COSTS = {
+    "latency": ("milliseconds for one sample", 1e3),
+    "batch": ("milliseconds for a batch of {batch}", 1e3),
+    "size": ("MiB on disk", 2.0**-20),
+    "flops": ("MFLOP for one sample", 1e-6),
+}
 
 
 @click.command()
@@ -85,11 +91,17 @@ def optimise(
       shoal optimise ranker --data my_task.py:Ranking --student my_net.py:Small,hidden=64
       shoal optimise text --student none --try int8,onnx-int8 --metric loss --by batch
     """
+    if NONE in students and len(students) > 1:
+        raise ConfigError("--student", NONE, "is given with others", "leave it out, or the others")
+    names: Any = None if steps is None else [each.strip() for each in steps.split(",") if steps != NONE]
+    for each in names or ():
+        if each not in STEPS:
+            raise ConfigError("--try", each, "is no step", f"give some of {', '.join(STEPS)}, or {NONE}")
     request = OptimiseRequest(
         model=model,
         overrides=overrides,
-        students=_parse_students(students),
-        steps=_parse_steps(steps),
+        students=() if students == (NONE,) else students or None,
+        steps=None if names is None else tuple(names),
         max_drop=MaxDrop.parse(max_drop),
         **options,
     )
@@ -98,69 +110,55 @@ def optimise(
     folder = prepare_output_folder(out, "optimised")
     try:
         with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
-            found = search(request, lambda line: click.echo(line, err=True))
+            outcome = search(request, lambda line: click.echo(line, err=True))
     except KeyboardInterrupt:
         click.echo("Interrupted; nothing is registered.", err=True)
         sys.exit(128 + signal.SIGINT)
-    values = to_json_value(_as_dict(found))
+    values = to_json_value(_as_dict(outcome))
     if as_json:
         click.echo(json.dumps(values))
     else:
-        _show(found, request)
-    files = {"png": plot_front(found, request), "json": json.dumps(values, indent=2).encode()}
-    paths = write_files(folder, f"optimise-{found.teacher.name}-{found.teacher.version}", files)
+        _show(outcome, request)
+    files = {"png": plot_front(outcome, request), "json": json.dumps(values, indent=2).encode()}
+    paths = write_files(folder, f"optimise-{outcome.teacher.name}-{outcome.teacher.version}", files)
     if not as_json:
         for path in paths:
             click.echo(f"  {path}")
 
 
-def _parse_students(given: tuple[str, ...]) -> tuple[str, ...] | None:
-    if NONE in given and len(given) > 1:
-        raise ConfigError("--student", NONE, "is given with others", "leave it out, or the others")
-    return () if given == (NONE,) else given or None
-
-
-def _parse_steps(text: str | None) -> Any:
-    if text is None or text == NONE:
-        return None if text is None else ()
-    names = [each.strip() for each in text.split(",")]
-    for each in names:
-        if each not in STEPS:
-            raise ConfigError("--try", each, "is no step", f"give some of {', '.join(STEPS)}, or {NONE}")
-    return tuple(names)
-
-
-def _show(found: Outcome, request: OptimiseRequest) -> None:
-    numbers = (found.metric, "drop", "1 sample", f"{request.batch} samples", "size", "FLOPs")
+def _show(outcome: Outcome, request: OptimiseRequest) -> None:
+    numbers = (outcome.metric, "drop", "1 sample", f"{request.batch} samples", "size", "FLOPs")
     columns = (Column("model", min_width=16, overflow="fold"), *map(make_number_column, numbers), Column(no_wrap=True))
-    front = find_front(found.measured, found.metric, found.is_higher_better, request.cost)
+    front = find_front(outcome.measured, outcome.metric, outcome.is_higher_better, request.cost)
     console = Console()
     if not console.is_terminal:
         console.width = FILE_WIDTH
     console.print(
-        make_table(*columns, rows=(_make_cells(found, each, each in front) for each in range(len(found.models))))
+        make_table(*columns, rows=(_make_cells(outcome, each, each in front) for each in range(len(outcome.models))))
     )
-    for title, problem in found.rejected:
+    for title, problem in outcome.rejected:
         console.print(Text(f"not tried: {title}: {problem}", style="yellow"), soft_wrap=True)
-    if found.registered is None:
-        click.echo(f"Nothing within {found.metric} {format_number(found.limit)} is better: {found.teacher.ref} stays.")
+    if outcome.registered is None:
+        click.echo(
+            f"Nothing within {outcome.metric} {format_number(outcome.limit)} is better: {outcome.teacher.ref} stays."
+        )
         return
-    chosen = found.registered
-    click.echo(f"{chosen.name}@{request.alias} is {chosen.ref} now: {found.models[found.chosen].title}.")
+    chosen = outcome.registered
+    click.echo(f"{chosen.name}@{request.alias} is {chosen.ref} now: {outcome.models[outcome.chosen].title}.")
     click.echo(f"Serve it: shoal serve deploy {chosen.ref}")
 
 
-def _make_cells(found: Outcome, index: int, is_on_front: bool) -> list[str]:
-    measured, teacher = found.measured[index], found.measured[0]
-    value, before = measured.metrics[found.metric], teacher.metrics[found.metric]
-    drop = (before - value) * (1 if found.is_higher_better else -1)
+def _make_cells(outcome: Outcome, index: int, is_on_front: bool) -> list[str]:
+    measured, teacher = outcome.measured[index], outcome.measured[0]
+    value, before = measured.metrics[outcome.metric], teacher.metrics[outcome.metric]
+    drop = (before - value) * (1 if outcome.is_higher_better else -1)
     note = "front" if is_on_front else ""
-    if index == found.chosen:
+    if index == outcome.chosen:
         note = "chosen" if index else "stays"
-    elif not is_within(value, found.limit, found.is_higher_better):
+    elif not is_within(value, outcome.limit, outcome.is_higher_better):
         note = "drops too much"
     return [
-        found.models[index].title,
+        outcome.models[index].title,
         format_number(value),
         format_number(drop) if index else "",
         f"{1e3 * measured.latency_s:.3g} ms",
@@ -171,16 +169,45 @@ def _make_cells(found: Outcome, index: int, is_on_front: bool) -> list[str]:
     ]
 
 
-def _as_dict(found: Outcome) -> dict[str, Any]:
+def _as_dict(outcome: Outcome) -> dict[str, Any]:
     rows = [
-        {"steps": list(model.steps), "run": model.run_id, **asdict(measured), "chosen": index == found.chosen}
-        for index, (model, measured) in enumerate(zip(found.models, found.measured, strict=True))
+        {"steps": list(model.steps), "run": model.run_id, **asdict(measured), "chosen": index == outcome.chosen}
+        for index, (model, measured) in enumerate(zip(outcome.models, outcome.measured, strict=True))
     ]
     return {
-        "model": found.teacher.ref,
-        "metric": found.metric,
-        "limit": found.limit,
+        "model": outcome.teacher.ref,
+        "metric": outcome.metric,
+        "limit": outcome.limit,
         "models": rows,
-        "rejected": [{"steps": title, "problem": problem} for title, problem in found.rejected],
-        "registered": found.registered.ref if found.registered else None,
+        "rejected": [{"steps": title, "problem": problem} for title, problem in outcome.rejected],
+        "registered": outcome.registered.ref if outcome.registered else None,
     }
+
+
+def plot_front(outcome: Outcome, request: OptimiseRequest) -> bytes:
+    """A PNG: each model as a point, the front as a line, the limit of the drop as a dashed one."""
+    label, scale = _COSTS[request.cost]
+    front = find_front(outcome.measured, outcome.metric, outcome.is_higher_better, request.cost)
+    points = [(each.get_cost(request.cost) * scale, each.metrics[outcome.metric]) for each in outcome.measured]
+    with make_figure((7.2, 4.2), layout="constrained") as figure:
+        title = f"{outcome.teacher.ref}: {outcome.metric} against {label.format(batch=request.batch)}"
+        figure.suptitle(title, color=INK, fontsize=10, fontweight="bold", x=0.01, ha="left")
+        axes = figure.subplots()
+        axes.grid(axis="x")
+        axes.margins(x=0.12, y=0.12)
+        axes.plot([points[each][0] for each in front], [points[each][1] for each in front], color=RULE, linewidth=1.5)
+        axes.axhline(outcome.limit, color=MUTED, linewidth=1, linestyle=(0, (3, 3)), zorder=0)
+        for position, index in enumerate(sorted(range(len(points)), key=points.__getitem__)):
+            cost, quality = points[index]
+            fits = is_within(quality, outcome.limit, outcome.is_higher_better)
+            colour = MARK if index == outcome.chosen else LINE if fits else MUTED
+            axes.plot(cost, quality, "o", color=colour, markersize=8 if index == outcome.chosen else 5)
+            offset = (5, 5 - 13 * (position % 2))  # alternately above and below, since the cheapest are close
+            text: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "color": colour}
+            axes.annotate(outcome.models[index].title, (cost, quality), offset, **text)
+        axes.set_xscale("log")
+        for formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+            formatter("{x:g}")
+        axes.set_xlabel(label.format(batch=request.batch))
+        axes.set_ylabel(outcome.metric)
+    return to_png(figure)

@@ -52,8 +52,8 @@ class Distillation(Task):
 
     @cached_property
     def _teacher(self) -> nn.Module:
-        found = Registry().get(self._teacher_ref)
-        return build_network(found.manifest.model, read_payload(found.snapshot()))
+        version = Registry().get(self._teacher_ref)
+        return build_network(version.manifest.model, read_payload(version.snapshot()))
 
     def train_step(self, model: nn.Module, batch: Any) -> dict[str, Loss]:
         """The weighted sum of both losses; the teacher's is logged as train/distillation."""
@@ -110,9 +110,9 @@ class Distillation(Task):
 
 def get_targets(batch: Any) -> Tensor | None:
     """A batch's labels: the last of a tuple, or `batch["targets"]`."""
-    found = batch.get("targets") if isinstance(batch, Mapping) else batch
-    found = found[-1] if isinstance(found, tuple | list) else found
-    return found if isinstance(found, Tensor) else None
+    targets = batch.get("targets") if isinstance(batch, Mapping) else batch
+    targets = targets[-1] if isinstance(targets, tuple | list) else targets
+    return targets if isinstance(targets, Tensor) else None
 
 
 def compute_distillation_loss(outputs: Any, answers: Any, targets: Tensor | None, temperature: float) -> Tensor:
@@ -151,8 +151,8 @@ def find_class_axis(outputs: Tensor, targets: Tensor | None) -> int | None:
 def list_tensors(outputs: Any) -> list[Tensor]:
     """The floating-point tensors of a network's outputs. Raises ConfigError for outputs without any."""
     values = outputs.values() if isinstance(outputs, Mapping) else outputs
-    found = [values] if isinstance(values, Tensor) else list(values)
-    tensors = [each for each in found if isinstance(each, Tensor) and each.is_floating_point()]
+    every = [values] if isinstance(values, Tensor) else list(values)
+    tensors = [each for each in every if isinstance(each, Tensor) and each.is_floating_point()]
     if not tensors:
         remedy = "let it return a tensor of numbers, or a tuple or dict with some"
         raise ConfigError("task", type(outputs).__name__, "of the network is nothing to learn from", remedy)

@@ -64,7 +64,7 @@ def name_inputs(inputs: Sequence[Tensor], signature: Signature) -> Arrays:
     return {spec.name: each.numpy() for spec, each in zip(signature.inputs, inputs, strict=True)}
 
 
-def evaluate_network(network: nn.Module, task: Task, data: Data, batch_size: int) -> dict[str, float]:
+def score_network(network: nn.Module, task: Task, data: Data, batch_size: int) -> dict[str, float]:
     """The Task's loss and metrics over its validation data."""
     assert data.validation is not None
     world, spec = World.single("cpu"), ParallelSpec()

@@ -113,7 +113,10 @@ def open_subject(request: OptimiseRequest) -> Subject:
     network = build_network(factory, payload)
     if callable(getattr(network, "predict", None)):
         raise ConfigError("MODEL", version.ref, "answers by its method predict, which no Task measures")
-    batches = [_load_batch(data, spec.task, each) for each in (1, 2, request.batch)]
+    if data.validation is None:
+        raise ConfigError("--data", spec.task, "has no validation data to measure on", "give Data(validation=...)")
+    measured = Data(data.validation, collate=data.collate)
+    batches = [load_first_batch(measured, each, is_exact=True) for each in (1, 2, request.batch)]
     inputs = tuple(task.inputs(each) for each in batches)
     _require_inputs_fit(inputs[0], version, spec.task)
     outputs = run_network(network, inputs[1], "--data", spec.task, version.ref)
@@ -131,8 +134,8 @@ def choose_students(request: OptimiseRequest, subject: Subject, say: Say) -> lis
     teacher = subject.model.factory
     if request.students is not None:
         students = [parse_student(each, teacher) for each in dict.fromkeys(request.students)]
-    elif found := choose_default_student(teacher, subject.task):
-        students = [found]
+    elif default := choose_default_student(teacher, subject.task):
+        students = [default]
     else:
         say("no distillation: no argument of the model is known as its width; name a --student")
         students = []
@@ -151,14 +154,14 @@ def choose_steps(request: OptimiseRequest, say: Say) -> list[Step]:
         for each in request.steps:
             require_step(each)
         return list(dict.fromkeys(request.steps))
-    found = []
+    steps = []
     for each in STEPS:
         try:
             require_step(each)
-            found.append(each)
+            steps.append(each)
         except MissingExtra as error:
             say(f"no {each}: {error}")
-    return found
+    return steps
 
 
 def run_network(network: nn.Module, inputs: Sequence[Any], option: str, value: str, title: str) -> Any:
@@ -199,12 +202,6 @@ def _find_spec(request: OptimiseRequest, version: ModelVersion) -> TrainSpec:
     if is_own:
         spec = spec.model_copy(update={"args": {**spec.args, **factory.kwargs["args"]}})
     return spec.override(request.overrides)
-
-
-def _load_batch(data: Data, task: str, num_samples: int) -> Any:
-    if data.validation is None:
-        raise ConfigError("--data", task, "has no validation data to measure on", "give Data(validation=...)")
-    return load_first_batch(Data(data.validation, collate=data.collate), num_samples, is_exact=True)
 
 
 def _require_inputs_fit(inputs: Sequence[Any], version: ModelVersion, task: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shoal.data.fingerprint import fingerprint
 from shoal.errors import ConfigError, InferenceError, WeightsError, summarize_error
@@ -60,7 +59,19 @@ def optimise(request: OptimiseRequest, say: Say = lambda line: None) -> Outcome:
     """
     subject = open_subject(request)
     steps = choose_steps(request, say)
-    trained = [(each, _make_spec(request, subject, each)) for each in choose_students(request, subject, say)]
+    stop = {"target": None}  # which the teacher may have met with less
+    plain = subject.spec.update({"workers": 1, "init": "", "name": subject.version.name, "stop": stop})
+    trained: list[tuple[Student, TrainSpec]] = []
+    for student in choose_students(request, subject, say):
+        args = {
+            "task": subject.spec.task,
+            "args": subject.spec.args,
+            "teacher": subject.version.ref,
+            "student": student.factory.model_dump(include={"factory", "kwargs", "code"}),
+            "temperature": request.temperature,
+            "weight": request.weight,
+        }
+        trained.append((student, plain.model_copy(update={"task": _TASK, "args": args})))
     for _, spec in trained:
         if spec.resume and len(trained) > 1:
             raise ConfigError("resume", spec.resume, "is one student's run", "name that --student alone")
@@ -79,7 +90,7 @@ def optimise(request: OptimiseRequest, say: Say = lambda line: None) -> Outcome:
     teacher = measured[0].metrics[subject.metric]
     if math.isnan(teacher):
         raise ConfigError("--metric", subject.metric, f"of {subject.version.ref} is not a number", "choose another")
-    found = Outcome(
+    outcome = Outcome(
         teacher=subject.version,
         metric=subject.metric,
         is_higher_better=subject.is_higher_better,
@@ -89,21 +100,7 @@ def optimise(request: OptimiseRequest, say: Say = lambda line: None) -> Outcome:
         rejected=tuple(rejected),
         chosen=choose(measured, subject.metric, subject.is_higher_better, request.max_drop, request.cost),
     )
-    return replace(found, registered=_register(request, subject, found)) if found.chosen else found
-
-
-def _make_spec(request: OptimiseRequest, subject: Subject, student: Student) -> TrainSpec:
-    args: dict[str, Any] = {
-        "task": subject.spec.task,
-        "args": subject.spec.args,
-        "teacher": subject.version.ref,
-        "student": student.factory.model_dump(include={"factory", "kwargs", "code"}),
-        "temperature": request.temperature,
-        "weight": request.weight,
-    }
-    stop = {"target": None}  # which the teacher may have met with less
-    spec = subject.spec.update({"workers": 1, "init": "", "name": subject.version.name, "stop": stop})
-    return spec.model_copy(update={"task": _TASK, "args": args})
+    return replace(outcome, registered=_register(request, subject, outcome)) if outcome.chosen else outcome
 
 
 def _distil(student: Student, spec: TrainSpec, subject: Subject, say: Say) -> Model:
@@ -124,11 +121,11 @@ def _take_step(origin: Model, step: Step, subject: Subject) -> Model:
     for inputs in subject.inputs:
         num_samples = len(inputs[0])
         try:
-            found = forward(measure.name_inputs(inputs, signature))
+            outputs = forward(measure.name_inputs(inputs, signature))
         except Exception as error:  # onnxruntime's errors have no common base
             problem = f"cannot compute {num_samples} samples: {summarize_error(error)}"
             raise ConfigError("--try", step, problem) from error
-        if any(len(each) != num_samples for each in found.values()):
+        if any(len(each) != num_samples for each in outputs.values()):
             raise ConfigError("--try", step, f"gives outputs of another number of samples for {num_samples}")
     return model
 
@@ -138,21 +135,21 @@ def _measure(models: Sequence[Model], subject: Subject, batch: int) -> list[Meas
     forwards = [measure.open_forward(each, signature) for each in models]
     one, _, many = (measure.name_inputs(each, signature) for each in subject.inputs)
     latencies = [measure.measure_latencies(forwards, each) for each in (one, many)]
-    found = []
+    measurements = []
     for model, forward, latency_s, batch_latency_s in zip(models, forwards, *latencies, strict=True):
         network = measure.ServedNetwork(forward, signature, subject.example)
-        metrics = measure.evaluate_network(network, subject.task, subject.data, batch)
-        found.append(Measurement(metrics, latency_s, batch_latency_s, len(model.payload), model.flops))
-    return found
+        metrics = measure.score_network(network, subject.task, subject.data, batch)
+        measurements.append(Measurement(metrics, latency_s, batch_latency_s, len(model.payload), model.flops))
+    return measurements
 
 
-def _register(request: OptimiseRequest, subject: Subject, found: Outcome) -> ModelVersion:
-    model, data = found.models[found.chosen], subject.data
+def _register(request: OptimiseRequest, subject: Subject, outcome: Outcome) -> ModelVersion:
+    model, data = outcome.models[outcome.chosen], subject.data
     lineage = {
         "parent": subject.version.ref,
         "steps": model.title,
-        "measured": _list_numbers(found.measured[found.chosen], found.metric),
-        "parent_measured": _list_numbers(found.measured[0], found.metric),
+        "measured": _list_numbers(outcome.measured[outcome.chosen], outcome.metric),
+        "parent_measured": _list_numbers(outcome.measured[0], outcome.metric),
     }
     parts = {"train": data.train, "validation": data.validation}
     return Registry().register(
@@ -161,7 +158,7 @@ def _register(request: OptimiseRequest, subject: Subject, found: Outcome) -> Mod
         model=model.factory,
         signature=subject.version.manifest.signature,
         run_id=model.run_id,
-        metrics=found.measured[found.chosen].metrics,
+        metrics=outcome.measured[outcome.chosen].metrics,
         data={name: f"{type(each).__name__} {fingerprint(each)}" for name, each in parts.items() if each is not None},
         lineage=lineage,
         aliases=(request.alias,),

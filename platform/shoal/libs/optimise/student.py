@@ -40,16 +40,24 @@ def parse_student(text: str, teacher: ModelFactory) -> Student:
     """
     first, *others = text.split(",")
     is_own = "=" not in first
-    kwargs = dict(_parse_argument(text, each) for each in (others if is_own else [first, *others]))
+    kwargs: dict[str, Any] = {}
+    for argument in others if is_own else [first, *others]:
+        name, separator, value = argument.partition("=")
+        if not (separator and name.strip().isidentifier()):
+            raise ConfigError("--student", text, f"{argument!r} is no argument NAME=VALUE", _REMEDY)
+        kwargs[name.strip()] = parse_yaml(value)
     if not is_own:
-        return Student(text, _change_arguments(text, teacher, kwargs))
+        changed = {**teacher.kwargs, **kwargs}
+        if teacher.factory == TASK_FACTORY:
+            changed = {**teacher.kwargs, "args": {**teacher.kwargs["args"], **kwargs}}
+        return Student(text, teacher.model_copy(update={"kwargs": changed}))
     try:
-        found = read_source(first)
+        source = read_source(first)
     except ValueError as error:
         raise ConfigError("--student", text, str(error), _REMEDY) from None
     own = ModelFactory(
         factory=f"{entry.__name__}:build_student",
-        kwargs={"source": found.source, "reference": first, "kwargs": kwargs},
+        kwargs={"source": source.source, "reference": first, "kwargs": kwargs},
     )
     return Student(text, entry.make_factory(own.with_code(), "fp32", teacher))
 
@@ -67,17 +75,3 @@ def choose_default_student(teacher: ModelFactory, task: Task | None) -> Student 
         if isinstance(value, int) and not isinstance(value, bool) and value * change >= 1:
             return parse_student(f"{name}={int(value * change)}", teacher)
     return None
-
-
-def _parse_argument(text: str, argument: str) -> tuple[str, Any]:
-    name, separator, value = argument.partition("=")
-    if not (separator and name.strip().isidentifier()):
-        raise ConfigError("--student", text, f"{argument!r} is no argument NAME=VALUE", _REMEDY)
-    return name.strip(), parse_yaml(value)
-
-
-def _change_arguments(text: str, teacher: ModelFactory, kwargs: dict[str, Any]) -> ModelFactory:
-    if teacher.factory != TASK_FACTORY:
-        return teacher.model_copy(update={"kwargs": {**teacher.kwargs, **kwargs}})
-    changed = {**teacher.kwargs, "args": {**teacher.kwargs["args"], **kwargs}}
-    return teacher.model_copy(update={"kwargs": changed})

@@ -1,6 +1,6 @@
 """`shoal ablate`: the contribution of each part of a task to accuracy, time, memory and parameters.
 
-Parse, call, print: `shoal.libs.planning.tune.ablation` trains and counts, in this process. Imports no Ray.
+Parse, call, print: `shoal.libs.planning.ablation` trains and counts, in this process. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.text import Text
 from shoal.cli.support.console import make_literal_console, make_number_column, make_table, strip_task_key
 from shoal.cli.support.output_files import prepare_output_folder, write_files
 from shoal.config import format_override
-from shoal.libs.planning.tune.ablation import (
+from shoal.libs.planning.ablation import (
     COSTS,
     MEMORY,
     PARAMETERS,
@@ -32,8 +32,8 @@ from shoal.libs.planning.tune.ablation import (
     build_variants,
     summarise_variants,
 )
-from shoal.libs.planning.tune.ablation import ablate as measure
-from shoal.libs.planning.tune.plots import plot_ablation
+from shoal.libs.planning.ablation import ablate as measure
+from shoal.libs.planning.plots import plot_ablation
 from shoal.runs.formatting import format_duration, format_number, format_size
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import spec_from_overrides
@@ -86,15 +86,20 @@ def ablate(
         judged = choose_metric(validate_run(spec).metric_names, spec, metric)
         num_runs = len(variants) * seeds
         measured = measure(variants, seeds, lambda each: fit_locally(each, JOB, registers=False, renews=False), say)
-    found = summarise_variants(measured)
-    text = json.dumps(_as_dict(task, found, measured), indent=2)
+    results = summarise_variants(measured)
+    summaries = [
+        {"is_whole" if name == "is_baseline" else name: value for name, value in asdict(each).items()}
+        for each in results
+    ]
+    values = {"task": task, "variants": summaries, "runs": [asdict(each) for each in measured]}
+    text = json.dumps(values, indent=2)
     if as_json:
         click.echo(text)
     else:
-        _show(found, judged, seeds)
+        _show(results, judged, seeds)
     shown = [(judged, judged), *LABELS.items()]
     files = {
-        "png": plot_ablation(found, shown, f"{task}: whole, and without each part (seeds: {seeds})"),
+        "png": plot_ablation(results, shown, f"{task}: whole, and without each part (seeds: {seeds})"),
         "csv": _to_csv(measured).encode(),
         "json": text.encode(),
     }
@@ -104,51 +109,49 @@ def ablate(
             click.echo(f"  {path}")
 
 
-def _show(found: Sequence[VariantSummary], metric: str, seeds: int) -> None:
+def _show(summaries: Sequence[VariantSummary], metric: str, seeds: int) -> None:
     console = make_literal_console(soft_wrap=False)
-    console.print(_build_table(found, metric, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
-    for worth in found:
-        for failure in worth.failures:
-            console.print(Text(f"{worth.name} did not end: {failure}", style="red"))
+    console.print(_build_table(summaries, metric, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
+    for summary in summaries:
+        for failure in summary.failures:
+            console.print(Text(f"{summary.name} did not end: {failure}", style="red"))
     over = f", mean ± standard deviation over {seeds} seeds, seed by seed" if seeds > 1 else ", with one seed"
     click.echo(f"Below each part's own numbers: their differences from the whole{over}.")
 
 
-def _build_table(found: Sequence[VariantSummary], metric: str, *, shows_spread: bool) -> Table:
+def _build_table(summaries: Sequence[VariantSummary], metric: str, *, shows_spread: bool) -> Table:
     """Two lines per part, so that all numbers fit into 80 columns: its own, and their differences from the full
     task."""
     names = (metric, *COSTS)
     spread_of = frozenset(names) - {MEMORY, PARAMETERS} if shows_spread else frozenset[str]()
     rows: list[list[str | Text]] = []
-    for worth in found:
-        own = [_format_spread(worth.values.get(name), name, name in spread_of) for name in names]
-        rows.append([Text(worth.name, style="bold" if worth.is_baseline else ""), *own])
-        if not worth.is_baseline:
-            rows.append(
-                ["", *(_format_difference(worth.differences.get(each), each, each in spread_of) for each in names)]
-            )
+    for summary in summaries:
+        own = [_format_spread(summary.values.get(name), name, name in spread_of) for name in names]
+        rows.append([Text(summary.name, style="bold" if summary.is_baseline else ""), *own])
+        if summary.is_baseline:
+            continue
+        differences: list[str | Text] = [""]
+        for name in names:
+            spread = summary.differences.get(name)
+            sign = "+" if spread is not None and spread.mean > 0 else ""
+            differences.append(Text(sign + _format_spread(spread, name, name in spread_of), style="dim"))
+        rows.append(differences)
     numbers = map(make_number_column, (metric, "step", "memory", "parameters"))
     return make_table(Column("variant", no_wrap=True), *numbers, rows=rows)
 
 
-def _format_difference(spread: MeanAndDeviation | None, name: str, shows_spread: bool) -> Text:
-    sign = "+" if spread is not None and spread.mean > 0 else ""
-    return Text(sign + _format_spread(spread, name, shows_spread), style="dim")
-
-
 def _format_spread(spread: MeanAndDeviation | None, name: str, shows_spread: bool) -> str:
+    def format_quantity(value: float) -> str:
+        if name == MEMORY:
+            return format_size(int(value))
+        if name == STEP_S:
+            return f"{1e3 * value:.3g} ms" if value < 1 else format_duration(value)
+        return format_number(value)
+
     if spread is None:
         return ""
-    shown = ("-" if spread.mean < 0 else "") + _format_quantity(abs(spread.mean), name)
-    return f"{shown} ± {_format_quantity(spread.deviation, name)}" if shows_spread else shown
-
-
-def _format_quantity(value: float, name: str) -> str:
-    if name == MEMORY:
-        return format_size(int(value))
-    if name == STEP_S:
-        return f"{1e3 * value:.3g} ms" if value < 1 else format_duration(value)
-    return format_number(value)
+    shown = ("-" if spread.mean < 0 else "") + format_quantity(abs(spread.mean))
+    return f"{shown} ± {format_quantity(spread.deviation)}" if shows_spread else shown
 
 
 def _to_csv(measured: Sequence[AblationRun]) -> str:
@@ -161,10 +164,3 @@ def _to_csv(measured: Sequence[AblationRun]) -> str:
         values = [each.values.get(name, "") for name in names]
         writer.writerow([each.variant, each.seed, *values, each.steps, each.reason, each.run_id, each.failure])
     return text.getvalue()
-
-
-def _as_dict(task: str, found: Sequence[VariantSummary], measured: Sequence[AblationRun]) -> dict[str, object]:
-    variants = [
-        {"is_whole" if name == "is_baseline" else name: value for name, value in asdict(each).items()} for each in found
-    ]
-    return {"task": task, "variants": variants, "runs": [asdict(each) for each in measured]}

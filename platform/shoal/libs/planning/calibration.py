@@ -27,7 +27,7 @@ from shoal.errors import TrainError
 from shoal.parallel import World
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.comm.world import set_network_interface
-from shoal.sync.config import find_config_type
+from shoal.sync.config import find_sync_config_type
 from shoal.sync.costs import EVICTED_BYTES, CostProbe, load_probe
 from shoal.sync.rpc import Request, RpcClient, RpcService
 from shoal.train.loop.components import TrainComponents, build_components
@@ -122,7 +122,7 @@ def calibrate(spec: TrainSpec, num_processes: int, samples: int, threads: int, *
 
 
 def _find_probe() -> CostProbe:
-    return load_probe(find_config_type("parameter_server")())  # type: ignore[call-arg]  # its kind is the default
+    return load_probe(find_sync_config_type("parameter_server")())  # type: ignore[call-arg]  # its kind is the default
 
 
 def _serve(num_workers: int, spec: TrainSpec, folder: str) -> None:
@@ -207,22 +207,17 @@ def _time_steps(parts: TrainComponents, *, has_part: bool) -> _Steps:
     dist.barrier()
     began_s = time.perf_counter()
     while has_part and (len(taken) <= LEAST_STEPS or time.perf_counter() - began_s < STEPS_S):
-        taken.append(_time_step(parts, len(taken)))
+        before_s = time.perf_counter()
+        batch = parts.stream.next()
+        read_s = time.perf_counter()
+        parts.train_step(batch, len(taken))
+        computed_s = time.perf_counter()
+        parts.optimizer.step()
+        ended_s = time.perf_counter()
+        taken.append((ended_s - read_s, ended_s - computed_s, read_s - before_s))
     everyone: list[list[tuple[float, float, float]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, taken)
     return _Steps([steps for steps in everyone if steps])
-
-
-def _time_step(parts: TrainComponents, step: int) -> tuple[float, float, float]:
-    """Seconds of computing, of the optimiser's part of it, of reading the batch."""
-    began_s = time.perf_counter()
-    batch = parts.stream.next()
-    read_s = time.perf_counter()
-    parts.train_step(batch, step)
-    computed_s = time.perf_counter()
-    parts.optimizer.step()
-    ended_s = time.perf_counter()
-    return ended_s - read_s, ended_s - computed_s, read_s - began_s
 
 
 def _measure_exchange(parts: TrainComponents, rank: int, folder: str) -> float:
@@ -274,14 +269,14 @@ def _time_sums(size_bytes: int, repeats: int, add: Add, between_s: float = 0.0) 
 
 def _measure_call(rank: int, address: str) -> float:
     """Process 1 calls a service of process 0, and all have its median."""
-    found = torch.zeros(1, dtype=torch.double)
+    answer_s = torch.zeros(1, dtype=torch.double)
     if rank == 0:
         service = RpcService(address, {_Echo: lambda caller, request: None})
         service.start()
         dist.barrier()
-        dist.broadcast(found, 1)
+        dist.broadcast(answer_s, 1)
         service.close()
-        return found.item()
+        return answer_s.item()
     dist.barrier()
     if rank == 1:
         client = RpcClient(address, TIMEOUT_S)
@@ -291,6 +286,6 @@ def _measure_call(rank: int, address: str) -> float:
             client.call(_Echo())
             seconds.append(time.perf_counter() - began_s)
         client.close()
-        found[0] = statistics.median(seconds)
-    dist.broadcast(found, 1)
-    return found.item()
+        answer_s[0] = statistics.median(seconds)
+    dist.broadcast(answer_s, 1)
+    return answer_s.item()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shoal.config import last_override
 from shoal.errors import ConfigError
-from shoal.sync.config import find_config_type
+from shoal.sync.config import find_sync_config_type
 
 CHOSEN = ("workers", "parallel", "sync", "sync.kind", "sync.staleness")  # by the plan
 CHOSEN_DEGREES = tuple(f"parallel.{name}" for name in ("data", "replicate", "shard", "tensor", "pipeline"))
@@ -51,14 +51,14 @@ def enumerate_candidates(
     sync:          overrides `sync.FIELD=...`, for the kinds that have the field
     """
     workers = hosts * devices
-    found = [Candidate("one device", ("parallel=single", "workers=1"), 1)]
+    candidates = [Candidate("one device", ("parallel=single", "workers=1"), 1)]
     if workers == 1:
-        return found
+        return candidates
     for tensor in _divisors(devices):
         for pipeline in _divisors(workers // tensor):
             if pipeline <= MAX_STAGES:
-                found += _divide_model(workers, hosts, tensor, pipeline, micro_batches)
-    return found + list(_replicate_model(workers, hosts, every, sync))
+                candidates += _divide_model(workers, hosts, tensor, pipeline, micro_batches)
+    return candidates + list(_replicate_model(workers, hosts, every, sync))
 
 
 def _divide_model(
@@ -93,7 +93,7 @@ def _replicate_model(workers: int, hosts: int, every: int, sync: Sequence[str]) 
     )
     servers = (f"sync.servers={hosts}",) if hosts > 1 else ()
     for name, kind, override, is_synchronous in kinds:
-        fields = find_config_type(kind).model_fields.keys() - {"every"}
+        fields = find_sync_config_type(kind).model_fields.keys() - {"every"}
         given = [each for each in sync if each.partition("=")[0].removeprefix("sync.") in fields]
         overrides = "parallel=ddp", f"sync.kind={kind}", override, *given, *servers, f"workers={workers}"
         yield Candidate(name, overrides, workers, is_synchronous)

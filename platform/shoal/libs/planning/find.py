@@ -1,6 +1,6 @@
 """`shoal find`: a learning rate and a batch size for a task, before training; as tables, plots and JSON.
 
-Parse, call, print: `shoal.libs.planning.tune.finders` does the work, in this process. Imports no Ray.
+Parse, call, print: `shoal.libs.planning.finders` does the work, in this process. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Column
 
 from shoal.cli.support.console import CommandGroup, make_number_column, make_table, strip_task_key
 from shoal.cli.support.output_files import prepare_output_folder, to_json_value, write_files
 from shoal.config import format_override
 from shoal.errors import ConfigError
-from shoal.libs.planning.tune.finders import (
+from shoal.libs.planning.finders import (
     BatchSizeResult,
-    BatchTrial,
     LearningRateResult,
     find_batch_size,
     find_learning_rate,
 )
-from shoal.libs.planning.tune.plots import plot_batch_size, plot_learning_rate
+from shoal.libs.planning.plots import plot_batch_size, plot_learning_rate
 from shoal.runs.formatting import format_number, format_size
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.spec import TrainSpec
@@ -73,17 +72,12 @@ def rate(
         raise ConfigError("--lowest", lowest, f"is not between 0 and --highest ({highest:g})")
     folder = prepare_output_folder(out)
     with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
-        spec = _make_spec(task, overrides)
-        found = find_learning_rate(spec, lowest, highest, steps)
-    if as_json:
-        click.echo(json.dumps(to_json_value(asdict(found))))
-    else:
-        _show_rate(found, spec)
-    paths = _write_results(
-        folder, "rate", task, plot_learning_rate(found, f"{task}: loss by learning rate"), asdict(found)
-    )
+        spec = spec_from_overrides([format_override("task", task), *overrides])
+        result = find_learning_rate(spec, lowest, highest, steps)
     if not as_json:
-        _print_paths(paths)
+        _show_rate(result, spec)
+    picture = plot_learning_rate(result, f"{task}: loss by learning rate")
+    _write_results(folder, "rate", task, picture, asdict(result), as_json)
 
 
 @find.command()
@@ -113,15 +107,13 @@ def batch(
     folder = prepare_output_folder(out)
     limit_bytes = None if memory is None else parse_bytes(memory)
     with redirect_stdout(sys.stderr):
-        found = find_batch_size(_make_spec(task, overrides), limit_bytes, up_to, longest)
-    if as_json:
-        click.echo(json.dumps(to_json_value(_as_dict(found))))
-    else:
-        _show_batch(found)
-    picture = plot_batch_size(found, f"{task}: speed and memory by batch size")
-    paths = _write_results(folder, "batch", task, picture, _as_dict(found))
+        spec = spec_from_overrides([format_override("task", task), *overrides])
+        result = find_batch_size(spec, limit_bytes, up_to, longest)
     if not as_json:
-        _print_paths(paths)
+        _show_batch(result)
+    picture = plot_batch_size(result, f"{task}: speed and memory by batch size")
+    tried = [{**asdict(each), "samples_per_s": each.samples_per_s} for each in result.tried]
+    _write_results(folder, "batch", task, picture, {**asdict(result), "tried": tried}, as_json)
 
 
 def parse_bytes(text: str) -> int:
@@ -132,68 +124,49 @@ def parse_bytes(text: str) -> int:
     return int(float(matched[1]) * _UNITS[matched[2]])
 
 
-def _make_spec(task: str, overrides: tuple[str, ...]) -> TrainSpec:
-    return spec_from_overrides([format_override("task", task), *overrides])
+def _write_results(folder: Path, what: str, task: str, picture: bytes, result: dict[str, Any], as_json: bool) -> None:
+    """Print what was found, if as JSON, and write it with its picture; else print where the files are."""
+    values = to_json_value(result)
+    if as_json:
+        click.echo(json.dumps(values))
+    text = json.dumps({"task": task, **values}, indent=2)
+    for path in write_files(folder, f"{what}-{Path(task).name}", {"png": picture, "json": text.encode()}):
+        if not as_json:
+            click.echo(f"  {path}")
 
 
-def _write_results(folder: Path, what: str, task: str, picture: bytes, found: dict[str, Any]) -> list[Path]:
-    text = json.dumps({"task": task, **to_json_value(found)}, indent=2)
-    return write_files(folder, f"{what}-{Path(task).name}", {"png": picture, "json": text.encode()})
-
-
-def _print_paths(paths: list[Path]) -> None:
-    for path in paths:
-        click.echo(f"  {path}")
-
-
-def _as_dict(found: BatchSizeResult) -> dict[str, Any]:
-    values = asdict(found)
-    for each, row in zip(found.tried, values["tried"], strict=True):
-        row["samples_per_s"] = each.samples_per_s
-    return values
-
-
-def _show_rate(found: LearningRateResult, spec: TrainSpec) -> None:
-    Console().print(_build_rate_table(found))
-    if found.suggestion is None:
+def _show_rate(result: LearningRateResult, spec: TrainSpec) -> None:
+    every, rows = max(1, len(result.rates) // NUM_ROWS), []
+    for index in range(0, len(result.rates), every):
+        near = result.rates[index : index + every]
+        mark = "steepest" if result.suggestion in near else "lowest" if result.lowest in near else ""
+        losses = (format_number(each[index]) for each in (result.losses, result.smoothed))
+        rows.append((f"{result.rates[index]:.2e}", *losses, mark))
+    columns = map(make_number_column, ("learning rate", "loss", "smoothed"))
+    Console().print(make_table(*columns, Column(no_wrap=True), rows=rows))
+    if result.suggestion is None:
         advice = "look at the picture, or try more --steps, a wider sweep, or a larger batch_size"
         click.echo(f"The loss falls nowhere by more than chance: {advice}.")
-    elif type(make_task(spec.task, spec.args)).optimizer is not Task.optimizer:
-        click.echo(
-            f"Suggested: {found.suggestion:.2g} (lowest loss at {found.lowest:.2g}), in the task's own optimizer()"
-        )
+        return
+    lowest = f"(lowest loss at {result.lowest:.2g})"
+    if type(make_task(spec.task, spec.args)).optimizer is not Task.optimizer:
+        click.echo(f"Suggested: {result.suggestion:.2g} {lowest}, in the task's own optimizer()")
     else:
-        click.echo(f"Suggested: optimizer.learning_rate={found.suggestion:.2g} (lowest loss at {found.lowest:.2g})")
+        click.echo(f"Suggested: optimizer.learning_rate={result.suggestion:.2g} {lowest}")
 
 
-def _show_batch(found: BatchSizeResult) -> None:
-    Console().print(_build_batch_table(found))
-    bound = (
-        f"that fits into {format_size(found.limit_bytes)}"
-        if found.is_limited
-        else "that was tried; the memory held them all"
-    )
-    click.echo(f"Largest {bound}: batch_size={found.largest}. Most samples per second: batch_size={found.fastest}")
-
-
-def _build_rate_table(found: LearningRateResult) -> Table:
-    every, rows = max(1, len(found.rates) // NUM_ROWS), []
-    for place in range(0, len(found.rates), every):
-        near = found.rates[place : place + every]
-        mark = "steepest" if found.suggestion in near else "lowest" if found.lowest in near else ""
-        losses = (format_number(each[place]) for each in (found.losses, found.smoothed))
-        rows.append((f"{found.rates[place]:.2e}", *losses, mark))
-    return make_table(*map(make_number_column, ("learning rate", "loss", "smoothed")), Column(no_wrap=True), rows=rows)
-
-
-def _build_batch_table(found: BatchSizeResult) -> Table:
-    columns = (*map(make_number_column, ("batch size", "step", "samples/s", "memory")), Column(no_wrap=True))
-    return make_table(*columns, rows=(_make_batch_cells(each, found) for each in found.tried))
-
-
-def _make_batch_cells(tried: BatchTrial, found: BatchSizeResult) -> list[str]:
-    size, memory = f"{tried.batch_size:,}", format_size(tried.memory_bytes)
-    if not tried.fits:
-        return [size, "", "", memory, "does not fit" if tried.was_run else "would not fit"]
-    note = {found.fastest: "fastest", found.largest: "largest"}.get(tried.batch_size, "")
-    return [size, f"{1e3 * tried.step_s:.1f} ms", format_number(round(tried.samples_per_s)), memory, note]
+def _show_batch(result: BatchSizeResult) -> None:
+    notes, rows = {result.fastest: "fastest", result.largest: "largest"}, []
+    for each in result.tried:
+        size, memory = f"{each.batch_size:,}", format_size(each.memory_bytes)
+        if not each.fits:
+            rows.append((size, "", "", memory, "does not fit" if each.was_run else "would not fit"))
+            continue
+        speed = f"{1e3 * each.step_s:.1f} ms", format_number(round(each.samples_per_s))
+        rows.append((size, *speed, memory, notes.get(each.batch_size, "")))
+    columns = map(make_number_column, ("batch size", "step", "samples/s", "memory"))
+    Console().print(make_table(*columns, Column(no_wrap=True), rows=rows))
+    bound = "that was tried; the memory held them all"
+    if result.is_limited:
+        bound = f"that fits into {format_size(result.limit_bytes)}"
+    click.echo(f"Largest {bound}: batch_size={result.largest}. Most samples per second: batch_size={result.fastest}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
@@ -14,49 +15,59 @@ _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-def parse_rate(value: object) -> object:
-    """Bytes per second of `10Gbit`, `10Gbit/s`, `10Gb` (bits) or `1.2GB` (bytes). Raises ValueError."""
-    matched = _match(value, r"([kKMGT]?)(bit|b|B)(?:/s|ps)?")
-    if matched is None:
-        raise ValueError("is no rate: write 10Gbit, or 1.2GB for bytes, each a second")
-    number, prefix, unit = matched
-    return number * _DECIMAL[prefix.lower()] / (1 if unit == "B" else 8)
+def _read(unit: str, convert: Callable[[float, str, str], float], problem: str) -> BeforeValidator:
+    """A reader of a positive number with a prefix and a unit; None passes.
+
+    unit:    as a regular expression, with groups for the prefix and for the unit
+    convert: number, prefix and unit
+    """
+
+    def parse(value: object) -> object:
+        if not value:
+            return value
+        quantity = _QUANTITY.fullmatch(str(value).strip())
+        named = re.fullmatch(unit, quantity[2]) if quantity is not None else None
+        if quantity is None or named is None or not float(quantity[1]):
+            raise ValueError(problem)
+        return convert(float(quantity[1]), named[1], named[2] or "")
+
+    return BeforeValidator(parse)
 
 
-def parse_size(value: object) -> object:
-    """Bytes of `16GB` or `512MiB`; prefixes are powers of 1024. Raises ValueError."""
-    matched = _match(value, r"([kKMGT]?)(?:i?(B))?")
-    if matched is None:
-        raise ValueError("is no amount of memory: write 512MB or 16GB")
-    number, prefix, _ = matched
-    return round(number * _BINARY[prefix.lower()])
-
-
-def parse_duration(value: object) -> object:
-    """Seconds of `50us`, `0.2ms` or `1s`. Raises ValueError."""
-    matched = _match(value, r"([mu]?)(s)")
-    if matched is None:
-        raise ValueError("is no duration: write 50us or 0.2ms")
-    number, prefix, _ = matched
-    return number * {"": 1.0, "m": 1e-3, "u": 1e-6}[prefix]
-
-
-def parse_flops(value: object) -> object:
-    """Operations per second of `300GFLOP` or `20TFLOP/s`. Raises ValueError."""
-    matched = _match(value, r"([kKMGTP]?)(FLOPs?|FLOPS)(?:/s|ps)?")
-    if matched is None:
-        raise ValueError("is no speed: write 300GFLOP or 20TFLOP, each a second")
-    number, prefix, _ = matched
-    return number * _DECIMAL[prefix.lower()]
-
-
-def _match(value: object, unit: str) -> tuple[float, str, str] | None:
-    """Number, prefix and unit of a positive quantity."""
-    found = _QUANTITY.fullmatch(str(value).strip())
-    named = re.fullmatch(unit, found[2]) if found is not None else None
-    if found is None or named is None or not float(found[1]):
-        return None
-    return float(found[1]), named[1], named[2] or ""
+# Bytes a second of `10Gbit`, `10Gbit/s`, `10Gb` (bits) or `1.2GB` (bytes); bytes of `16GB` or `512MiB`, in powers of
+# 1024; seconds of `50us`, `0.2ms` or `1s`; operations a second of `300GFLOP` or `20TFLOP/s`.
+Rate = Annotated[
+    float | None,
+    _read(
+        r"([kKMGT]?)(bit|b|B)(?:/s|ps)?",
+        lambda number, prefix, unit: number * _DECIMAL[prefix.lower()] / (1 if unit == "B" else 8),
+        "is no rate: write 10Gbit, or 1.2GB for bytes, each a second",
+    ),
+]
+Size = Annotated[
+    int | None,
+    _read(
+        r"([kKMGT]?)(?:i?(B))?",
+        lambda number, prefix, _: round(number * _BINARY[prefix.lower()]),
+        "is no amount of memory: write 512MB or 16GB",
+    ),
+]
+Duration = Annotated[
+    float | None,
+    _read(
+        r"([mu]?)(s)",
+        lambda number, prefix, _: number * {"": 1.0, "m": 1e-3, "u": 1e-6}[prefix],
+        "is no duration: write 50us or 0.2ms",
+    ),
+]
+Speed = Annotated[
+    float | None,
+    _read(
+        r"([kKMGTP]?)(FLOPs?|FLOPS)(?:/s|ps)?",
+        lambda number, prefix, _: number * _DECIMAL[prefix.lower()],
+        "is no speed: write 300GFLOP or 20TFLOP, each a second",
+    ),
+]
 
 
 class HardwareSpec(Spec):
@@ -73,8 +84,8 @@ class HardwareSpec(Spec):
 
     hosts: int = Field(default=1, ge=1)
     devices: int | None = Field(default=None, ge=1)
-    network: Annotated[float | None, BeforeValidator(lambda value: value and parse_rate(value))] = None
-    latency: Annotated[float | None, BeforeValidator(lambda value: value and parse_duration(value))] = None
-    device_memory: Annotated[int | None, BeforeValidator(lambda value: value and parse_size(value))] = None
-    device_flops: Annotated[float | None, BeforeValidator(lambda value: value and parse_flops(value))] = None
-    device_bandwidth: Annotated[float | None, BeforeValidator(lambda value: value and parse_rate(value))] = None
+    network: Rate = None
+    latency: Duration = None
+    device_memory: Size = None
+    device_flops: Speed = None
+    device_bandwidth: Rate = None

@@ -18,8 +18,7 @@ from shoal.libs.planning.candidates import Candidate
 from shoal.libs.planning.estimate import PlanEstimate, estimate_plan
 from shoal.libs.planning.predict.dry_run import CollectiveTraffic
 from shoal.libs.planning.predict.fake_plan import make_pipeline
-from shoal.libs.planning.predict.fake_step import STATES, FakeStep, FakeTask, StepByDepth
-from shoal.libs.planning.predict.repeated_blocks import NUM_BLOCKS
+from shoal.libs.planning.predict.fake_step import NUM_BLOCKS, STATES, FakeStep, FakeTask, StepByDepth
 from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.parallel.validate import check_plan
@@ -60,7 +59,8 @@ class LargePlanner:
         samples = parallel.compute_micro_batch_size(spec.batch_size, degrees)
         if degrees.pipeline > 1:
             return self._estimate_pipeline(candidate, spec, degrees, samples)
-        step = self._read_steps(spec, degrees, samples * parallel.accumulate).at(self._num_blocks)
+        num_blocks = 0 if self.fake.blocks is None else len(self.fake.blocks.names)
+        step = self._read_steps(spec, degrees, samples * parallel.accumulate).at(num_blocks)
         traffic = _list_traffic(step, degrees)
         compute_s = step.values["flops_rank"] / self.flops
         time = StepTime(compute_s, self._exposed_s(traffic, compute_s))
@@ -76,7 +76,10 @@ class LargePlanner:
         for name in ("calls_tensor", "bytes_tensor"):
             stage.values[name] *= pipeline.micro_batches * repeats
         forward_s, backward_s = (whole.values[f"flops_{way}"] / self.flops for way in ("forward", "backward"))
-        played = pipeline.simulate(forward_s, backward_s, self._time_message(degrees, whole.handed_bytes))
+        message_s = self.machine.latency_s + whole.handed_bytes * self.machine.devices * self.machine.network_s
+        if degrees.workers // degrees.pipeline % self.machine.devices and degrees.workers <= self.machine.devices:
+            message_s = whole.handed_bytes * (self.machine.device_s or 0.0)  # no two stages are on different hosts
+        played = pipeline.simulate(forward_s, backward_s, message_s)
         traffic = _list_traffic(stage, degrees)
         bubble_s = played.idle_share * played.step_s * repeats
         compute_s = played.step_s * repeats - bubble_s
@@ -84,20 +87,10 @@ class LargePlanner:
         sent = sum(each.sent_bytes for each in traffic) + 2 * whole.handed_bytes * pipeline.micro_batches * repeats
         return PlanEstimate(candidate, time, stage.values["memory_peak"], sent_bytes=sent, is_run=False)
 
-    @property
-    def _num_blocks(self) -> int:
-        return 0 if self.fake.blocks is None else len(self.fake.blocks.names)
-
     def _exposed_s(self, traffic: list[CollectiveTraffic], compute_s: float) -> float:
         link = LinkCost(self.machine.latency_s, self.machine.device_s or 0.0)
         calibration = Calibration(2, 1, NOTHING, NOTHING, NOTHING, link, link, 0.0)
         return step_time.time_collectives(traffic, calibration, self.machine, compute_s)
-
-    def _time_message(self, degrees: ParallelDims, size_bytes: float) -> float:
-        """From stage to stage: between hosts, where any two stages are on several."""
-        if degrees.workers // degrees.pipeline % self.machine.devices and degrees.workers <= self.machine.devices:
-            return size_bytes * (self.machine.device_s or 0.0)
-        return self.machine.latency_s + size_bytes * self.machine.devices * self.machine.network_s
 
     # -- steps
 
@@ -113,9 +106,12 @@ class LargePlanner:
             most = self._find_tensor_plan(spec, degrees.tensor, samples)
             one, all_ranks = self._read_samples(spec, whole, samples), self._read_samples(spec, most, samples)
             by = (1 - 1 / degrees.tensor) / (1 - 1 / most.tensor)
-            steps = StepByDepth(
-                *(_mix(*both, by) for both in ((one.small, all_ranks.small), (one.large, all_ranks.large)))
-            )
+            mixed = []
+            for each, widest in ((one.small, all_ranks.small), (one.large, all_ranks.large)):
+                step = each.extrapolate(widest, by)
+                exchanged = {name: widest.values[name] for name in ("calls_tensor", "bytes_tensor")}
+                mixed.append(replace(step, values={**step.values, **exchanged}))  # the same for any number of ranks
+            steps = StepByDepth(*mixed)
         shards = degrees.data // degrees.replicate if degrees.is_sharded else 1
         return StepByDepth(*(_hold_more(step, everyone / shards) for step in (steps.small, steps.large)))
 
@@ -143,7 +139,11 @@ class LargePlanner:
         """Read for two numbers of samples; all others follow."""
         known = self._read.setdefault(degrees, {})
         if not known:
-            known[samples] = self._read_plan(spec, degrees, samples)
+            if self.fake.blocks is not None:
+                steps = self.fake.read_depths(_flatten(spec), degrees, samples)
+            else:
+                steps = StepByDepth(*(self.fake.run_step(_flatten(spec), degrees, samples),) * 2)
+            known[samples] = StepByDepth(*(_sum_traffic(step, degrees) for step in (steps.small, steps.large)))
         elif samples not in known and len(known) == 1:
             [(before, steps)] = known.items()
             small = _sum_traffic(self.fake.run_step(_flatten(spec), degrees, samples, NUM_BLOCKS[0]), degrees)
@@ -153,14 +153,6 @@ class LargePlanner:
         (few, one), (many, two) = known.items()
         by = (samples - few) / (many - few)
         return StepByDepth(one.small.extrapolate(two.small, by), one.large.extrapolate(two.large, by))
-
-    def _read_plan(self, spec: TrainSpec, degrees: ParallelDims, samples: int) -> StepByDepth:
-        if self.fake.blocks is not None:
-            steps = self.fake.read_depths(_flatten(spec), degrees, samples)
-        else:
-            whole = self.fake.run_step(_flatten(spec), degrees, samples)
-            steps = StepByDepth(whole, whole)
-        return StepByDepth(*(_sum_traffic(step, degrees) for step in (steps.small, steps.large)))
 
 
 def _flatten(spec: TrainSpec) -> ParallelSpec:
@@ -199,13 +191,6 @@ def _sum_traffic(step: FakeStep, degrees: ParallelDims) -> FakeStep:
     return replace(step, values={**step.values, **values}, traffic=())
 
 
-def _mix(one: FakeStep, most: FakeStep, by: float) -> FakeStep:
-    """Between no split of layers and the widest; what tensor ranks exchange is the same for any number of them."""
-    mixed = one.extrapolate(most, by)
-    exchanged = {name: most.values[name] for name in ("calls_tensor", "bytes_tensor")}
-    return replace(mixed, values={**mixed.values, **exchanged})
-
-
 def _hold_more(step: FakeStep, factor: float) -> FakeStep:
     """Of a rank with `factor` times the states. Gradients appear in the backward pass."""
     scaled = {name: step.values[name] * factor for name in (*STATES, "parameters_rank")}
@@ -217,12 +202,12 @@ def _hold_more(step: FakeStep, factor: float) -> FakeStep:
 
 def _list_traffic(step: FakeStep, degrees: ParallelDims) -> list[CollectiveTraffic]:
     """The collectives of rank 0, in rings."""
-    found: list[CollectiveTraffic] = []
+    collectives: list[CollectiveTraffic] = []
 
     def add(ranks: list[int], num_calls: float, size_bytes: float) -> None:
         if len(ranks) > 1 and size_bytes:
             sent = size_bytes * (len(ranks) - 1) / len(ranks)
-            found.append(CollectiveTraffic(tuple(ranks), max(1, round(num_calls)), sent, is_shared=False))
+            collectives.append(CollectiveTraffic(tuple(ranks), max(1, round(num_calls)), sent, is_shared=False))
 
     values: dict[str, Any] = step.values
     data = degrees.peers(0, "data")
@@ -235,4 +220,4 @@ def _list_traffic(step: FakeStep, degrees: ParallelDims) -> list[CollectiveTraff
         add(data, values["calls_data"] / 3, 2 * values["memory_gradients"])
     else:
         add(data, values["calls_data"], values["bytes_data"])
-    return found
+    return collectives

@@ -12,5 +12,5 @@ LIBRARY = Library(
             "Measure what each part of a task adds in accuracy, time and memory.",
         ),
     },
-    extensions={"shoal.estimators": {"planning": "shoal.libs.planning.predict.predict:predict_run"}},
+    extensions={"shoal.estimators": {"planning": "shoal.libs.planning.predict.predict:predict_cost"}},
 )

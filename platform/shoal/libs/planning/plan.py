@@ -35,8 +35,8 @@ def plan(task: str, overrides: tuple[str, ...], as_json: bool) -> None:
       shoal plan my_task.py:MyTask args.width=512 batch_size=256 devices=2 device_memory=8GB --json
     """
     from shoal.libs.planning.candidates import require_open_choices
+    from shoal.libs.planning.estimate import print_choice, print_plans, to_json
     from shoal.libs.planning.hardware import HardwareSpec
-    from shoal.libs.planning.plan_table import print_choice, print_plans, to_json
     from shoal.libs.planning.planner import rank_plans
     from shoal.train.launch.overrides import spec_from_overrides
     from shoal.train.task import make_task
@@ -51,11 +51,11 @@ def plan(task: str, overrides: tuple[str, ...], as_json: bool) -> None:
         spec = spec_from_overrides([format_override("task", task), *own_overrides])
         with Console(stderr=True).status("") as status:
             report = lambda name: status.update(f"{name} ...")  # noqa: E731 - one line of a display
-            found = rank_plans(make_task(task, spec.args), spec, hardware, report, sync)
+            estimates = rank_plans(make_task(task, spec.args), spec, hardware, report, sync)
     if as_json:
-        print_json({"task": task, "batch_size": spec.batch_size, "plans": [to_json(each, spec) for each in found]})
+        print_json({"task": task, "batch_size": spec.batch_size, "plans": [to_json(each, spec) for each in estimates]})
         return
     title = f"{task}, batch of {spec.batch_size}, {hardware.hosts} host(s)"
     click.secho(title, bold=True)
-    print_plans(found, spec)
-    print_choice(found, task, own_overrides)
+    print_plans(estimates, spec)
+    print_choice(estimates, task, own_overrides)

@@ -23,14 +23,13 @@ from shoal.libs.planning.candidates import Candidate, enumerate_candidates
 from shoal.libs.planning.estimate import PlanEstimate, estimate_plan, sort_estimates
 from shoal.libs.planning.hardware import HardwareSpec
 from shoal.libs.planning.large_planner import LargePlanner
-from shoal.libs.planning.predict.dry_run import DryRun
 from shoal.libs.planning.predict.fake_plan import open_task
 from shoal.libs.planning.predict.predict import DryPlan, dry_run_plan, simulate_pipeline
 from shoal.libs.planning.predict.single_device import preserve_process
 from shoal.libs.planning.step_time import Machine, StepTime
 from shoal.parallel.comm.world import choose_device
-from shoal.sync.config import find_config_type
-from shoal.sync.costs import ServerCosts, load_probe
+from shoal.sync.config import find_sync_config_type
+from shoal.sync.costs import load_probe
 from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, build_model
@@ -63,8 +62,10 @@ class Planner:
 
     def _estimate(self, candidate: Candidate, spec: TrainSpec) -> PlanEstimate:
         """All ranks take part in each step."""
-        spec = spec.model_copy(update={"threads": spec.threads or self._threads(spec.workers)})
-        plan = dry_run_plan(self.task, spec, make_optimizer)
+        cores = self.machine.cores or count_usable_cores()
+        threads = min(count_usable_cores(), cores // min(spec.workers, self.machine.devices))  # this machine times them
+        spec = spec.model_copy(update={"threads": spec.threads or max(1, threads)})
+        plan = dry_run_plan(self.task, spec)
         slowdown = step_time.compute_slowdown(self.calibration, self.machine, spec.workers)
         input_s = self._input_s(spec.batch_size / plan.degrees.data)
         if plan.degrees.pipeline > 1:
@@ -91,18 +92,24 @@ class Planner:
         slowest = max(plan.runs.values(), key=lambda run: run.outside_s)
         outside_s = slowdown * slowest.outside_s + input_s
         compute_s = played.step_s * rounds - bubble_s + outside_s
-        exposed_s = max(self._exposed_s(run, compute_s) for run in plan.runs.values())
+        exposed_s = max(
+            step_time.time_collectives(run.traffic, self.calibration, self.machine, compute_s)
+            for run in plan.runs.values()
+        )
         return StepTime(compute_s, exposed_s, bubble_s)
-
-    def _exposed_s(self, run: DryRun, compute_s: float) -> float:
-        return step_time.time_collectives(run.traffic, self.calibration, self.machine, compute_s)
 
     def _estimate_replicas(self, candidate: Candidate, spec: TrainSpec) -> PlanEstimate:
         """Each worker has the full model and takes a share of the batch by itself."""
         workers, sync = spec.workers, spec.sync
-        plan = self._dry_run_replica(spec)
-        costs = self._measure_servers(spec)
-        [run] = plan.runs.values()
+        if workers not in self._replicas:
+            overrides = ["sync=all_reduce", "parallel=single", "workers=1", f"batch_size={spec.batch_size // workers}"]
+            self._replicas[workers] = dry_run_plan(
+                self.task, spec.override([*overrides, f"threads={spec.threads or 1}"])
+            )
+        [run] = self._replicas[workers].runs.values()
+        with preserve_process(spec.seed, 1):
+            optimizer = make_optimizer(self.task, spec.optimizer, build_model(self.task, spec.task).parameters())
+            costs = load_probe(sync).measure(optimizer, sync)
         slowdown = step_time.compute_slowdown(
             self.calibration,
             self.machine,
@@ -124,30 +131,8 @@ class Planner:
                 time = step_time.time_free(compute_s, slowdown, *shared, threads=spec.threads or 1)
         return PlanEstimate(candidate, time, memory, costs.memory_bytes(workers, sync.num_servers), sent)
 
-    def _dry_run_replica(self, spec: TrainSpec) -> DryPlan:
-        workers = spec.workers
-        if workers not in self._replicas:
-            overrides = ["sync=all_reduce", "parallel=single", "workers=1", f"batch_size={spec.batch_size // workers}"]
-            alone = spec.override([*overrides, f"threads={spec.threads or 1}"])
-            self._replicas[workers] = dry_run_plan(self.task, alone, make_optimizer)
-        return self._replicas[workers]
-
-    def _measure_servers(self, spec: TrainSpec) -> ServerCosts:
-        with preserve_process(spec.seed, 1):
-            model = build_model(self.task, spec.task)
-            optimizer = make_optimizer(self.task, spec.optimizer, model.parameters())
-            return load_probe(spec.sync).measure(optimizer, spec.sync)
-
-    def _threads(self, workers: int) -> int:
-        return _threads_of(self.machine.cores or count_usable_cores(), min(workers, self.machine.devices))
-
     def _input_s(self, samples: float) -> float:
         return self.calibration.together.input_s * samples / self.calibration.samples
-
-
-def _threads_of(cores: int, workers: int) -> int:
-    """Of a worker, when as many share a host: never more than this machine can time."""
-    return max(1, min(count_usable_cores(), cores // workers))
 
 
 def rank_plans(
@@ -169,11 +154,11 @@ def rank_plans(
     planner = _choose_planner(task, spec, hardware, report)
     machine, micro_batches = planner.machine, spec.parallel.micro_batches
     candidates = enumerate_candidates(machine.hosts, machine.devices, local.local_steps, micro_batches, sync)
-    found = []
+    estimates = []
     for candidate in candidates:
         report(candidate.name)
-        found.append(planner.estimate(candidate))
-    return sort_estimates(found)
+        estimates.append(planner.estimate(candidate))
+    return sort_estimates(estimates)
 
 
 def _choose_planner(
@@ -209,7 +194,7 @@ def _prepare_large(task: Task, spec: TrainSpec, hardware: HardwareSpec) -> Large
                 problem = "is needed for device=cuda: this machine has no GPU to read it from"
                 raise ConfigError(name, None, problem, f"for example {name}={example}")
     single = spec.override(["parallel=single", "sync=all_reduce", "workers=1"])
-    fake = open_task(task, single, make_optimizer, task.data())
+    fake = open_task(task, single)
     device = torch.device("cuda", 0) if fake.is_cuda else torch.device("cpu")
     with preserve_process(spec.seed, cores):
         flops = hardware.device_flops or measure_peak_flops(device, spec.parallel.precision)
@@ -233,10 +218,17 @@ def _prepare(task: Task, spec: TrainSpec, hardware: HardwareSpec, report: Callab
     processes = max(2, min(devices, cores))
     threads = max(1, cores // processes)
     single = spec.override(["parallel=single", "sync=all_reduce", "workers=1", f"threads={threads}"])
-    alone = dry_run_plan(task, single, make_optimizer).alone
+    alone = dry_run_plan(task, single).alone
     share = max(1, spec.batch_size // processes)
     samples = min(share, max(1, int(CALIBRATED_STEP_S / max(alone.sample_s, 1e-9))))
-    calibration = calibrate(single, processes, samples, threads, has_server=_allows_servers(task, single))
+    has_server = True
+    try:
+        with preserve_process(spec.seed, 1):
+            optimizer = make_optimizer(task, single.optimizer, build_model(task, single.task).parameters())
+            find_sync_config_type("parameter_server")().check_model(optimizer)  # type: ignore[call-arg]
+    except ConfigError:
+        has_server = False
+    calibration = calibrate(single, processes, samples, threads, has_server=has_server)
     speed = 1.0
     if hardware.device_flops is not None:
         with preserve_process(spec.seed, threads):
@@ -253,16 +245,6 @@ def _prepare(task: Task, spec: TrainSpec, hardware: HardwareSpec, report: Callab
     )
     memory = hardware.device_memory or _find_memory(device, devices)
     return Planner(task, spec, machine, calibration, memory)
-
-
-def _allows_servers(task: Task, spec: TrainSpec) -> bool:
-    try:
-        with preserve_process(spec.seed, 1):
-            optimizer = make_optimizer(task, spec.optimizer, build_model(task, spec.task).parameters())
-            find_config_type("parameter_server")().check_model(optimizer)  # type: ignore[call-arg]
-    except ConfigError:
-        return False
-    return True
 
 
 def _find_memory(device: torch.device, devices: int) -> float:

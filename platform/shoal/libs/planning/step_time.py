@@ -84,27 +84,20 @@ def time_collectives(
     near_s, far_s, far_calls = 0.0, 0.0, 0
     for each in traffic:
         if len(set(machine.hosts_of(each.ranks))) == 1:
-            near_s += _link_of(each, calibration, machine).time_s(each.num_calls, each.sent_bytes)
+            link = calibration.shared if each.is_shared else calibration.sockets
+            link = link if machine.device_s is None else LinkCost(link.latency_s, machine.device_s)
+            near_s += link.time_s(each.num_calls, each.sent_bytes)
         else:
-            far_s += _time_between_hosts(each, machine)
+            # A ring over hosts; groups of other ranks of the same host share its network.
+            hosts = machine.hosts_of(each.ranks)
+            rings = max(1, machine.devices // max(map(hosts.count, hosts)))
+            link = LinkCost(2 * (len(each.ranks) - 1) * machine.latency_s, rings * machine.network_s)
+            far_s += link.time_s(each.num_calls, each.sent_bytes)
             far_calls += each.num_calls
     if machine.is_overlapped:
         far_s, near_s = far_s + near_s, 0.0
     hidden_s = BACKWARD_SHARE * compute_s
     return near_s + max(far_s - hidden_s, far_s / max(1, far_calls))  # nothing hides the last one
-
-
-def _link_of(traffic: CollectiveTraffic, calibration: Calibration, machine: Machine) -> LinkCost:
-    link = calibration.shared if traffic.is_shared else calibration.sockets
-    return link if machine.device_s is None else LinkCost(link.latency_s, machine.device_s)
-
-
-def _time_between_hosts(traffic: CollectiveTraffic, machine: Machine) -> float:
-    """A ring over hosts; groups of other ranks of the same host share its network."""
-    hosts = machine.hosts_of(traffic.ranks)
-    rings = max(1, machine.devices // max(map(hosts.count, hosts)))
-    latency_s = 2 * (len(traffic.ranks) - 1) * machine.latency_s
-    return LinkCost(latency_s, rings * machine.network_s).time_s(traffic.num_calls, traffic.sent_bytes)
 
 
 def time_synchronous(

@@ -76,8 +76,9 @@ def erase(images: Tensor, strengths: Tensor, generators: Sequence[Generator]) ->
 
 def noise(images: Tensor, strengths: Tensor, generators: Sequence[Generator]) -> Tensor:
     """Add normal noise with a standard deviation of `strengths`."""
-    drawn = torch.stack([_normal(images.shape[1:], generator, images) for generator in generators])
-    return images + drawn * strengths.view(-1, *[1] * (images.ndim - 1))
+    shape = images.shape[1:]
+    drawn = torch.stack([torch.randn(shape, generator=each, device=each.device) for each in generators])
+    return images + drawn.to(images.device) * strengths.view(-1, *[1] * (images.ndim - 1))
 
 
 def brightness(images: Tensor, strengths: Tensor, generators: Sequence[Generator]) -> Tensor:
@@ -96,10 +97,6 @@ def _draw(images: Tensor, generators: Sequence[Generator], count: int) -> Tensor
     """Uniform numbers of 0 to 1 [K, B, count]."""
     size = (images.shape[1], count)
     return torch.stack([torch.rand(size, generator=each, device=each.device) for each in generators]).to(images.device)
-
-
-def _normal(shape: torch.Size, generator: Generator, like: Tensor) -> Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device).to(like.device)
 
 
 def _clamp_indices(size: int, moves: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from shoal.cli.display.panels import RunView, extend_history, find_phase, render_fact
 from shoal.cli.support.console import make_number_column, make_table
+from shoal.libs.population.lineage import rank_members
 from shoal.runs import Run
 from shoal.runs.formatting import format_number
 
@@ -57,12 +58,7 @@ class PopulationView(RunView):
 
     def rank_members(self) -> list[int]:
         """The members of the last round, best first; those without a finite score last."""
-        sign = -1.0 if self.setting.get("is_higher_better", True) else 1.0
-        finite = [score is not None and math.isfinite(score) for score in self.last.get("scores", [])]
-        keys = [
-            sign * self.last["scores"][member] if is_finite else math.inf for member, is_finite in enumerate(finite)
-        ]
-        return sorted(range(len(keys)), key=keys.__getitem__)
+        return rank_members(self.last.get("scores", []), self.setting.get("is_higher_better", True))
 
     def list_panels(self) -> Iterator[RenderableType]:
         at, end = str(self.last.get("round", 0)), str(self.setting.get("rounds"))
@@ -112,7 +108,11 @@ def _render_members(view: PopulationView) -> Table:
     for member in ranked[:MAX_ROWS]:
         score = Text(format_score(view.last["scores"][member]), "bold" if member == ranked[0] else "")
         cells = (format_score(each[member]) for each in values.values())
-        rows.append([str(member), score, *cells, _format_lineage(view.last["ancestors"][member])])
+        copied = [  # whom it copied, the last ones when there are many
+            f"{source if source >= 0 else 'new weights'} in round {number}"
+            for number, source in view.last["ancestors"][member][-2:]
+        ]
+        rows.append([str(member), score, *cells, Text(", ".join(copied) or "first generation", "dim")])
     rows += [["", f"and {len(ranked) - MAX_ROWS} more"]] if len(ranked) > MAX_ROWS else []
     numbers = map(make_number_column, ("member", view.setting["metric"], *map(_shorten, values)))
     return make_table(*numbers, Column("copied", overflow="fold"), rows=rows)
@@ -120,14 +120,6 @@ def _render_members(view: PopulationView) -> Table:
 
 def _shorten(path: str) -> str:
     return path.rpartition(".")[2].replace("_", " ")
-
-
-def _format_lineage(ancestors: Sequence[Sequence[int]]) -> Text:
-    """`11 in round 3, 5 in round 6`: whom it copied, the last ones when there are many."""
-    shown = [
-        f"{source if source >= 0 else 'new weights'} in round {round_number}" for round_number, source in ancestors[-2:]
-    ]
-    return Text(", ".join(shown) if shown else "first generation", "dim")
 
 
 def format_score(value: float | None) -> str:

@@ -16,6 +16,7 @@ The report draws it. Plain data: no arrays, no files. Legend: K members.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,7 +47,7 @@ class Lineage:
 
     @classmethod
     def from_events(cls, events: Iterable[tuple[str, Mapping[str, Any]]]) -> Self:
-        """From (kind, details) of a record, oldest first; other kinds are passed over.
+        """Read (kind, details) of a record, oldest first; other kinds are passed over.
 
         A round that a resumed run records again replaces what was recorded of it and of later rounds.
         """
@@ -96,13 +97,13 @@ class Lineage:
         They have no gaps, and are the schedule of hyper-parameters that the member is the result of.
         """
         end = self.num_rounds if round_number is None else round_number
-        found: list[Stretch] = []
+        stretches: list[Stretch] = []
         present: int | None = member
         while present is not None and end > 0:
             stretch = next(each for each in self._stretches[present] if each.begin < end <= each.end)
-            found.append(Stretch(present, stretch.begin, end, stretch.values, stretch.source))
+            stretches.append(Stretch(present, stretch.begin, end, stretch.values, stretch.source))
             present, end = stretch.source, stretch.begin
-        return found[::-1]
+        return stretches[::-1]
 
     @cached_property
     def _stretches(self) -> list[list[Stretch]]:
@@ -127,3 +128,10 @@ class Lineage:
                 is_new = True
                 source = None if member in details.get("fresh", ()) else source
         return stretches
+
+
+def rank_members(scores: Sequence[float | None], is_higher_better: bool) -> list[int]:
+    """Members, best first; those without a finite score last."""
+    sign = -1.0 if is_higher_better else 1.0
+    keys = [math.inf if score is None or not math.isfinite(score) else sign * score for score in scores]
+    return sorted(range(len(keys)), key=keys.__getitem__)

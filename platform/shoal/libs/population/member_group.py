@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shoal.batch_tree import map_tensors
 from shoal.errors import ConfigError
 from shoal.libs.population.engines.engine import MemberChunk, MemberEngine
-from shoal.libs.population.engines.select_engine import EngineChoice, make_engine, select_engine
+from shoal.libs.population.engines.select_engine import EngineChoice, clone_generator, make_engine, select_engine
 from shoal.libs.population.member_rows import MemberRows, RowLayout
 from shoal.libs.population.objective import MemberBatch, Objective
 from shoal.libs.population.row_optimizer import RowOptimizer
@@ -122,7 +122,7 @@ class MemberGroup:
         rows = self.rows.narrow(0, size)
         if not self.store.is_resident:
             rows = rows.clone(self.setting.device)
-        generators = [_clone(self.generators[member]) for member in members]
+        generators = [clone_generator(self.generators[member]) for member in members]
         first = next(iter(find_batches(members)), None)
         if first is None:
             raise ConfigError("batches", None, "has no batch", "give at least one")
@@ -152,7 +152,7 @@ class MemberGroup:
         return make_engine(choice.engine, self.model, objective, draws_randomly=draws_randomly)
 
     def train(self, part: Part, find_batches: BatchSource) -> Tensor:
-        """One update for each batch. Returns the losses before each, [steps, k]."""
+        """Make one update for each batch. Returns the losses before each, [steps, k]."""
         members = self.members_of(part)
         generators = [self.generators[member] for member in members]
         columns = {
@@ -223,9 +223,3 @@ class MemberGroup:
             engine = self._make_engine(self.choice)
         yield engine
         self._engines.put(engine)
-
-
-def _clone(generator: torch.Generator) -> torch.Generator:
-    copied = torch.Generator(generator.device)
-    copied.set_state(generator.get_state())
-    return copied

@@ -8,7 +8,7 @@ Legend: K members, P numbers in a member's parameters, Q in its buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import torch
@@ -162,26 +162,19 @@ class MemberRows:
 
     def narrow(self, start: int, length: int) -> Self:
         """The rows from `start`, in the same memory. Autograd does not see changes of other rows."""
-        rows = type(self).__new__(type(self))
-
-        def take(tensor: Tensor) -> Tensor:
-            return tensor.data[start : start + length]  # views of `.data` have a version counter of their own
-
-        slots = {name: take(slot) for name, slot in self.slots.items()}
-        tensors = (take(self.buffer_rows), take(self.counter_rows))
-        rows._set(self.layout, take(self.weights), take(self.gradients), slots, take(self.steps), *tensors)
-        return rows
+        # views of `.data` have a version counter of their own
+        return self._map(lambda tensor: tensor.data[start : start + length])
 
     def clone(self, device: torch.device | None = None) -> Self:
         """The same numbers in memory of their own, on a device."""
+        return self._map(lambda tensor: tensor.to(device or tensor.device, copy=True))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Rows of each tensor changed."""
         rows = type(self).__new__(type(self))
-
-        def copy(tensor: Tensor) -> Tensor:
-            return tensor.to(device or tensor.device, copy=True)
-
-        slots = {name: copy(slot) for name, slot in self.slots.items()}
-        tensors = (copy(self.buffer_rows), copy(self.counter_rows))
-        rows._set(self.layout, copy(self.weights), copy(self.gradients), slots, copy(self.steps), *tensors)
+        slots = {name: change(slot) for name, slot in self.slots.items()}
+        tensors = (change(self.buffer_rows), change(self.counter_rows))
+        rows._set(self.layout, change(self.weights), change(self.gradients), slots, change(self.steps), *tensors)
         return rows
 
     def packed_state(self) -> dict[str, Tensor]:
@@ -197,8 +190,8 @@ class MemberRows:
             saved = state.get(name)
             shape = [len(rows), self._columns_of(name).num_packed] if rows.ndim == 2 else list(rows.shape)
             if saved is None or list(saved.shape) != shape:
-                found = None if saved is None else list(saved.shape)
-                raise SpecMismatch(f"population.{name}", found, f"the population has {shape}")
+                saved_shape = None if saved is None else list(saved.shape)
+                raise SpecMismatch(f"population.{name}", saved_shape, f"the population has {shape}")
         for name, rows in self.state().items():
             self._columns_of(name).unpack(state[name], rows) if rows.ndim == 2 else rows.copy_(state[name])
 
@@ -229,14 +222,15 @@ class MemberRows:
     def state_dict(self, row: int) -> dict[str, Tensor]:
         """A member as an ordinary state dict of the model: copies, on the rows' device."""
         tensors = self.parameters | self.buffers
-        return {name: tensors[first][row].clone(memory_format=torch.contiguous_format) for name, first in self._saved()}
+        saved = self.layout.saved.items()
+        return {name: tensors[first][row].clone(memory_format=torch.contiguous_format) for name, first in saved}
 
     def load_state_dict(self, row: int, state: Mapping[str, Tensor]) -> None:
         """Weights and buffers of a member from a state dict of the model. The optimizer starts afresh.
 
         Raises SpecMismatch for other names or shapes.
         """
-        saved = dict(self._saved())
+        saved = self.layout.saved
         if state.keys() != saved.keys():
             problem = f"missing {sorted(saved.keys() - state.keys())}, unexpected {sorted(state.keys() - saved.keys())}"
             raise SpecMismatch("state_dict", sorted(state), problem)
@@ -254,10 +248,6 @@ class MemberRows:
     def load_model(self, row: int, model: nn.Module) -> None:
         """A member from a model, buffers that are not saved included. The optimizer starts afresh."""
         self.load_state_dict(row, model.state_dict())
-        views = self.buffers
         with torch.no_grad():
             for name, value in model.named_buffers():
-                views[name][row].copy_(value)
-
-    def _saved(self) -> Iterable[tuple[str, str]]:
-        return self.layout.saved.items()
+                self.buffers[name][row].copy_(value)

@@ -108,10 +108,10 @@ class Objective:
         num_samples = count_samples(batch.of_member(0))
 
         def measure_member(outputs: Any, content: Any) -> dict[str, Tensor]:
-            found = {"loss": self.loss(outputs, content)}
+            values = {"loss": self.loss(outputs, content)}
             if self.metrics is not None:
-                found |= self.metrics(outputs, content)
-            return {name: split_mean(value, num_samples) for name, value in found.items()}
+                values |= self.metrics(outputs, content)
+            return {name: split_mean(value, num_samples) for name, value in values.items()}
 
         measured: dict[str, Tensor] = self._apply_to_outputs(measure_member, outputs, batch)
         return measured
@@ -121,7 +121,7 @@ class Objective:
         return self._apply(function, size, outputs, batch.content, in_dims=(0, 0 if batch.is_own else None))
 
     def _apply(self, function: Callable[..., Any], size: int, *arguments: Any, in_dims: tuple[int | None, ...]) -> Any:
-        """Under torch.vmap, or, for few members on a CPU, for each: vmap's first call loads 45 MB of modules."""
+        """Call it under torch.vmap; for few members on a CPU once for each: vmap's first call loads 45 MB."""
         device = next(iter(tensors_of(arguments[0]))).device
         if self.is_stacked and (size > FEW or device.type != "cpu"):
             try:

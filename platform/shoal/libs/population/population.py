@@ -145,24 +145,24 @@ class Population:
             groups.setdefault(structure, []).append(member)
         layouts = [(RowLayout(models[structure], self.device), len(each)) for structure, each in groups.items()]
         resident = plan_resident(layouts, len(self.setting.optimizer.slots), self.device, memory_bytes)
-        made = [
+        member_groups = [
             MemberGroup(models[structure], each, self.setting, self.generators, self.hyper_parameters, most)
             for (structure, each), most in zip(groups.items(), resident, strict=True)
         ]
-        for group in made:
+        for group in member_groups:
             for row, member in enumerate(group.order):
                 group.rows.load_model(row, make(member))
-        return made
+        return member_groups
 
     def step(self, batch: Any) -> Tensor:
-        """One update of every member that is not retired. Returns the losses before it, [K]; NaN for retired ones."""
+        """Update every member that is not retired once. Returns the losses before it, [K]; NaN for retired ones."""
         losses = torch.full((self.num_members,), torch.nan, device=self.device)
         for result in self.train([batch]):
             losses[list(result.members)] = result.losses[0].to(losses.dtype)
         return losses
 
     def train(self, batches: Iterable[Any] | Callable[[Sequence[int]], Iterable[Any]]) -> Iterator[ChunkResult]:
-        """One update for each batch, of every member that is not retired. Yields each chunk as it is ready.
+        """Make one update for each batch, of every member that is not retired. Yields each chunk as it is ready.
 
         batches: of all members, [B, ...], or [K, B, ...] where the order is own; or a function of members which yields
                  their batches, [B, ...] or [k, B, ...]: called once a chunk, from the chunk's thread
@@ -189,7 +189,7 @@ class Population:
         return measured
 
     def exploit(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """For each (loser, winner): the loser continues from a copy of the winner's weights, state and buffers.
+        """Let the loser of each (loser, winner) continue from a copy of the winner's weights, state and buffers.
 
         Its hyper-parameters and its generator stay. A retired loser is trained again. The pairs happen at once: a
         winner that also loses is copied as it was. Raises ConfigError for members of different structure.
@@ -347,15 +347,11 @@ def _share(contents: Sequence[Any]) -> BatchSource:
 
 def _find_structure(model: nn.Module) -> object:
     """What models that are computed together have in common: layers with their settings, and shapes."""
-    layers = tuple(
-        (name, type(module), module.extra_repr(), _settings_of(module)) for name, module in model.named_modules()
-    )
-    return layers, tuple((name, tensor.shape) for name, tensor in model.state_dict().items())
-
-
-def _settings_of(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    plain = (int, float, str, bool)
-    return tuple((name, value) for name, value in sorted(vars(module).items()) if isinstance(value, plain))
+    layers = []
+    for name, module in model.named_modules():
+        settings = [each for each in sorted(vars(module).items()) if isinstance(each[1], int | float | str | bool)]
+        layers.append((name, type(module), module.extra_repr(), tuple(settings)))
+    return tuple(layers), tuple((name, tensor.shape) for name, tensor in model.state_dict().items())
 
 
 def _read_columns(given: HyperParameters, num_members: int) -> dict[str, Tensor]:

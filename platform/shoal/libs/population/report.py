@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.libs.population import plots
-from shoal.libs.population.lineage import ROUND, Lineage, Stretch
+from shoal.libs.population.lineage import ROUND, Lineage, Stretch, rank_members
 from shoal.runs import Run
 from shoal.runs.formatting import format_number, format_value
 from shoal.runs.report.panels import ReportPanels, Section, build_ranked_table, find_logarithmic
@@ -84,11 +84,9 @@ def _draw_members(lineage: Lineage, ancestry: Sequence[Stretch], metric: str) ->
 def _build_member_table(lineage: Lineage, metric: str, higher_is_better: bool) -> Section:
     """Members by their newest score, with their newest hyper-parameters."""
     last, copies = lineage.rounds[-1], lineage.list_copies()
-    sign = -1.0 if higher_is_better else 1.0
     scores = [math.nan if score is None else score for score in last["scores"]]
-    order = sorted(range(len(scores)), key=lambda each: (math.isnan(scores[each]), sign * scores[each]))
     rows = []
-    for member in order:
+    for member in rank_members(last["scores"], higher_is_better):
         values = [format_value(last["hyper_parameters"][path][member]) for path in lineage.paths]
         num_copied = sum(each == member for _, _, each in copies)
         rows.append([str(member), format_number(scores[member]), *values, str(num_copied)])

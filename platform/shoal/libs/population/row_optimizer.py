@@ -45,7 +45,7 @@ class RowOptimizer:
 
     @torch.no_grad()
     def update(self, rows: MemberRows, columns: Mapping[str, Tensor]) -> None:
-        """One step of every row.
+        """Take one step of every row.
 
         columns: learning_rate, weight_decay and, for SGD, momentum: [k, 1]
         """

@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import psutil
 import torch
@@ -113,9 +113,17 @@ class RowStore:
             rows = slot.rows.narrow(0, part[1])
             yield rows
             if is_changed:
-                self._store(rows, part)
+                sources, targets = rows.state(), self._rows.narrow(*part).state()
+                if self._streams is not None:
+                    self._streams[1].wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(self._streams[1]) if self._streams is not None else nullcontext():
+                    _copy(sources, targets)
         finally:
-            self._release(slot)
+            if self._streams is not None:  # the kernels of the chunk and its copy to the host read the slot until then
+                assert slot.released is not None
+                self._streams[1].wait_stream(torch.cuda.current_stream(self.device))
+                slot.released.record(self._streams[1])
+            self._free.put(slot)
 
     def close(self) -> None:
         """End the loader. Idempotent."""
@@ -136,23 +144,6 @@ class RowStore:
             slot.loaded.record()
         return slot
 
-    def _store(self, rows: MemberRows, part: Part) -> None:
-        sources, targets = rows.state(), self._rows.narrow(*part).state()
-        if self._streams is None:
-            _copy(sources, targets)
-            return
-        self._streams[1].wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._streams[1]):
-            _copy(sources, targets)
-
-    def _release(self, slot: _Slot) -> None:
-        """Let the loader write the slot once the kernels of the chunk and its copy to the host have read it."""
-        if self._streams is not None:
-            assert slot.released is not None
-            self._streams[1].wait_stream(torch.cuda.current_stream(self.device))
-            slot.released.record(self._streams[1])
-        self._free.put(slot)
-
 
 @torch.no_grad()
 def _copy(sources: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
@@ -163,7 +154,7 @@ def _copy(sources: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
 def plan_resident(
     layouts: Sequence[tuple[RowLayout, int]], num_slots: int, device: torch.device, memory_bytes: int | None
 ) -> list[int | None]:
-    """For each (layout, members), how many members may be on the device at once; None: all.
+    """Find for each (layout, members) how many members may be on the device at once; None: all.
 
     num_slots:    of the optimizer
     memory_bytes: of the device for rows; None: on a CUDA device 0.8 of what is free, on a CPU whatever is free

@@ -106,8 +106,12 @@ class PopulationSpec(Spec):
 
     @model_validator(mode="after")
     def _fits_together(self) -> PopulationSpec:
-        for path, distribution in SearchSpace.parse(self.space).items():
-            _require_known_path(path, self.optimizer.name)
+        known = [OPTIMIZER + name for name in TUNABLE if name != "momentum" or self.optimizer.name == "sgd"]
+        for path, distribution in self.search_space.items():
+            is_argument = path.startswith(ARCHITECTURE) and path.count(".") == 1
+            if not (path in known or path.startswith(AUGMENTATION) or is_argument):
+                there_is = ", ".join((*known, "augmentation.NAME", "args.NAME"))
+                raise ValueError(f"space: no member has {path!r}: there is {there_is}")
             if path.startswith(ARCHITECTURE) and not isinstance(distribution, Options):
                 raise ValueError(f"space: {path} = {distribution}: name each architecture, as in choice(4, 6, 8)")
             if isinstance(distribution, Options) and not distribution.is_ordered:
@@ -133,6 +137,11 @@ class PopulationSpec(Spec):
         return self
 
     @property
+    def search_space(self) -> SearchSpace:
+        """What differs from member to member."""
+        return SearchSpace.parse(self.space)
+
+    @property
     def is_higher_better(self) -> bool:
         """Whether more of the metric is better."""
         return self.direction == "max" or (self.direction == "auto" and infer_direction(self.metric) is True)
@@ -145,7 +154,7 @@ class PopulationSpec(Spec):
 
     @property
     def total_steps(self) -> int:
-        """Of each member."""
+        """The steps of each member."""
         return self.rounds * self.steps_per_round
 
     @property
@@ -180,18 +189,7 @@ def flatten_space(space: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
             flat |= flatten_space(value, f"{path}.")
         else:
             flat[path] = value
-    return flat if above else {path: _to_plain_value(value) for path, value in flat.items() if value is not None}
-
-
-def _require_known_path(path: str, optimizer: str) -> None:
-    """Raises ValueError for a path that no member has."""
-    if path.startswith(AUGMENTATION) or (path.startswith(ARCHITECTURE) and path.count(".") == 1):
-        return
-    known = [OPTIMIZER + name for name in TUNABLE if name != "momentum" or optimizer == "sgd"]
-    if path not in known:
-        raise ValueError(f"space: no member has {path!r}: there is {', '.join(known)}, augmentation.NAME, args.NAME")
-
-
-def _to_plain_value(value: object) -> object:
-    """As YAML has it: a distribution by its text."""
-    return value if isinstance(value, str | list) else str(value)
+    if above:
+        return flat
+    plain = {path: value if isinstance(value, str | list) else str(value) for path, value in flat.items()}  # as YAML
+    return {path: value for path, value in plain.items() if flat[path] is not None}

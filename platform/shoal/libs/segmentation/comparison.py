@@ -42,28 +42,22 @@ def encode_comparison(
     rows = _wrap([size for *_, size in legend], canvas_width, line)
     canvas = Image.new("RGB", (canvas_width, line + height + line * len(rows)), PAPER)
     draw = ImageDraw.Draw(canvas)
-    for left, title, classes in ((0, "found", found), (right, "true", truth)):
-        draw.text((left, line // 2), title, INK, font, "lm")
-        canvas.paste(Image.fromarray(_overlay(picture, classes, colours)), (left, line))
+    table = np.array([ImageColor.getrgb(colour)[:3] for colour in colours], np.float32)
+    for start, title, classes in ((0, "found", found), (right, "true", truth)):
+        draw.text((start, line // 2), title, INK, font, "lm")
+        is_class = (classes > 0) & (classes != IGNORED)
+        shown = picture.transpose(1, 2, 0).astype(np.float32)
+        shown[is_class] = (1 - OPACITY) * shown[is_class] + OPACITY * table[classes[is_class]]
+        canvas.paste(Image.fromarray(shown.round().astype(np.uint8)), (start, line))
     entries = iter(legend)
-    for number, places in enumerate(rows):
+    for number, starts in enumerate(rows):
         middle = line + height + line * number + line // 2
-        for left, (colour, name, _) in zip(places, entries, strict=False):
-            draw.rectangle((left, middle - size_px // 2, left + size_px, middle + size_px // 2), colour)
-            draw.text((left + line, middle), name, INK, font, "lm")
+        for start, (colour, name, _) in zip(starts, entries, strict=False):
+            draw.rectangle((start, middle - size_px // 2, start + size_px, middle + size_px // 2), colour)
+            draw.text((start + line, middle), name, INK, font, "lm")
     written = io.BytesIO()
     canvas.save(written, "PNG", optimize=True)
     return written.getvalue()
-
-
-def _overlay(picture: np.ndarray, classes: np.ndarray, colours: Sequence[str]) -> np.ndarray:
-    """uint8 [H, W, 3]"""
-    table = np.array([ImageColor.getrgb(colour)[:3] for colour in colours], np.float32)
-    is_class = (classes > 0) & (classes != IGNORED)
-    shown = picture.transpose(1, 2, 0).astype(np.float32)
-    shown[is_class] = (1 - OPACITY) * shown[is_class] + OPACITY * table[classes[is_class]]
-    rounded: np.ndarray = shown.round().astype(np.uint8)
-    return rounded
 
 
 def _wrap(sizes: Sequence[int], width: int, gap: int) -> list[list[int]]:

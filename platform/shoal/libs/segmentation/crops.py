@@ -59,7 +59,11 @@ class TrainingCrops(_Photographs):
         super().__init__(photographs, num_classes)
         self.size, self.num_crops, self.foreground, self.distortion = size, num_crops, foreground, distortion
         random = np.random.default_rng(0)
-        self._positions = [self._find_positions(each.classes, random) for each in photographs]
+        self._positions: list[list[np.ndarray]] = []  # for each class of each photograph, pixels [N, 2] of it
+        for each in photographs:
+            pixels = [np.argwhere(each.classes == label) for label in range(1, num_classes)]
+            chosen = [some[random.permutation(len(some))[:MAX_POSITIONS]] for some in pixels if len(some)]
+            self._positions.append(chosen)
 
     def __len__(self) -> int:
         return self.num_crops
@@ -88,11 +92,6 @@ class TrainingCrops(_Photographs):
                 for size in (height, width)
             )
         return self._take(number, int(row) - side // 2, int(column) - side // 2, side)
-
-    def _find_positions(self, classes: np.ndarray, random: np.random.Generator) -> list[np.ndarray]:
-        """For each class of the photograph, pixels [N, 2] of it."""
-        found = [np.argwhere(classes == label) for label in range(1, self.num_classes)]
-        return [each[random.permutation(len(each))[:MAX_POSITIONS]] for each in found if len(each)]
 
 
 class EvaluationTiles(_Photographs):

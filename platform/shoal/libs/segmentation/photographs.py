@@ -73,20 +73,25 @@ def read_folder(folder: Path, kind: MaskFormat) -> list[Photograph]:
     """Every photograph of the folder, by name. Raises DataError naming the file."""
     images, masks = _list_pictures(folder / "images"), _list_pictures(folder / "masks")
     plants = _read_plants(folder / "plants.csv", set(images))
-    found = []
+    photographs = []
     for name, path in images.items():
         if name not in masks:
             raise DataError("folder", str(path), f"has no mask in {folder / 'masks'}", f"add {name}.png, or remove it")
         picture = decode_picture(path.read_bytes(), str(path))
         classes = _read_mask(masks[name], kind)
-        if classes.shape != picture.shape[1:]:
-            raise _make_size_error(masks[name], classes, path, picture)
+        if classes.shape != (size := picture.shape[1:]):
+            sizes = [f"{width} x {height}" for height, width in (classes.shape, size)]
+            problem = f"is of {sizes[0]} pixels, and {path.name} of {sizes[1]}"
+            remedy = "save it in the photograph's size"
+            if classes.shape == size[::-1]:
+                remedy = "the photograph is turned as its EXIF orientation says: turn the mask the same way"
+            raise DataError("mask", str(masks[name]), problem, remedy)
         fitted, shown = _fit(picture, classes, kind)
         if not shown.size:
             problem = f"has {picture.shape[2]} x {picture.shape[1]} pixels, of which shrink = {kind.shrink} leaves none"
             raise DataError("picture", str(path), problem, "shrink less, or give a larger region")
-        found.append(Photograph(name, plants[name], fitted, shown))
-    return found
+        photographs.append(Photograph(name, plants[name], fitted, shown))
+    return photographs
 
 
 def decode_picture(content: bytes, name: str) -> np.ndarray:
@@ -115,10 +120,10 @@ def _list_pictures(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         remedy = "a folder of photographs has images/NAME.jpg and masks/NAME.png"
         raise DataError("folder", str(folder), "is no folder", remedy)
-    found = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix.lower() in SUFFIXES}
-    if not found:
+    pictures = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix.lower() in SUFFIXES}
+    if not pictures:
         raise DataError("folder", str(folder), "has no pictures", f"they end in {', '.join(SUFFIXES)}")
-    return found
+    return pictures
 
 
 def _read_plants(path: Path, names: set[str]) -> dict[str, str]:
@@ -159,10 +164,10 @@ def _make_decoding_error(kind: str, name: str, error: Exception) -> DataError:
 
 
 def _match_numbers(values: np.ndarray, path: Path, kind: MaskFormat) -> np.ndarray:
-    found = np.unique(values)
-    if len(kind.classes) == 1 and set(found.tolist()) <= {0, 255}:
+    numbers = np.unique(values)
+    if len(kind.classes) == 1 and set(numbers.tolist()) <= {0, 255}:
         return (values > 0).astype(np.uint8)
-    unknown = [value for value in found.tolist() if value > len(kind.classes) and value != IGNORED]
+    unknown = [value for value in numbers.tolist() if value > len(kind.classes) and value != IGNORED]
     if unknown:
         problem = f"has the value {unknown[0]} in {(values == unknown[0]).sum():,} pixels"
         known = ", ".join(f"{number} {name}" for number, name in enumerate(("background", *kind.classes)))
@@ -196,15 +201,6 @@ def _threshold(values: np.ndarray, path: Path, kind: MaskFormat) -> np.ndarray:
     pixels = values.astype(np.float32).reshape(*values.shape[:2], -1)
     classes: np.ndarray = np.stack([((pixels - level) ** 2).sum(-1) for level in levels]).argmin(0).astype(np.uint8)
     return classes
-
-
-def _make_size_error(mask: Path, classes: np.ndarray, image: Path, picture: np.ndarray) -> DataError:
-    height, width = picture.shape[1:]
-    problem = f"is of {classes.shape[1]} x {classes.shape[0]} pixels, and {image.name} of {width} x {height}"
-    remedy = "save it in the photograph's size"
-    if classes.shape == (width, height):
-        remedy = "the photograph is turned as its EXIF orientation says: turn the mask the same way"
-    return DataError("mask", str(mask), problem, remedy)
 
 
 def _fit(picture: np.ndarray, classes: np.ndarray, kind: MaskFormat) -> tuple[np.ndarray, np.ndarray]:

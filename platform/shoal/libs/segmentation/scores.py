@@ -7,7 +7,7 @@ a picture is background.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -36,9 +36,9 @@ class SegmentationScore:
         """Count classes as predicted and as they are, integers [..., H, W], with the skeleton of the latter, bool."""
         is_known = classes != IGNORED
         for number in range(len(self.names)):
-            found, real = (predicted == number + 1) & is_known, classes == number + 1
+            claimed, real = (predicted == number + 1) & is_known, classes == number + 1
             line = real & skeleton
-            values = ((found & real).sum(), (found | real).sum(), (found & line).sum(), line.sum(), real.sum())
+            values = ((claimed & real).sum(), (claimed | real).sum(), (claimed & line).sum(), line.sum(), real.sum())
             self._counts[:, number] += torch.stack(values).double().cpu()
 
     def merge_state(self, incoming_state: Self) -> None:
@@ -76,13 +76,8 @@ def score_pictures(pairs: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequen
         score.update(*(torch.from_numpy(each) for each in (predicted, real, skeleton)))
         lengths.append([sum(measure_lengths(each, len(names) + 1)) for each in (predicted, real)])
     table = np.array(lengths)  # [pictures, 2]
+    is_correlated = len(table) >= 3 and table.std(0).all()
     return score.compute() | {
-        "length_r2": _squared_correlation(table),
+        "length_r2": float(np.corrcoef(table.T)[0, 1] ** 2) if is_correlated else float("nan"),
         "length_ratio": float(table[:, 0].sum() / max(table[:, 1].sum(), 1.0)),
     }
-
-
-def _squared_correlation(table: np.ndarray[Any, Any]) -> float:
-    if len(table) < 3 or not table.std(0).all():
-        return float("nan")
-    return float(np.corrcoef(table.T)[0, 1] ** 2)

@@ -97,13 +97,13 @@ def simulate(
     num_plants: int, per_plant: int, style: Style, size: tuple[int, int] = (256, 192), seed: int = 0
 ) -> list[Photograph]:
     """`per_plant` photographs of each plant, uint8 of size (H, W), named pN_M."""
-    found = []
+    photographs = []
     for plant in range(num_plants):
         organs = grow(np.random.default_rng([seed, plant]), style)
         for number in range(per_plant):
             picture, classes = photograph(organs, np.random.default_rng([seed, plant, number + 1]), style, size)
-            found.append(Photograph(f"p{plant:03}_{number}", f"p{plant:03}", picture, classes))
-    return found
+            photographs.append(Photograph(f"p{plant:03}_{number}", f"p{plant:03}", picture, classes))
+    return photographs
 
 
 def grow(random: np.random.Generator, style: Style) -> list[Organ]:
@@ -157,7 +157,10 @@ def photograph(
     contrast = random.uniform(*style.contrast)
     picture = _draw_background(random, style, size, level)
     total = 1 - np.prod([1 - cover for cover in covers.values()], axis=0)
-    picture *= 1 - random.uniform(*style.shadow) * _cast_shadow(total, random)[..., None]
+    strength = random.uniform(*style.shadow)
+    shifted = np.roll(total, (random.integers(1, 5), random.integers(-4, 5)), (0, 1))
+    shade = Image.fromarray((shifted * 255).astype(np.uint8)).filter(ImageFilter.GaussianBlur(random.uniform(1, 3)))
+    picture *= 1 - strength * (np.asarray(shade, np.float32) / 255)[..., None]
     tint = random.uniform(0.85, 1.0, 3) * [1.0, 0.97, 0.85]
     colours = {
         SECONDARY: (level + contrast) * tint * random.uniform(0.9, 1.05),
@@ -195,13 +198,6 @@ def _draw(organs: Sequence[Organ], size: tuple[int, int]) -> np.ndarray:
             right, down = end
             pen.ellipse([right - radius, down - radius, right + radius, down + radius], fill=255)
     return np.asarray(canvas.resize((width, height), Image.Resampling.BOX), np.float32) / 255
-
-
-def _cast_shadow(cover: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """What the organs shade, [H, W] of 0 to 1: shifted, and blurred."""
-    shifted = np.roll(cover, (random.integers(1, 5), random.integers(-4, 5)), (0, 1))
-    seen = Image.fromarray((shifted * 255).astype(np.uint8)).filter(ImageFilter.GaussianBlur(random.uniform(1, 3)))
-    return np.asarray(seen, np.float32) / 255
 
 
 def _draw_background(random: np.random.Generator, style: Style, size: tuple[int, int], level: float) -> np.ndarray:

@@ -31,18 +31,20 @@ def predict_probabilities(
     padded = _pad(picture, tile)
     starts = [_find_starts(size, tile, overlap) for size in padded.shape[-2:]]
     corners = list(product(*starts))
-    weights = _gaussian(tile).to(picture.device)
+    steps = (torch.arange(tile) - (tile - 1) / 2) / (tile / 8)
+    line = torch.exp(-(steps**2) / 2).to(picture.device)
+    weights = (line[:, None] * line[None, :]).clamp_(min=1e-3)  # never so small that a corner would be lost
     total = torch.zeros(0)
     for first in range(0, len(corners), TILES_AT_ONCE):
         some = corners[first : first + TILES_AT_ONCE]
         tiles = torch.stack([padded[:, top : top + tile, start : start + tile] for top, start in some])
-        found = network(tiles).float().softmax(1)
+        probabilities = network(tiles).float().softmax(1)
         if flips:
-            found = (found + network(tiles.flip(-1)).float().softmax(1).flip(-1)) / 2
+            probabilities = (probabilities + network(tiles.flip(-1)).float().softmax(1).flip(-1)) / 2
         if not total.numel():
-            total = found.new_zeros(found.shape[1], *padded.shape[-2:])
-        for probabilities, (top, start) in zip(found, some, strict=True):
-            total[:, top : top + tile, start : start + tile] += probabilities * weights
+            total = probabilities.new_zeros(probabilities.shape[1], *padded.shape[-2:])
+        for each, (top, start) in zip(probabilities, some, strict=True):
+            total[:, top : top + tile, start : start + tile] += each * weights
     total = total[:, :height, :width]
     return total / total.sum(0, keepdim=True)
 
@@ -52,31 +54,20 @@ def _pad(picture: Tensor, tile: int) -> Tensor:
     down, right = (max(tile - size, 0) for size in picture.shape[-2:])
     if not (down or right):
         return picture
-    rows, columns = (
-        _reflect(torch.arange(size + more), size) for size, more in zip(picture.shape[-2:], (down, right), strict=True)
-    )
-    return picture[:, rows.to(picture.device)][:, :, columns.to(picture.device)]
-
-
-def _reflect(positions: Tensor, size: int) -> Tensor:
-    """Positions mirrored into 0 to size - 1, as often as it takes."""
-    period = max(2 * (size - 1), 1)
-    folded = positions % period
-    return torch.minimum(folded, (period - folded) % period if size > 1 else folded * 0).clamp(max=size - 1)
+    for axis, more in ((1, down), (2, right)):
+        size = picture.shape[axis]
+        period = max(2 * (size - 1), 1)
+        folded = torch.arange(size + more) % period  # as often as it takes
+        mirrored = torch.minimum(folded, (period - folded) % period if size > 1 else folded * 0)
+        picture = picture.index_select(axis, mirrored.clamp(max=size - 1).to(picture.device))
+    return picture
 
 
 def _find_starts(size: int, tile: int, overlap: float) -> list[int]:
     """The first pixel of each tile along one side: evenly spaced, at most (1 - overlap) tiles apart."""
     step = max(round(tile * (1 - overlap)), 1)
     count = -(-(size - tile) // step) + 1
-    return [round(place * (size - tile) / max(count - 1, 1)) for place in range(count)]
-
-
-def _gaussian(tile: int) -> Tensor:
-    """[S, S], never so small that a corner would be lost."""
-    steps = (torch.arange(tile) - (tile - 1) / 2) / (tile / 8)
-    line = torch.exp(-(steps**2) / 2)
-    return (line[:, None] * line[None, :]).clamp_(min=1e-3)
+    return [round(index * (size - tile) / max(count - 1, 1)) for index in range(count)]
 
 
 def remove_background(pictures: Tensor, kernel: int) -> Tensor:

@@ -115,17 +115,17 @@ class PictureSegmenter(UNet):
         rows, columns = find_region(self.region or (0, 0, 1, 1), height, width)
         inside = picture[:, rows, columns]
         step = min(self.shrink, *inside.shape[1:])
-        found = self.classify(shrink_picture(inside, step) if step > 1 else inside)
-        found = found.repeat(step, 0).repeat(step, 1)
-        classes[rows, columns][: found.shape[0], : found.shape[1]] = found
+        labels = self.classify(shrink_picture(inside, step) if step > 1 else inside)
+        labels = labels.repeat(step, 0).repeat(step, 1)
+        classes[rows, columns][: labels.shape[0], : labels.shape[1]] = labels
         return classes
 
     def classify(self, picture: np.ndarray) -> np.ndarray:
         """The classes uint8 [H, W] of a picture uint8 [3, H, W], as it is."""
         pixels = torch.from_numpy(np.ascontiguousarray(picture)).to(self.head.weight.device)
         with torch.no_grad():
-            found = predict_probabilities(self, pixels, self.tile, OVERLAP, self.flips).argmax(0)
-        classes: np.ndarray = found.to(torch.uint8).numpy(force=True)
+            best = predict_probabilities(self, pixels, self.tile, OVERLAP, self.flips).argmax(0)
+        classes: np.ndarray = best.to(torch.uint8).numpy(force=True)
         return classes
 
     def _decode(self, content: bytes | str, row: int) -> np.ndarray:

@@ -73,7 +73,7 @@ class Grid:
         """Pairs of adjacent nodes, int64 [2, pairs]: every pair in both orders."""
         node = torch.arange(self.num_nodes)
         row, column = node // self.columns, node % self.columns
-        found = []
+        pairs_by_direction = []
         for down in (-1, 0, 1):
             for right in (-1, 0, 1):
                 other_row, other_column = row + down, column + right
@@ -83,8 +83,8 @@ class Grid:
                     (other_row >= 0) & (other_row < self.rows) & (other_column >= 0) & (other_column < self.columns)
                 )
                 other = other_row * self.columns + other_column
-                found.append(torch.stack([node, other])[:, inside & (other != node)])
-        pairs = torch.cat(found, 1).unique(dim=1)
+                pairs_by_direction.append(torch.stack([node, other])[:, inside & (other != node)])
+        pairs = torch.cat(pairs_by_direction, 1).unique(dim=1)
         first, second = pairs[:, self.are_adjacent(pairs[0], pairs[1])]
         return first, second
 
@@ -109,8 +109,8 @@ class Grid:
 
     def _kernel(self, size: int, distance: float, sigma: float, like: Tensor, shift: float = 0.0) -> Tensor:
         """[size, size]: the Gaussian along one axis; `shift` moves the targets."""
-        place = torch.arange(size, device=like.device, dtype=torch.float64) * distance
-        squared = self._wrap(place[:, None] + shift - place, size * distance)
+        position = torch.arange(size, device=like.device, dtype=torch.float64) * distance
+        squared = self._wrap(position[:, None] + shift - position, size * distance)
         return (squared / (-2 * sigma**2)).exp().to(like.dtype)
 
     def _wrap(self, difference: Tensor, period: float) -> Tensor:
@@ -157,7 +157,11 @@ class UnitSearch:
         if rows.is_cuda:
             return self._score(moved, self.nodes).argmin(1)
         is_screened = self.rank < rows.shape[1]
-        hits = self._screen(moved, self.basis, self.shadows, self.slack) if is_screened else self._find_least(moved)
+        if is_screened:
+            hits = self._screen(moved, self.basis, self.shadows, self.slack)
+        else:  # [B, K]: 1 where a node has the least score, else 0
+            scores = self._score(moved, self.nodes)
+            hits = torch.le(scores, scores.amin(1, keepdim=True), out=scores)
         # argmin takes four times as long as a minimum, a comparison and a product with a vector
         code = hits @ self.codes
         unit = (code - self.base).long()
@@ -165,11 +169,6 @@ class UnitSearch:
         if len(several):
             unit[several] = self._compare(rows, several, hits) if is_screened else hits[several].argmax(1)
         return unit
-
-    def _find_least(self, moved: Tensor) -> Tensor:
-        """[B, K]: 1 where a node has the least score, else 0."""
-        scores = self._score(moved, self.nodes)
-        return torch.le(scores, scores.amin(1, keepdim=True), out=scores)
 
     def _screen(self, moved: Tensor, basis: Tensor, shadows: Tensor, slack: Tensor) -> Tensor:
         """[B, K]: 1 where a node may be the nearest, 0 where it cannot."""
@@ -297,7 +296,7 @@ def fit_epoch(
 
 
 def measure_distances(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows [N, D] in a map [K, D]: the best and second-best unit, int64 [2, N], and the distance to the best [N]."""
+    """Find for rows [N, D] in a map [K, D] the best and second-best unit, int64 [2, N], and the best distance [N]."""
     both, distances = [], []
     centre = weights.mean(0)
     nodes = weights - centre
@@ -310,7 +309,7 @@ def measure_distances(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measure_errors(rows: Tensor, weights: Tensor, grid: Grid) -> dict[str, float]:
-    """Of a map [K, D].
+    """Measure those of a map [K, D].
 
     quantisation_error: the mean distance of a row to its best-matching unit
     topographic_error:  the share of rows whose best and second-best unit are not adjacent on the grid
@@ -361,7 +360,7 @@ class SelfOrganisingMap(nn.Module):
         self.scale: Tensor
 
     def forward(self, rows: Tensor) -> dict[str, Tensor]:
-        """Of rows [B, D]: `row` and `column` of the best-matching unit, int64 [B], and the `distance` to it [B]."""
+        """Find of rows [B, D] `row` and `column` of the best-matching unit, int64 [B], and the `distance` to it [B]."""
         scaled = ((rows - self.shift) / self.scale).float()
         nodes = self.weights - (centre := self.weights.mean(0))
         unit = torch.addmm(nodes.square().sum(1), scaled - centre, nodes.T, alpha=-2).argmin(1)

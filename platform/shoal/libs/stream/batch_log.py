@@ -55,7 +55,12 @@ class BatchLog:
         Raises CheckpointError when one is missing or damaged before the end.
         """
         if files := _list_files(self._folder):
-            _truncate_torn_end(files[-1])
+            content = files[-1].read_bytes()
+            size = max(_find_record_ends(content), default=0)
+            if size == 0:
+                files[-1].unlink()
+            elif size < len(content):
+                os.truncate(files[-1], size)
         for path in _list_files(self._folder)[-2:]:  # a killed process may not have synced them
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -111,7 +116,9 @@ def read_batches(folder: Path, after: int = 0) -> Iterator[LoggedBatch]:
     for index, path in enumerate(files):
         if index + 1 < len(files) and _first_number(files[index + 1]) <= after + 1:
             continue
-        for batch in _read_file(path):
+        content, start = path.read_bytes(), 0
+        for end in _find_record_ends(content):
+            batch, start = _DECODER.decode(content[start + _HEADER.size : end]), end
             if batch.number != expected and not (is_first and batch.number <= expected):
                 raise CheckpointError(f"{path}: batch {batch.number} follows, where {expected} was expected")
             is_first, expected = False, batch.number + 1
@@ -131,30 +138,14 @@ def _first_number(path: Path) -> int:
     return int(match[1])
 
 
-def _read_file(path: Path) -> Iterator[LoggedBatch]:
-    """Its intact records, up to the first that is not."""
-    content = path.read_bytes()
+def _find_record_ends(content: bytes) -> Iterator[int]:
+    """Where each record ends, up to the first that is incomplete or damaged."""
     position = 0
-    while (end := _find_record_end(content, position)) is not None:
-        yield _DECODER.decode(content[position + _HEADER.size : end])
+    while position + _HEADER.size <= len(content):
+        size, checksum = _HEADER.unpack_from(content, position)
+        end: int = position + _HEADER.size + size
+        payload = content[position + _HEADER.size : end]
+        if len(payload) < size or zlib.crc32(payload) != checksum:
+            return
+        yield end
         position = end
-
-
-def _truncate_torn_end(path: Path) -> None:
-    content, position = path.read_bytes(), 0
-    while (end := _find_record_end(content, position)) is not None:
-        position = end
-    if position == 0:
-        path.unlink()
-    elif position < len(content):
-        os.truncate(path, position)
-
-
-def _find_record_end(content: bytes, position: int) -> int | None:
-    """Where the record at `position` ends; None if it is incomplete or damaged."""
-    if position + _HEADER.size > len(content):
-        return None
-    size, checksum = _HEADER.unpack_from(content, position)
-    end: int = position + _HEADER.size + size
-    payload = content[position + _HEADER.size : end]
-    return end if len(payload) == size and zlib.crc32(payload) == checksum else None

@@ -54,7 +54,7 @@ class Fleet:
     def __init__(self, spec: SensorTopicSpec, num_sensors: int, seed: int = 0, *, measures: bool = False) -> None:
         self._spec, self._num_sensors = spec, num_sensors
         self._noise = random.Random(seed)
-        self._publisher = f"fleet-{uuid.uuid4().hex[:12]}"  # a new process counts anew, under a new name
+        self._publisher = f"fleet-{uuid.uuid4().hex[:12]}"  # a new process counts from 1, under a new name
         self._sent_s: dict[int, float] = {}
         self._latencies_ms: dict[int, float] = {}
         self.num_published = 0
@@ -64,7 +64,7 @@ class Fleet:
         self._client.on_socket_open = send_at_once
         if measures:
             self._client.on_message = self._measure
-            self._client.on_connect = self._subscribe
+            self._client.on_connect = lambda client, *_: client.subscribe(f"{spec.answers}/#", qos=0)
         host, port = parse_address(spec)
         try:
             self._client.connect(host, port, KEEP_ALIVE_S)
@@ -73,9 +73,6 @@ class Fleet:
                 "mqtt.broker", spec.broker, f"does not answer ({error})", "start a broker there"
             ) from None
         self._client.loop_start()
-
-    def _subscribe(self, client: paho.Client, data: Any, flags: Any, reason: Any, properties: Any) -> None:
-        client.subscribe(f"{self._spec.answers}/#", qos=0)
 
     def publish(self, number: int) -> None:
         """Publish message `number`, from 0: of one sensor after the other."""
@@ -97,7 +94,7 @@ class Fleet:
 
     @property
     def latencies_ms(self) -> list[float | None]:
-        """Of each published message, in order; None where no answer has come."""
+        """One for each published message, in order; None where no answer has come."""
         return [self._latencies_ms.get(sequence) for sequence in range(1, self.num_published + 1)]
 
     def close(self) -> None:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,15 +25,16 @@ from shoal.atomic_file import create_private
 from shoal.cluster.job_main import CHECK, HELP, expected_run_id, job_main
 from shoal.config import last_override
 from shoal.errors import RecordUnwritable, RegistryError, ShoalError
-from shoal.libs.stream.broker import PrivateBroker
 from shoal.libs.stream.loop import StreamLoop
 from shoal.libs.stream.spec import OnlineSpec, StreamSpec
 from shoal.libs.stream.trainer import OnlineTrainer
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_number
-from shoal.runs.report.event_messages import format_warning
-from shoal.sources.source import StreamSource
+from shoal.sources import StreamSource
+from shoal.train.launch.training_run import shutdown_event
+from shoal.train.reporting.console import ConsoleLog
+from shoal.train.reporting.event_log import RecordLog
 from shoal.weights import WeightSnapshot
 
 JOB = "stream"
@@ -48,14 +48,14 @@ def stream_main(recipe: StreamSpec) -> None:
 
     Exits 1 on a ShoalError or OSError, 130 after a signal.
     """
-    words = sys.argv[1:]
-    if os.environ.get("RAY_ADDRESS") or not {CHECK, *HELP}.isdisjoint(words):
+    overrides = sys.argv[1:]
+    if os.environ.get("RAY_ADDRESS") or not {CHECK, *HELP}.isdisjoint(overrides):
         job_main(recipe, run_stream, JOB, check_stream)
         return
     try:
-        resumed = last_override(words, "resume")
-        base = StreamSpec.from_record(shoal.runs.load(resumed).spec, words) if resumed else recipe
-        run_stream(base.override(words))
+        resumed = last_override(overrides, "resume")
+        base = StreamSpec.from_record(shoal.runs.load(resumed).spec, overrides) if resumed else recipe
+        run_stream(base.override(overrides))
     except (ShoalError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
@@ -77,7 +77,7 @@ def make_source(spec: StreamSpec, report: Callable[..., None] = lambda kind, **d
         from shoal.libs.stream.replay_source import ReplaySource
 
         return ReplaySource(spec.files, spec.online.width)
-    from shoal.libs.stream.sensor_source import SensorSource
+    from shoal.libs.stream.mqtt import SensorSource
 
     return SensorSource(spec.mqtt, spec.online.width, report)
 
@@ -94,19 +94,19 @@ def run_stream(spec: StreamSpec, job: str = JOB) -> str:
     ) as recorder:
         with ExitStack() as stack:
             here = _start_own_broker(spec, recorder, stack)
-            monitor = _Monitor(here, recorder)
+            monitor = _Monitor(here, recorder, stack.enter_context(shutdown_event()))
             source = make_source(here, monitor.report)
             publish = getattr(source, "publish_forecasts", lambda answers: None)
-            saved = _Registrar(here, recorder, monitor.report)
-            loop = StreamLoop(
-                OnlineTrainer(here.online), source, recorder.folder, here.commit, publish, monitor.report, saved
-            )
-            stack.enter_context(monitor.watch_signals())
-            stack.enter_context(_short_collections())
+            trainer, report, on_saved = OnlineTrainer(here.online), monitor.report, monitor.take_saved
+            loop = StreamLoop(trainer, source, recorder.folder, here.commit, publish, report, on_saved)
+            # To go through all that libraries have made takes the garbage collector a tenth of a second, in which
+            # nothing is answered: it passes over what exists now.
+            gc.collect()
+            gc.freeze()
+            stack.callback(gc.unfreeze)
             loop.run(lambda: monitor.check(loop))
         monitor.finish(loop)
-        saved.register(loop.trainer.state_dict())
-        if monitor.is_interrupted:
+        if monitor.asked.is_set():
             raise KeyboardInterrupt
     shoal.runs.write_report_at_end(recorder.id)
     return recorder.id
@@ -116,21 +116,23 @@ def _start_own_broker(spec: StreamSpec, recorder: RunRecorder, stack: ExitStack)
     """Start a private broker and its sensors if the spec names neither broker nor files; returns the spec to run."""
     mqtt = spec.mqtt
     if not spec.files and not mqtt.broker:
+        from shoal.libs.stream.mqtt import PrivateBroker
+
         broker = stack.enter_context(PrivateBroker(recorder.folder / "broker"))
         mqtt = mqtt.model_copy(update={"broker": broker.address})
         if spec.sensors:
-            stack.enter_context(_run_fleet(spec, broker.address, recorder.folder / "sensors.log"))
+            stack.enter_context(_run_fleet(spec, broker.address, recorder))
     client_id = mqtt.client_id or f"shoal-{recorder.id}"  # a resumed run has the same
     return spec.model_copy(update={"mqtt": mqtt.model_copy(update={"client_id": client_id})})
 
 
 @contextmanager
-def _run_fleet(spec: StreamSpec, broker: str, log: Path) -> Iterator[None]:
-    """The simulated sensors, in a process of their own that ends with this one."""
-    words = [sys.executable, "-m", "shoal.libs.stream.fleet", "--broker", broker, "--topic", spec.mqtt.topic]
-    words += ["--sensors", str(spec.sensors), "--rate-hz", str(spec.rate_hz)]
-    with create_private(log).open("ab") as output:
-        fleet = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=output, stderr=output)
+def _run_fleet(spec: StreamSpec, broker: str, recorder: RunRecorder) -> Iterator[None]:
+    """The simulated sensors, in another process that ends with this one."""
+    command = [sys.executable, "-m", "shoal.libs.stream.fleet", "--broker", broker, "--topic", spec.mqtt.topic]
+    command += ["--sensors", str(spec.sensors), "--rate-hz", str(spec.rate_hz)]
+    with create_private(recorder.folder / "sensors.log").open("ab") as output:
+        fleet = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
     assert fleet.stdin is not None
     try:
         yield
@@ -143,82 +145,50 @@ def _run_fleet(spec: StreamSpec, broker: str, log: Path) -> Iterator[None]:
             fleet.wait()
 
 
-@contextmanager
-def _short_collections() -> Iterator[None]:
-    """Until its end, the garbage collector passes over what exists now.
-
-    To go through all that libraries have made takes it a tenth of a second, in which nothing is answered.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 class _Monitor:
-    """Prints and records how the stream goes, and says when it is to end."""
+    """Prints and records how the stream goes, registers its weights, and says when it is to end.
 
-    def __init__(self, spec: StreamSpec, recorder: RunRecorder) -> None:
-        self._spec, self._recorder = spec, recorder
+    asked: set by SIGTERM and Ctrl-C: the loop ends between two batches, and all that was learnt is committed
+    """
+
+    def __init__(self, spec: StreamSpec, recorder: RunRecorder, asked: threading.Event) -> None:
+        self.asked, self._spec, self._recorder = asked, spec, recorder
+        self._record = RecordLog(recorder)
+        self._event_log = ConsoleLog(self._record, _print_line)
         self._began_s = self._reported_s = time.monotonic()
-        self._has_started = self.is_interrupted = False
+        self._has_started, self._registered_s = False, -spec.register_every_s
         self._drifting: dict[str, None] = {}  # sensors, in the order of their drifts
-
-    @contextmanager
-    def watch_signals(self) -> Iterator[None]:
-        """Until its end, SIGTERM and Ctrl-C end the loop between two batches, and all that was learnt is committed."""
-
-        def interrupt(signum: int, frame: object) -> None:
-            self.is_interrupted = True
-
-        before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def report(self, kind: str, **details: Any) -> None:
         """Record an event; print it if it is a warning. Drifts, which may be many, are one event for each line."""
         if kind == "drift":
             self._drifting.update(dict.fromkeys(details["sensors"]))
             return
-        self._record_event(kind, **details)
-
-    def _record_event(self, kind: str, **details: Any) -> None:
-        with suppress(RecordUnwritable):
-            self._recorder.record_event(kind, **details)
-        if warning := format_warning(kind, details):
-            print(warning, flush=True)
+        self._event_log.record_event(kind, **details)
         if kind == "recovered":
             ended = f"{details['relearnt']} batches of the log were learnt again"
-            print(f"going on after batch {details['batch']:,}; {ended}", flush=True)
+            _print_line(f"going on after batch {details['batch']:,}; {ended}")
 
     def check(self, loop: StreamLoop) -> bool:
         """Whether the run is to end. Reports when it is time."""
+        spec, num_messages = self._spec, loop.trainer.totals.num_messages
         if not self._has_started:
-            self._begin(loop)
+            self._has_started = True
+            origin = ", ".join(spec.files) or f"{spec.mqtt.topic} at {spec.mqtt.broker}"
+            with suppress(RecordUnwritable):
+                self._recorder.forget_after(num_messages)
+            self.report("stream", origin=origin, answers=spec.mqtt.answers, step=num_messages)
+            _print_line(f"run {self._recorder.id}: learns and answers {origin}")
         if time.monotonic() - self._reported_s >= REPORT_EVERY_S:
             self._log(loop)
-        spec, num_messages = self._spec, loop.trainer.totals.num_messages
         is_done = spec.max_messages is not None and num_messages >= spec.max_messages
         is_late = spec.max_wall_s is not None and time.monotonic() - self._began_s >= spec.max_wall_s
-        return self.is_interrupted or is_done or is_late
-
-    def _begin(self, loop: StreamLoop) -> None:
-        self._has_started = True
-        origin = ", ".join(self._spec.files) or f"{self._spec.mqtt.topic} at {self._spec.mqtt.broker}"
-        with suppress(RecordUnwritable):
-            self._recorder.forget_after(loop.trainer.totals.num_messages)
-        self.report("stream", origin=origin, answers=self._spec.mqtt.answers, step=loop.trainer.totals.num_messages)
-        print(f"run {self._recorder.id}: learns and answers {origin}", flush=True)
+        return self.asked.is_set() or is_done or is_late
 
     def _log(self, loop: StreamLoop) -> None:
         self._reported_s = time.monotonic()
         totals, deduplicator = loop.trainer.totals, loop.deduplicator
-        metrics = loop.statistics.take() | {
+        metrics = loop.statistics.take(totals) | {
             "stream/redelivered": loop.num_redelivered,
             "stream/duplicates": deduplicator.num_duplicates,
             "stream/missing": deduplicator.num_gaps,
@@ -227,68 +197,18 @@ class _Monitor:
             "stream/drifts": totals.num_drifts,
             "stream/updates": loop.trainer.num_updates,
         }
-        with suppress(RecordUnwritable):
-            self._recorder.log(totals.num_messages, metrics)
-        print(format_stream_line(totals.num_messages, metrics), flush=True)
+        self._record.log(totals.num_messages, metrics)
+        _print_line(format_stream_line(totals.num_messages, metrics))
         if self._drifting:
             names, self._drifting = list(self._drifting), {}
-            self._record_event("drift", count=len(names), sensors=names[:MAX_SHOWN_SENSORS])
+            self._event_log.record_event("drift", count=len(names), sensors=names[:MAX_SHOWN_SENSORS])
 
-    def finish(self, loop: StreamLoop) -> None:
-        """Record the end."""
-        self._log(loop)
-        totals = loop.trainer.totals
-        num_forecasts = max(totals.num_forecasts, 1)
-        metrics = {
-            "mae": totals.absolute_error / num_forecasts,
-            "as_now": totals.naive_error / num_forecasts,
-        }
-        detail = f"{totals.num_messages:,} messages of {len(loop.trainer.table):,} sensors learnt and answered"
-        seconds = time.monotonic() - self._began_s
-        self.report(
-            "trained",
-            reason="interrupted" if self.is_interrupted else "ended",
-            detail=detail,
-            steps=totals.num_messages,
-            kept=totals.num_messages,
-            seconds=seconds,
-            metrics=metrics,
-        )
-        print(f"run {self._recorder.id}: {detail}, {seconds:.1f} s", flush=True)
-
-
-def format_stream_line(num_messages: int, metrics: dict[str, float]) -> str:
-    """One line for a terminal or a log file."""
-
-    def show(name: str) -> str:
-        return format_number(metrics[name]) if name in metrics else "-"
-
-    parts = [
-        f"{num_messages:,} messages",
-        f"{show('stream/per_s')}/s in batches of {show('stream/batch')}",
-        f"lag {show('stream/lag_p50_ms')} ms (p99 {show('stream/lag_p99_ms')})",
-        f"learn {show('stream/learn_p50_ms')} ms (p99 {show('stream/learn_p99_ms')})",
-        f"mae {show('prequential/mae')} (as now {show('prequential/as_now')})",
-    ]
-    counts = ("redelivered", "duplicates", "missing", "malformed", "clock_jumps", "drifts")
-    parts += [
-        f"{name.replace('_', ' ')} {metrics[key]:,.0f}" for name in counts if metrics.get(key := f"stream/{name}")
-    ]
-    return " | ".join(parts)
-
-
-class _Registrar:
-    """Registers the weights of a durable checkpoint, at most every `register_every_s`; from the writer's thread."""
-
-    def __init__(self, spec: StreamSpec, recorder: RunRecorder, report: Callable[..., None]) -> None:
-        self._spec, self._recorder, self._report = spec, recorder, report
-        self._registered_s = -spec.register_every_s
-
-    def __call__(self, state: dict[str, Any]) -> None:
+    def take_saved(self, state: dict[str, Any]) -> None:
+        """Register the weights of a durable checkpoint when it is time; from the writer's thread."""
         if time.monotonic() - self._registered_s >= self._spec.register_every_s:
-            self.register(state)
+            self._register(state)
 
-    def register(self, state: dict[str, Any]) -> None:
+    def _register(self, state: dict[str, Any]) -> None:
         """Register a trainer's state as the next version. A registry that cannot be written is reported."""
         self._registered_s = time.monotonic()
         num_batches, num_updates = state["counts"]
@@ -308,7 +228,52 @@ class _Registrar:
             )
             self._recorder.record_model(version.name, version.version, version.aliases)
         except (RegistryError, RecordUnwritable) as error:
-            self._report("register_failed", error=str(error))
+            self.report("register_failed", error=str(error))
+
+    def finish(self, loop: StreamLoop) -> None:
+        """Record the end, and register the last weights."""
+        self._log(loop)
+        totals, seconds = loop.trainer.totals, time.monotonic() - self._began_s
+        num_forecasts = max(totals.num_forecasts, 1)
+        detail = f"{totals.num_messages:,} messages of {len(loop.trainer.table):,} sensors learnt and answered"
+        self.report(
+            "trained",
+            reason="interrupted" if self.asked.is_set() else "ended",
+            detail=detail,
+            steps=totals.num_messages,
+            kept=totals.num_messages,
+            seconds=seconds,
+            metrics={
+                "mae": totals.absolute_error / num_forecasts,
+                "as_now": totals.naive_error / num_forecasts,
+            },
+        )
+        _print_line(f"run {self._recorder.id}: {detail}, {seconds:.1f} s")
+        self._register(loop.trainer.state_dict())
+
+
+def _print_line(line: str) -> None:
+    print(line, flush=True)
+
+
+def format_stream_line(num_messages: int, metrics: dict[str, float]) -> str:
+    """Format one line for a terminal or a log file."""
+
+    def show(name: str) -> str:
+        return format_number(metrics[name]) if name in metrics else "-"
+
+    parts = [
+        f"{num_messages:,} messages",
+        f"{show('stream/per_s')}/s in batches of {show('stream/batch')}",
+        f"lag {show('stream/lag_p50_ms')} ms (p99 {show('stream/lag_p99_ms')})",
+        f"learn {show('stream/learn_p50_ms')} ms (p99 {show('stream/learn_p99_ms')})",
+        f"mae {show('prequential/mae')} (as now {show('prequential/as_now')})",
+    ]
+    counts = ("redelivered", "duplicates", "missing", "malformed", "clock_jumps", "drifts")
+    parts += [
+        f"{name.replace('_', ' ')} {metrics[key]:,.0f}" for name in counts if metrics.get(key := f"stream/{name}")
+    ]
+    return " | ".join(parts)
 
 
 def describe_network(spec: OnlineSpec) -> tuple[ModelFactory, Signature]:

@@ -12,7 +12,7 @@
    no clock, no chance. Where the clock decides, in a pause of the stream, it makes a batch without messages, which is
    logged like any other and learns what is pending.
 3. `snapshot`: what is pending is learnt, by such a batch; then the trainer and the deduplicator are copied in memory.
-   Learning goes on.
+   Learning continues.
 4. `save`, in a thread: the log is fsynced; then the copy is written beside the older checkpoints, fsynced and renamed.
 5. `commit`: the deliveries that the snapshot accounts for are acknowledged.
 
@@ -34,7 +34,7 @@ changes but for a torn record, from which nothing was learnt (1). Recovery publi
 again, the same to the bit.
 
 A kill of the process loses nothing that was written; a power cut may lose what was not fsynced. Then batches of the
-open group may be gone from the log. Their messages were not acknowledged: they come again, and are batched anew.
+open group may be gone from the log. Their messages were not acknowledged: they come again, and are batched again.
 
 Called by the flow and by tests. Knows no broker and no run record.
 """
@@ -48,16 +48,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from shoal.checkpoint import files
 from shoal.checkpoint.directory import list_newest_first
 from shoal.errors import CheckpointError
 from shoal.libs.stream.batch_log import BatchLog, LoggedBatch
 from shoal.libs.stream.messages import Message
 from shoal.libs.stream.spec import CommitSpec
-from shoal.libs.stream.statistics import StreamStatistics
-from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
+from shoal.libs.stream.trainer import OnlineTrainer, PrequentialTotals, SensorForecast
+from shoal.sources import Delivery, StreamSource, StreamState
 from shoal.sources.deduplicator import Deduplicator
-from shoal.sources.source import Delivery, StreamSource, StreamState
 
 POLL_S = 0.05  # how long an idle loop waits before it looks whether to stop or to commit
 PAUSE_S = 0.005  # without a message for so long, what is pending is learnt
@@ -70,6 +71,37 @@ class _Group(NamedTuple):
     state: StreamState
     saved: Future[None]
     began_s: float
+
+
+class StreamStatistics:
+    """What a stream run measures of itself between two reports: rate, lag, latency, errors."""
+
+    def __init__(self) -> None:
+        self.begin(PrequentialTotals())
+
+    def begin(self, totals: PrequentialTotals) -> None:
+        """Forget what was measured. totals: of all messages so far"""
+        self._began_s, self._totals, self.num_batches = time.monotonic(), vars(totals).copy(), 0
+        self.lags_ms, self.learn_ms, self.commit_ms = list[float](), list[float](), list[float]()
+
+    def take(self, totals: PrequentialTotals) -> dict[str, float]:
+        """The metrics since the last call, by name. Lags are from the publishers' clocks to the answer."""
+        since = {name: value - self._totals[name] for name, value in vars(totals).items()}
+        metrics = {"stream/per_s": since["num_messages"] / (time.monotonic() - self._began_s)}
+        if self.num_batches:
+            metrics["stream/batch"] = since["num_messages"] / self.num_batches
+        for name, values in (("lag", self.lags_ms), ("learn", self.learn_ms)):
+            if values:
+                middle, high = np.percentile(values, (50, 99))
+                metrics |= {f"stream/{name}_p50_ms": float(middle), f"stream/{name}_p99_ms": float(high)}
+        if self.commit_ms:
+            metrics["stream/commit_ms"] = float(np.median(self.commit_ms))
+        if num_forecasts := since["num_forecasts"]:
+            metrics["prequential/mae"] = since["absolute_error"] / num_forecasts
+            metrics["prequential/as_now"] = since["naive_error"] / num_forecasts
+            metrics["prequential/scaled"] = since["scaled_error"] / num_forecasts
+        self.begin(totals)
+        return metrics
 
 
 class StreamLoop:
@@ -115,7 +147,12 @@ class StreamLoop:
                 if not delivery.messages and self.trainer.num_pending:
                     self._process([])
                 self._advance_commit()
-            self._finish()
+            if self._group is not None:  # the end: all that was learnt is committed
+                self._group.saved.exception()  # waits
+                self._acknowledge()
+            if self._source.num_delivered > self._num_snapshotted:
+                self._snapshot().saved.result()
+                self._acknowledge()
         finally:
             self._writer.shutdown()
             self._log.close()
@@ -138,6 +175,7 @@ class StreamLoop:
             damaged = loaded.damaged if loaded is not None else []
             self._report("recovered", batch=self.trainer.num_batches, relearnt=len(batches), damaged=damaged)
         self._snapshotted_s = time.monotonic()
+        self.statistics.begin(self.trainer.totals)
 
     def take(self, delivery: Delivery) -> None:
         """Log, answer and learn what is new of a delivery."""
@@ -160,16 +198,19 @@ class StreamLoop:
     def _process(self, messages: list[Message]) -> None:
         """Log a batch, then answer and learn it; one without messages learns what is pending."""
         self._log.append(LoggedBatch(self.trainer.num_batches + 1, messages))
-        began_s, num_updates = time.perf_counter(), self.trainer.num_updates
-        result = self.trainer.process(messages, self._answer)
-        has_learnt = self.trainer.num_updates > num_updates
-        self.statistics.add(len(messages), time.perf_counter() - began_s, has_learnt, vars(result.totals))
-        if result.drifting:
-            self._report("drift", sensors=result.drifting)
+        statistics, began_s, num_updates = self.statistics, time.perf_counter(), self.trainer.num_updates
 
-    def _answer(self, answers: list[SensorForecast]) -> None:
-        self._publish(answers)
-        self.statistics.add_answers([answer.message for answer in answers])
+        def answer(forecasts: list[SensorForecast]) -> None:
+            self._publish(forecasts)
+            now_s = time.time()
+            statistics.lags_ms += [1e3 * (now_s - each.message.time_s) for each in forecasts]
+
+        drifting = self.trainer.process(messages, answer)
+        statistics.num_batches += len(messages) > 0
+        if self.trainer.num_updates > num_updates:
+            statistics.learn_ms.append(1e3 * (time.perf_counter() - began_s))
+        if drifting:
+            self._report("drift", sensors=drifting)
 
     # -- commits
 
@@ -183,7 +224,7 @@ class StreamLoop:
         if self._group is None and num_open and is_due and now_s - self._failed_s >= interval_s:
             self._snapshot()
 
-    def _snapshot(self) -> None:
+    def _snapshot(self) -> _Group:
         if self.trainer.num_pending:  # what is acknowledged has been learnt
             self._process([])
         state = {
@@ -196,9 +237,10 @@ class StreamLoop:
         saved = self._writer.submit(self._save, step, state, descriptor)
         self._group = _Group(covered, saved, time.perf_counter())
         self._num_snapshotted, self._snapshotted_s = covered.num_delivered, time.monotonic()
+        return self._group
 
     def _save(self, step: int, state: dict[str, Any], descriptor: int | None) -> None:
-        """In the writer's thread: make the log durable, then the checkpoint; then drop the log that none needs."""
+        """Make the log durable, then the checkpoint; then drop the log that none needs. In the writer's thread."""
         self._log.sync(descriptor)
         files.save(self._checkpoints, step, state, self._spec.keep_checkpoints)
         if not self._spec.keep_log:
@@ -218,15 +260,4 @@ class StreamLoop:
             return
         self._source.commit(group.state)
         self._num_committed = group.state.num_delivered
-        self.statistics.add_commit(time.perf_counter() - group.began_s)
-
-    def _finish(self) -> None:
-        """Commit all that was learnt. Raises CheckpointError when it cannot be written."""
-        if self._group is not None:
-            self._group.saved.exception()  # waits
-            self._acknowledge()
-        if self._source.num_delivered > self._num_snapshotted:
-            self._snapshot()
-            assert self._group is not None
-            self._group.saved.result()
-            self._acknowledge()
+        self.statistics.commit_ms.append(1e3 * (time.perf_counter() - group.began_s))

@@ -67,8 +67,8 @@ def match_wildcards(topic_filter: str, topic: str) -> str:
     is_match = is_match and all(one in ("+", level) for one, level in zip(fixed, levels, strict=False))
     if not is_match or not (has_rest or "+" in fixed):
         return levels[-1]
-    found = [level for one, level in zip(fixed, levels, strict=False) if one == "+"]
-    return "/".join(found + levels[len(fixed) :])
+    matched = [level for one, level in zip(fixed, levels, strict=False) if one == "+"]
+    return "/".join(matched + levels[len(fixed) :])
 
 
 class MessageParser:
@@ -114,8 +114,8 @@ class MessageParser:
         return Message(sensor, values, time_s, publisher, sequence)
 
     def _name_sensor(self, topic: str, payload: bytes) -> str | None:
-        """None where the field is missing or empty, or is no name that a forecast's topic can have: the broker would
-        end the connection, and deliver the message again. Raises DecodeError."""
+        """Return None where the field is missing or empty, or is no name that a forecast's topic can have: the
+        broker would end the connection, and deliver the message again. Raises DecodeError."""
         if not self._sensor_field:
             name = match_wildcards(self._topic_filter, topic)
             is_name = True  # the broker has checked its characters

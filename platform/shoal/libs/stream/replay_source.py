@@ -8,14 +8,14 @@ from __future__ import annotations
 import glob
 import math
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.errors import DataError, needs_extra
 from shoal.frame import to_floats
 from shoal.libs.stream.messages import Message, are_usable
-from shoal.sources.source import Delivery, MalformedPayload, StreamState
+from shoal.sources import Delivery, MalformedPayload, StreamState
 
 SENSOR, VALUE, TIME, PUBLISHER, SEQUENCE = "sensor", "value", "time", "publisher", "sequence"
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -36,7 +36,12 @@ class ReplaySource:
     """
 
     def __init__(self, files: Sequence[str], width: int = 1) -> None:
-        self._paths = _find_files(files)
+        self._paths = [Path(path) for pattern in files for path in sorted(glob.glob(pattern)) or [pattern]]
+        for path in self._paths:
+            if path.suffix not in SUFFIXES:
+                raise DataError("files", str(path), "is of another kind", f"there is {', '.join(SUFFIXES)}")
+            if not path.is_file():
+                raise DataError("files", str(path), "there is no such file")
         self._width = width
         self._rows: Iterator[Message | MalformedPayload] = iter(())
         self._num_delivered = 0
@@ -52,10 +57,10 @@ class ReplaySource:
 
     def example(self) -> Message:
         """The first message of the files."""
-        found = next((row.content for row in self._read_all() if isinstance(row.content, Message)), None)
-        if found is None:
-            raise DataError("files", str(self._paths[0]), "has no row with a value")
-        return found
+        for row in self._read_all():
+            if isinstance(row.content, Message):
+                return row.content
+        raise DataError("files", str(self._paths[0]), "has no row with a value")
 
     def open(self, state: StreamState) -> None:
         """Begin after the rows that `state` has learnt."""
@@ -77,18 +82,21 @@ class ReplaySource:
         self._rows = iter(())
 
     def _read_all(self) -> Iterator[_Row]:
-        for path in self._paths:
-            yield from self._read(path)
+        return chain.from_iterable(map(self._read, self._paths))
 
     def _read(self, path: Path) -> Iterator[_Row]:
         table = _load_table(path)
+        from pyarrow import types
+
         if VALUE not in table.column_names:
             problem = f"{path.name} has the columns {', '.join(table.column_names)}"
             raise DataError("files", str(path), problem, f"name the one to learn {VALUE!r}")
         columns = {name: table[name].to_pylist() for name in table.column_names}
         count = table.num_rows
         sensors = columns.get(SENSOR, [path.stem] * count)
-        times = _read_times(table)
+        times: Sequence[Any] = columns.get(TIME, range(count))
+        if TIME in columns and types.is_temporal(table[TIME].type):  # dates as seconds
+            times = to_floats("files", table.select([TIME]))[:, 0].tolist()
         publishers = columns.get(PUBLISHER, [path.name] * count)
         sequences = columns.get(SEQUENCE, range(1, count + 1))
         rows = zip(sensors, columns[VALUE], times, publishers, sequences, strict=True)
@@ -106,16 +114,6 @@ class ReplaySource:
                 yield _Row(str(publisher), int(sequence), malformed)
 
 
-def _find_files(files: Sequence[str]) -> list[Path]:
-    found = [Path(path) for pattern in files for path in sorted(glob.glob(pattern)) or [pattern]]
-    for path in found:
-        if path.suffix not in SUFFIXES:
-            raise DataError("files", str(path), "is of another kind", f"there is {', '.join(SUFFIXES)}")
-        if not path.is_file():
-            raise DataError("files", str(path), "there is no such file")
-    return found
-
-
 def _load_table(path: Path) -> Any:
     with needs_extra("data"):
         import pyarrow
@@ -126,17 +124,6 @@ def _load_table(path: Path) -> Any:
         return readers[path.suffix](path)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise DataError("files", str(path), f"cannot be read: {error}") from None
-
-
-def _read_times(table: Any) -> Sequence[Any]:
-    """Dates as seconds; the number of the row where there is no time."""
-    from pyarrow import types
-
-    if TIME not in table.column_names:
-        return range(table.num_rows)
-    has_dates = types.is_temporal(table[TIME].type)
-    times: list[Any] = to_floats("files", table.select([TIME]))[:, 0].tolist() if has_dates else table[TIME].to_pylist()
-    return times
 
 
 def _to_float(value: object) -> float:

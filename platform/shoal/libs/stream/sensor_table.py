@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.libs.stream.numpy_network import RunningMoments
+from shoal.libs.stream.network import RunningMoments
 
 FIRST_CAPACITY = 64  # sensors
 
@@ -65,25 +65,21 @@ class SensorTable:
 
     @property
     def names(self) -> list[str]:
-        """Of the sensors, in the order of their rows."""
+        """The sensors', in the order of their rows."""
         return list(self._rows)
 
     def find_rows(self, names: list[str]) -> np.ndarray:
         """[B] the rows of the sensors; new ones get the next."""
         rows = [self._rows.setdefault(name, len(self._rows)) for name in names]
         while len(self._rows) > len(self.counts):
-            self._resize(2 * len(self.counts))
+            for name in self.ARRAYS:
+                old = getattr(self, name)
+                new = np.full_like(old, -np.inf if name == "last_times_s" else 0)
+                setattr(self, name, np.concatenate([old, new]))
         return np.array(rows, np.int64)
 
-    def _resize(self, size: int) -> None:
-        for name in self.ARRAYS:
-            old = getattr(self, name)
-            new = np.full((size, *old.shape[1:]), -np.inf if name == "last_times_s" else 0, old.dtype)
-            new[: len(old)] = old
-            setattr(self, name, new)
-
-    def read_moments(self, rows: np.ndarray) -> RunningMoments:
-        """Of these sensors."""
+    def read_moments(self, rows: np.ndarray) -> RunningMoments[np.ndarray]:
+        """Read those of these sensors."""
         return RunningMoments(self.counts[rows], self.means[rows], self.variances[rows], self.change_variances[rows])
 
     def read_state(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -103,7 +99,7 @@ class SensorTable:
         predictions: np.ndarray,
         features: np.ndarray,
         state: tuple[np.ndarray, np.ndarray],
-        moments: RunningMoments,
+        moments: RunningMoments[np.ndarray],
     ) -> None:
         """Add a message of each sensor; `rows` are all different."""
         at = self.counts[rows] % self._ring

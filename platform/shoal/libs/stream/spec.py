@@ -8,7 +8,7 @@ from shoal.config import Spec
 from shoal.registry import AliasNames
 from shoal.runs.json_lines import LogFormat
 from shoal.runs.tracking.tracker import TrackerNames
-from shoal.sources.mqtt_spec import MqttSpec
+from shoal.sources import MqttSpec
 
 
 class OnlineSpec(Spec):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +17,8 @@ import torch
 from torch import nn
 
 from shoal.errors import SpecMismatch
-from shoal.libs.stream.drift import PageHinkley
 from shoal.libs.stream.messages import Message
-from shoal.libs.stream.network import MAX_DEVIATIONS, StreamNetwork
-from shoal.libs.stream.numpy_network import StepWeights, observe, step
+from shoal.libs.stream.network import MAX_DEVIATIONS, StepWeights, StreamNetwork, observe
 from shoal.libs.stream.sensor_table import SensorTable
 from shoal.libs.stream.spec import OnlineSpec
 
@@ -51,12 +49,44 @@ class PrequentialTotals:
     num_drifts: int = 0
 
 
-@dataclass
-class BatchResult:
-    """What one batch has shown: its share of the totals, and the sensors that drift."""
+class PageHinkley:
+    """Alarms when the cumulated excess of errors over their mean rises `threshold` above its lowest value.
 
-    totals: PrequentialTotals = field(default_factory=PrequentialTotals)
-    drifting: list[str] = field(default_factory=list)
+        m_t = m_{t-1} + (e_t - mean(e_1..e_t) - tolerance);   alarm: m_t - min(m) > threshold
+
+    For all sensors at once. Page, "Continuous inspection schemes" (1954); Gama et al., "A survey on concept drift
+    adaptation" (2014), section 3.2.2. After an alarm, a sensor's test begins again.
+
+    min_count: errors of a sensor before its first alarm
+    """
+
+    FIELDS = ("counts", "means", "sums", "minima")
+
+    def __init__(self, tolerance: float = 0.25, threshold: float = 50.0, min_count: int = 100) -> None:
+        self._tolerance, self._threshold, self._min_count = tolerance, threshold, min_count
+        self.counts, self.means, self.sums, self.minima = (np.zeros(0) for _ in self.FIELDS)
+
+    def update(self, sensors: np.ndarray, errors: np.ndarray) -> np.ndarray:
+        """Which of `sensors` [B], each at most once, drift with these errors [B]."""
+        missing = int(sensors.max(initial=-1)) + 1 - len(self.counts)
+        for name in self.FIELDS if missing > 0 else ():
+            setattr(self, name, np.pad(getattr(self, name), (0, missing)))
+        counts = self.counts[sensors] + 1
+        means = self.means[sensors] + (errors - self.means[sensors]) / counts
+        sums = self.sums[sensors] + errors - means - self._tolerance
+        minima = np.minimum(self.minima[sensors], sums)
+        is_drifting = (sums - minima > self._threshold) & (counts >= self._min_count)
+        for name, values in zip(self.FIELDS, (counts, means, sums, minima), strict=True):
+            getattr(self, name)[sensors] = np.where(is_drifting, 0.0, values)
+        drifting: np.ndarray = sensors[is_drifting]
+        return drifting
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name).tolist() for name in self.FIELDS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.FIELDS:
+            setattr(self, name, np.array(state[name], np.float64))
 
 
 class OnlineTrainer:
@@ -86,38 +116,42 @@ class OnlineTrainer:
         """Sensors that the next update takes: they were answered, and are due."""
         return len(self._pending)
 
-    def process(self, messages: Sequence[Message], publish: Callable[[list[SensorForecast]], None]) -> BatchResult:
+    def process(self, messages: Sequence[Message], publish: Callable[[list[SensorForecast]], None]) -> list[str]:
         """Forecast each message through `publish`; learn when it is time. A batch without messages learns what is
-        pending."""
-        result = BatchResult()
+        pending. Returns the sensors that drift."""
+        spec, table = self.spec, self.table
+        drifting: list[str] = []
         if not messages:
             self._learn()
         for wave in split_into_waves(messages):
-            rows = self.table.find_rows([message.sensor for message in wave])
+            rows = table.find_rows([message.sensor for message in wave])
             if not self._pending.keys().isdisjoint(rows.tolist()):
                 self._learn()
             values = np.array([message.values for message in wave])
-            self._score(rows, values, wave, result)
-            predictions = self._predict(rows, values).tolist()
-            publish([SensorForecast(*each, self.num_updates) for each in zip(wave, predictions, strict=True)])
-            counts = self.table.counts[rows]
-            due = rows[(counts > self.spec.horizon) & (counts % self.spec.learn_every == 0)]
+            drifting += self._score(rows, values, np.array([message.time_s for message in wave]))
+            earlier, _ = table.read_earlier(rows)
+            scaled, moments = observe(values, earlier, table.read_moments(rows), spec.horizon, spec.memory)
+            features = scaled.astype(np.float32)
+            outputs, state = self._weights.step(features, table.read_state(rows))
+            predictions = values[:, 0] + outputs * moments.change_deviations
+            table.append(rows, values[:, 0], predictions, features, state, moments)
+            answers = zip(wave, predictions.tolist(), strict=True)
+            publish([SensorForecast(*each, self.num_updates) for each in answers])
+            counts = table.counts[rows]
+            due = rows[(counts > spec.horizon) & (counts % spec.learn_every == 0)]
             self._pending.update(dict.fromkeys(due.tolist()))
-            if len(self._pending) >= self.spec.update_sensors:
+            if len(self._pending) >= spec.update_sensors:
                 self._learn()
         self.num_batches += 1
-        for name, value in vars(result.totals).items():
-            setattr(self.totals, name, getattr(self.totals, name) + value)
-        return result
+        return drifting
 
-    def _score(self, rows: np.ndarray, values: np.ndarray, wave: list[Message], result: BatchResult) -> None:
-        """Compare the forecasts of these values [B, D] with them, before anything is learnt from them."""
-        times_s = np.array([message.time_s for message in wave])
-        has_jumped = times_s < self.table.last_times_s[rows]
+    def _score(self, rows: np.ndarray, values: np.ndarray, times_s: np.ndarray) -> list[str]:
+        """Compare the forecasts of these values [B, D] with them, before anything is learnt from them; returns the
+        sensors that drift."""
+        totals, counts = self.totals, self.table.counts[rows]
+        totals.num_messages += len(rows)
+        totals.num_clock_jumps += int((times_s < self.table.last_times_s[rows]).sum())
         self.table.last_times_s[rows] = times_s
-        totals, counts = result.totals, self.table.counts[rows]
-        totals.num_messages += len(wave)
-        totals.num_clock_jumps += int(has_jumped.sum())
         is_due = counts >= self.spec.horizon
         rows, newest = rows[is_due], values[is_due, 0]
         earlier, predictions = self.table.read_earlier(rows)
@@ -132,22 +166,11 @@ class OnlineTrainer:
         totals.scaled_error += float(scaled.sum())
         drifting = self.drift.update(rows[is_judged], scaled)
         totals.num_drifts += len(drifting)
-        if len(drifting):
-            names = self.table.names
-            result.drifting += [names[row] for row in drifting]
-
-    def _predict(self, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """One step of the LSTM: forecasts [B], after values [B, D]."""
-        earlier, _ = self.table.read_earlier(rows)
-        moments = self.table.read_moments(rows)
-        features, moments = observe(values, earlier, moments, self.spec.horizon, self.spec.memory)
-        outputs, state = step(features, self.table.read_state(rows), self._weights)
-        predictions: np.ndarray = values[:, 0] + outputs * moments.change_deviations
-        self.table.append(rows, values[:, 0], predictions, features, state, moments)
-        return predictions
+        names = self.table.names if len(drifting) else []
+        return [names[row] for row in drifting]
 
     def _learn(self) -> None:
-        """One update from the windows of the sensors that are pending; none if none is."""
+        """Make one update from the windows of the sensors that are pending; none if none is."""
         if not self._pending:
             return
         window = self.table.read_window(np.array(list(self._pending)))
@@ -190,7 +213,7 @@ class OnlineTrainer:
         self._pending = dict.fromkeys(state["pending"])
 
 
-def split_into_waves(messages: Sequence[Message]) -> Iterator[list[Message]]:
+def split_into_waves(messages: Sequence[Message]) -> list[list[Message]]:
     """The first message of each sensor, then the second of each, and so on."""
     seen: Counter[str] = Counter()
     waves: list[list[Message]] = []
@@ -200,4 +223,4 @@ def split_into_waves(messages: Sequence[Message]) -> Iterator[list[Message]]:
         if number == len(waves):
             waves.append([])
         waves[number].append(message)
-    yield from waves
+    return waves

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import click
 
-from shoal.cli.commands.launch.session import RunArguments, launch_run
+from shoal.cli.commands.run_session import RunArguments, launch_run
 from shoal.cli.support.console import strip_task_key
-from shoal.cli.support.job_lookup import find_job
+from shoal.cli.support.jobs import find_job
 from shoal.config import format_override, last_override
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import is_loop_job
@@ -94,10 +94,9 @@ def sweep(
         job_overrides.append(format_override("resume", resume))
     else:
         job_overrides += make_overrides(task, overrides, actors)
-    typed_options = {**options, "actors": actors}
-    typed = SweepArguments(
-        JOB, tuple(job_overrides), 0, address, command=_format_command(task, overrides, typed_options)
-    )
+    given = {name: value for name, value in {**options, "actors": actors}.items() if value is not None}
+    flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    typed = SweepArguments(JOB, tuple(job_overrides), 0, address, command=(task, *overrides, *flags))
     launch_run(typed, plain=plain)
 
 
@@ -105,7 +104,10 @@ def make_overrides(task: str, overrides: tuple[str, ...], actors: int | None = N
     """The overrides of `jobs/sweep.py` for a task and its overrides. Raises ConfigError for a wrong distribution."""
     if not task:
         raise ConfigError("task", task, "is missing", "name a recipe, or a file, as in my_task.py:MyTask")
-    prefix, source = ("loop.", "recipe") if _is_loop(task) else ("train.", "task")
+    prefix, source = "train.", "task"
+    with suppress(ConfigError):  # a Task by the name of its class
+        if is_loop_job(find_job(task)):
+            prefix, source = "loop.", "recipe"
     if actors and source == "task":
         raise ConfigError("actors", actors, f"{task} is a Task, which needs none", "leave --actors out")
     searched = [override for override in overrides if _DISTRIBUTION.fullmatch(override.partition("=")[2])]
@@ -113,17 +115,3 @@ def make_overrides(task: str, overrides: tuple[str, ...], actors: int | None = N
     fixed += [f"loop.actors={actors}"] if actors else []
     space = json.dumps(SearchSpace.from_overrides(searched).describe())
     return [format_override(f"{prefix}{source}", task), *fixed, f"space={space}"]
-
-
-def _is_loop(task: str) -> bool:
-    """Whether the trials are runs of the loop: TASK is a job whose `spec()` gives an ActorLearnerSpec."""
-    try:
-        return is_loop_job(find_job(task))
-    except ConfigError:  # a Task by the name of its class
-        return False
-
-
-def _format_command(task: str, overrides: tuple[str, ...], options: Mapping[str, object]) -> tuple[str, ...]:
-    given = {name: value for name, value in options.items() if value is not None}
-    flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    return (task, *overrides, *flags)

@@ -18,7 +18,7 @@ from shoal.home import home
 from shoal.libs.sweep.spec import CheckedSweep, SweepSpec, check_sweep, sweep_from_overrides
 from shoal.libs.sweep.trial import PlannedTrial, TrialSetting, load_result
 from shoal.runs import RunKind, RunRecorder
-from shoal.runs.sweep_trials import SWEEPING, Sweep, SweepTrial, TrialLog, load_sweep
+from shoal.runs.sweep_trials import SWEEPING, SweepTrial, TrialLog, load_sweep
 from shoal.train.export.model_entry import register_model
 from shoal.train.launch.finalize import fetch_weights
 from shoal.train.launch.validate import validate_run
@@ -28,12 +28,12 @@ JOB = "sweep"
 
 def sweep_main() -> None:
     """The main function of jobs/sweep.py."""
-    found: list[CheckedSweep] = []
+    checked: list[CheckedSweep] = []
 
     def run(spec: SweepSpec, job: str) -> str:
-        return run_sweep(spec, job, found.pop())
+        return run_sweep(spec, job, checked.pop())
 
-    job_main(sweep_from_overrides, run, job=JOB, check=lambda spec: found.append(check_sweep(spec)))
+    job_main(sweep_from_overrides, run, job=JOB, check=lambda spec: checked.append(check_sweep(spec)))
 
 
 def run_sweep(spec: SweepSpec, job: str = JOB, checked: CheckedSweep | None = None) -> str:
@@ -45,7 +45,8 @@ def run_sweep(spec: SweepSpec, job: str = JOB, checked: CheckedSweep | None = No
     with shoal.runs.recording(
         spec.to_record(), job, begun="sweeping", kind=RunKind.SWEEP, resumed=spec.resume, run_id=expected_run_id()
     ) as recorder:
-        before = shoal.runs.load(recorder.id) if spec.resume and _has_trials(recorder.id) else None
+        record = shoal.runs.load(recorder.id)
+        before = record if spec.resume and SWEEPING in record.last_events() else None
         log = TrialLog(recorder)
         log.begin(
             num_trials=spec.trials,
@@ -62,13 +63,18 @@ def run_sweep(spec: SweepSpec, job: str = JOB, checked: CheckedSweep | None = No
 
             run_trials(TrialSetting(recorder.id, spec, checked, home(), Path.cwd()), planned, log, before)
         recorder.flush()
-        _finish(spec, checked, recorder, load_sweep(shoal.runs.load(recorder.id)))
+        sweep = load_sweep(shoal.runs.load(recorder.id))
+        if (best := sweep.find_best()) is None:
+            failures = [each.failure for each in sweep.trials if each.failure]
+            first = failures[0] if failures else "none was recorded"
+            raise RunError(f"no trial has finished; the first failure: {first}")
+        metric, score = checked.metric, best.get_score(checked.metric)
+        recorder.record_event("best_trial", trial=best.number, run_id=best.run_id, metric=metric, value=score)
+        print(f"run {recorder.id}: the best of {len(sweep.trials)} is trial {best.number}, {metric} {score:.4g}")
+        if spec.registers:
+            _register(spec, checked, recorder, best)
     shoal.runs.write_report_at_end(recorder.id)
     return recorder.id
-
-
-def _has_trials(run_id: str) -> bool:
-    return SWEEPING in shoal.runs.load(run_id).last_events()
 
 
 def plan_trials(spec: SweepSpec, before: Iterable[SweepTrial]) -> list[PlannedTrial]:
@@ -85,19 +91,6 @@ def plan_trials(spec: SweepSpec, before: Iterable[SweepTrial]) -> list[PlannedTr
             values = {} if is_chosen_later else space.sample(np.random.default_rng([spec.seed, number]))
             planned.append(PlannedTrial(number, values))
     return planned
-
-
-def _finish(spec: SweepSpec, checked: CheckedSweep, recorder: RunRecorder, sweep: Sweep) -> None:
-    """Record the best trial, and register its network. Raises RunError when there is none."""
-    best = sweep.find_best()
-    if best is None:
-        failures = [each.failure for each in sweep.trials if each.failure]
-        raise RunError(f"no trial has finished; the first failure: {failures[0] if failures else 'none was recorded'}")
-    score = best.get_score(checked.metric)
-    recorder.record_event("best_trial", trial=best.number, run_id=best.run_id, metric=checked.metric, value=score)
-    print(f"run {recorder.id}: the best of {len(sweep.trials)} is trial {best.number}, {checked.metric} {score:.4g}")
-    if spec.registers:
-        _register(spec, checked, recorder, best)
 
 
 def _register(spec: SweepSpec, checked: CheckedSweep, recorder: RunRecorder, best: SweepTrial) -> None:

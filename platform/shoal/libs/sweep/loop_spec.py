@@ -76,13 +76,13 @@ def load_loop_recipe(recipe: str) -> LoopTrialSpec:
     path = find_source_file(recipe)
     if path is None or not path.is_file():
         raise ConfigError("recipe", recipe, "is no file of ./jobs", "name one, as in actor_learner or my_job.py")
-    made = getattr(load_task_file(path, recipe), "spec", None)
-    found = made() if made is not None else None
-    if not isinstance(found, ActorLearnerSpec):
-        problem = f"{path.name}'s spec() gave a {type(found).__name__}" if made else f"{path.name} has no spec()"
+    make_spec = getattr(load_task_file(path, recipe), "spec", None)
+    base = make_spec() if make_spec is not None else None
+    if not isinstance(base, ActorLearnerSpec):
+        problem = f"{path.name}'s spec() gave a {type(base).__name__}" if make_spec else f"{path.name} has no spec()"
         raise ConfigError("recipe", recipe, problem, "define spec(), which returns an ActorLearnerSpec")
-    values: dict[str, Any] = {name: getattr(found, name) for name in RLSpec.model_fields}
-    values |= {"recipe": recipe, "model_name": found.model_name, "aliases": found.aliases}
+    values: dict[str, Any] = {name: getattr(base, name) for name in RLSpec.model_fields}
+    values |= {"recipe": recipe, "model_name": base.model_name, "aliases": base.aliases}
     return LoopTrialSpec.parse({**values, "learn_from_endpoint": False})
 
 

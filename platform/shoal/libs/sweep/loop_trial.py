@@ -78,24 +78,21 @@ class _LoopFollower:
 
     def follow(self, report: Callable[[TrialReport], None], is_stopping: Callable[[], bool]) -> TrialReport:
         """Until the budget is spent, or `is_stopping`: then the result is not over. Raises RunError."""
-        next_report, found = 0.0, TrialReport(0, 0.0)
+        next_report, current = 0.0, TrialReport(0, 0.0)
         while True:
             stats = self._poll()
-            found = self._make_report(stats)
+            progress = self._spec.stop.compute_progress(stats["steps"], stats["elapsed_s"])
+            current = TrialReport(stats["steps"], progress, {MEAN_RETURN: float(stats["mean_return"])})
             is_scored = math.isfinite(stats["mean_return"])
-            if found.progress >= 1.0:
+            if current.progress >= 1.0:
                 return self._finish(stats)
             if is_stopping():
-                return found
-            next_report = next_report or (math.floor(found.progress * self._spec.reports) + 1) / self._spec.reports
-            if found.progress >= next_report and is_scored:
-                report(found)
+                return current
+            next_report = next_report or (math.floor(current.progress * self._spec.reports) + 1) / self._spec.reports
+            if current.progress >= next_report and is_scored:
+                report(current)
                 next_report = 0.0
             time.sleep(POLL_S)
-
-    def _make_report(self, stats: Mapping[str, Any]) -> TrialReport:
-        progress = self._spec.stop.compute_progress(stats["steps"], stats["elapsed_s"])
-        return TrialReport(stats["steps"], progress, {MEAN_RETURN: float(stats["mean_return"])})
 
     def _poll(self) -> dict[str, Any]:
         """The gateway's counts, recorded. Raises RunError when the learner or an actor has failed."""

@@ -42,7 +42,11 @@ class OptunaSearch:
     def ask(self, number: int) -> dict[str, object]:
         """The values of trial `number`."""
         self._trials[number] = trial = self._study.ask(self._distributions)
-        return self._from_optuna(trial.params)
+        parameters = {}
+        for path, value in trial.params.items():
+            each = self._space[path]
+            parameters[path] = each.options[int(str(value))] if isinstance(each, Options) else value
+        return parameters
 
     def begin(self, number: int, parameters: Mapping[str, object]) -> None:
         """A trial goes on whose values were chosen by an earlier attempt."""
@@ -79,18 +83,11 @@ class OptunaSearch:
 
     def _to_optuna(self, parameters: Mapping[str, object]) -> dict[str, object]:
         """Options by their index: Optuna takes no lists."""
-        found = {}
+        encoded = {}
         for path, value in parameters.items():
             each = self._space[path]
-            found[path] = each.options.index(value) if isinstance(each, Options) else value
-        return found
-
-    def _from_optuna(self, found: Mapping[str, object]) -> dict[str, object]:
-        parameters = {}
-        for path, value in found.items():
-            each = self._space[path]
-            parameters[path] = each.options[int(str(value))] if isinstance(each, Options) else value
-        return parameters
+            encoded[path] = each.options.index(value) if isinstance(each, Options) else value
+        return encoded
 
 
 def _to_optuna(distribution: Distribution) -> BaseDistribution:

@@ -78,11 +78,20 @@ class TuneTrial(Trainable):
         checked = setting.checked.run
         if checked is None or any(path.startswith("args.") for path in parameters):
             checked = validate_run(spec)
+
+        def make_ray_backend(
+            spec: TrainSpec, recorder: RunRecorder, log: EventLog, should_stop: Callable[[], bool]
+        ) -> Backend:
+            from shoal.flows.training import RayBackend
+            from shoal.train.launch.ray_capacity import resolve_device
+
+            return RayBackend(resolve_device(spec), recorder, log, should_stop)
+
         self._run = TrialRun(
             run_id,
             spec,
             checked,
-            make_backend=_make_ray_backend if setting.spec.starts_workers else None,
+            make_backend=make_ray_backend if setting.spec.starts_workers else None,
             threads=max(1, int(setting.spec.cpus_per_trial)),
             should_stop=setting.stop_file.exists,
             is_remote=self._is_remote,
@@ -92,12 +101,12 @@ class TuneTrial(Trainable):
         """The next evaluation."""
         report = self._run.next_report()
         values = {f"{VALUE}{name}": value for name, value in report.metrics.items()}
-        found = {PROGRESS: report.progress, STEP: report.step, FAILURE: report.failure, **values}
+        result = {PROGRESS: report.progress, STEP: report.step, FAILURE: report.failure, **values}
         checked = self._setting.checked
         if report.failure:  # the worst there is, for schedulers that compare
-            found[f"{VALUE}{checked.metric}"] = -math.inf if checked.is_higher else math.inf
+            result[f"{VALUE}{checked.metric}"] = -math.inf if checked.is_higher else math.inf
         is_replaced = bool(report.failure) and self._setting.spec.search == "pbt"  # by the scheduler
-        return {**found, FINISHED: report.is_over and not report.failure, "done": report.is_over and not is_replaced}
+        return {**result, FINISHED: report.is_over and not report.failure, "done": report.is_over and not is_replaced}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         assert isinstance(self._run, TrialRun)  # others are not copied
@@ -124,12 +133,3 @@ def prepare_trial_spec(setting: TrialSetting, parameters: Mapping[str, object]) 
         changes = {"every_steps": spec.evaluate.every_steps, "keep": max(NUM_CHECKPOINTS, spec.checkpoint.keep)}
         spec = spec.update({"checkpoint": changes})
     return spec
-
-
-def _make_ray_backend(
-    spec: TrainSpec, recorder: RunRecorder, log: EventLog, should_stop: Callable[[], bool]
-) -> Backend:
-    from shoal.flows.training import RayBackend
-    from shoal.train.launch.ray_capacity import resolve_device
-
-    return RayBackend(resolve_device(spec), recorder, log, should_stop)

@@ -7,7 +7,7 @@ loop (`loop_spec`). Called by `flow` and `shoal sweep`. Imports no Ray.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -199,13 +199,20 @@ def check_sweep(spec: SweepSpec) -> CheckedSweep:
     """Raises ConfigError, PlanError or DataError with field, value and remedy, or MissingExtra, before any work."""
     space = spec.search_space
     _require_gpus(spec)
-    if spec.loop is not None:
-        return _check_loop_sweep(spec, spec.loop, space)
+    if (loop := spec.loop) is not None:
+        require_loop_fields(loop, space)
+        require_loop_search(spec.search, spec.metric, spec.direction, loop.reports, uses_asha=spec.uses_asha)
     _require_fields(spec, space)
     _require_search(spec, space)
+    if loop is not None:
+        check_loop(spec.make_loop_spec(space.from_unit([0.5] * len(space))))
+        return CheckedSweep(None, MEAN_RETURN, True, loop.stop.steps)
     train = spec.make_trial_spec(space.from_unit([0.5] * len(space)))
     run = check_once(train)
-    metric = _choose_metric(spec, run)
+    try:
+        metric = choose_metric(run.metric_names, spec.train, spec.metric or None)
+    except ConfigError as error:
+        raise ConfigError(error.field.removeprefix("--"), error.value, error.problem, error.remedy) from None
     better = infer_direction(metric) if spec.direction == "auto" else spec.direction == "max"
     if better is None:
         problem = "does not tell by its name whether more is better"
@@ -224,43 +231,17 @@ def _require_gpus(spec: SweepSpec) -> None:
         raise ConfigError("gpus_per_trial", spec.gpus_per_trial, problem, "use --gpus-per-trial 1, or a fraction")
 
 
-def _check_loop_sweep(spec: SweepSpec, loop: LoopTrialSpec, space: SearchSpace) -> CheckedSweep:
-    require_loop_fields(loop, space)
-    require_loop_search(spec.search, spec.metric, spec.direction, loop.reports, uses_asha=spec.uses_asha)
-    _require_extremes(spec, space)
-    _require_search(spec, space)
-    check_loop(spec.make_loop_spec(space.from_unit([0.5] * len(space))))
-    return CheckedSweep(None, MEAN_RETURN, True, loop.stop.steps)
-
-
-def _choose_metric(spec: SweepSpec, run: ValidatedRun) -> str:
-    try:
-        return choose_metric(run.metric_names, spec.train, spec.metric or None)
-    except ConfigError as error:
-        raise ConfigError(error.field.removeprefix("--"), error.value, error.problem, error.remedy) from None
-
-
 def _require_fields(spec: SweepSpec, space: SearchSpace) -> None:
-    """Besides `_require_extremes`: no field is fixed by the sweep."""
-    for path in space:
-        if path.split(".")[0] in _SAME or path in ("sync", "sync.kind"):
-            raise ConfigError(path, str(space[path]), "is the same in all trials of a sweep", "fix its value instead")
-    _require_extremes(spec, space)
-
-
-def _require_extremes(spec: SweepSpec, space: SearchSpace) -> None:
-    """Each field exists, and takes the ends of its interval, or all of its options."""
-    for path in space:
-        for value in _get_extremes(space, path):
+    """Each field exists, is not fixed by the sweep, and takes the ends of its interval, or all of its options."""
+    for path, distribution in space.items():
+        if spec.loop is None and (path.split(".")[0] in _SAME or path in ("sync", "sync.kind")):
+            raise ConfigError(path, str(distribution), "is the same in all trials of a sweep", "fix its value instead")
+        if isinstance(distribution, Options):
+            values: list[object] = list(distribution.options)
+        else:
+            values = [distribution.from_unit(0.0), distribution.from_unit(1.0)]
+        for value in values:
             spec.require_values({path: value})
-
-
-def _get_extremes(space: SearchSpace, path: str) -> Iterator[object]:
-    distribution = space[path]
-    if isinstance(distribution, Options):
-        yield from distribution.options
-    else:
-        yield from (distribution.from_unit(0.0), distribution.from_unit(1.0))
 
 
 def _require_search(spec: SweepSpec, space: SearchSpace) -> None:

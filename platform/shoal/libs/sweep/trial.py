@@ -128,10 +128,10 @@ class _ReportingLog:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._log.log(step, values)
-        found = {name.removeprefix(_VALIDATION): v for name, v in values.items() if name.startswith(_VALIDATION)}
-        if found and not self._is_replay:
+        metrics = {name.removeprefix(_VALIDATION): v for name, v in values.items() if name.startswith(_VALIDATION)}
+        if metrics and not self._is_replay:
             progress = step / self._total_steps if self._total_steps else math.nan
-            self._report(TrialReport(step, progress, found))
+            self._report(TrialReport(step, progress, metrics))
 
     def record_event(self, kind: str, /, **details: object) -> None:
         self._is_replay = (self._is_replay or kind == "restored") and kind != "training"
@@ -232,7 +232,9 @@ class TrialRun(Trial):
         super().__init__(run_id, should_stop)
         self._is_remote = is_remote
         self._spec, self._checked, self._threads = spec, checked, threads
-        self._make_backend = make_backend or _make_local_backend
+        self._make_backend = make_backend or (
+            lambda spec, recorder, log, should_stop: LocalBackend(World.single(spec.device), should_stop)
+        )
         self._copied_from = ""
 
     def copy_checkpoint(self, target: Path) -> None:
@@ -243,7 +245,8 @@ class TrialRun(Trial):
         deadline = time.monotonic() + CHECKPOINT_TIMEOUT_S
         while time.monotonic() < deadline:
             is_over = not self._thread.is_alive()
-            newer = [path for path in list_newest_first(self.folder / "checkpoints") if self._is_reported(path)]
+            reported = checkpoint_path(self.folder / "checkpoints", self._last.step)
+            newer = [path for path in list_newest_first(reported.parent) if path >= reported]
             if newer:
                 shutil.copytree(newer[-1], target / newer[-1].name)
                 (target / _ORIGIN).write_text(self.run_id)
@@ -252,9 +255,6 @@ class TrialRun(Trial):
                 break
             time.sleep(_POLL_S)
         raise CheckpointError(f"trial {self.run_id} has no checkpoint of step {self._last.step}")
-
-    def _is_reported(self, path: Path) -> bool:
-        return path >= checkpoint_path(path.parent, self._last.step)
 
     def start_from(self, source: Path) -> None:
         """Before the start: begin with the checkpoint that `copy_checkpoint` of another trial has written.
@@ -330,9 +330,3 @@ def load_result(run_id: str) -> TrainResult:
         ended["metrics"],
         weights,
     )
-
-
-def _make_local_backend(
-    spec: TrainSpec, recorder: RunRecorder, log: EventLog, should_stop: Callable[[], bool]
-) -> Backend:
-    return LocalBackend(World.single(spec.device), should_stop)

@@ -95,13 +95,13 @@ def _compute_kernels(x: Tensor, column_exists: Tensor, y: Tensor, is_labelled: T
     relevance = relevance / relevance.sum(1, keepdim=True).clamp_min(1e-12)
     distance = (x[:, :, None] - x[:, None, :C]).abs()  # [B, R, C, D]
     closeness = torch.exp(-distance.float()).to(x.dtype)
-    found, own = [], []
+    kernels, own = [], []
     for weight in (exists / num_columns, relevance):
         scaled = x * weight.unsqueeze(1)
         norm = (scaled * x).sum(-1)  # [B, R]
         linear = scaled @ x[:, :C].transpose(1, 2)
         squared = (norm.unsqueeze(2) + norm[:, None, :C] - 2 * linear).clamp_min(0)
         steps = (closeness @ weight[:, None, :, None]).squeeze(-1)
-        found += [linear, torch.exp(-squared / 2), torch.exp(-squared / 12), steps]
+        kernels += [linear, torch.exp(-squared / 2), torch.exp(-squared / 12), steps]
         own += [norm, *[torch.ones_like(norm)] * 2, weight.sum(1, keepdim=True).expand_as(norm)]
-    return torch.stack(found, 1), torch.stack(own, 1)
+    return torch.stack(kernels, 1), torch.stack(own, 1)

@@ -91,8 +91,8 @@ class ContextAttention(nn.Module):
         query = self.query(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         source = self.key_value(normed[:, : mask.shape[1]]).unflatten(-1, (2, self.heads, -1))
         key, value = source.permute(2, 0, 3, 1, 4).unbind(0)
-        found = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None, :])
-        update: Tensor = self.output(found.transpose(1, 2).flatten(2))
+        attended = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None, :])
+        update: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return values + update
 
 
@@ -149,7 +149,7 @@ def student_log_masses(degrees: float = 5.0) -> Tensor:
 
 
 def log_density(outputs: Mapping[str, Tensor], y: Tensor) -> Tensor:
-    """Of y [B, Q, T], in its units; NaN where y is. The outermost bins stand for all values beyond them."""
+    """Compute it of y [B, Q, T], in its units; NaN where y is. The outermost bins stand for all values beyond them."""
     u = torch.asinh((y - outputs["centre"]) / outputs["scale"]).to(outputs["logits"].dtype)
     width = 2 * REACH / NUM_BINS
     bins = ((u + REACH) / width).nan_to_num(0.0).long().clamp(0, NUM_BINS - 1)
@@ -167,13 +167,13 @@ def summarise(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     centre, scale = (outputs[name].astype(np.float64)[..., None] for name in ("centre", "scale"))
     inner = np.diff(np.cosh(edges)) / np.diff(edges)  # the mean of sinh(u) within each bin
     mean = (masses * inner).sum(-1, keepdims=True)
-    found = []
+    levels = []
     for level in QUANTILES:
         at = np.minimum((cumulative < level).sum(-1), NUM_BINS - 1)[..., None]
         mass = np.take_along_axis(masses, at, -1)
         below = np.take_along_axis(cumulative, at, -1) - mass
-        found.append(np.sinh(edges[at] + (level - below) / mass * (edges[1] - edges[0])))
-    quantiles = np.concatenate(found, -1)
+        levels.append(np.sinh(edges[at] + (level - below) / mass * (edges[1] - edges[0])))
+    quantiles = np.concatenate(levels, -1)
     answer = {"mean": (centre + scale * mean)[..., 0], "quantiles": centre + scale * quantiles}
     return {name: values.astype(outputs["centre"].dtype) for name, values in answer.items()}
 

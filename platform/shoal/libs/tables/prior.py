@@ -107,31 +107,32 @@ class TablePrior:
         ]
         frequencies = torch.tensor([frequency for frequency, _ in families])
         family = torch.multinomial(frequencies, B, replacement=True, generator=self.generator)
-        share = self._range(self.spec.relevant, B, 1, 1)
+        low, high = self.spec.relevant
+        share = low + (high - low) * self._uniform(B, 1, 1)
         relevant = self._uniform(B, 1, D) < share
         relevant |= torch.arange(D) == self._integers(D, B, 1, 1)
         inputs = features * relevant
         if D < 4:
             inputs = torch.cat([inputs, features.new_zeros(B, R, 4 - D)], -1)
-        found = features.new_empty(B, R, T)
+        signals = features.new_empty(B, R, T)
         for index, (_, function) in enumerate(families):
             rows = (family == index).nonzero().squeeze(1)
             if len(rows):
                 own = factors[rows] if index == 4 else inputs[rows]
-                found[rows] = torch.cat([standardise(function(own)) for _ in range(T)], -1)
+                signals[rows] = torch.cat([standardise(function(own)) for _ in range(T)], -1)
         angle = self._uniform(B, 1, 1) * math.pi / 2  # how much later targets share with the first
         sign = 1 - 2 * self._chance(0.3, B, 1, 1)
-        shared = found[..., :1] * angle.cos() * sign
-        return torch.cat([found[..., :1], standardise(shared + found[..., 1:] * angle.sin())], -1)
+        shared = signals[..., :1] * angle.cos() * sign
+        return torch.cat([signals[..., :1], standardise(shared + signals[..., 1:] * angle.sin())], -1)
 
     def _linear(self, x: Tensor) -> Tensor:
         """Heavy-tailed weights; for some tables bent, or with a product or a square: [B, R, D] to [B, R, 1]."""
         B, _, D = x.shape
         weights = self._normal(B, D, 1) / (self._normal(B, D, 1).abs() + 0.2) ** self._uniform(B, 1, 1)
-        found = standardise(x @ weights)
+        values = standardise(x @ weights)
         squares = standardise((x @ self._normal(B, D, 1)) * (x @ self._normal(B, D, 1)))
-        found = found + squares * self._uniform(B, 1, 1) * self._chance(0.25, B, 1, 1)
-        return torch.where(self._chance(0.15, B, 1, 1) > 0, (2 * found).tanh(), found)
+        values = values + squares * self._uniform(B, 1, 1) * self._chance(0.25, B, 1, 1)
+        return torch.where(self._chance(0.15, B, 1, 1) > 0, (2 * values).tanh(), values)
 
     def _gaussian_process(self, x: Tensor, M: int = 64) -> Tensor:
         """Random features (Rahimi and Recht, 2007) of kernels with normal to Cauchy spectra, over all columns together
@@ -149,14 +150,14 @@ class TablePrior:
         """Two sparse layers of tanh, ReLU, absolute values or waves: [B, R, D] to [B, R, 1]."""
         B, _, D = x.shape
         kind = self._uniform(B, 1, 1)
-        found = x
+        values = x
         for width in (D, M):
             weights = self._normal(B, width, M) * self._chance(0.6, B, width, M)
-            sums = standardise(found @ weights) * (0.5 + self._uniform(B, 1, 1)) + 0.7 * self._normal(B, 1, M)
-            found = sums.tanh()
+            sums = standardise(values @ weights) * (0.5 + self._uniform(B, 1, 1)) + 0.7 * self._normal(B, 1, M)
+            values = sums.tanh()
             for edge, bent in ((0.6, sums.relu()), (0.25, sums.abs()), (0.12, (2 * sums).sin())):
-                found = torch.where(kind < edge, bent, found)
-        return found @ self._normal(B, M, 1)
+                values = torch.where(kind < edge, bent, values)
+        return values @ self._normal(B, M, 1)
 
     def _trees(self, x: Tensor, num_trees: int = 6, depth: int = 3) -> Tensor:
         """A sum of trees that split at values of rows, each level by one column: [B, R, D] to [B, R, 1]."""
@@ -185,7 +186,7 @@ class TablePrior:
         return signals + size * noise * growth ** self._chance(self.spec.heteroscedastic, B, 1, 1)
 
     def _reshape(self, targets: Tensor) -> Tensor:
-        """For some tables a skewed target, or one with a few values only."""
+        """Give some tables a skewed target, or one with a few values only."""
         B = len(targets)
         targets = standardise(targets)
         bent = (targets.clamp(-5, 5) * (0.3 + 0.7 * self._uniform(B, 1, 1))).exp()
@@ -215,9 +216,6 @@ class TablePrior:
     def _chance(self, probability: float, *shape: int) -> Tensor:
         """Ones and zeros, float32."""
         return (self._uniform(*shape) < probability).float()
-
-    def _range(self, edges: Range, *shape: int) -> Tensor:
-        return edges[0] + (edges[1] - edges[0]) * self._uniform(*shape)
 
 
 def standardise(values: Tensor) -> Tensor:

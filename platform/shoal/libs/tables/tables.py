@@ -18,7 +18,7 @@ LARGEST_NUMBER = np.float64(1e100)  # squares of larger ones may overflow
 
 
 def build_tables(X: Any, y: Any, X_query: Any) -> dict[str, np.ndarray]:
-    """One table as a request has it: `x` [1, C, D], `y` [1, C, T] and `x_query` [1, Q, D], float64.
+    """Build one table as a request has it: `x` [1, C, D], `y` [1, C, T] and `x_query` [1, Q, D], float64.
 
         client.infer("few-rows", build_tables(X, y, X_query))
 

@@ -64,7 +64,7 @@ def prepare(x: Tensor, y: Tensor, x_query: Tensor) -> TableTokens:
 
 
 def find_range(values: Tensor, is_known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the known values [B, N, F]: the smallest, its distance to the largest, and whether they differ: [B, 1, F]."""
+    """Find for known values [B, N, F] the smallest, its distance to the largest, and whether they differ: [B, 1, F]."""
     low = values.masked_fill(~is_known, torch.inf).amin(1, keepdim=True)
     high = values.masked_fill(~is_known, -torch.inf).amax(1, keepdim=True)
     has_any = is_known.any(1, keepdim=True)
@@ -73,7 +73,7 @@ def find_range(values: Tensor, is_known: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def standardise_columns(x: Tensor, num_context: int) -> tuple[Tensor, Tensor, Tensor]:
-    """By mean and deviation over the context. Beyond three deviations values grow by their logarithm.
+    """Scale by mean and deviation over the context. Beyond three deviations values grow by their logarithm.
 
     Returns values [B, R, D], 0 where missing; whether a cell is known [B, R, D]; whether a column says anything [B, D].
     """

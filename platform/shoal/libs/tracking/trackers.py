@@ -76,19 +76,19 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self._id, self._ENDS.get(run.status, "KILLED"), ended_ms)
 
     def _find_experiment(self, name: str) -> str:
-        if (found := self._client.get_experiment_by_name(name)) is None:
+        if (experiment := self._client.get_experiment_by_name(name)) is None:
             return str(self._client.create_experiment(name))
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _find_run(self, experiment: str, run: Run) -> str:
-        found = self._client.search_runs([experiment], f"tags.`shoal.run` = '{run.id}'", max_results=1)
-        if found:
-            return str(found[0].info.run_id)
+        runs = self._client.search_runs([experiment], f"tags.`shoal.run` = '{run.id}'", max_results=1)
+        if runs:
+            return str(runs[0].info.run_id)
         tags = {"shoal.run": run.id, **list_facts(run)}
         if run.git_revision:
             tags["mlflow.source.git.commit"] = run.git_revision
-        made = self._client.create_run(experiment, int(run.created_at * 1000), tags, run_name=run.id)
-        return str(made.info.run_id)
+        created = self._client.create_run(experiment, int(run.created_at * 1000), tags, run_name=run.id)
+        return str(created.info.run_id)
 
     @staticmethod
     def _clean(name: str) -> str:

@@ -52,7 +52,7 @@ class TreeBatch(SampleBatch):
         labels: Values | None = None,
         max_depth: int = MAX_DEPTH,
     ) -> Self:
-        """From the parent of each node, for each tree; -1: the root. Siblings are in the order of their numbers.
+        """Make a batch from each node's parent, for each tree; -1: the root. Siblings keep the order of their numbers.
 
         inputs, labels: for each name the nodes' values, of all trees one after the other: an array or tensor [N, ...],
                         or a list with one array for each tree. Rows of pandas must be in the order of their index
@@ -80,7 +80,13 @@ class TreeBatch(SampleBatch):
         sizes: nodes of each graph; the children of a node are in the order of its edges
         inputs, labels, errors: see `from_parents`
         """
-        pairs = [_as_pairs(graph, index) for index, graph in enumerate(edges)]
+        pairs = []
+        for index, graph in enumerate(edges):
+            ends = _as_ints(graph, index, "the edges")
+            if ends.size and (ends.ndim != 2 or ends.shape[1] != 2):
+                problem = f"has the edges in the shape {[*ends.shape]}"
+                raise TreeError(index, None, problem, "give (child, parent) pairs")
+            pairs.append(ends.reshape(-1, 2))
         sizes_T = _as_ints(sizes, None, "the sizes", 1)
         if len(pairs) != len(sizes_T):
             raise TreeError(None, None, f"has edges of {len(pairs)} graphs and sizes of {len(sizes_T)}")
@@ -99,7 +105,7 @@ class TreeBatch(SampleBatch):
         labels: Mapping[str, Callable[[Any], Any]] | None = None,
         max_depth: int = MAX_DEPTH,
     ) -> Self:
-        """From objects that hold their children: nested tuples and lists, or anything with a `children` function.
+        """Make a batch from objects that hold their children: nested sequences, or anything with a `children` function.
 
             TreeBatch.from_nested([((1, 2), 3)], inputs={"token": lambda node: node if isinstance(node, int) else 0})
 
@@ -112,9 +118,9 @@ class TreeBatch(SampleBatch):
         of = children or (lambda node: node if isinstance(node, tuple | list) else ())
         parents, nodes = [], []
         for index, tree in enumerate(trees):
-            above, found = _flatten(tree, of, index, max_depth)
+            above, below = _flatten(tree, of, index, max_depth)
             parents.append(above)
-            nodes += found
+            nodes += below
 
         def read(functions: Mapping[str, Callable[[Any], Any]] | None) -> Values:
             return {
@@ -133,7 +139,7 @@ class TreeBatch(SampleBatch):
         labels: Mapping[str, np.ndarray | Tensor] | None = None,
         max_depth: int = MAX_DEPTH,
     ) -> Self:
-        """From rectangular arrays [T, most nodes], as requests have them: the nodes of a row that exist are a tree.
+        """Make a batch from rectangular arrays [T, most nodes], as in requests: a row's nodes that exist are a tree.
 
         exists:         whether each place has a node
         inputs, labels: for each name [T, most nodes, ...]
@@ -161,8 +167,8 @@ class TreeBatch(SampleBatch):
         except TreeError as error:
             if error.tree is None or error.node is None:
                 raise
-            place = int(np.flatnonzero(exists[error.tree])[error.node])
-            raise TreeError(error.tree, place, error.problem, error.remedy) from None
+            position = int(np.flatnonzero(exists[error.tree])[error.node])
+            raise TreeError(error.tree, position, error.problem, error.remedy) from None
 
         def read(values: Mapping[str, np.ndarray | Tensor] | None) -> Values:
             for name, value in (values or {}).items():
@@ -216,13 +222,15 @@ class TreeBatch(SampleBatch):
             for tree, (value, size) in enumerate(zip(values, self.sizes, strict=False)):
                 if len(value) != size:
                     raise TreeError(tree, None, f"has {size} nodes and {len(value)} values of {name!r}")
-            values = _join(values, name)
+            with _name_values(name):
+                values = torch.cat([torch.as_tensor(np.array(v) if isinstance(v, np.ndarray) else v) for v in values])
         array = values if isinstance(values, np.ndarray | Tensor) else _stack(values, name)
         if array.ndim == 0 or len(array) != self.num_nodes:
             count = f"{len(array)} values" if array.ndim else "one value"
             raise TreeError(None, None, f"has {self.num_nodes} nodes and {count} of {name!r}")
         if isinstance(array, np.ndarray):
-            return _to_tensor(array.take(nodes, 0), name)
+            with _name_values(name):
+                return torch.from_numpy(array.take(nodes, 0))
         return array.index_select(0, self._indices(nodes, array))
 
     def in_node_order(self, outputs: Tensor) -> Tensor:
@@ -268,8 +276,8 @@ class TreeBatch(SampleBatch):
         """Outputs [N, ...] as [T, most nodes, ...], nodes as they came, `pad_value` behind them."""
         padded = outputs.new_full((self.num_trees, int(self.sizes.max()), *outputs.shape[1:]), pad_value)
         within = np.arange(self.num_nodes) - self.plan.first_node[self.plan.tree_of_node]
-        places = self._indices(self.plan.tree_of_node * padded.shape[1] + within, outputs)
-        return padded.flatten(0, 1).index_copy(0, places, self.in_node_order(outputs)).view(padded.shape)
+        positions = self._indices(self.plan.tree_of_node * padded.shape[1] + within, outputs)
+        return padded.flatten(0, 1).index_copy(0, positions, self.in_node_order(outputs)).view(padded.shape)
 
     @staticmethod
     def _indices(indices: Ints, like: Tensor) -> Tensor:
@@ -288,27 +296,27 @@ class TreeBatch(SampleBatch):
         return replace(self, inputs=inputs, labels=labels)
 
     def slice_samples(self, part: slice) -> Self:
-        """Some of the trees, planned anew. Raises TreeError for none of them, and ValueError for a step below 1."""
+        """Some of the trees, planned again. Raises TreeError for none of them, and ValueError for a step below 1."""
         if part.step is not None and part.step < 1:
             raise ValueError(f"the step of a slice of trees is {part.step}, and must be at least 1")
-        plan, kept = self.plan, np.arange(self.num_trees)[part]
-        is_kept = np.isin(self.plan.tree_of_node, kept)
-        sizes = self.sizes[kept]
+        plan, chosen = self.plan, np.arange(self.num_trees)[part]
+        is_chosen = np.isin(self.plan.tree_of_node, chosen)
+        sizes = self.sizes[chosen]
         within = np.arange(self.num_nodes) - self.plan.first_node[self.plan.tree_of_node]
         rows = np.arange(len(plan.edge_parent)) if plan.child_row is None else plan.child_row
         child, parent = plan.node_of_row[rows], plan.order[plan.num_leaves + plan.edge_parent]
         if plan.is_forest:
             parents = np.full(self.num_nodes, -1)
             parents[child] = within[parent]
-            new = plan_forest(sizes, parents[is_kept], self.num_nodes)
+            new = plan_forest(sizes, parents[is_chosen], self.num_nodes)
         else:
-            edges = np.flatnonzero(is_kept[child])
+            edges = np.flatnonzero(is_chosen[child])
             edges = edges[np.argsort(self.plan.tree_of_node[child[edges]], kind="stable")]
-            edge_sizes = np.bincount(self.plan.tree_of_node[child[edges]], minlength=self.num_trees)[kept]
+            edge_sizes = np.bincount(self.plan.tree_of_node[child[edges]], minlength=self.num_trees)[chosen]
             new = plan_graphs(sizes, edge_sizes, within[child[edges]], within[parent[edges]], self.num_nodes)
 
         def of(values: dict[str, Tensor], node_of_position: Ints) -> dict[str, Tensor]:
-            positions = np.argsort(node_of_position)[is_kept]
+            positions = np.argsort(node_of_position)[is_chosen]
             return {name: each.index_select(0, self._indices(positions, each)) for name, each in values.items()}
 
         return type(self)(new)._with(of(self.inputs, plan.order), of(self.labels, plan.node_of_row))
@@ -328,33 +336,13 @@ def _as_ints(values: Any, tree: int | None, what: str, ndim: int | None = None) 
     return array.astype(np.int64)
 
 
-def _as_pairs(edges: Any, graph: int) -> Ints:
-    pairs = _as_ints(edges, graph, "the edges")
-    if not pairs.size:
-        return np.zeros((0, 2), np.int64)
-    if pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise TreeError(graph, None, f"has the edges in the shape {[*pairs.shape]}", "give (child, parent) pairs")
-    return pairs
-
-
 def _stack(values: Any, name: str) -> Tensor | np.ndarray:
-    """One value of each node, as one tensor or array; Python's floats have torch's default type."""
+    """Join one value of each node, as one tensor or array; Python's floats have torch's default type."""
     with _name_values(name):
         first = values[0] if isinstance(values, list | tuple) and values else None
         if isinstance(first, np.ndarray | np.generic):
             return np.array(values)
         return torch.stack([*values]) if isinstance(first, Tensor) else torch.as_tensor(values)
-
-
-def _join(values: Sequence[Any], name: str) -> Tensor:
-    """The values of each tree, one tree after the other."""
-    with _name_values(name):
-        return torch.cat([torch.as_tensor(np.array(v) if isinstance(v, np.ndarray) else v) for v in values])
-
-
-def _to_tensor(array: np.ndarray, name: str) -> Tensor:
-    with _name_values(name):
-        return torch.from_numpy(array)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def multiply_by_torch(a: Matrix, b: Matrix) -> Matrix:
 
 @cache
 def find_fastest_product(num_threads: int) -> Product:
-    """By a trial of the three products of a layer in float32, once in a process for each number of threads."""
+    """Try the three products of a layer in float32, once in a process for each number of threads."""
     nodes, inputs, units = _SIZE
     random = np.random.default_rng(0)
     x, d, weight = (
@@ -77,7 +77,7 @@ class _NumpyThreads:
         self.forget()
 
     def forget(self) -> None:
-        """In a forked process, which has none of the other threads."""
+        """Begin again in a forked process, which has none of the other threads."""
         self._lock, self._num_within, self._before = Lock(), 0, list[int]()
 
     def enter(self, num_threads: int) -> None:
@@ -107,5 +107,5 @@ def _set_threads(numbers: list[int]) -> None:
 @cache
 def _numpy_libraries() -> list[Any]:
     """NumPy's BLAS among the libraries of this process; a library of torch's follows torch's setting already."""
-    found = ThreadpoolController().select(user_api="blas").lib_controllers
-    return [each for each in found if "numpy" in each.filepath]
+    libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+    return [each for each in libraries if "numpy" in each.filepath]

@@ -6,10 +6,14 @@ Legend: m nodes that are computed at once, e their children, P features of `proj
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_MAX_GRAPHS = 64  # of all cells of a process; beyond, torch runs a cell as it is, and warns
 
 
 class Children:
@@ -83,6 +87,44 @@ class Cell(nn.Module):
     def run_batch(self, x: Tensor, plan: object) -> Tensor | None:
         """The outputs [N, S] of a whole batch from x [N, D], where the cell has a quicker way; None: level by level."""
         return None
+
+
+CellForward = Callable[[Tensor, Children], Tensor | tuple[Tensor, ...]]
+
+
+def compute_level(
+    cell: CellForward, x: Tensor, states: Sequence[Tensor], num_nodes: int, arity: int | None, parent: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The states of the nodes, each [m, S], from x [m, P] and the children's states, each [e, S]; see `Children`."""
+    computed = cell(x, Children(states, num_nodes, arity, parent))
+    return (computed,) if isinstance(computed, Tensor) else tuple(computed)
+
+
+def compute_level_compiled(
+    cell: Cell, x: Tensor, states: Sequence[Tensor], num_nodes: int, arity: int | None, parent: Tensor | None
+) -> tuple[Tensor, ...]:
+    """`compute_level` by a graph of torch.compile that serves any number of nodes.
+
+    A graph of a full tree serves one shape, and compiling it takes long. Graphs of a level differ only in how many
+    children each node has: one is for leaves, then one for each arity of a cell with `max_arity`, or one for others.
+    """
+    if num_nodes == 1:  # torch would compile another graph for this number alone
+        return compute_level(cell, x, states, num_nodes, arity, parent)
+    with torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS):
+        computed: tuple[Tensor, ...] = _compile_level()(cell, x, states, num_nodes, str(arity), parent)
+    return computed
+
+
+@cache
+def _compile_level() -> Any:
+    """The arity comes as a text, for a graph of its own: numbers become variables of a graph."""
+
+    def compute(
+        cell: Cell, x: Tensor, states: Sequence[Tensor], num_nodes: int, arity: str, parent: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        return compute_level(cell, x, states, num_nodes, None if arity == "None" else int(arity), parent)
+
+    return torch.compile(compute, dynamic=True)
 
 
 class CellLinear(nn.Linear):

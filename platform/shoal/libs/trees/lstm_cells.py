@@ -82,14 +82,14 @@ class ChildSumLSTMCell(_LSTMCell):
     def _compute(self, x: Tensor, children: Children, U: Tensor) -> tuple[Tensor, Tensor]:
         H = self.hidden_size
         from_x, gates = x.split([H, 3 * H], 1)
-        kept: Tensor | float = 0.0
+        memory: Tensor | float = 0.0
         if children:
             h, c = children.states
             of_f, of_gates = U.split([H, 3 * H])
             forget = torch.sigmoid(children.expand(from_x) + nn.functional.linear(h, of_f))  # (4)
             gates = gates + nn.functional.linear(children.sum(h), of_gates)  # (2), (3), (5), (6)
-            kept = children.sum(forget * c)
-        return _finish(gates, kept)
+            memory = children.sum(forget * c)
+        return _finish(gates, memory)
 
 
 class NaryLSTMCell(_LSTMCell):
@@ -105,7 +105,7 @@ class NaryLSTMCell(_LSTMCell):
     def _compute(self, x: Tensor, children: Children, U: Tensor) -> tuple[Tensor, Tensor]:
         H = self.hidden_size
         from_x, gates = x.split([H, 3 * H], 1)
-        kept: Tensor | float = 0.0
+        memory: Tensor | float = 0.0
         if children:
             h, c = children.states
             h_m = children.stack(h).flatten(1)  # [m, a H]
@@ -113,8 +113,8 @@ class NaryLSTMCell(_LSTMCell):
             of_f, of_gates = U[:width, :width], U[-3 * H :, :width]
             forget = torch.sigmoid(children.expand(from_x) + nn.functional.linear(h_m, of_f).view(-1, H))  # (10)
             gates = gates + nn.functional.linear(h_m, of_gates)  # (9), (11), (12)
-            kept = children.sum(forget * c)
-        return _finish(gates, kept)
+            memory = children.sum(forget * c)
+        return _finish(gates, memory)
 
 
 def _finish(gates: Tensor, memory: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -140,9 +140,11 @@ def _run_chains(x: Tensor, W: Tensor, b: Tensor, U: Tensor, plan: TreePlan) -> T
         steps, *_ = torch.lstm(x.reshape(num_steps, T, -1), (zeros, zeros), *options)
         return steps.reshape(plan.num_nodes, H)
     chains = plan.padded_chains  # not packed: on a CPU the backward pass of that takes quadratic time
-    found = []
+    outputs = []
     for group in chains.groups:
-        places, zeros = torch.from_numpy(group).to(x.device), x.new_zeros(1, group.shape[1], H)
-        steps, *_ = torch.lstm(x.index_select(0, places.flatten()).view(*places.shape, -1), (zeros, zeros), *options)
-        found.append(steps.flatten(0, 1))
-    return torch.cat(found).index_select(0, torch.from_numpy(chains.slots).to(x.device))
+        positions, zeros = torch.from_numpy(group).to(x.device), x.new_zeros(1, group.shape[1], H)
+        steps, *_ = torch.lstm(
+            x.index_select(0, positions.flatten()).view(*positions.shape, -1), (zeros, zeros), *options
+        )
+        outputs.append(steps.flatten(0, 1))
+    return torch.cat(outputs).index_select(0, torch.from_numpy(chains.slots).to(x.device))

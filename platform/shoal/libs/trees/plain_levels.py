@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.libs.trees.compiled_cell import CellForward, compute_level
+from shoal.libs.trees.cell import CellForward, compute_level
 from shoal.libs.trees.plan import Ints, Piece, TreePlan
 
 

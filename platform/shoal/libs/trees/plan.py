@@ -51,7 +51,7 @@ class TreePlan:
 
     @property
     def num_levels(self) -> int:
-        """With the leaves."""
+        """The number of levels, with the leaves."""
         return len(self.level_start)
 
     @property
@@ -83,9 +83,9 @@ class TreePlan:
     @cached_property
     def position_of_row(self) -> Ints:
         """[N]: the place in the input order of each row of the output order."""
-        places = np.empty_like(self.row)
-        places[self.row] = np.arange(self.num_nodes)
-        return places
+        positions = np.empty_like(self.row)
+        positions[self.row] = np.arange(self.num_nodes)
+        return positions
 
     @cached_property
     def row_of_node(self) -> Ints:
@@ -118,10 +118,10 @@ class TreePlan:
             end = int(np.argmax(is_wasteful)) or len(lengths)
             column = np.full(self.num_trees, -1)
             column[waiting[:end]] = np.arange(end)
-            places = np.flatnonzero(column[chain] >= 0)
+            positions = np.flatnonzero(column[chain] >= 0)
             grid = np.full((int(lengths[0]), end), -1)
-            grid[step[places], column[chain[places]]] = places
-            slot[places] = first + step[places] * end + column[chain[places]]
+            grid[step[positions], column[chain[positions]]] = positions
+            slot[positions] = first + step[positions] * end + column[chain[positions]]
             groups.append(np.where(grid < 0, grid[0], grid))
             first, waiting = first + grid.size, waiting[end:]
         slot_of_row = np.empty_like(slot)
@@ -153,8 +153,8 @@ class TreePlan:
         cuts = np.append(np.flatnonzero(nth % max_nodes == 0), self.num_inner)
         edges, first = self.first_edge[cuts].tolist(), self.arity[cuts[:-1]].tolist()
         same = np.maximum.reduceat(self.arity, cuts[:-1]) == np.minimum.reduceat(self.arity, cuts[:-1])
-        places = (cuts + self.num_leaves).tolist()
-        for index, (begin, end) in enumerate(pairwise(places)):
+        positions = (cuts + self.num_leaves).tolist()
+        for index, (begin, end) in enumerate(pairwise(positions)):
             arity = first[index] if same[index] else None
             pieces.append(Piece(slice(begin, end), slice(edges[index], edges[index + 1]), arity))
         return pieces

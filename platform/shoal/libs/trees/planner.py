@@ -48,7 +48,12 @@ def plan_graphs(sizes: Ints, edge_sizes: Ints, children: Ints, parents: Ints, ma
 def _plan_forest(sizes: Ints, parents: Ints, max_depth: int) -> TreePlan:
     trees = _Numbering(sizes)
     N = trees.num_nodes
-    _require_within(trees, parents, "its parent", lowest=-1)
+    own_sizes = trees.sizes[trees.tree_of_node]
+    missing = np.flatnonzero((parents < -1) | (parents >= own_sizes))
+    if missing.size:
+        node = int(missing[0])
+        problem = f"its parent, node {parents[node]}, is missing: there are {own_sizes[node]} nodes"
+        raise trees.error(node, problem)
     is_root = parents < 0
     parent = np.where(is_root, N, parents + trees.first_of_node)  # N stands above every root
     height, up, step = np.zeros(N + 1, np.int64), np.append(parent, N), 1
@@ -59,14 +64,17 @@ def _plan_forest(sizes: Ints, parents: Ints, max_depth: int) -> TreePlan:
         up, step = up[up], 2 * step
     height = height[:N]
     trees.require_one_root(np.flatnonzero(is_root))
-    _require_depth(trees, height, max_depth)
+    deep = np.flatnonzero(height > max_depth)
+    if deep.size:
+        node = int(deep[np.argmax(height[deep])])
+        raise _depth_error(trees, node, max_depth, int(height[node]))
     arity = np.bincount(parent, minlength=N + 1)[:N]
     by_level = np.lexsort((arity, height))  # stable: then by node
     num_leaves = int(np.searchsorted(height[by_level], 1))
     inner = by_level[num_leaves:]
-    place = np.full(N + 1, N)
-    place[inner] = np.arange(len(inner))
-    node_of_row = np.argsort(place[parent], kind="stable")  # roots last, in the order of their trees
+    position = np.full(N + 1, N)
+    position[inner] = np.arange(len(inner))
+    node_of_row = np.argsort(position[parent], kind="stable")  # roots last, in the order of their trees
     leaves = node_of_row[height[node_of_row] == 0]  # in the order of their parents
     order = np.concatenate([leaves, inner])
     row_of_node = np.empty(N, np.int64)
@@ -99,9 +107,9 @@ def _plan_graphs(sizes: Ints, edge_sizes: Ints, children: Ints, parents: Ints, m
     graphs.require_one_root(roots)
     order = np.lexsort((arity, height))
     num_leaves = int(np.searchsorted(height[order], 1))
-    place = np.empty(N, np.int64)
-    place[order] = np.arange(N)
-    by_parent = np.argsort(place[parent], kind="stable")
+    position = np.empty(N, np.int64)
+    position[order] = np.arange(N)
+    by_parent = np.argsort(position[parent], kind="stable")
     inner = order[num_leaves:]
     return TreePlan(
         sizes=graphs.sizes,
@@ -110,8 +118,8 @@ def _plan_graphs(sizes: Ints, edge_sizes: Ints, children: Ints, parents: Ints, m
         row=np.arange(N),
         arity=arity[inner],
         level_start=_level_starts(height[inner]),
-        child_row=place[child][by_parent],
-        root_row=place[roots],
+        child_row=position[child][by_parent],
+        root_row=position[roots],
     )
 
 
@@ -162,21 +170,6 @@ class _Numbering:
         if bad.size:
             second = roots[self.tree_of_node[roots] == bad[0]][1]
             raise self.error(int(second), "is a second root", "put a node above both, or give two trees")
-
-
-def _require_within(trees: _Numbering, ends: Ints, what: str, lowest: int) -> None:
-    sizes = trees.sizes[trees.tree_of_node]
-    bad = np.flatnonzero((ends < lowest) | (ends >= sizes))
-    if bad.size:
-        node = int(bad[0])
-        raise trees.error(node, f"{what}, node {ends[node]}, is missing: there are {sizes[node]} nodes")
-
-
-def _require_depth(trees: _Numbering, height: Ints, max_depth: int) -> None:
-    bad = np.flatnonzero(height > max_depth)
-    if bad.size:
-        node = int(bad[np.argmax(height[bad])])
-        raise _depth_error(trees, node, max_depth, int(height[node]))
 
 
 def _depth_error(trees: _Numbering, node: int, max_depth: int, depth: int | None = None) -> TreeError:
@@ -238,6 +231,6 @@ def _cached(make: Callable[[], TreePlan], *key: bytes | Ints | int) -> TreePlan:
 
 
 def _size_bytes(plan: TreePlan) -> int:
-    """With what is computed later, and some for the objects themselves."""
+    """Count also what is computed later, and some for the objects themselves."""
     num_edges = plan.num_nodes - plan.num_trees if plan.child_row is None else len(plan.child_row)
     return 4096 + 8 * (8 * plan.num_nodes + 3 * plan.num_inner + 2 * num_edges + 4 * plan.num_trees)

@@ -152,7 +152,7 @@ def number_nodes(tree: ast.AST, max_nodes: int | None = None) -> tuple[list[int]
         if len(tokens) == max_nodes:
             return None
         node, parent = waiting.pop()
-        place = len(tokens)
+        number = len(tokens)
         tokens.append(_find_token(node))
         parents.append(parent)
         children: list[ast.AST] = []
@@ -162,7 +162,7 @@ def number_nodes(tree: ast.AST, max_nodes: int | None = None) -> tuple[list[int]
                 children.append(value)
             elif isinstance(value, list):
                 children += [each for each in value if isinstance(each, ast.AST)]
-        waiting += [(child, place) for child in reversed(children) if not isinstance(child, _IN_TOKENS)]
+        waiting += [(child, number) for child in reversed(children) if not isinstance(child, _IN_TOKENS)]
     return tokens, parents
 
 
@@ -177,12 +177,9 @@ def _find_token(node: ast.AST) -> int:
         detail = node.value
     elif isinstance(node, ast.Attribute | ast.Subscript | ast.Starred | ast.Name | ast.List | ast.Tuple):
         detail = node.ctx
-    word = f"{kind} {type(detail).__name__}"
-    return _TOKEN[word] if word in _TOKEN else _TOKEN.get(kind, _TOKEN["other"])
+    token = f"{kind} {type(detail).__name__}"
+    return _TOKEN[token] if token in _TOKEN else _TOKEN.get(kind, _TOKEN["other"])
 
 
-def _find_kind(token: int) -> int:
-    return KINDS.index(TOKENS[token].partition(" ")[0]) if token != MASKED else KINDS.index("other")
-
-
-KIND_OF_TOKEN = np.array([_find_kind(token) for token in range(len(TOKENS))])  # [tokens]: places in KINDS
+# [tokens]: places in KINDS
+KIND_OF_TOKEN = np.array([KINDS.index("other"), *(KINDS.index(token.partition(" ")[0]) for token in TOKENS[1:])])

@@ -23,8 +23,7 @@ from shoal.differentiation import (
 )
 from shoal.errors import TreeError
 from shoal.libs.trees.batch import TreeBatch
-from shoal.libs.trees.cell import Cell, Children
-from shoal.libs.trees.compiled_cell import compute_level, compute_level_compiled
+from shoal.libs.trees.cell import Cell, Children, compute_level, compute_level_compiled
 from shoal.libs.trees.plain_levels import check_states, compute_plainly
 from shoal.libs.trees.plan import Piece, TreePlan
 
@@ -38,7 +37,7 @@ class TreeRNN(nn.Module):
         h = rnn(embedding(trees.inputs["token"]), trees)
         h_root = trees.roots(h)
 
-    compile: run a cell that has no `run_batch` through torch.compile, a few graphs for all batches (`compiled_cell`).
+    compile: run a cell that has no `run_batch` through torch.compile, a few graphs for all batches.
              Compiling takes seconds for each. Measure: on one CPU the cell of a Tree-LSTM gained 5%, and one of
              matrix products lost half. Each forward pass is differentiated once
 
@@ -59,31 +58,24 @@ class TreeRNN(nn.Module):
         if len(x) != plan.num_nodes:
             raise TreeError(None, None, f"has {plan.num_nodes} nodes, and x has {len(x)} rows")
         if cell.max_arity is not None and plan.max_arity > cell.max_arity:
-            _raise_arity(trees, cell.max_arity)
-        outputs = cell.run_batch(x, plan)
-        return _run_levels(cell, plan, cell.project(x), self.compile_cell) if outputs is None else outputs
-
-
-def _raise_arity(trees: TreeBatch, max_arity: int) -> None:
-    plan = trees.plan
-    inner = int((plan.arity > max_arity).argmax())
-    number = int(plan.order[plan.num_leaves + inner])
-    tree = int(plan.tree_of_node[number])
-    node = number - int(plan.first_node[tree])
-    raise TreeError(tree, node, f"has {plan.arity[inner]} children, and the cell takes at most {max_arity}")
-
-
-def _run_levels(cell: Cell, plan: TreePlan, x: Tensor, compile_cell: bool) -> Tensor:
-    levels = _Levels(cell, plan, x.device, compile_cell)
-    if is_each_operation_needed() or has_saved_tensor_hooks():  # a tape would pass none of its tensors to them
-        return compute_plainly(cell, plan, x, levels.pieces)
-    parameters = {name: parameter for name, parameter in cell.named_parameters() if parameter.requires_grad}
-    if torch.is_grad_enabled() and (x.requires_grad or parameters):
-        arguments = (levels, [*parameters], x, *parameters.values())
-        outputs: Tensor = _LevelFunction.apply(*arguments)  # type: ignore[no-untyped-call]
-        return outputs
-    with torch.no_grad():
-        return levels.run(x)[0]
+            inner = int((plan.arity > cell.max_arity).argmax())
+            number = int(plan.order[plan.num_leaves + inner])
+            tree = int(plan.tree_of_node[number])
+            problem = f"has {plan.arity[inner]} children, and the cell takes at most {cell.max_arity}"
+            raise TreeError(tree, number - int(plan.first_node[tree]), problem)
+        if (outputs := cell.run_batch(x, plan)) is not None:
+            return outputs
+        x = cell.project(x)
+        levels = _Levels(cell, plan, x.device, self.compile_cell)
+        if is_each_operation_needed() or has_saved_tensor_hooks():  # a tape would pass none of its tensors to them
+            return compute_plainly(cell, plan, x, levels.pieces)
+        parameters = {name: parameter for name, parameter in cell.named_parameters() if parameter.requires_grad}
+        if torch.is_grad_enabled() and (x.requires_grad or parameters):
+            arguments = (levels, [*parameters], x, *parameters.values())
+            differentiable: Tensor = _LevelFunction.apply(*arguments)  # type: ignore[no-untyped-call]
+            return differentiable
+        with torch.no_grad():
+            return levels.run(x)[0]
 
 
 class _Levels:
@@ -107,8 +99,13 @@ class _Levels:
                 x_m.requires_grad_(x.requires_grad)
                 for state in below:
                     state.requires_grad_(state.is_floating_point())
+            # How many children each node has, or else the parent of each child, within the piece. A compiled cell has
+            # one graph for all numbers of children.
+            arity, parent = piece.arity, None
+            if arity is None or (arity and self.is_compiled and self.cell.max_arity is None):
+                arity, parent = None, self._edge_parent[piece.edges] - (piece.positions.start - self.plan.num_leaves)
             with torch.set_grad_enabled(tape is not None):
-                states = self._compute(self.cell, x_m, below, len(x_m), *self._arity_and_parent(piece))
+                states = self._compute(self.cell, x_m, below, len(x_m), arity, parent)
             check_states(self.cell, states, len(x_m))
             if not buffers:
                 buffers = [state.new_empty(self.plan.num_nodes, *state.shape[1:]) for state in states]
@@ -117,13 +114,6 @@ class _Levels:
             if tape is not None:
                 tape.append((x_m, below, states))
         return buffers
-
-    def _arity_and_parent(self, piece: Piece) -> tuple[int | None, Tensor | None]:
-        """How many children each node has, or else the parent of each child, within the piece."""
-        is_any = self.is_compiled and self.cell.max_arity is None  # one graph for all numbers of children
-        if piece.arity == 0 or (piece.arity is not None and not is_any):
-            return piece.arity, None
-        return None, self._edge_parent[piece.edges] - (piece.positions.start - self.plan.num_leaves)
 
     def read_children(self, buffer: Tensor, piece: Piece) -> Tensor:
         if self._child_row is None:
@@ -184,17 +174,17 @@ class _LevelFunction(torch.autograd.Function):
             ]
             if not pairs:
                 continue
-            made, gradients = zip(*pairs, strict=True)
+            outputs_m, gradients = zip(*pairs, strict=True)
             into = [(d_state, state) for d_state, state in zip(d_states, below, strict=False) if state.requires_grad]
             wanted = [*parameters, *(state for _, state in into), *([] if d_x is None else [x_m])]
             retain = not levels.is_compiled
-            found = torch.autograd.grad(made, wanted, gradients, retain_graph=retain, allow_unused=True)
-            d_parameters.add(found[: len(parameters)])
-            for (d_state, _), d_child in zip(into, found[len(parameters) :], strict=False):
+            slopes = torch.autograd.grad(outputs_m, wanted, gradients, retain_graph=retain, allow_unused=True)
+            d_parameters.add(slopes[: len(parameters)])
+            for (d_state, _), d_child in zip(into, slopes[len(parameters) :], strict=False):
                 if d_child is not None:
                     levels.add_to_children(d_state, piece, d_child)
-            if d_x is not None and found[-1] is not None:
-                d_x[piece.positions] = found[-1]
+            if d_x is not None and slopes[-1] is not None:
+                d_x[piece.positions] = slopes[-1]
         return None, None, d_x, *d_parameters.totals
 
 
@@ -205,7 +195,10 @@ def _compute_again(
     buffers = {name: buffer.clone() for name, buffer in levels.cell.named_buffers()}  # a forward may change them
     tensors = {**buffers, **dict(zip(names, parameters, strict=True))}
     with state.restore():
-        forward = partial(_call_cell, levels.cell, tensors)
+
+        def forward(x: Tensor, children: Children) -> Any:
+            return torch.func.functional_call(levels.cell, tensors, (x, children))
+
         outputs = compute_plainly(forward, levels.plan, x, levels.pieces)
     tolerance = torch.finfo(expected.dtype).eps ** 0.5
     largest = float(expected.abs().amax()) if expected.numel() else 0.0
@@ -215,10 +208,6 @@ def _compute_again(
             None, None, problem, "change neither inputs, parameters, mode nor state of a cell before backward"
         )
     return outputs
-
-
-def _call_cell(cell: Cell, tensors: dict[str, Tensor], x: Tensor, children: Children) -> Any:
-    return torch.func.functional_call(cell, tensors, (x, children))
 
 
 class _Sums:

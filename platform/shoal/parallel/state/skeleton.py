@@ -78,14 +78,18 @@ def build_skeleton(build: Callable[[], nn.Module]) -> nn.Module:
 
     with replace_registered(drop):
         model = build()
+    _require_registered(model)  # whose loop's variable, too, would be another reference
+    if is_used_elsewhere(model):
+        raise PlanError("model", type(model).__name__, "has a parameter in a list or an object, too", _REMEDY)
+    return model.eval()
+
+
+def _require_registered(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise PlanError("model", name, "has no shape before the first call", _REMEDY)
         if isinstance(tensor, nn.Parameter) != tensor.is_meta:
             raise PlanError("model", name, "is computed from parameters, or not a module's own", _REMEDY)
-    if is_used_elsewhere(model):
-        raise PlanError("model", type(model).__name__, "has a parameter in a list or an object, too", _REMEDY)
-    return model.eval()
 
 
 def set_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -107,7 +107,7 @@ def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], learning_rate
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
-    """Of all its parameters, from the next step on."""
+    """Set the rate of all its parameters, from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
@@ -132,5 +132,5 @@ def make_algorithm(
     """The algorithm of a run. A replay that is wanted on disk lies in `folder`. has_replay: not where another learner
     draws the samples"""
     options = {} if has_replay or not spec.algorithm.is_off_policy else {"has_replay": False}
-    made: Algorithm = load_reference(spec.algorithm.algorithm)(spec, experience, folder, **options)
-    return made
+    algorithm: Algorithm = load_reference(spec.algorithm.algorithm)(spec, experience, folder, **options)
+    return algorithm

@@ -42,8 +42,8 @@ class ExperienceMoments:
     @property
     def deviation(self) -> np.ndarray:
         """1 for what has not varied."""
-        found = np.sqrt(self.squares / max(self.count, 1))
-        return np.where(found <= ROUNDING * np.abs(self.mean), 1.0, found)
+        result = np.sqrt(self.squares / max(self.count, 1))
+        return np.where(result <= ROUNDING * np.abs(self.mean), 1.0, result)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: torch.tensor(each, dtype=torch.float64) for name, each in vars(self).items()}
@@ -91,35 +91,35 @@ class Normalizer:
         """Observations and rewards of a batch in the present units."""
         if not self._moments:
             return batch
-        found = self.apply({"observations": batch.observations, "rewards": batch.rewards})
-        return replace(batch, observations=found["observations"], rewards=found["rewards"])
+        result = self.apply({"observations": batch.observations, "rewards": batch.rewards})
+        return replace(batch, observations=result["observations"], rewards=result["rewards"])
 
     def apply(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The same of arrays by name, as a replay draws them."""
-        found = dict(arrays)
+        """Normalise arrays by name, as a replay draws them."""
+        result = dict(arrays)
         if (seen := self._moments.get("observations")) is not None:
             deviation = seen.deviation
-            for name in found.keys() & _OBSERVED:
-                found[name] = ((found[name] - seen.mean) / deviation).astype(np.float32)
+            for name in result.keys() & _OBSERVED:
+                result[name] = ((result[name] - seen.mean) / deviation).astype(np.float32)
         if (gained := self._moments.get("rewards")) is not None:
-            for name in found.keys() & _REWARDED:
-                found[name] = (found[name] / gained.deviation).astype(np.float32)
-        return found
+            for name in result.keys() & _REWARDED:
+                result[name] = (result[name] / gained.deviation).astype(np.float32)
+        return result
 
     def fold(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Weights that compute from observations as they are what `arrays` compute from normalised ones."""
-        found = dict(arrays)
+        result = dict(arrays)
         if (seen := self._moments.get("observations")) is None:
-            return found
-        if "network.shift" in found:
-            found["network.shift"] = seen.mean.astype(np.float32)
-            found["network.scale"] = (1 / seen.deviation).astype(np.float32)
-            return found
-        for weight, bias in find_input_layers(found):
-            scaled = found[weight] / seen.deviation
-            found[bias] = (found[bias] - scaled @ seen.mean).astype(np.float32)
-            found[weight] = scaled.astype(np.float32)
-        return found
+            return result
+        if "network.shift" in result:
+            result["network.shift"] = seen.mean.astype(np.float32)
+            result["network.scale"] = (1 / seen.deviation).astype(np.float32)
+            return result
+        for weight, bias in find_input_layers(result):
+            scaled = result[weight] / seen.deviation
+            result[bias] = (result[bias] - scaled @ seen.mean).astype(np.float32)
+            result[weight] = scaled.astype(np.float32)
+        return result
 
     def state_dict(self) -> dict[str, Any]:
         return {name: each.state_dict() for name, each in self._moments.items()}
@@ -146,7 +146,7 @@ def find_input_layers(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def sum_discounted(rewards: np.ndarray, lengths: np.ndarray, discount: float) -> np.ndarray:
-    """Of each step [N], the discounted sum of the rewards since the beginning of its segment."""
+    """Sum the discounted rewards from the beginning of its segment to each step. [N]"""
     starts = np.cumsum(lengths) - lengths
     sums = rewards.astype(np.float64)
     for step in range(1, int(lengths.max())):

@@ -129,8 +129,8 @@ def compute_log_ratios(model: AnyActorCritic, batch: SegmentBatch) -> np.ndarray
     outputs, _ = evaluate_rows(model, batch)
     step_rows = make_grid(batch.lengths_B).step_rows
     log_pi, _ = model.distribution.evaluate(outputs.index_select(0, step_rows), batch.actions)
-    found: np.ndarray = (log_pi - batch.log_probabilities).cpu().numpy()
-    return found
+    result: np.ndarray = (log_pi - batch.log_probabilities).cpu().numpy()
+    return result
 
 
 @torch.no_grad()

@@ -33,7 +33,8 @@ class GroupCommit:
     | that of the     | nothing:    | an upload    | uploads the rest, within CLOSE_TIMEOUT_S,      |
     | queue, segments | no credit   |              | ends the thread                               |
 
-    problem: why the store takes nothing now; "" where it does
+    problem:      why the store takes nothing now; "" where it does
+    num_uploaded: the number of the newest group that is there, of this process
     """
 
     def __init__(self, log: SegmentLog, queue: ExperienceQueue) -> None:
@@ -47,7 +48,7 @@ class GroupCommit:
         # A log that was removed has positions that a learner has seen: those of a new one are above them.
         queue.begin_log(recovered.segments, recovered.next_position or time.time_ns() // 1000)
         self._acknowledged = {key: account.next_seq for key, account in ledger.get_accounts().items()}
-        self._filling, self._num_uploaded = 1, 0  # numbers of groups of this process
+        self._filling, self.num_uploaded = 1, 0  # numbers of groups of this process
         self._is_awaited = False  # an acknowledgement waits for the group that is filling
         self._since_full, self._counted_at = GROUPS_PER_FULL, time.monotonic()
         self._wake, self._closing = threading.Event(), threading.Event()
@@ -60,10 +61,6 @@ class GroupCommit:
         with self._queue.ledger.lock:
             self._is_awaited = True
             return self._filling
-
-    @property
-    def num_uploaded(self) -> int:
-        return self._num_uploaded
 
     @property
     def is_alive(self) -> bool:
@@ -94,7 +91,15 @@ class GroupCommit:
             if group is not None:
                 if not self._upload(group):
                     return
-                self._finish_group(number, group, rows)
+                self._since_full = 0 if group.is_full else self._since_full + 1
+                self._acknowledged |= rows
+                self.num_uploaded = number
+                self._queue.admit_logged(group.end)
+                if group.is_full:
+                    try:
+                        self._log.delete_consumed(group.first_queued)
+                    except OSError as error:
+                        self.problem = str(error)  # the next full group tries again
             if is_last:
                 return
 
@@ -113,7 +118,7 @@ class GroupCommit:
         return number, self._log.make_group(unlogged, changes, is_full), rows
 
     def _upload(self, group: Group) -> bool:
-        """Until it is there; False when another process has claimed the log, or at the end."""
+        """Upload a group, until it is there; False when another process has claimed the log, or at the end."""
         while True:
             try:
                 self._log.append(group)
@@ -127,14 +132,3 @@ class GroupCommit:
                 return True
             if self._closing.wait(RETRY_S):
                 return False
-
-    def _finish_group(self, number: int, group: Group, rows: dict[ActorKey, int]) -> None:
-        self._since_full = 0 if group.is_full else self._since_full + 1
-        self._acknowledged |= rows
-        self._num_uploaded = number
-        self._queue.admit_logged(group.end)
-        if group.is_full:
-            try:
-                self._log.delete_consumed(group.first_queued)
-            except OSError as error:
-                self.problem = str(error)  # the next full group tries again

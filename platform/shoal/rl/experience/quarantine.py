@@ -5,10 +5,10 @@ by the file of a run's ledger. Knows no policy.
 
 The evidence. An honest actor chooses a with probability μ(a) and says so. Then the mean of π(a) / μ(a) is at most 1,
 for any other policy π and however far the actor lags behind. So exp of a segment's evidence, the product over its steps
-of 1 - λ + λ π(a) / μ(a), has a mean of at most 1, too. The sum of evidence, which begins anew where it would fall below
-0, is the CUSUM of such a process (Shin, Ramdas and Rinaldo, arXiv:2203.03532): of an honest actor it passes LIMIT once
-in e^LIMIT segments on average, or more seldom. Of an actor that claims less probability than it has, it grows with each
-step.
+of 1 - λ + λ π(a) / μ(a), has a mean of at most 1, too. The sum of evidence, which starts again where it would fall
+below 0, is the CUSUM of such a process (Shin, Ramdas and Rinaldo, arXiv:2203.03532): of an honest actor it passes LIMIT
+once in e^LIMIT segments on average, or more seldom. Of an actor that claims less probability than it has, it grows with
+each step.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class EvidenceTable:
 
     def add(self, keys: Iterable[ActorKey], evidence: Sequence[float]) -> dict[str, str]:
         """Add that of one segment for each key; returns the actors against whom it is too much now, with the reason."""
-        found: dict[str, str] = {}
+        accused: dict[str, str] = {}
         for (actor_id, _), value in zip(keys, evidence, strict=True):
             before, num_segments = self._evidence.get(actor_id, (0.0, 0))
             total, num_segments = before + value, num_segments + (value != 0.0)
             if total > LIMIT:
-                found[actor_id] = (
+                accused[actor_id] = (
                     "claims log-probabilities that its actions cannot have: too low"
                     f" (1 : e^{total:.0f} that it is by chance, over {num_segments} segments)"
                 )
@@ -62,7 +62,7 @@ class EvidenceTable:
                 self._evidence.pop(actor_id, None)
             else:
                 self._evidence[actor_id] = total, num_segments
-        return found
+        return accused
 
 
 def read_quarantine(ledger: Path) -> dict[str, str]:
@@ -79,7 +79,7 @@ def read_quarantine(ledger: Path) -> dict[str, str]:
 
 
 def find_ledgers(run_folder: Path) -> list[Path]:
-    """Of the run, and of each of its policies or members."""
+    """Find the ledgers of the run, and of its policies or members."""
     return [path for path in (run_folder / LEDGER_NAME, *sorted(run_folder.glob(f"*/{LEDGER_NAME}"))) if path.exists()]
 
 

@@ -239,8 +239,11 @@ class ExperienceQueue:
         with self._arrived:
             if self._newest_take[0] == consumer and number < self._newest_take[1]:
                 return None  # a newer request has overtaken this one: its lease is in use
-            if self._logged_end is not None:
-                self._acknowledge_seen(consumer, request)
+            if self._logged_end is not None:  # count what was acknowledged to a gateway that died before it logged that
+                seen = []
+                while self._segments and self._segments[0].position <= request.position:
+                    seen.append(self._remove_first())
+                self.ledger.acknowledge_seen(consumer, request.lease, [each.key for each in seen])
             with suppress(LedgerUnwritable):  # the following lease writes it, or there is none
                 self.ledger.revoke_open_leases(consumer)
             self._newest_take = (consumer, number)
@@ -262,10 +265,10 @@ class ExperienceQueue:
             try:
                 lease_id = self.ledger.open_lease(consumer, [each.key for each in popped])
             except LedgerUnwritable:
-                self._put_back(popped)
-                self._arrived.wait_for(
-                    lambda: self._closed, UNWRITABLE_PAUSE_S
-                )  # otherwise the caller would retry without a pause
+                self._segments.extendleft(reversed(popped))
+                self._num_steps += sum(each.segment.num_steps for each in popped)
+                self._admit(popped)
+                self._arrived.wait_for(lambda: self._closed, UNWRITABLE_PAUSE_S)  # the caller retries without a pause
                 return None
             self.awaited_version, self.num_batches = 0, self.num_batches + 1
         self.on_space_freed()
@@ -321,13 +324,6 @@ class ExperienceQueue:
         self._drop(lambda _, segment: segment.oldest_version < version, DropReason.STALE_CONSUMPTION)
         self.on_space_freed()  # the gateway grants credit for this batch
 
-    def _acknowledge_seen(self, consumer: str, request: BatchRequest) -> None:
-        """Count what the learner has, and has acknowledged to a gateway that died before it could log that."""
-        seen = []
-        while self._segments and self._segments[0].position <= request.position:
-            seen.append(self._remove_first())
-        self.ledger.acknowledge_seen(consumer, request.lease, [each.key for each in seen])
-
     def _drop(self, is_dropped: Callable[[ActorKey, Segment], bool], reason: DropReason) -> None:
         dropped = [each for each in self._segments if is_dropped(each.key, each.segment)]
         self.ledger.drop_queued([each.key for each in dropped], reason)
@@ -364,8 +360,3 @@ class ExperienceQueue:
         self._num_ready, self._ready_steps = self._num_ready - 1, self._ready_steps - num_steps
         self._num_steps -= num_steps
         return removed
-
-    def _put_back(self, popped: Sequence[Positioned]) -> None:
-        self._segments.extendleft(reversed(popped))
-        self._num_steps += sum(each.segment.num_steps for each in popped)
-        self._admit(popped)

@@ -131,14 +131,14 @@ class Ledger:
         self._database.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
 
     def _open(self, path: Path | None) -> None:
-        found = self._database.execute("PRAGMA user_version").fetchone()[0]
-        if path is not None and is_newer_format(found, FORMAT):
-            raise RunError(describe_newer_format(path, found, FORMAT))
+        stored = self._database.execute("PRAGMA user_version").fetchone()[0]
+        if path is not None and is_newer_format(stored, FORMAT):
+            raise RunError(describe_newer_format(path, stored, FORMAT))
         self._database.execute("PRAGMA journal_mode=WAL")
         # OFF could damage the file itself at a power cut, not just lose the newest rows.
         self._database.execute("PRAGMA synchronous=NORMAL")
         self._database.executescript(_SCHEMA)
-        if found != FORMAT:
+        if stored != FORMAT:
             with suppress(sqlite3.OperationalError):  # a full disk: a later start writes it
                 self._database.execute(f"PRAGMA user_version = {FORMAT}")
         if path is not None:
@@ -148,9 +148,9 @@ class Ledger:
     def get_account(self, key: ActorKey) -> Account:
         """The account of an actor's incarnation, created if new. The caller must not change it."""
         with self.lock:
-            if (found := self._accounts.get(key)) is None:  # setdefault would create an account for every segment
-                found = self._add_account(key, Account())
-            return found
+            if (stored := self._accounts.get(key)) is None:  # setdefault would create an account for every segment
+                stored = self._add_account(key, Account())
+            return stored
 
     def newest_incarnation(self, actor_id: str) -> int | None:
         """The highest incarnation under which this actor has ever been seen."""
@@ -224,10 +224,7 @@ class Ledger:
             self._new_facts["last_settled"] = str(lease_id)
             keys = self._close_lease(lease_id)
             for (key, outcome), count in Counter(zip(keys, outcomes, strict=True)).items():
-                if outcome is not None:
-                    self._drop(key, count, outcome)
-                else:
-                    self._consume(key, count)
+                self._close_queued(key, count, outcome)
             self.commit()
             return True
 
@@ -238,7 +235,7 @@ class Ledger:
             seen = [number for number, each in self._leases.items() if each.consumer == consumer]
             leased = [key for number in seen if number <= last_lease for key in self._close_lease(number)]
             for key, count in Counter([*leased, *keys]).items():
-                self._consume(key, count)
+                self._close_queued(key, count, None)
 
     def revoke_open_leases(self, consumer: str) -> int:
         """Revoke the open leases because `consumer` asks for a new one: its own, whose answer was lost (LEASE_LOST),
@@ -257,7 +254,7 @@ class Ledger:
         """Count one queued segment of each key as dropped."""
         with self.lock:
             for key, count in Counter(keys).items():
-                self._drop(key, count, reason)
+                self._close_queued(key, count, reason)
 
     def get_leased(self, lease_id: int) -> tuple[ActorKey, ...]:
         """The keys of an open lease's segments, in batch order; empty for a lease that is not open."""
@@ -342,7 +339,16 @@ class Ledger:
                 return
             try:
                 self._database.execute("BEGIN")
-                self._write_all()
+                write = self._database.executemany
+                write(_WRITE_ACCOUNT, map(self._to_row, self._dirty))
+                closed = self._dirty_leases - self._leases.keys()
+                opened = [(each, self._leases[each]) for each in self._dirty_leases - closed]
+                leases = [(each, lease.consumer, json.dumps(lease.keys)) for each, lease in opened]
+                write("DELETE FROM leases WHERE lease_id = ?", ((each,) for each in closed))
+                write("INSERT OR REPLACE INTO leases (lease_id, consumer, keys) VALUES (?, ?, ?)", leases)
+                write("INSERT OR REPLACE INTO facts (name, value) VALUES (?, ?)", self._new_facts.items())
+                quarantined = self._new_quarantined.items()
+                write("INSERT OR REPLACE INTO quarantine (actor_id, reason) VALUES (?, ?)", quarantined)
                 self._database.execute("COMMIT")
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode & 0xFF not in _TRANSIENT_ERRORS:
@@ -365,23 +371,22 @@ class Ledger:
                 finally:
                     self._database.close()
 
-    def _drop(self, key: ActorKey, count: int, reason: DropReason) -> None:
-        if count:
-            for each in (self._accounts[key], self._totals):
-                each.queued -= count
-                each.dropped[reason.value] += count
-            self._touch(key)
-
-    def _touch(self, key: ActorKey) -> None:
-        """The account is to be written, and to be logged."""
-        self._dirty.add(key)
-        self._unlogged.add(key)
-
-    def _consume(self, key: ActorKey, count: int) -> None:
+    def _close_queued(self, key: ActorKey, count: int, outcome: DropReason | None) -> None:
+        """Count queued segments as dropped for a reason, or as consumed (None)."""
+        if not count:
+            return
         for each in (self._accounts[key], self._totals):
             each.queued -= count
-            each.consumed += count
+            if outcome is None:
+                each.consumed += count
+            else:
+                each.dropped[outcome.value] += count
         self._touch(key)
+
+    def _touch(self, key: ActorKey) -> None:
+        """Mark the account as to be written, and to be logged."""
+        self._dirty.add(key)
+        self._unlogged.add(key)
 
     def _add_account(self, key: ActorKey, account: Account) -> Account:
         actor_id, incarnation = key
@@ -400,24 +405,6 @@ class Ledger:
         account = self._accounts[key]
         dropped = json.dumps(account.dropped)
         return (*key, account.next_seq, account.received, account.consumed, account.duplicates, dropped)
-
-    def _write_all(self) -> None:
-        accounts = map(self._to_row, self._dirty)
-        self._database.executemany(_WRITE_ACCOUNT, accounts)
-        for lease_id in self._dirty_leases:
-            self._write_lease(lease_id)
-        self._database.executemany("INSERT OR REPLACE INTO facts (name, value) VALUES (?, ?)", self._new_facts.items())
-        self._database.executemany(
-            "INSERT OR REPLACE INTO quarantine (actor_id, reason) VALUES (?, ?)", self._new_quarantined.items()
-        )
-
-    def _write_lease(self, lease_id: int) -> None:
-        lease = self._leases.get(lease_id)
-        if lease is None:
-            self._database.execute("DELETE FROM leases WHERE lease_id = ?", (lease_id,))
-        else:
-            row = (lease_id, lease.consumer, json.dumps(lease.keys))
-            self._database.execute("INSERT OR REPLACE INTO leases (lease_id, consumer, keys) VALUES (?, ?, ?)", row)
 
     def _load(self) -> None:
         """Read the ledger, and drop the segments queued in a gateway that did not close it."""
@@ -444,4 +431,4 @@ class Ledger:
             self._totals.queued += account.queued
             self._totals.duplicates += account.duplicates
             self._totals.dropped.update(account.dropped)
-            self._drop(key, account.queued - leased[key] - queued.get(key, 0), DropReason.GATEWAY_CRASH)
+            self._close_queued(key, account.queued - leased[key] - queued.get(key, 0), DropReason.GATEWAY_CRASH)

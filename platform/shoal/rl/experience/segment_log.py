@@ -114,7 +114,10 @@ class SegmentLog:
         """Claim the log for this process, and read it. Raises RunError when it is damaged, or of a newer Shoal."""
         groups: dict[int, Group] = {}
         for _ in range(MAX_CLAIMS):
-            self._read_groups(groups)
+            keys = [each.key for each in self._store.list_entries() if each.key.endswith(_SUFFIX)]
+            new = {number: key for key in keys if (number := int(key.removesuffix(_SUFFIX))) not in groups}
+            with ThreadPoolExecutor(8) as readers:
+                groups.update(zip(new, readers.map(self._read_group, new.values()), strict=True))
             self.next_number = max(groups, default=0) + 1
             try:
                 self.append(Group(FORMAT, self._writer))
@@ -153,22 +156,15 @@ class SegmentLog:
         for number in consumed:
             del self._ends[number]
 
-    def _read_groups(self, groups: dict[int, Group]) -> None:
-        keys = [each.key for each in self._store.list_entries() if each.key.endswith(_SUFFIX)]
-        new = [key for key in keys if int(key.removesuffix(_SUFFIX)) not in groups]
-        with ThreadPoolExecutor(8) as readers:
-            for key, group in zip(new, readers.map(self._read_group, new), strict=True):
-                groups[int(key.removesuffix(_SUFFIX))] = group
-
     def _read_group(self, key: str) -> Group:
-        place, payload = f"{self._store.url}/{key}", self._store.read(key)
+        location, payload = f"{self._store.url}/{key}", self._store.read(key)
         try:
-            found = msgspec.msgpack.decode(payload)
-            if is_newer_format(found["format"], FORMAT):
-                raise RunError(describe_newer_format(place, found["format"], FORMAT))
-            return msgspec.convert(found, Group)
+            fields = msgspec.msgpack.decode(payload)
+            if is_newer_format(fields["format"], FORMAT):
+                raise RunError(describe_newer_format(location, fields["format"], FORMAT))
+            return msgspec.convert(fields, Group)
         except (msgspec.MsgspecError, TypeError, KeyError) as error:
-            raise RunError(f"{place} is damaged ({error}): put a copy in its place, or begin a new run") from None
+            raise RunError(f"{location} is damaged ({error}): put a copy in its place, or begin a new run") from None
 
     def _assemble(self, groups: dict[int, Group]) -> Recovered:
         self._ends |= {number: group.end for number, group in groups.items()}
@@ -176,7 +172,8 @@ class SegmentLog:
         numbers = range(full, max(groups, default=0) + 1)
         if full and (missing := [number for number in numbers if number not in groups]):
             raise RunError(f"{self._store.url} lacks {_format_key(missing[0])}: begin a new run")
-        ledger, first_queued, next_position = None, 0, 0
+        ledger: LedgerChanges | None = None
+        first_queued = next_position = 0
         dropped: set[int] = set()
         segments = []
         for number, group in sorted(groups.items()):
@@ -184,7 +181,8 @@ class SegmentLog:
             segments += [(group.first + index, each) for index, each in enumerate(group.segments)]
             first_queued, next_position = max(first_queued, group.first_queued), max(next_position, group.end)
             if number >= full and group.ledger is not None:
-                ledger = group.ledger if ledger is None else _merge(ledger, group.ledger)
+                accounts = {row[:2]: row for row in (*(ledger.accounts if ledger else ()), *group.ledger.accounts)}
+                ledger = LedgerChanges(list(accounts.values()), group.ledger.leases, group.ledger.facts)
         queued = [self._unpack(*each) for each in segments if each[0] >= first_queued and each[0] not in dropped]
         return Recovered(ledger, queued, next_position)
 
@@ -198,11 +196,6 @@ class SegmentLog:
             problem = f"has a segment that does not fit the run: {error}"
             raise RunError(f"{self._store.url} {problem}: begin a new run") from None
         return Positioned(position, (actor_id, incarnation), seq, segment)
-
-
-def _merge(before: LedgerChanges, later: LedgerChanges) -> LedgerChanges:
-    accounts = {row[:2]: row for row in (*before.accounts, *later.accounts)}
-    return LedgerChanges(list(accounts.values()), later.leases, later.facts)
 
 
 def _format_key(number: int) -> str:

@@ -72,17 +72,19 @@ class OpponentPool:
             return
         self.versions.append(snapshot.version)
         if len(self.versions) - first_own > self._max_versions:
-            self._remove(select_closest(self.versions[first_own:]))
+            own = self.versions[first_own:]
+            triples = zip(own, own[1:], own[2:], strict=False)
+            self._remove(min(triples, key=lambda triple: triple[2] - triple[0])[1])  # its neighbours are the closest
 
     def _take_registered(self, references: Sequence[str]) -> dict[int, str]:
         """Copy the payloads of registered versions, once; returns their references by version."""
         index = self._folder / _REGISTERED
         if not index.exists():
             registry = Registry()
-            found = [registry.get(each) for each in references]
-            for number, each in enumerate(found, 1):
+            members = [registry.get(each) for each in references]
+            for number, each in enumerate(members, 1):
                 atomic_file.replace_synced(self._folder / f"{number}{_SUFFIX}", each.snapshot().payload)
-            atomic_file.replace_synced(index, json.dumps([each.ref for each in found]).encode())
+            atomic_file.replace_synced(index, json.dumps([each.ref for each in members]).encode())
         return dict(enumerate(json.loads(index.read_text()), 1))
 
     def _remove(self, version: int) -> None:
@@ -101,11 +103,11 @@ class OpponentPool:
 
     def load_own(self) -> list[WeightSnapshot]:
         """The members that were versions of the run, oldest first."""
-        found, version = list[WeightSnapshot](), len(self.names)
+        members, version = list[WeightSnapshot](), len(self.names)
         while (member := self.find_next(version)) is not None:
-            found.append(member)
+            members.append(member)
             version = member.version
-        return found
+        return members
 
     def find_next(self, newer_than: int) -> WeightSnapshot | None:
         """The oldest member above this version, if there is one."""
@@ -120,9 +122,3 @@ class OpponentPool:
             else:
                 return WeightSnapshot.from_payload(version, payload)
         return None
-
-
-def select_closest(versions: Sequence[int]) -> int:
-    """Of sorted versions, the one whose neighbours are the closest to each other; never the first or the last."""
-    triples = zip(versions, versions[1:], versions[2:], strict=False)
-    return min(triples, key=lambda triple: triple[2] - triple[0])[1]

@@ -241,7 +241,7 @@ def grant_credit(open_credit: Mapping[K, int], queued: int, capacity: int, max_c
 
 
 def grant_round_credit(open_credit: Mapping[K, int], num_missing: int, max_credits: int) -> dict[K, int]:
-    """The same where actors pause between batches: credit for the `num_missing` segments of this batch, and no more.
+    """Grant credit where actors pause between batches: for the `num_missing` segments of this batch, and no more.
 
     `open_credit` is what each session may still send of this batch. Segments are shared out one by one, each to a
     session with the least credit; of equal ones, the first in the order of `open_credit`.

@@ -66,5 +66,5 @@ class GatewayState:
 
     @property
     def version(self) -> int:
-        """Of the newest weights; 0 before the first."""
+        """The version of the newest weights; 0 before the first."""
         return self.weights.version if self.weights else 0

@@ -27,8 +27,9 @@ _KEEPALIVE = (
     (zmq.TCP_KEEPALIVE_INTVL, 15),
     (zmq.TCP_KEEPALIVE_CNT, 4),
 )
-MAX_OPEN_FILES = 65_536  # requested from the system: each connection uses one
-
+# Requested from the system: each connection uses one. Most systems default to 1,024; beyond that, libzmq leaves new
+# clients without an answer and retries accepting them all the time.
+MAX_OPEN_FILES = 65_536
 _PORT_WAIT_S = 1.0  # for the previous gateway to release the port
 
 
@@ -42,7 +43,11 @@ def bind_router(
 
     Raises ConfigError when that fails.
     """
-    _raise_open_file_limit()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_MESSAGES)  # limits memory for clients before their hello
@@ -74,16 +79,6 @@ def resolve_reachable_host(host: str, node: str) -> str:
     if host not in WILDCARDS:
         return host
     return (find_local_address(EXTERNAL_PROBE_HOST) or node) if is_loopback(node) else node
-
-
-def _raise_open_file_limit() -> None:
-    """Raise the soft limit, at most to MAX_OPEN_FILES. Most systems default to 1,024; beyond the limit libzmq leaves
-    new clients without an answer and retries accepting them all the time."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _format_endpoint(host: str, port: int | str) -> str:

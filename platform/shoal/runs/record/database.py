@@ -73,18 +73,22 @@ def connect(home: Path) -> sqlite3.Connection:
         connection = connect_private(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose the newest commits, a kill none
-        found = _read_schema_version(connection)
-        if found == 0:  # one after the other: SQLite rejects a second change of the journal mode without waiting
+        version = _read_schema_version(connection)
+        if version == 0:  # one after the other: SQLite rejects a second change of the journal mode without waiting
             with file_lock(home / "runs.lock", BUSY_TIMEOUT_S):
                 if _read_schema_version(connection) == 0:
-                    _create_tables(connection)
+                    connection.execute("PRAGMA journal_mode = WAL")
+                    with transaction(connection):
+                        for statement in _SCHEMA.split(";"):
+                            connection.execute(statement)
+                        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     except (sqlite3.Error, OSError) as error:
         if connection is not None:
             connection.close()
         raise RunError(f"the run record {path} cannot be opened: {error}") from error
-    if found > SCHEMA_VERSION:
+    if version > SCHEMA_VERSION:
         connection.close()
-        raise RunError(describe_newer_format(path, found, SCHEMA_VERSION))
+        raise RunError(describe_newer_format(path, version, SCHEMA_VERSION))
     return connection
 
 
@@ -109,23 +113,15 @@ def _read_schema_version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
-def _create_tables(connection: sqlite3.Connection) -> None:
-    connection.execute("PRAGMA journal_mode = WAL")
-    with transaction(connection):
-        for statement in _SCHEMA.split(";"):
-            connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-
 def add_missing_columns(connection: sqlite3.Connection) -> None:
     """Give the tables of an older Shoal the columns that came later. Called in a transaction.
 
     They may be NULL, and no statement of an older Shoal names them: both write to one record, and the schema's version
     stays.
     """
-    found = {row["name"] for row in connection.execute("PRAGMA table_info(runs)")}
+    columns = {row["name"] for row in connection.execute("PRAGMA table_info(runs)")}
     for name, kind in _LATER_COLUMNS.items():
-        if name not in found:
+        if name not in columns:
             connection.execute(f"ALTER TABLE runs ADD COLUMN {name} {kind}")
 
 

@@ -12,6 +12,8 @@ import secrets
 import socket
 import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +30,7 @@ from shoal.runs.record.provenance import command_line, git_revision
 from shoal.runs.record.recorder import INSERT_EVENT, RunRecorder, make_run_folder
 from shoal.runs.record.serialization import escape_text, validate_text
 from shoal.runs.run_kind import RunKind, infer_kind
-from shoal.runs.run_reader import find_run_row
+from shoal.runs.run_reader import find_run_row, load
 from shoal.runs.run_status import Status, resolve_status, transition
 from shoal.runs.tracking.processes import Followers
 from shoal.runs.tracking.tracker import find_trackers
@@ -79,8 +81,7 @@ def create(
         connection.close()
         raise
     followers = Followers(run_id, folder, trackers) if trackers else None
-    found = kind or infer_kind(spec)
-    return RunRecorder(connection, number, run_id, incarnation, folder, mirror, followers, found)
+    return RunRecorder(connection, number, run_id, incarnation, folder, mirror, followers, kind or infer_kind(spec))
 
 
 def reopen(ref: str, spec: str | None = None) -> RunRecorder:
@@ -111,8 +112,32 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
         raise
     followers = Followers(row["id"], folder, trackers) if trackers else None
     known = read_later_column(row, "kind")
-    found = RunKind(known) if known else infer_kind(spec or row["spec"])
-    return RunRecorder(connection, row["number"], row["id"], incarnation, folder, mirror, followers, found)
+    kind = RunKind(known) if known else infer_kind(spec or row["spec"])
+    return RunRecorder(connection, row["number"], row["id"], incarnation, folder, mirror, followers, kind)
+
+
+@contextmanager
+def recording(
+    spec: str, job: str, *, begun: str, kind: RunKind | None = None, resumed: str = "", run_id: str | None = None
+) -> Iterator[RunRecorder]:
+    """Record the run `resumed`, or a new one. The end of the body is the end of the run.
+
+    Until the event `begun`, a resumed run's new `spec` (YAML) is provisional: if the run fails before, its record keeps
+    the old spec, so that it can be resumed with other overrides. Raises RunError as `reopen` does.
+    """
+    if not resumed:
+        with create(job, spec, run_id, kind=kind) as recorder:
+            yield recorder
+        return
+    before = load(resumed).spec
+    with reopen(resumed, spec) as recorder:
+        try:
+            yield recorder
+        except Exception:  # a user's own code may raise anything
+            with suppress(RunError):  # an unwritable record: the original error is reported
+                if begun not in load(recorder.id).last_events(since_resumed=True):
+                    recorder.change_spec(before)
+            raise
 
 
 def _make_writer() -> str:

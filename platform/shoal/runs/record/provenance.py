@@ -110,8 +110,8 @@ def is_secret_name(path: str) -> bool:
 def split_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The job's arguments with secrets masked, and the environment variables that hold the masked ones."""
     secrets = [argument for argument in arguments if _SECRET.match(argument)]
-    told = json.dumps(secrets).replace("$", _DOLLAR)
-    return [_mask_secret(argument) for argument in arguments], {SECRETS_VARIABLE: told} if secrets else {}
+    payload = json.dumps(secrets).replace("$", _DOLLAR)
+    return [_mask_secret(argument) for argument in arguments], {SECRETS_VARIABLE: payload} if secrets else {}
 
 
 def restore_secrets(arguments: Sequence[str]) -> list[str]:

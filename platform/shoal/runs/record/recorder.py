@@ -12,8 +12,9 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -23,12 +24,7 @@ import numpy as np
 from shoal.atomic_file import create_private, make_folder
 from shoal.errors import Closed, RunError
 from shoal.runs.record import metric_summaries
-from shoal.runs.record.database import (
-    BUSY_TIMEOUT_S,
-    transaction,
-    translate_write_errors,
-)
-from shoal.runs.record.pending import PendingWrites
+from shoal.runs.record.database import BUSY_TIMEOUT_S, transaction, translate_write_errors
 from shoal.runs.record.provenance import mask_variables
 from shoal.runs.record.serialization import (
     escape_text,
@@ -38,7 +34,7 @@ from shoal.runs.record.serialization import (
     validate_metrics,
     validate_text,
 )
-from shoal.runs.record.tensorboard_writer import TensorBoardMirror
+from shoal.runs.record.tensorboard_writer import LogEntry, TensorBoardMirror
 from shoal.runs.run_kind import RunKind
 from shoal.runs.run_status import TERMINAL, Status, transition
 
@@ -69,6 +65,35 @@ def make_run_folder(folder: Path, spec: str | None) -> None:
             create_private(folder / "spec.yaml").write_text(spec)
     except OSError as error:
         raise RunError(f"the folder of the run, {folder}, cannot be written: {error.strerror}") from error
+
+
+@dataclass
+class PendingWrites:
+    """The rows of a run that are not yet written, in order; `num_rows` is their number in the database."""
+
+    logged: list[LogEntry] = field(default_factory=list)
+    shown: list[LogEntry] = field(default_factory=list)  # newest values that do not enter the history
+    groups: dict[str, LogEntry] = field(default_factory=dict)  # the newest of each
+    versions: list[tuple[int, int, int, float, str]] = field(default_factory=list)
+    others: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
+    forgotten_after: int | None = None  # drop later steps that were written before
+    num_rows: int = 0
+
+    def forget_after(self, step: int) -> None:
+        for entries in (self.logged, self.shown):
+            entries[:] = [entry for entry in entries if entry[0] <= step]
+        self.groups = {group: entry for group, entry in self.groups.items() if entry[0] <= step}
+        self.forgotten_after = step if self.forgotten_after is None else min(step, self.forgotten_after)
+        logged = sum(len(values) for _, _, values in [*self.logged, *self.shown, *self.groups.values()])
+        self.num_rows = logged + len(self.versions) + len(self.others) + 1
+
+    def extend(self, later: PendingWrites) -> None:
+        self.logged += later.logged
+        self.shown += later.shown
+        self.groups |= later.groups
+        self.versions += later.versions
+        self.others += later.others
+        self.num_rows += later.num_rows
 
 
 class RunRecorder:
@@ -119,12 +144,9 @@ class RunRecorder:
         Raises ConfigError for an invalid metric name, a value that is not a number, and a step beyond 64 bits.
         """
         step, checked = validate_integer("step", step), validate_metrics(values)
-        self._flush_if_full()
-        with self._buffer_lock:
-            self._require_open()
+        with self._adding(len(values)) as pending:
             entry = (step, time.time(), checked)  # times grow in the order of commits, by which readers follow them
-            (self._pending.logged if in_history else self._pending.shown).append(entry)
-            self._pending.num_rows += len(values)
+            (pending.logged if in_history else pending.shown).append(entry)
 
     def log_group(self, step: int, group: str, values: Mapping[str, float]) -> None:
         """Record the newest values of the present members of a group, as `group/name`, and drop absent ones; no
@@ -132,11 +154,8 @@ class RunRecorder:
         group = validate_text("group", group)
         named = validate_metrics({f"{group}/{name}": value for name, value in values.items()})
         entry = (validate_integer("step", step), time.time(), named)
-        self._flush_if_full()
-        with self._buffer_lock:
-            self._require_open()
-            self._pending.groups[group] = entry
-            self._pending.num_rows += len(values) + 1
+        with self._adding(len(values) + 1) as pending:
+            pending.groups[group] = entry
 
     def forget_after(self, step: int) -> None:
         """Remove the metrics of later, abandoned steps: the run goes on from `step`, or starts again.
@@ -163,11 +182,8 @@ class RunRecorder:
         """Record that version `version` of the weights was published after step `step`."""
         version, step = validate_integer("version", version), validate_integer("step", step)
         row = (self._number, version, step, float(published_at), validate_text("sha256", sha256))
-        self._flush_if_full()
-        with self._buffer_lock:
-            self._require_open()
-            self._pending.versions.append(row)
-            self._pending.num_rows += 1
+        with self._adding(1) as pending:
+            pending.versions.append(row)
 
     def record_event(self, kind: str, /, **details: object) -> None:
         """Record an event; details are stored as JSON, and as text where JSON cannot hold them."""
@@ -176,8 +192,8 @@ class RunRecorder:
 
     def record_endpoint(self, name: str, kind: str, address: str, state: str) -> None:
         """Record the address and state of a gateway or endpoint of this run; the newest record counts."""
-        said = {"name": name, "kind": kind, "address": address, "state": state}
-        texts = [validate_text(field, value) for field, value in said.items()]
+        fields = {"name": name, "kind": kind, "address": address, "state": state}
+        texts = [validate_text(field, value) for field, value in fields.items()]
         self._write_through(_INSERT_ENDPOINT, (self._number, *texts, time.time()))
 
     def record_model(self, name: str, version: int, aliases: Sequence[str]) -> None:
@@ -242,31 +258,30 @@ class RunRecorder:
             elif isinstance(error, KeyboardInterrupt):
                 self.finish(Status.STOPPED, "interrupted")
             else:
-                self._fail(error)
+                try:
+                    self.finish(Status.FAILED, f"{type(error).__name__}: {error}")
+                except RunError as unwritable:  # the original error is raised
+                    _log.warning("run %s: its end is not in the record: %s", self.id, unwritable)
         finally:
             self.close()
-
-    def _fail(self, error: BaseException) -> None:
-        """If the record cannot be written, log that: the caller goes on to raise the original error."""
-        try:
-            self.finish(Status.FAILED, f"{type(error).__name__}: {error}")
-        except RunError as unwritable:
-            _log.warning("run %s: its end is not in the record: %s", self.id, unwritable)
 
     def _require_open(self) -> None:
         if self._closed:
             raise Closed(f"run {self.id!r} is {self._status.value}: nothing more can be recorded")
 
-    def _flush_if_full(self) -> None:
+    @contextmanager
+    def _adding(self, num_rows: int) -> Iterator[PendingWrites]:
+        """The pending rows, to which the body adds so many. At capacity it flushes first."""
         if self._pending.num_rows >= MAX_PENDING:
             self.flush()
-
-    def _write_through(self, statement: str, row: tuple[object, ...]) -> None:
-        self._flush_if_full()
         with self._buffer_lock:
             self._require_open()
-            self._pending.others.append((statement, row))
-            self._pending.num_rows += 1
+            yield self._pending
+            self._pending.num_rows += num_rows
+
+    def _write_through(self, statement: str, row: tuple[object, ...]) -> None:
+        with self._adding(1) as pending:
+            pending.others.append((statement, row))
         self.flush()
 
     def _flush(self, heartbeat_after_s: float) -> None:
@@ -310,14 +325,14 @@ class RunRecorder:
         metrics = [(run, step, k, at, v) for step, at, values in pending.logged for k, v in values.items()]
         forgotten_after = pending.forgotten_after
         with translate_write_errors():
-            left = (
+            remaining = (
                 None
                 if forgotten_after is None
                 else metric_summaries.compute_summaries_up_to(connection, run, forgotten_after)
             )
         with transaction(connection):
-            if forgotten_after is not None and left is not None:  # first: the pending rows are newer
-                metric_summaries.delete_after(connection, run, forgotten_after, left)
+            if forgotten_after is not None and remaining is not None:  # first: the pending rows are newer
+                metric_summaries.delete_after(connection, run, forgotten_after, remaining)
             connection.executemany(_INSERT_METRIC, metrics)
             for group in pending.groups:
                 metric_summaries.delete_group(connection, run, group)
@@ -349,18 +364,15 @@ class RunRecorder:
         self._stopping.set()
         try:
             self._mirror.close()
-            if self._followers is not None:
-                self._record_tracking(self._followers.close())
+            if self._followers is not None:  # they know by the end in the record that there are no more values
+                closed = self._followers.close()
+                rows = [(self._number, time.time(), "tracked", to_json(details)) for details in closed]
+                try:
+                    with transaction(self._connection):
+                        self._connection.executemany(INSERT_EVENT, rows)
+                except RunError as error:
+                    _log.warning("run %s: %s", self.id, error)
             if self._store_mirror is not None:
                 self._store_mirror.close()
         finally:
             self._connection.close()
-
-    def _record_tracking(self, trackers: Iterable[Mapping[str, object]]) -> None:
-        """After the end of the run, by which the followers know that there are no more values."""
-        rows = [(self._number, time.time(), "tracked", to_json(details)) for details in trackers]
-        try:
-            with transaction(self._connection):
-                self._connection.executemany(INSERT_EVENT, rows)
-        except RunError as error:
-            _log.warning("run %s: %s", self.id, error)

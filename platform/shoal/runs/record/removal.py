@@ -50,10 +50,20 @@ def remove_runs(runs: Sequence[Run]) -> None:
     folder = home()
     with closing(connect(folder)) as connection:
         for run in runs:
-            if os.environ.get("SHOAL_STORE"):
-                _remove_from_store(connection, folder, run.id)
-            with transaction(connection):
-                _delete_rows(connection, run.id)
+            row = connection.execute("SELECT * FROM runs WHERE id = ?", (run.id,)).fetchone()
+            if row is not None and os.environ.get("SHOAL_STORE"):
+                from shoal.runs.record.store_copies import remove_from_store
+
+                # First: a copy that remains is removed by the next attempt, one without it would come back.
+                _reject_running(resolve_status(row), run.id, row["pid"], row["host"])
+                remove_from_store(folder, run.id, read_later_column(row, "writer") or "")
+            with transaction(connection):  # in which no process can resume the run
+                row = connection.execute("SELECT * FROM runs WHERE id = ?", (run.id,)).fetchone()
+                if row is not None:
+                    _reject_running(resolve_status(row), run.id, row["pid"], row["host"])
+                    for table in TABLES:
+                        connection.execute(f"DELETE FROM {table} WHERE run = ?", (row["number"],))
+                    connection.execute("DELETE FROM runs WHERE number = ?", (row["number"],))
             # After the rows: a process that dies here leaves a folder without a run, which `remove_leftovers` takes.
             shutil.rmtree(run.folder, ignore_errors=True)
 
@@ -82,26 +92,6 @@ def vacuum() -> None:
     with closing(connect(home())) as connection, translate_write_errors():
         connection.execute("VACUUM")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-
-def _remove_from_store(connection: sqlite3.Connection, folder: Path, run_id: str) -> None:
-    """First: a copy that remains is removed by the next attempt, one without it would come back."""
-    from shoal.runs.record.store_copies import remove_from_store
-
-    if row := connection.execute("SELECT * FROM runs WHERE id = ?", (run_id,)).fetchone():
-        _reject_running(resolve_status(row), run_id, row["pid"], row["host"])
-        remove_from_store(folder, run_id, read_later_column(row, "writer") or "")
-
-
-def _delete_rows(connection: sqlite3.Connection, run_id: str) -> None:
-    """Called in a transaction, in which no process can resume the run."""
-    row = connection.execute("SELECT * FROM runs WHERE id = ?", (run_id,)).fetchone()
-    if row is None:
-        return
-    _reject_running(resolve_status(row), run_id, row["pid"], row["host"])
-    for table in TABLES:
-        connection.execute(f"DELETE FROM {table} WHERE run = ?", (row["number"],))
-    connection.execute("DELETE FROM runs WHERE number = ?", (row["number"],))
 
 
 def _is_over(status: Status) -> bool:

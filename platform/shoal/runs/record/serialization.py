@@ -57,14 +57,14 @@ def _to_float(name: str, value: float) -> float:
 def validate_integer(field: str, value: int) -> int:
     """A step or a version. Raises ConfigError for a value that is not an integer or exceeds the record's range."""
     try:
-        found = int(value)
+        integer = int(value)
     except (TypeError, ValueError, OverflowError):
-        found = None
-    if found is None or found != value:
+        integer = None
+    if integer is None or integer != value:
         raise ConfigError(field, value, "is no whole number")
-    if not -_MOST <= found <= _MOST:
+    if not -_MOST <= integer <= _MOST:
         raise ConfigError(field, value, "is beyond the whole numbers of 64 bits that the record holds")
-    return found
+    return integer
 
 
 def to_json(details: Mapping[str, object]) -> str:

@@ -132,7 +132,7 @@ def _import(connection: sqlite3.Connection, home: Path, store: Store, entry: Ent
     head_at = entry.modified_s if age_s > _SETTLED_S else None
     if head.is_removed or (row is not None and not _is_newer(row, head)):
         connection.execute("UPDATE runs SET head_at = ? WHERE id = ?", (head_at, run_id))
-    elif row is not None and _has_same_record(row, head):
+    elif row is not None and (row["writer"], row["revision"]) == (head.writer, head.revision):
         _set_head(connection, head, head_at)
     elif head.record:
         _copy_record(connection, home, store, head, head_at)
@@ -145,10 +145,6 @@ def _is_newer(row: sqlite3.Row, head: RunHead) -> bool:
         is_resumed = row["writer"] is not None and head.writer not in row["writer"].split()
         return is_resumed and head.incarnation >= row["incarnation"] and resolve_status(row) is not Status.RUNNING
     return bool(head.incarnation >= row["incarnation"])
-
-
-def _has_same_record(row: sqlite3.Row, head: RunHead) -> bool:
-    return (row["writer"], row["revision"]) == (head.writer, head.revision)
 
 
 def _set_heartbeat(connection: sqlite3.Connection, run_id: str, age_s: float) -> None:
@@ -179,8 +175,8 @@ def _copy_record(
     connection.execute("ATTACH ':memory:' AS copy")
     try:
         connection.deserialize(zlib.decompress(payload), name="copy")
-        found = connection.execute("PRAGMA copy.user_version").fetchone()[0]
-        reject_newer_format(head.id, found, SCHEMA_VERSION)
+        version = connection.execute("PRAGMA copy.user_version").fetchone()[0]
+        reject_newer_format(head.id, version, SCHEMA_VERSION)
         if [row["id"] for row in connection.execute("SELECT id FROM copy.runs")] != [head.id]:
             raise RunError(f"{head.record} in {store.url} is damaged: it is of another run")
         files = [(row["path"], row["payload"]) for row in connection.execute("SELECT * FROM copy.files")]
@@ -193,7 +189,13 @@ def _copy_record(
         raise RunError(f"{head.record} in {store.url} is damaged: {error}") from None
     finally:
         connection.execute("DETACH copy")
-    _write_files(home / "runs" / head.id, files)
+    folder = home / "runs" / head.id
+    make_folder(folder)
+    for name, content in files:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise RunError(f"the record of run {head.id!r} in the store is damaged: it has a file {name!r}")
+        replace_synced(folder / path, content)
 
 
 def _replace_rows(connection: sqlite3.Connection, before: sqlite3.Row | None) -> None:
@@ -211,22 +213,12 @@ def _replace_rows(connection: sqlite3.Connection, before: sqlite3.Row | None) ->
 
 def _insert(connection: sqlite3.Connection, table: str, values: Mapping[str, int]) -> None:
     """Copy the columns that both sides have, some replaced by these values."""
-    sides = [{row["name"] for row in connection.execute(f"PRAGMA {side}.table_info({table})")} for side in _SIDES]
+    sides = [
+        {row["name"] for row in connection.execute(f"PRAGMA {side}.table_info({table})")} for side in ("main", "copy")
+    ]
     names = sorted(set.intersection(*sides) - values.keys() - ({"number"} if table == "events" else set()))
     into, chosen = ", ".join([*names, *values]), ", ".join([*names, *map(str, values.values())])
     connection.execute(f"INSERT INTO main.{table} ({into}) SELECT {chosen} FROM copy.{table} ORDER BY rowid")
-
-
-_SIDES = ("main", "copy")
-
-
-def _write_files(folder: Path, files: list[tuple[str, bytes]]) -> None:
-    make_folder(folder)
-    for name, content in files:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts:
-            raise RunError(f"the record of run {folder.name!r} in the store is damaged: it has a file {name!r}")
-        replace_synced(folder / path, content)
 
 
 def claim(home: Path, row: sqlite3.Row, writer: str) -> bool:

@@ -67,8 +67,8 @@ def record_key(run_id: str, incarnation: int) -> str:
 
 def read_head(store: Store, run_id: str) -> tuple[RunHead, Tagged]:
     """Raises FileNotFoundError, StoreError, and RunError for a head that is damaged or of a newer format."""
-    found = store.read_tagged(head_key(run_id))
-    return decode_head(run_id, found.payload), found
+    tagged = store.read_tagged(head_key(run_id))
+    return decode_head(run_id, tagged.payload), tagged
 
 
 def decode_head(run_id: str, payload: bytes) -> RunHead:

@@ -125,19 +125,17 @@ class StoreMirror:
         """The record when it is due, in a thread: a long upload must not look like a dead process."""
         if self._head.beat == 0 and _has_head(store, self._head.id):
             self._touch(store)  # before anything is written: it may be another's
+        is_uploading = self._upload is not None and self._upload.is_alive()
         if is_last or not self._head.record:
             if self._upload is not None:
                 self._upload.join()
             if self._is_changed:
                 self._write_record(store)
-        elif self._is_changed and time.monotonic() >= self._record_due_s and not _is_alive(self._upload):
-            self._upload = threading.Thread(target=self._upload_record, args=(store,), daemon=True)
+        elif self._is_changed and time.monotonic() >= self._record_due_s and not is_uploading:
+            upload = self._logging_errors()(self._write_record)
+            self._upload = threading.Thread(target=upload, args=(store,), daemon=True)
             self._upload.start()
         self._touch(store)
-
-    def _upload_record(self, store: Store) -> None:
-        with self._logging_errors():
-            self._write_record(store)
 
     def _write_record(self, store: Store) -> None:
         began_s = time.monotonic()
@@ -193,7 +191,11 @@ def pack_record(home: Path, number: int, head: RunHead) -> tuple[str, bytes]:
         for table in TABLES:
             memory.execute(f"CREATE TABLE {table} AS SELECT * FROM record.{table} WHERE run = ?", (number,))
         memory.execute("CREATE TABLE files (path TEXT, payload BLOB)")
-        memory.executemany("INSERT INTO files VALUES (?, ?)", _read_files(home / "runs" / head.id))
+        folder = home / "runs" / head.id
+        paths = [path for pattern in FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
+        small = [path for path in paths if path.stat().st_size <= MAX_FILE_BYTES]
+        files = ((path.relative_to(folder).as_posix(), path.read_bytes()) for path in small)
+        memory.executemany("INSERT INTO files VALUES (?, ?)", files)
         memory.execute("COMMIT")
         memory.execute("DETACH record")
         memory.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -201,15 +203,6 @@ def pack_record(home: Path, number: int, head: RunHead) -> tuple[str, bytes]:
         if row is None:
             raise Superseded(f"run {head.id!r} was resumed by another process, or was removed")
         return row[0], zlib.compress(memory.serialize(), 1)
-
-
-def _read_files(folder: Path) -> list[tuple[str, bytes]]:
-    paths = [path for pattern in FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
-    return [
-        (path.relative_to(folder).as_posix(), path.read_bytes())
-        for path in paths
-        if path.stat().st_size <= MAX_FILE_BYTES
-    ]
 
 
 def describe_other_writer(head: RunHead) -> str:
@@ -225,7 +218,3 @@ def _has_head(store: Store, run_id: str) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _is_alive(thread: threading.Thread | None) -> bool:
-    return thread is not None and thread.is_alive()

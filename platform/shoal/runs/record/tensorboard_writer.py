@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from shoal.errors import needs_extra
 class EventFile:
     """One append-only event file in `folder`, created at once.
 
-    life: the run's incarnation; readers sort the files by name, also two of the same second
+    attempt: the run's incarnation; readers sort the files by name, also two of the same second
 
     Written with TensorBoard's own record writer. The SummaryWriters of TensorBoard and tensorboardX start a thread or
     a multiprocessing queue for each run, and importing tensorboardX imports torch.
@@ -36,27 +37,27 @@ class EventFile:
         make_folder(folder)
         now = time.time()
         name = f"events.out.tfevents.{int(now):010d}.{attempt:06d}.{socket.gethostname()}.{secrets.token_hex(4)}"
-        self._writer = RecordWriter(create_private(folder / name).open("wb"))
-        self._writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+        self._writer, self._make_event = RecordWriter(create_private(folder / name).open("wb")), Event
+        self._write(wall_time=now, file_version="brain.Event:2")
+
+    def _write(self, **fields: Any) -> None:
+        self._writer.write(self._make_event(**fields).SerializeToString())
 
     def write_restart(self, step: int) -> None:
         """Make readers drop this step and later ones of earlier files in the folder."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        again = SessionLog(status=SessionLog.START)
-        self._writer.write(Event(wall_time=time.time(), step=step, session_log=again).SerializeToString())
+        self._write(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """Append the values of one step, logged `at` seconds since the epoch; they need not be finite."""
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.write(Event(wall_time=at, step=step, summary=Summary(value=scalars)).SerializeToString())
+        self._write(wall_time=at, step=step, summary=Summary(value=scalars))
 
     def add_histogram(self, step: int, at: float, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         """Append a distribution: counts [bins] between edges [bins + 1]."""
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
         centres = (edges[:-1] + edges[1:]) / 2
@@ -69,8 +70,7 @@ class EventFile:
             bucket_limit=edges[1:].astype(float).tolist(),
             bucket=counts.astype(float).tolist(),
         )
-        value = Summary.Value(tag=name, histo=histogram)
-        self._writer.write(Event(wall_time=at, step=step, summary=Summary(value=[value])).SerializeToString())
+        self._write(wall_time=at, step=step, summary=Summary(value=[Summary.Value(tag=name, histo=histogram)]))
 
     def flush(self) -> None:
         """Hand everything to the operating system."""

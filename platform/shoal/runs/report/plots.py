@@ -1,7 +1,7 @@
-"""The pictures of runs: learning curves, the small plots of a report, and curves in one panel; the style of all.
+"""The pictures of runs, and the style of every picture of the package (`make_figure`).
 
-Takes columns of numbers and returns a matplotlib figure, or SVG for a page; never reads the record. Uses figures of
-its own, so that a caller's pyplot is unchanged. `make_figure` has the style of every picture of the package.
+Takes columns of numbers and returns a matplotlib figure, or SVG for a page; never reads the record. No figure is one of
+pyplot's, so that a caller's pyplot is unchanged.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Curve:
     def from_points(cls, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Curve:
         """Drop values that are not finite or beyond MAX_DRAWN_VALUE, and sort by x."""
         x_all, y_all = np.asarray(x, float), np.asarray(y, float)
-        kept = (np.abs(x_all) <= MAX_DRAWN_VALUE) & (np.abs(y_all) <= MAX_DRAWN_VALUE)
-        order = np.argsort(x_all[kept], kind="stable")
-        return cls(x_all[kept][order], y_all[kept][order])
+        is_drawn = (np.abs(x_all) <= MAX_DRAWN_VALUE) & (np.abs(y_all) <= MAX_DRAWN_VALUE)
+        order = np.argsort(x_all[is_drawn], kind="stable")
+        return cls(x_all[is_drawn][order], y_all[is_drawn][order])
 
     def downsample(self, max_points: int = MAX_POINTS) -> Curve:
         """At most `max_points`, keeping the lowest and highest of each stretch, so that no spike is hidden."""
@@ -65,8 +65,10 @@ class Curve:
             return self
         size = -(-len(self.x) // num_buckets)
         starts = range(0, len(self.y), size)
-        kept = {start + int(pick(self.y[start : start + size])) for start in starts for pick in (np.argmin, np.argmax)}
-        indices = sorted(kept)
+        extremes = {
+            start + int(pick(self.y[start : start + size])) for start in starts for pick in (np.argmin, np.argmax)
+        }
+        indices = sorted(extremes)
         return Curve(self.x[indices], self.y[indices])
 
 
@@ -127,56 +129,42 @@ def mark_moment(axes: Axes, x: float, label: str) -> None:
                   textcoords="offset points", fontsize=8)  # fmt: skip
 
 
-def draw_learning_curve(
-    title: str, metric: str, panels: Sequence[tuple[str, Curve]], marks_s: Sequence[float], more_is_better: bool
-) -> Figure:
-    """One panel for each way of counting progress, side by side.
-
-    panels:  (label of the x axis, curve) each; the last one is in wall seconds
-    marks_s: when the run was resumed, drawn into the last panel
-    """
-    with _make_panels(title, len(panels)) as (figure, all_axes):
-        for axes, (label, curve) in zip(all_axes, panels, strict=True):
-            _draw(axes, curve, width=1.7)
-            _mark_best(axes, curve, more_is_better)
-            axes.set_xlabel(label)
-        add_heading(all_axes[0], metric, pad=12)
-        for mark_s in marks_s:
-            mark_moment(all_axes[-1], mark_s, "resumed")
-    return figure
-
-
 @dataclass(frozen=True)
 class Panel:
-    """Curves over one way of counting progress: `x` names it, and each curve has a name."""
+    """Curves over one way of counting progress, `x`; each curve has a name.
+
+    more_is_better: marks the best value of the first curve; None: of no curve
+    marks_s:        when the run was resumed, where `x` is in seconds
+    """
 
     heading: str
     x: str
     curves: Sequence[tuple[str, Curve]]
+    more_is_better: bool | None = None
+    marks_s: Sequence[float] = ()
 
 
-def draw_training_curves(title: str, panels: Sequence[Panel]) -> Figure:
-    """The panels side by side. The first curve of each is a line, the others have a mark at each point as well."""
-    with _make_panels(title, len(panels)) as (figure, all_axes):
-        for axes, panel in zip(all_axes, panels, strict=True):
+def draw_curves(title: str, panels: Sequence[Panel]) -> Figure:
+    """The panels side by side. Curves after the first have a mark at each point."""
+    count, heading = len(panels), ""
+    with make_figure((5.4 * count, 3.5), left=0.1 / count, bottom=0.15, top=0.82, wspace=0.16) as figure:
+        for axes, panel in zip(figure.subplots(1, count, squeeze=False)[0], panels, strict=True):
             for index, (name, curve) in enumerate(panel.curves):
-                _draw(axes, curve, width=1.7 if index else 1.2, colour=COLOURS[index % 2])
-                axes.lines[-1].set(label=name, marker="o" if index or len(curve.x) < 2 else "", markersize=4)
+                width = 1.2 if index == 0 and panel.more_is_better is None else 1.7
+                _draw(axes, curve, linewidth=width, colour=COLOURS[index % 2], label=name, has_marks=index > 0)
             if len(panel.curves) > 1:
                 axes.legend()
+            if panel.more_is_better is not None:
+                _mark_best(axes, panel.curves[0][1], panel.more_is_better)
             axes.set_xlabel(panel.x)
-            add_heading(axes, panel.heading, pad=12)
+            if panel.heading != heading:  # else that of the panel before is meant
+                add_heading(axes, panel.heading, pad=12)
+            heading = panel.heading
+            for mark_s in panel.marks_s:
+                mark_moment(axes, mark_s, "resumed")
+        words = truncate_middle(title, MAX_TITLE_LENGTH * count)
+        figure.text(0.985, 0.955, words, color=MUTED, ha="right")  # above the headings, in a line of its own
     return figure
-
-
-@contextmanager
-def _make_panels(title: str, num_panels: int) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Panels side by side, and a title above their headings, in a line of its own."""
-    size = (5.4 * num_panels, 3.5)
-    with make_figure(size, left=0.1 / num_panels, bottom=0.15, top=0.82, wspace=0.16) as figure:
-        yield figure, list(figure.subplots(1, num_panels, squeeze=False)[0])
-        words = truncate_middle(title, MAX_TITLE_LENGTH * num_panels)
-        figure.text(0.985, 0.955, words, color=MUTED, ha="right")
 
 
 def truncate_middle(text: str, most: int) -> str:
@@ -188,7 +176,7 @@ def draw_small_plot(curve: Curve, begin: float, end: float) -> Figure:
     """A plot for a grid of many, all from `begin` to `end`: no labels, for the page names it."""
     with make_figure((3.5, 1.7), left=0.16, right=0.97, bottom=0.14) as figure:
         axes = figure.add_subplot()
-        _draw(axes, curve, width=1.2)
+        _draw(axes, curve, linewidth=1.2)
         margin = 0.01 * (end - begin)
         axes.set_xlim(begin - margin, end + margin)
         axes.locator_params(nbins=4)
@@ -200,7 +188,7 @@ def draw_wide_plot(curve: Curve) -> Figure:
     """Stairs of versions across the page."""
     with make_figure((WIDTH_INCHES, 1.9), left=0.05, bottom=0.22) as figure:
         axes = figure.add_subplot()
-        _draw(axes, curve, width=1.5, drawstyle="steps-post")
+        _draw(axes, curve, linewidth=1.5, drawstyle="steps-post")
         axes.set_xlabel("wall time (s)")
         axes.locator_params(axis="y", nbins=5)
         use_integer_ticks(axes, "y")
@@ -227,12 +215,12 @@ def _save(figure: Figure, file_format: str, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _draw(axes: Axes, curve: Curve, width: float, drawstyle: str = "default", colour: str = LINE) -> None:
+def _draw(axes: Axes, curve: Curve, *, has_marks: bool = False, colour: str = LINE, **options: Any) -> None:
     from matplotlib.ticker import EngFormatter
 
     thin = curve.downsample()
-    single = "o" if len(thin.x) == 1 else ""
-    axes.plot(thin.x, thin.y, color=colour, linewidth=width, drawstyle=drawstyle, marker=single)
+    marker = "o" if has_marks or len(thin.x) < 2 else ""
+    axes.plot(thin.x, thin.y, color=colour, marker=marker, markersize=4, **options)
     if not np.any(thin.x % 1):  # steps
         use_integer_ticks(axes)
     for axis in (axes.xaxis, axes.yaxis):

@@ -10,11 +10,11 @@ import base64
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.atomic_file import create_private, make_folder
 from shoal.errors import RunError, needs_extra
@@ -26,8 +26,7 @@ from shoal.runs.run_status import Status
 
 if TYPE_CHECKING:
     from jinja2 import Template
-    from matplotlib.figure import Figure
-    from pandas import DataFrame, Series
+    from pandas import DataFrame
 
 _log = logging.getLogger(__name__)
 PICTURES = "pictures"  # a folder of a run's folder
@@ -36,11 +35,10 @@ MAX_EVENTS, MAX_VALUES = 200, 32
 MAX_PICTURES, MAX_PICTURE_BYTES = 12, 4 << 20
 MAX_UNFOLDED_LENGTH = 32  # letters of a name that stays on one line of a table
 
-_SHORT_NAMES = {MEAN_RETURN: "mean return"}
-_SHARES = ("wait/", "flops/")  # of the time, or of a peak: shown as percentages
-TRAINING_LOSS, _HELD = "train/loss", f"{VALIDATION}loss"
+SHARES = ("wait/", "flops/")  # of the time, or of a peak: shown as percentages
+TRAINING_LOSS, VALIDATION_LOSS = "train/loss", f"{VALIDATION}loss"
 # Shown elsewhere, not among the small plots.
-_ELSEWHERE = ("steps/total", "weights/version", "drops/", "segments/", "train/step", "train/epoch", "time/")
+SHOWN_ELSEWHERE = ("steps/total", "weights/version", "drops/", "segments/", "train/step", "train/epoch", "time/")
 
 
 @dataclass(frozen=True)
@@ -92,19 +90,14 @@ def write_report(run: Run) -> Path:
     Raises RunError when the run's folder is not writable.
     """
     try:
-        return _render_report(run)
+        make_folder(run.folder)
+        page = _template().render(_build_page(run))
+        path = create_private(run.folder / "report.html")
+        path.write_text(page, encoding="utf-8")
+        return path
     except OSError as error:
         reason = error.strerror or str(error)
         raise RunError(f"the report of run {run.id!r} cannot be written to {run.folder}: {reason}") from error
-
-
-def _render_report(run: Run) -> Path:
-    folder = run.folder
-    make_folder(folder)
-    page = _template().render(_build_page(run))
-    path = create_private(folder / "report.html")
-    path.write_text(page, encoding="utf-8")
-    return path
 
 
 @cache
@@ -113,16 +106,19 @@ def _template() -> Template:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
-    )  # fmt: skip
+    )
     environment.filters |= {
         "number": format_number,
         "duration": format_duration,
         "moment": format_timestamp,
-        "kept_whole": _choose_cell_class,
+        "brief": partial(format_value, most=MAX_VALUES),
+        "kept_whole": lambda name: "whole" if len(name) <= MAX_UNFOLDED_LENGTH else "",  # a cell's class
     }
-    environment.filters["brief"] = partial(format_value, most=MAX_VALUES)
     return environment.get_template("report.html")
 
 
@@ -139,61 +135,55 @@ class _ReportData:
     versions: DataFrame  # a sample when there are many
     events: DataFrame
 
-    @classmethod
-    def from_run(cls, run: Run) -> _ReportData:
-        num_versions = run.num_versions()
-        versions = run.versions(every=-(-num_versions // plots.MAX_POINTS) or 1)
-        return cls(
-            run,
-            find_panels(run.kind),
-            run.best(),
-            run.latest(),
-            _sort_by_time(run.metrics()),
-            num_versions,
-            versions,
-            run.events(),
-        )
+    @property
+    def is_training(self) -> bool:
+        """Whether it reports in batches, as training runs do: its plots are over steps."""
+        return TRAINING_LOSS in self.metrics
+
+    def make_curve(self, name: str, x: str | None = None) -> plots.Curve:
+        """A metric over another column, or over the step; without points where the run lacks it."""
+        if name not in self.metrics:
+            return plots.Curve.from_points([], [])
+        rows = self.metrics[self.metrics[name].notna()]
+        return plots.Curve.from_points((rows.index if x is None else rows[x]).to_numpy(), rows[name].to_numpy())
 
 
 def _build_page(run: Run) -> dict[str, object]:
     """Everything that the template uses."""
-    read = _ReportData.from_run(run)
+    num_versions = run.num_versions()
+    versions = run.versions(every=-(-num_versions // plots.MAX_POINTS) or 1)
+    panels, best, latest, metrics = find_panels(run.kind), run.best(), run.latest(), _sort_by_time(run.metrics())
+    read = _ReportData(run, panels, best, latest, metrics, num_versions, versions, run.events())
+    staleness = run.last_events().get("staleness", {})
+    updates = {int(each): float(count) for each, count in staleness.get("counts", {}).items()}
+    drops = {name.removeprefix("drops/"): count for name, count in latest.items() if name.startswith("drops/")}
+    pictures = sorted(
+        path for path in (run.folder / PICTURES).glob("*.png") if path.stat().st_size <= MAX_PICTURE_BYTES
+    )
     return {
         "run": run,
         "status": run.status.value,
         "is_running": run.status is Status.RUNNING,
         "now": time.time(),
         "cards": _build_cards(read),
-        "curve_name": read.best[0] if read.best else "",
+        "curve_name": best[0] if best else "",
         "curve": _render_learning_curve(read),
         "small_plots": _render_small_plots(read),
-        "drawn_over": "steps" if TRAINING_LOSS in read.metrics else "wall seconds",
-        "drops": _build_drop_bars(read.latest),
-        "pictures": _read_pictures(run.folder / PICTURES),
-        "sections": read.panels.sections(run),
-        "updates": read.run.last_events().get("staleness", {}),
-        "staleness": _build_staleness_bars(read.run.last_events().get("staleness", {})),
-        "accounting": compute_accounting(read.metrics),
-        "num_versions": read.num_versions,
-        "versions": _render_versions_plot(read.versions),
-        "versions_per_s": _compute_version_rate(read.num_versions, read.versions),
+        "drawn_over": "steps" if read.is_training else "wall seconds",
+        "drops": _build_bars(sorted(drops.items(), key=lambda drop: (-drop[1], drop[0]))),
+        "pictures": [(each.stem, base64.b64encode(each.read_bytes()).decode()) for each in pictures[:MAX_PICTURES]],
+        "sections": panels.sections(run),
+        "updates": staleness,
+        "staleness": _build_bars([(str(each), updates.get(each, 0.0)) for each in range(max(updates, default=-1) + 1)]),
+        "accounting": compute_accounting(metrics),
+        "num_versions": num_versions,
+        **_render_versions(num_versions, versions),
         "table": _build_metric_rows(read),
         "models": run.models().to_dict("records"),
         "endpoints": run.endpoints(),
         "events": read.events.tail(MAX_EVENTS).to_dict("records"),
         "num_events": len(read.events),
     }
-
-
-def _read_pictures(folder: Path) -> list[tuple[str, str]]:
-    """(name, base64) of the first PNG files of the folder, by name, without those that would make the page heavy."""
-    paths = [path for path in sorted(folder.glob("*.png")) if path.stat().st_size <= MAX_PICTURE_BYTES]
-    return [(path.stem, base64.b64encode(path.read_bytes()).decode()) for path in paths[:MAX_PICTURES]]
-
-
-def _choose_cell_class(name: str) -> str:
-    """The CSS class of a name's cell: long names are folded."""
-    return "whole" if len(name) <= MAX_UNFOLDED_LENGTH else ""
 
 
 def compute_accounting(metrics: DataFrame) -> Accounting | None:
@@ -215,171 +205,106 @@ def _build_cards(read: _ReportData) -> list[tuple[str, str]]:
     cards = [(format_duration(read.run.duration_s), "wall time")]
     if read.best is not None:
         name, value = read.best
-        called = _SHORT_NAMES.get(name, name.removeprefix(VALIDATION))
-        cards.append((format_number(value), f"best {called}"))
-        cards.append((format_number(read.latest[name]), f"newest {called}"))
-    cards += [
-        (_format_metric(name, read.latest[name]), label)
-        for name, label in read.panels.cards.items()
-        if name in read.latest
-    ]
+        label = "mean return" if name == MEAN_RETURN else name.removeprefix(VALIDATION)
+        cards.append((format_number(value), f"best {label}"))
+        cards.append((format_number(read.latest[name]), f"newest {label}"))
+    named = read.panels.cards.items()
+    cards += [(_format_metric(name, read.latest[name]), label) for name, label in named if name in read.latest]
     if read.num_versions and "weights/version" not in read.latest:
         cards.append((format_number(read.num_versions), "weight versions"))
     return cards
 
 
 def _format_metric(name: str, value: float) -> str:
-    return f"{100 * value:.3g}%" if name.startswith(_SHARES) and math.isfinite(value) else format_number(value)
+    return f"{100 * value:.3g}%" if name.startswith(SHARES) and math.isfinite(value) else format_number(value)
 
 
 def _render_learning_curve(read: _ReportData) -> list[str]:
     """The markup of each panel of the learning curve, which also go into one picture; empty if nothing is drawn."""
     if read.best is None:
         return []
-    policies = [name for name in map(str, read.metrics) if name.startswith(RETURNS) and name != MEAN_RETURN]
-    drawn = (
-        _draw_training_curves(read, read.best[0])
-        if TRAINING_LOSS in read.metrics
-        else _draw_returns(read, policies)
-        if policies
-        else _draw_headline_curves(read, read.best[0])
-    )
-    if not drawn:
-        return []
-    *each, whole = drawn
-    create_private(read.run.folder / "learning_curve.png").write_bytes(plots.to_png(whole))
-    return [plots.to_svg(figure) for figure in each]
-
-
-def _draw_headline_curves(read: _ReportData, name: str) -> list[Figure]:
-    """The headline metric over each way of counting progress: one figure each, then all in one."""
-    rows = read.metrics[read.metrics[name].notna()]
-    has_steps = "steps/total" in rows and rows["steps/total"].notna().any()
-    steps = ("environment steps", rows["steps/total"]) if has_steps else ("step", rows.index)
-    progress = (steps, ("wall time (s)", rows["time"]))
-    panels = [(label, plots.Curve.from_points(x.to_numpy(), rows[name].to_numpy())) for label, x in progress]
-    panels = [(label, curve) for label, curve in panels if len(curve.x)]
+    panels = [panel for panel in _choose_panels(read, read.best[0]) if any(len(curve.x) for _, curve in panel.curves)]
     if not panels:
         return []
+    together = plots.draw_curves(f"{read.run.title} · {read.run.id}", panels)
+    create_private(read.run.folder / "learning_curve.png").write_bytes(plots.to_png(together))
+    return [plots.to_svg(plots.draw_curves("", [panel])) for panel in panels]
+
+
+def _choose_panels(read: _ReportData, metric: str) -> list[plots.Panel]:
+    """Of training the losses and the headline metric; of several policies each mean return; else the metric alone."""
+    if read.is_training:
+        losses = [("training", read.make_curve(TRAINING_LOSS)), ("validation", read.make_curve(VALIDATION_LOSS))]
+        panels = [plots.Panel("loss", "step", [(name, curve) for name, curve in losses if len(curve.x)])]
+        if metric not in (TRAINING_LOSS, VALIDATION_LOSS):
+            panels.append(plots.Panel(metric, "step", [(metric, read.make_curve(metric))]))
+        return panels
+    titles = read.panels.titles
+    policies = [name for name in map(str, read.metrics) if name.startswith(RETURNS) and name != MEAN_RETURN]
+    if policies:
+        headings = [f"{titles[MEAN_RETURN]}: {name.removeprefix(RETURNS)}" for name in policies]
+        curves = [[(name, read.make_curve(name))] for name in policies]
+        return [
+            plots.Panel(*each) for each in zip(headings, ["environment steps"] * len(policies), curves, strict=True)
+        ]
+    heading, more_is_better = titles.get(metric, metric), is_higher_better(metric)
     resumed = read.events.loc[read.events["kind"] == "resumed", "time"].tolist()
-    draw = partial(
-        plots.draw_learning_curve, metric=read.panels.titles.get(name, name), more_is_better=is_higher_better(name)
-    )
-    alone = [draw("", panels=[panel], marks_s=resumed if panel is panels[-1] else []) for panel in panels]
-    return [*alone, draw(_title(read.run), panels=panels, marks_s=resumed)]
-
-
-def _draw_returns(read: _ReportData, names: Sequence[str]) -> list[Figure]:
-    """The mean return of each policy of a run over environment steps."""
-    headings = [f"{read.panels.titles[MEAN_RETURN]}: {name.removeprefix(RETURNS)}" for name in names]
-    panels = [
-        plots.Panel(heading, "environment steps", [(name, _make_step_curve(read, name))])
-        for heading, name in zip(headings, names, strict=True)
+    rows = read.metrics[read.metrics[metric].notna()]
+    has_steps = "steps/total" in rows and bool(rows["steps/total"].notna().any())
+    label, x = ("environment steps", "steps/total") if has_steps else ("step", None)
+    return [
+        plots.Panel(heading, label, [(metric, read.make_curve(metric, x))], more_is_better),
+        plots.Panel(heading, "wall time (s)", [(metric, read.make_curve(metric, "time"))], more_is_better, resumed),
     ]
-    return _draw_panels(read.run, panels)
-
-
-def _draw_training_curves(read: _ReportData, metric: str) -> list[Figure]:
-    """The training and validation loss, and the headline metric."""
-    losses = [
-        (word, _make_step_curve(read, name)) for word, name in (("training", TRAINING_LOSS), ("validation", _HELD))
-    ]
-    panels = [plots.Panel("loss", "step", [(word, curve) for word, curve in losses if len(curve.x)])]
-    if metric not in (TRAINING_LOSS, _HELD):
-        panels.append(plots.Panel(metric, "step", [(metric, _make_step_curve(read, metric))]))
-    return _draw_panels(read.run, panels)
-
-
-def _draw_panels(run: Run, panels: Sequence[plots.Panel]) -> list[Figure]:
-    """One figure for each panel that has a point, then all in one."""
-    drawn = [panel for panel in panels if any(len(curve.x) for _, curve in panel.curves)]
-    together = [plots.draw_training_curves(_title(run), drawn)] if drawn else []
-    return [*(plots.draw_training_curves("", [panel]) for panel in drawn), *together]
-
-
-def _title(run: Run) -> str:
-    return f"{run.title} · {run.id}"
-
-
-def _make_step_curve(read: _ReportData, name: str) -> plots.Curve:
-    column = read.metrics[name].dropna() if name in read.metrics else read.metrics["time"][:0]
-    return plots.Curve.from_points(column.index.to_numpy(), column.to_numpy())
 
 
 def _render_small_plots(read: _ReportData) -> list[Plot]:
     """The known metrics in their order, then the rest by name."""
     hidden = {"time", read.best[0] if read.best else ""}
-    hidden |= {TRAINING_LOSS, _HELD} if TRAINING_LOSS in read.metrics else set()
-    names = [
-        name
-        for name in read.metrics.columns
-        if name not in hidden and not name.startswith((*_ELSEWHERE, *read.panels.hidden))
-    ]
-    order = list(read.panels.titles)
-    names.sort(key=lambda name: (order.index(name) if name in order else len(order), name))
-    places = _get_x_values(read)
-    begin, end = (float(places.min()), float(places.max())) if names else (0.0, 0.0)
-    made: list[Plot] = []
+    hidden |= {TRAINING_LOSS, VALIDATION_LOSS} if read.is_training else set()
+    prefixes, titles = (*SHOWN_ELSEWHERE, *read.panels.hidden), read.panels.titles
+    names = [name for name in read.metrics.columns if name not in hidden and not name.startswith(prefixes)]
+    order = {name: index for index, name in enumerate(titles)}
+    names.sort(key=lambda name: (order.get(name, len(order)), name))
+    x = read.metrics.index.to_series() if read.is_training else read.metrics["time"]
+    begin, end = (float(x.min()), float(x.max())) if names else (0.0, 0.0)
+    drawn: list[Plot] = []
     for name in names:
-        column = read.metrics[name].dropna()
-        curve = plots.Curve.from_points(places.loc[column.index].to_numpy(), column.to_numpy())
-        if len(curve.x) and len(made) < MAX_SMALL_PLOTS:
-            picture = plots.to_svg(plots.draw_small_plot(curve, begin, max(end, begin + 1)))
-            newest = read.latest.get(name, float(column.iloc[-1]))  # may be non-finite, and so not drawn
-            made.append(Plot(name, read.panels.titles.get(name, ""), picture, _format_metric(name, newest)))
-    return made
+        curve = read.make_curve(name, None if read.is_training else "time")
+        if len(curve.x) and len(drawn) < MAX_SMALL_PLOTS:
+            svg = plots.to_svg(plots.draw_small_plot(curve, begin, max(end, begin + 1)))
+            drawn.append(Plot(name, titles.get(name, ""), svg, _format_metric(name, _find_newest(read, name))))
+    return drawn
 
 
-def _get_x_values(read: _ReportData) -> Series[Any]:
-    """The x axis of the small plots: seconds, or for training runs, which report in batches, the steps."""
-    return read.metrics.index.to_series() if TRAINING_LOSS in read.metrics else read.metrics["time"]
-
-
-def _build_drop_bars(latest: Mapping[str, float]) -> list[CountBar]:
-    counts = {name.removeprefix("drops/"): value for name, value in latest.items() if name.startswith("drops/")}
-    finite = {reason: count for reason, count in counts.items() if math.isfinite(count)}
-    return _build_bars(sorted(finite.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _build_staleness_bars(event: Mapping[str, Any]) -> list[CountBar]:
-    """How often each τ was seen, of an asynchronous training run."""
-    counts = {int(staleness): float(count) for staleness, count in event.get("counts", {}).items()}
-    return _build_bars(
-        [(str(staleness), counts.get(staleness, 0.0)) for staleness in range(max(counts, default=-1) + 1)]
-    )
+def _find_newest(read: _ReportData, name: str) -> float:
+    """The newest value of a metric, which may be non-finite, and so is not drawn."""
+    return read.latest[name] if name in read.latest else float(read.metrics[name].dropna().iloc[-1])
 
 
 def _build_bars(counts: Sequence[tuple[str, float]]) -> list[CountBar]:
-    most = max((count for _, count in counts), default=0.0) or 1.0
-    return [CountBar(name, format_number(count), 100 * count / most) for name, count in counts]
+    finite = [(name, count) for name, count in counts if math.isfinite(count)]
+    most = max((count for _, count in finite), default=0.0) or 1.0
+    return [CountBar(name, format_number(count), 100 * count / most) for name, count in finite]
 
 
-def _render_versions_plot(versions: DataFrame) -> str:
+def _render_versions(num_versions: int, versions: DataFrame) -> dict[str, object]:
+    """A plot of the versions over time, and how many there were a second between the first and the last."""
     if len(versions) < 2:
-        return ""
-    return plots.to_svg(
-        plots.draw_wide_plot(plots.Curve.from_points(versions["time"].to_numpy(), versions["version"].to_numpy()))
-    )
-
-
-def _compute_version_rate(num_versions: int, versions: DataFrame) -> float | None:
-    """Versions a second between the first and the last."""
-    if len(versions) < 2:
-        return None
+        return {"versions": "", "versions_per_s": None}
+    curve = plots.Curve.from_points(versions["time"].to_numpy(), versions["version"].to_numpy())
     span_s = float(versions["time"].max() - versions["time"].min())
-    return (num_versions - 1) / span_s if span_s > 0 else None
+    rate = (num_versions - 1) / span_s if span_s > 0 else None
+    return {"versions": plots.to_svg(plots.draw_wide_plot(curve)), "versions_per_s": rate}
 
 
-def _build_metric_rows(read: _ReportData) -> Sequence[tuple[str, str, str, str]]:
+def _build_metric_rows(read: _ReportData) -> list[tuple[str, str, str, str]]:
     """(name, newest, lowest, highest) of every metric; without extremes for one that was never a number."""
-    columns = {
-        name: read.metrics[name].dropna()
-        for name in read.metrics.columns
-        if name != "time" and not name.startswith(read.panels.hidden)
-    }
     rows = []
-    for name, column in columns.items():
-        newest = read.latest[name] if name in read.latest else float(column.iloc[-1])
+    for name in read.metrics.columns:
+        if name == "time" or name.startswith(read.panels.hidden):
+            continue
+        column = read.metrics[name].dropna()
         extremes = (format_number(column.min()), format_number(column.max())) if len(column) else ("-", "-")
-        rows.append((name, format_number(newest), *extremes))
+        rows.append((name, format_number(_find_newest(read, name)), *extremes))
     return rows

@@ -65,10 +65,4 @@ class Followers:
             else state.problem
             or f"not all was sent {CLOSE_TIMEOUT_S:g} s after the end, see {make_file_name(name, 'log')}"
         )
-        return {
-            "tracker": name,
-            "run": state.tracker_run,
-            "url": state.url,
-            "values": state.sent,
-            "problem": problem,
-        }
+        return {"tracker": name, "run": state.tracker_run, "url": state.url, "values": state.sent, "problem": problem}

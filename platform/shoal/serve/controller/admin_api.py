@@ -87,7 +87,6 @@ class AdminApi:
         await self._deploy(parse_change({**values, "timeout_s": LOAD_TIMEOUT_S}), by, kind="load")
 
     async def unload(self, name: str, by: str) -> None:
-        """The protocol's unload."""
         await self._delete(parse_change({"action": "delete", "model": name, "reason": "unloaded"}), by)
 
     async def _deploy(self, change: ChangeRequest, by: str, kind: str = "deploy") -> None:
@@ -100,10 +99,10 @@ class AdminApi:
                 409, f"{problem}: roll back to pin it to a retained version, promote to follow the run again"
             )
         base = before.options or self._options.get(name) or self._options.get("", {})
-        word = change.version_ref or before.version
-        deployment = Deployment(name, before.registry, word, parse_options(change.options, base))
+        selector = change.version_ref or before.version
+        deployment = Deployment(name, before.registry, selector, parse_options(change.options, base))
         stable = model.rollout.stable if model else 0
-        version = (stable if kind == "set" else 0) or self._resolve_version(deployment, word)
+        version = (stable if kind == "set" else 0) or self._resolve_version(deployment, selector)
         changes_options = stable > 0 and deployment.options != before.options
         is_change = stable != version or changes_options
         if model is None:
@@ -178,7 +177,15 @@ class AdminApi:
     async def _promote(self, change: ChangeRequest, by: str) -> None:
         model = self._get_model(change.model)
         if model.deployment.is_live:
-            self._follow_run(change, model, by)
+            name = change.model
+            if change.version_ref:
+                problem = f"model {name!r} follows the newest weights of its run, and no version by its number"
+                remedy = f"promote {name}, or roll it back to {change.version_ref} to pin it"
+                raise InferenceError(409, f"{problem}: {remedy}")
+            if model.rollout.stable == NEWEST and not model.rejected:
+                problem = f"model {name!r} follows the weights of its run already, and none are rejected"
+                raise InferenceError(409, problem)
+            self._controller.live.follow(name, by, change.reason)
             return
         rollout = model.rollout
         version = (
@@ -297,17 +304,6 @@ class AdminApi:
                 f" {there}. To stay with one of them, name it",
             )
         return version
-
-    def _follow_run(self, change: ChangeRequest, model: ModelState, by: str) -> None:
-        name = change.model
-        if change.version_ref:
-            problem = (
-                f"model {name!r} follows the newest weights of its run, and no version by its number: promote {name},"
-            )
-            raise InferenceError(409, f"{problem} or roll it back to {change.version_ref} to pin it")
-        if model.rollout.stable == NEWEST and not model.rejected:
-            raise InferenceError(409, f"model {name!r} follows the weights of its run already, and none are rejected")
-        self._controller.live.follow(name, by, change.reason)
 
     async def _delete(self, change: ChangeRequest, by: str) -> None:
         self._get_model(change.model)

@@ -9,7 +9,7 @@ nothing here does anything.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.errors import InferenceError, RegistryError
@@ -23,12 +23,12 @@ from shoal.serve.controller.placement import (
     choose_replica,
     is_hot,
 )
+from shoal.serve.controller.plan_store import PlanStore
 from shoal.serve.controller.rollout import AbandonRollout, Goal, Phase, Proceed, find_staging_error
-from shoal.serve.controller.state import ControllerState, ModelState, VersionDescription
-from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
+from shoal.serve.controller.state import ModelState, VersionDescription
+from shoal.serve.messages.desired_state import ModelPlan
 from shoal.serve.messages.model_errors import OTHER_TENSORS, unknown_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
-from shoal.serve.spec.model_source import Catalogue
 
 SPREAD_EVERY_S = 2.0
 SPREAD_IDLE_S = 30.0  # of a model that makes way for another's second replica
@@ -58,30 +58,21 @@ class Assignments:
     """The assignments of one endpoint.
 
     memory_bytes: of each replica's models; None: every replica has every model
-    commit:       publishes a changed plan
-    wait_until:   waits for a condition, which reports and plans may make true
     """
 
-    def __init__(
-        self,
-        memory_bytes: int | None,
-        state: ControllerState,
-        reports: Mapping[str, ReplicaReport],
-        catalogue: Callable[[str], Catalogue],
-        commit: Callable[[], None],
-        wait_until: Callable[[Callable[[], bool], float], Awaitable[bool]],
-        clock: Callable[[], float],
-    ) -> None:
-        self._memory_bytes, self._state, self._reports = memory_bytes, state, reports
-        self._catalogue, self._commit, self._wait_until, self._clock = catalogue, commit, wait_until, clock
-        self._since_s = {(name, each): clock() for name, replicas in state.placement.items() for each in replicas}
+    def __init__(self, memory_bytes: int | None, store: PlanStore) -> None:
+        self._memory_bytes, self._store, self._clock = memory_bytes, store, store.clock
+        self._state, self._reports = store.state, store.reports
+        store.has_peers = memory_bytes is not None
+        holders = [(name, each) for name, replicas in self._state.placement.items() for each in replicas]
+        self._since_s = dict.fromkeys(holders, self._clock())
         self._known: dict[tuple[str, str, int], VersionDescription] = {}
         self._has_unread = False  # a version that the registry does not describe now
         self._load_s: dict[str, float] = {}
         self._uses: dict[tuple[str, str], _Use] = {}
         self._failed: dict[str, _FailedLoad] = {}
         self._lost_loading: defaultdict[str, set[str]] = defaultdict(set)  # replicas, by the model
-        self._spread_s = clock()
+        self._spread_s = self._clock()
 
     def is_on_demand(self, model: ModelState) -> bool:
         """Whether replicas load it when it is asked for."""
@@ -101,14 +92,7 @@ class Assignments:
         signature = model.described.signature if model.described is not None else None
         return replace(plan, staged=staged, replicas=replicas, size_bytes=size_bytes, signature=signature)
 
-    def add_peers(self, plan: EndpointPlan) -> EndpointPlan:
-        """The plan with what replicas need to reach each other."""
-        if self._memory_bytes is None:
-            return plan
-        return replace(plan, addresses=self._state.addresses, peer_token=self._state.peer_token)
-
     def select(self, name: str, reports: Iterable[ReplicaReport]) -> list[ReplicaReport]:
-        """The reports of the replicas that are to have the model."""
         model = self._state.models[name]
         if not self.is_on_demand(model):
             return list(reports)
@@ -116,7 +100,6 @@ class Assignments:
         return [report for report in reports if report.replica in replicas]
 
     def list_models(self, report: ReplicaReport) -> list[str]:
-        """The models that a replica is to have."""
         return [name for name in self._state.models if self.select(name, [report])]
 
     def find_error(self, name: str) -> str:
@@ -127,12 +110,11 @@ class Assignments:
     # -- what is known ----------------------------------------------------------------------------------------------
 
     def receive(self, report: ReplicaReport) -> None:
-        """Take in what a replica reports of its models."""
         if self._memory_bytes is None:
             return
         if report.address and report.address != self._state.addresses.get(report.replica):
             self._state.addresses = {**self._state.addresses, report.replica: report.address}
-            self._commit()
+            self._store.commit()
         now_s = self._clock()
         for name, model in report.models.items():
             if name in self._state.models:
@@ -157,12 +139,6 @@ class Assignments:
             self._lost_loading.pop(name, None)
             self._load_s[name] = RECENT * residency.load_s + (1 - RECENT) * self._load_s.get(name, residency.load_s)
 
-    def _note_idle(self, replica: str, idle_s: Mapping[str, float]) -> None:
-        now_s = self._clock()
-        for name, each_s in idle_s.items():
-            if (use := self._uses.get((name, replica))) is not None:
-                use.used_s = max(use.used_s, now_s - each_s)
-
     def count_lost(self, replica: str) -> None:
         """Count a lost replica against the rollouts of its models, and against the models that it was loading."""
         self._state.count_lost_replica(self.list_models(self._reports[replica]))
@@ -182,14 +158,12 @@ class Assignments:
             self._fail(name, replica, f"{len(lost)} replicas were lost while they loaded it")
 
     def forget(self, replica: str) -> None:
-        """Forget a replica that is gone."""
         for name in [name for name, holder in self._since_s if holder == replica]:
             self._unassign(name, replica)
         self._uses = {key: use for key, use in self._uses.items() if key[1] != replica}
         self._state.addresses = {name: each for name, each in self._state.addresses.items() if name != replica}
 
     def forget_model(self, name: str) -> None:
-        """Forget a model that is no longer served."""
         self._forget_placement(name)
         for known in (self._load_s, self._failed, self._lost_loading):
             known.pop(name, None)
@@ -204,8 +178,10 @@ class Assignments:
         lost:   replicas that it cannot reach
         Raises InferenceError, as `request`.
         """
-        self._note_idle(replica, idle_s)
-        is_assigned = await self._wait_until(lambda: self.request(name, replica, lost), timeout_s)
+        for each, each_s in idle_s.items():
+            if (use := self._uses.get((each, replica))) is not None:
+                use.used_s = max(use.used_s, self._clock() - each_s)
+        is_assigned = await self._store.wait_until(lambda: self.request(name, replica, lost), timeout_s)
         return self._state.generation if is_assigned else None
 
     async def load(self, name: str, timeout_s: float) -> None:
@@ -217,7 +193,7 @@ class Assignments:
             return any(report.models[name].version == stable for report in reports if name in report.models)
 
         model = self._state.models.get(name)
-        if model is not None and self.is_on_demand(model) and not await self._wait_until(is_loaded, timeout_s):
+        if model is not None and self.is_on_demand(model) and not await self._store.wait_until(is_loaded, timeout_s):
             problem = f"model {name!r} was not loaded after {timeout_s:g} s: every replica uses what it has"
             raise InferenceError(503, problem, retry_after_s=5.0)
 
@@ -241,7 +217,9 @@ class Assignments:
         if not self.is_on_demand(model) or holders & reachable:
             return True
         size_bytes, memory = self._total_bytes(name, model), self._build_memory(holders)
-        match choose_replica(size_bytes, {each: found for each, found in memory.items() if each in reachable}):
+        match choose_replica(
+            size_bytes, {each: each_memory for each, each_memory in memory.items() if each in reachable}
+        ):
             case Assign(replica, evicted):
                 self._assign(name, replica, evicted)
                 return True
@@ -252,8 +230,9 @@ class Assignments:
     def prepare(self, name: str) -> Proceed | AbandonRollout | None:
         """Make memory for a version that is being staged, on the replicas that have the model, or on one.
 
-        Proceed: without staging. So begins a model that the endpoint was deployed with, and so is a version replaced
-        that would not fit alongside the next one, or that cannot be loaded. None: as the replicas report.
+        Returns Proceed where nothing is to be staged, since no replica is to load the version yet (a model that the
+        endpoint was deployed with), or it replaces a version that cannot be loaded, or alongside which it does not fit.
+        Returns None where the next step depends on the replicas' reports.
         """
         model = self._state.models[name]
         rollout = model.rollout
@@ -291,7 +270,7 @@ class Assignments:
         """Describe what could not be read; let further replicas load the models that one alone is too slow for."""
         if self._has_unread:
             self._has_unread = False
-            self._commit()
+            self._store.commit()
         for name in [each for each in self._state.placement if not self.is_on_demand(self._state.models[each])]:
             self._forget_placement(name)  # it is pinned by now
         now_s = self._clock()
@@ -318,7 +297,7 @@ class Assignments:
             self._unassign(each, replica)
         self._state.placement.setdefault(name, []).append(replica)
         self._since_s[name, replica] = self._clock()
-        self._commit()
+        self._store.commit()
 
     def _unassign(self, name: str, replica: str) -> None:
         del self._since_s[name, replica]
@@ -336,7 +315,7 @@ class Assignments:
         retry_s = RETRY_LOAD_S if before is None else min(MAX_RETRY_LOAD_S, 2 * before.retry_s)
         self._failed[name] = _FailedLoad(reason, self._clock() + retry_s, retry_s)
         self._unassign(name, replica)
-        self._commit()
+        self._store.commit()
 
     def _shrink(self, replica: str) -> None:
         """Drop what a replica has no memory for, since a model turned out larger, or has two versions for now."""
@@ -346,7 +325,7 @@ class Assignments:
             for name in evicted:
                 self._unassign(name, replica)
             if evicted:
-                self._commit()
+                self._store.commit()
 
     # -- views ------------------------------------------------------------------------------------------------------
 
@@ -382,12 +361,11 @@ class Assignments:
     @property
     def _capacity_bytes(self) -> int:
         """The memory of a replica beyond the models that it always has."""
-        models = self._state.models.items()
-        pinned = [self._total_bytes(name, each) for name, each in models if not self._is_evictable(each)]
-        return (self._memory_bytes or 0) - sum(pinned)
-
-    def _is_evictable(self, model: ModelState) -> bool:
-        return model.deployment.is_live or self.is_on_demand(model)
+        pinned_bytes = 0
+        for name, model in self._state.models.items():
+            if not (model.deployment.is_live or self.is_on_demand(model)):
+                pinned_bytes += self._total_bytes(name, model)
+        return (self._memory_bytes or 0) - pinned_bytes
 
     def _total_bytes(self, name: str, model: ModelState) -> int:
         """The bytes of the versions that a replica has of a model now."""
@@ -405,8 +383,8 @@ class Assignments:
         payload_bytes = max((each.size_bytes for each in described if each), default=0)
         if not self.is_on_demand(model):
             return payload_bytes
-        found = [report.models[name].residency for report in self._reports.values() if name in report.models]
-        sizes = [[each.measured_bytes.get(version, 0) for each in found if each] for version in versions]
+        residencies = [report.models[name].residency for report in self._reports.values() if name in report.models]
+        sizes = [[each.measured_bytes.get(version, 0) for each in residencies if each] for version in versions]
         measured_bytes = max((min(filter(None, each), default=0) for each in sizes), default=0)
         return max(payload_bytes, min(measured_bytes, self._capacity_bytes) if measured_bytes else 0)
 
@@ -418,7 +396,7 @@ class Assignments:
         key = deployment.registry, deployment.name, version
         if key not in self._known:
             try:
-                signature, size_bytes = self._catalogue(deployment.registry).describe(deployment.name, version)
+                signature, size_bytes = self._store.catalogue(deployment.registry).describe(deployment.name, version)
             except RegistryError:  # the load fails with the reason
                 self._has_unread = True
                 known = model.described

@@ -66,7 +66,6 @@ class AuditLog:
                 self._write({"entry": "asked", "action": action, **_parse_caller(by), "change": dict(change), **result})
 
     def record_change(self, event: Event) -> None:
-        """Log a change of any origin."""
         details = {name: value for name, value in event.details().items() if name != "by"}
         self._write({"entry": "changed", "action": event.kind, **_parse_caller(event.by), **details})
 

@@ -1,17 +1,25 @@
-"""Judges when a version is rolled back automatically: pure functions of the counts.
+"""Judges when a version is rolled back automatically: pure functions of the counts since it was opened.
 
-The controller calls `judge` with every report while a canary is open. A replica that follows a run calls it for each
-new version, with its own counts. It acts on nothing.
+The controller calls `judge` with every report while a canary is open, for which `EvidenceCollector` sums up what the
+replicas counted. A replica that follows a run calls it for each new version, with its own counts. It acts on nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, lgamma
 from statistics import median
+from typing import NamedTuple
 
-from shoal.serve.messages.replica_report import MAX_FORWARDS, ForwardMedians
+from shoal.serve.messages.metrics_snapshot import count_requests_and_errors
+from shoal.serve.messages.replica_report import (
+    MAX_FORWARDS,
+    ForwardMedians,
+    ModelReport,
+    ReplicaReport,
+    merge_forward_medians,
+)
 from shoal.serve.spec.model_options import GuardOptions
 
 MAX_LOST_REPLICAS = 2  # while a version is loaded, and again while it is a candidate: more are its fault
@@ -145,3 +153,67 @@ def latency_ratio(stable: ForwardMedians, candidate: ForwardMedians) -> float | 
             weighted += weight * median_s / beside_s
             weights += weight
     return weighted / weights if weights else None
+
+
+class VersionCounts(NamedTuple):
+    """The counts of one version; requests that fail on both versions are in neither of the first two."""
+
+    requests: int = 0
+    errors: int = 0
+    compared: int = 0
+    disagreed: int = 0
+
+
+CanaryCounts = tuple[VersionCounts, VersionCounts]  # the candidate's, the stable version's
+
+
+class EvidenceCollector:
+    """The counts of one model's candidate and of the stable version since it was opened; a new one for each canary.
+
+    A replica's counts begin when it begins to serve a model. Counts from before the canary opened, or from before a
+    later replica's first report, are subtracted. The counts of a dead replica remain.
+    """
+
+    def __init__(self, model: str, stable: int, candidate: int) -> None:
+        self._model, self._stable, self._candidate = model, stable, candidate
+        self._before: dict[str, CanaryCounts] = {}
+        self._now: dict[str, CanaryCounts] = {}
+
+    def add_report(self, report: ReplicaReport) -> None:
+        of_model = report.models.get(self._model)
+        if of_model is not None:
+            counted = _count_version(of_model, self._candidate), _count_version(of_model, self._stable)
+            self._before.setdefault(report.replica, counted)
+            self._now[report.replica] = counted
+
+    def build_evidence(
+        self, replicas: Iterable[ReplicaReport], metrics: Mapping[str, float], lost_replicas: int
+    ) -> Evidence:
+        """Sum up the evidence; the forwards are those of the living `replicas`."""
+        candidate, stable = self._sum_since_opening(0), self._sum_since_opening(1)
+        models = [report.models[self._model] for report in replicas if self._model in report.models]
+        return Evidence(
+            *candidate,
+            merge_forward_medians(model.forwards.get(self._stable, {}) for model in models),
+            merge_forward_medians(model.forwards.get(self._candidate, {}) for model in models),
+            metrics,
+            lost_replicas,
+            stable_requests=stable.requests,
+            stable_errors=stable.errors,
+        )
+
+    def _sum_since_opening(self, side: int) -> VersionCounts:
+        since = [
+            [now - before for now, before in zip(counts[side], self._before[replica][side], strict=True)]
+            for replica, counts in self._now.items()
+        ]
+        return VersionCounts(*map(sum, zip(*since, strict=True)))
+
+
+def _count_version(report: ModelReport, version: int) -> VersionCounts:
+    counts = report.counts["versions"].get(str(version)) if report.counts is not None else None
+    if counts is None:
+        return VersionCounts()
+    requests, errors = count_requests_and_errors(counts)
+    excused = counts["failed_on_both"]
+    return VersionCounts(requests - excused, errors - excused, counts["compared"], counts["disagreed"])

@@ -73,13 +73,13 @@ def parse_change(values: Mapping[str, Any]) -> ChangeRequest:
     except msgspec.ValidationError as error:
         raise InferenceError(400, f"not a change: {error}") from None
     try:
-        name, word = split_ref(change.model)
+        name, named = split_ref(change.model)
         version = split_ref(f"{name}@{change.version_ref}")[1] if change.version_ref else ""
     except ConfigError as error:
         raise InferenceError(400, str(error)) from None
-    if word and version not in ("", word):
-        raise InferenceError(400, f"model says version {word!r}, version says {version!r}: name it once")
-    change = msgspec.structs.replace(change, model=name, version=word or version)
+    if named and version not in ("", named):
+        raise InferenceError(400, f"model says version {named!r}, version says {version!r}: name it once")
+    change = msgspec.structs.replace(change, model=name, version=named or version)
     if change.percent is not None and not 0.0 <= change.percent <= 100.0:
         raise InferenceError(400, f"percent = {change.percent:g}: expected 0 to 100")
     if not 0.0 < change.timeout_s <= MAX_TIMEOUT_S:
@@ -107,10 +107,10 @@ def parse_options(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[st
 
 def list_options(values: Mapping[str, Any], path: str = "") -> list[str]:
     """The fields of nested `values` as `a.b=c`."""
-    found: list[str] = []
+    fields: list[str] = []
     for name, value in values.items():
-        found += list_options(value, f"{path}{name}.") if isinstance(value, dict) else [f"{path}{name}={value}"]
-    return found
+        fields += list_options(value, f"{path}{name}.") if isinstance(value, dict) else [f"{path}{name}={value}"]
+    return fields
 
 
 def append_details(reason: str, details: str) -> str:

@@ -76,7 +76,6 @@ class ControllerConfig:
 
     @property
     def is_detached(self) -> bool:
-        """Whether it stays without its driver."""
         return self.driver == DETACHED
 
     @property
@@ -92,8 +91,8 @@ class ControllerConfig:
 
 def parse_actor_name(actor: str) -> tuple[str, str]:
     """(endpoint, driver) if the actor is the controller of an endpoint that a driver keeps up; else ("", "")."""
-    found = _ACTOR_NAME.fullmatch(actor)
-    return (found[1], found[2]) if found else ("", "")
+    parts = _ACTOR_NAME.fullmatch(actor)
+    return (parts[1], parts[2]) if parts else ("", "")
 
 
 def _require_one_worker(spec: EndpointSpec, reason: str, remedy: str) -> None:
@@ -120,9 +119,9 @@ def build_controller_config(
         if isinstance(model.source, RegisteredModel):
             registry = model.source.registry
             version = RegistryCatalogue(registry).resolve(model.name, model.version)
-            found = Registry(registry).get(f"{model.name}@{version}").manifest.model.format
-            if found != "module":
-                _require_one_worker(spec, f"{model.name!r} is of format {found}", "register the module itself")
+            model_format = Registry(registry).get(f"{model.name}@{version}").manifest.model.format
+            if model_format != "module":
+                _require_one_worker(spec, f"{model.name!r} is of format {model_format}", "register the module itself")
         else:
             _require_one_worker(spec, f"{model.name!r} follows a run", "register the model")
         deployments[model.name] = Deployment(model.name, registry, model.version, options)

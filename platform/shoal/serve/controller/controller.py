@@ -3,38 +3,29 @@
 Called by the replicas (`follow`, `report`, `leave`), by `admin_api`, and by its own clock (`tick`). It never sees a
 client's request, and the replicas continue to serve without it. Every decision is on disk before a replica receives it;
 a restarted controller continues from there.
-
-| capacity          | what blocks                           | who unblocks                  | close()         |
-|-------------------|---------------------------------------|-------------------------------|-----------------|
-| MAX_EVENTS events | `follow`, up to its timeout           | a new plan                    | wakes all       |
-| (the oldest go)   | `wait_until`, up to its timeout       | reports, ticks, changes       |                 |
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 
 from shoal.errors import InferenceError, RegistryError
 from shoal.serve.controller import alias_sync
 from shoal.serve.controller.assignments import Assignments
 from shoal.serve.controller.canary_guard import judge
-from shoal.serve.controller.evidence import EvidenceCollector, FailureEvents
 from shoal.serve.controller.live_control import LiveControl
+from shoal.serve.controller.plan_store import PlanStore
 from shoal.serve.controller.rollout import (
-    FOLLOWING,
     AbandonRollout,
     Goal,
     Phase,
     Proceed,
     Rollout,
     abandon_candidate,
-    build_model_plan,
     decide_next_step,
     drop_candidate,
     find_staging_error,
@@ -43,8 +34,8 @@ from shoal.serve.controller.rollout import (
     open_canary,
     stage_version,
 )
-from shoal.serve.controller.state import MAX_EVENTS, ControllerState, Deployment, Event, ModelState, StateFile
-from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, EndpointPlan, ModelPlan, TrafficShares
+from shoal.serve.controller.state import Deployment, Event, ModelState, StateFile
+from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, EndpointPlan, TrafficShares
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import Catalogue, RegistryCatalogue
@@ -54,6 +45,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 6.0  # a replica without a report for this long is no longer waited for
 STAGE_TIMEOUT_S = 600.0
 MAX_POLL_S = 2.0  # of one `follow`; well below the lease
+RECORD_FAILURE_S = 600.0
 
 
 class EndpointController:
@@ -81,56 +73,35 @@ class EndpointController:
         memory_bytes: int | None = None,
     ) -> None:
         self.name = name
-        self._audit = audit
-        self._file = state_file or StateFile(None)
-        self.catalogue, self._clock = cache(catalogue), clock
-        self._lease_s, self._stage_timeout_s = lease_s, stage_timeout_s
-        self.reports: dict[str, ReplicaReport] = {}
+        self._lease_s, self._stage_timeout_s, self._clock = lease_s, stage_timeout_s, clock
+        self.store = store = PlanStore(
+            state_file or StateFile(None), deployment_id, deployments, catalogue, clock, audit
+        )
+        self.state, self.reports, self.catalogue = store.state, store.reports, store.catalogue
+        self.wait_until, self.record_event = store.wait_until, store.record_event
         self._last_seen_s: dict[str, float] = {}
         self._ready_replicas: set[str] = set()  # those once ready: none is while a model is added
-        self._phase_since_s: dict[str, float] = {}  # when a model entered its phase, as far as this process knows
-        self._evidence: dict[str, EvidenceCollector] = {}
         self.registry_errors: dict[str, str] = {}  # the registry's last error, by model
-        self._plan, self._certificate_expires_at = EndpointPlan(), 0.0
-        self._plan_changed, self._state_changed = asyncio.Event(), asyncio.Event()
-        self._closed = False
-        saved = self._file.load(deployment_id)
-        self.state = saved or ControllerState(deployment=deployment_id, started_at=time.time())
         for replica in self.state.replicas:  # each has one lease to report again
             self._add_replica(replica)
-        self.assignments = Assignments(
-            memory_bytes, self.state, self.reports, self.catalogue, self._commit, self.wait_until, clock
-        )
-        self._failures = FailureEvents(self.record_event, clock)
-        self.live = LiveControl(
-            lambda: self.state.models, self.reports, self._file, self.record_event, self._set_rollout, self._commit
-        )
-        if saved is None:
-            for deployment in deployments:
-                begins = FOLLOWING if deployment.is_live else Rollout()
-                self.state.models[deployment.name] = ModelState(deployment, begins)
-        for model in self.state.models:
-            self._enter_phase(model, self.state.models[model].rollout)
-        self._commit()
+        self.assignments, self.live = Assignments(memory_bytes, store), LiveControl(store)
+        self._failures = FailureEvents(store)
+        store.parts = self.live, self.assignments
+        store.commit()
         self.tick()
 
     @property
     def plan(self) -> EndpointPlan:
         """The desired state, as the replicas receive it."""
-        return self._plan
+        return self.store.plan
 
     # -- replicas ---------------------------------------------------------------------------------------------------
 
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
         """Wait for a desired state other than `known_generation`; None after `timeout_s`."""
         self._renew_lease(replica)
-        if self.state.catch_up_generation(known_generation):
-            self._commit()
-        if self._plan.generation == known_generation and not self._closed:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(timeout_s, MAX_POLL_S)):
-                    await self._plan_changed.wait()
-        return self._plan if self._plan.generation != known_generation else None
+        self.store.catch_up_generation(known_generation)
+        return await self.store.wait_for_plan(known_generation, min(timeout_s, MAX_POLL_S))
 
     def report(self, report: ReplicaReport) -> list[ReplicaReport]:
         """Take in a replica's report and advance the rollouts; returns the newest reports of the others."""
@@ -138,15 +109,15 @@ class EndpointController:
         self.reports[report.replica] = report
         if report.ready:
             self._ready_replicas.add(report.replica)
-        if self.state.catch_up_generation(report.generation):
-            self._commit()
-        for book in self._evidence.values():
-            book.add_report(report)
+        self.store.catch_up_generation(report.generation)
+        for phase in self.store.phases.values():
+            if phase.evidence is not None:
+                phase.evidence.add_report(report)
         self.live.receive(report)
         self.assignments.receive(report)
-        self._failures.receive(report, {name: each.rollout.stable for name, each in self.state.models.items()})
+        self._failures.receive(report)
         self._advance_all()
-        self._notify_waiters()
+        self.store.notify()
         return [other for replica, other in self.reports.items() if replica != report.replica]
 
     def leave(self, replica: str) -> None:
@@ -163,7 +134,7 @@ class EndpointController:
         self._ready_replicas.discard(replica)
         self._failures.forget(replica)
         self.state.replicas.remove(replica)
-        self._commit()
+        self.store.commit()
         self._advance_all()
 
     def _renew_lease(self, replica: str) -> None:
@@ -171,7 +142,7 @@ class EndpointController:
             self._add_replica(replica)
             if replica not in self.state.replicas:
                 self.state.replicas.append(replica)
-                self._commit()
+                self.store.commit()
         self._last_seen_s[replica] = self._clock()
 
     def _add_replica(self, replica: str) -> None:
@@ -183,18 +154,21 @@ class EndpointController:
     def tick(self) -> None:
         """Handle events without a report: silent replicas, moved aliases, timeouts."""
         now_s = self._clock()
-        self._file.retry_writes()
+        self.store.file.retry_writes()
         for replica in [each for each, heard_s in self._last_seen_s.items() if now_s - heard_s > self._lease_s]:
             self.assignments.count_lost(replica)
             self.record_event("replica_lost", reason=f"{replica} did not report for {self._lease_s:g} s")
             self._remove_replica(replica)
         for name in list(self.state.models):
             self._follow_alias(name)
-            self._remove_failed_addition(name)
+            model = self.state.models[name]
+            # Its caller removes it too, but may have called a controller that died meanwhile.
+            if model.is_added and model.rollout.phase is Phase.VACANT and model.rollout.refused:
+                self.remove_model(name, model.rollout.by, f"it could not be loaded: {model.rollout.reason}")
         self.live.tick()
         self.assignments.tick()
         self._advance_all()
-        self._notify_waiters()  # for what time alone makes possible
+        self.store.notify()  # for what time alone makes possible
 
     def extend_leases(self, seconds: float) -> None:
         """Extend all leases after this process or its disk stalled: no report could arrive meanwhile."""
@@ -203,18 +177,9 @@ class EndpointController:
 
     def close(self, forget: bool = False) -> None:
         """Wake all waiting callers; `forget` when the endpoint itself is gone. Idempotent."""
-        self._closed = True
         if forget:
-            self._file.remove()
-        self._plan_changed.set()
-        self._notify_waiters()
-
-    def _remove_failed_addition(self, name: str) -> None:
-        """Remove an added model that no replica could load. Its caller removes it too, but may have called a controller
-        that died meanwhile."""
-        model = self.state.models[name]
-        if model.is_added and model.rollout.phase is Phase.VACANT and model.rollout.refused:
-            self.remove_model(name, model.rollout.by, f"it could not be loaded: {model.rollout.reason}")
+            self.store.file.remove()
+        self.store.close()
 
     def _follow_alias(self, name: str) -> None:
         model = self.state.models[name]
@@ -251,26 +216,29 @@ class EndpointController:
         model = self.state.models[name]
         rollout, reports = model.rollout, list(self.reports.values())
         if not reports:  # asleep: a replica has the full time to stage once there is one
-            self._phase_since_s[name] = self._clock()
+            self.store.phases[name].since_s = self._clock()
         if rollout.phase in (Phase.STAGING, Phase.CANARY):
             reports = self.assignments.select(name, reports)
         if rollout.phase is Phase.CANARY:
-            book = self._evidence[name]
-            evidence = book.build_evidence(reports, model.metrics, rollout.lost_replicas)
+            collector = self.store.phases[name].evidence
+            assert collector is not None  # of a canary
+            evidence = collector.build_evidence(reports, model.metrics, rollout.lost_replicas)
             guard = ModelOptions.parse(model.deployment.options).guard
             if reason := find_staging_error(name, rollout, reports) or judge(guard, evidence):
                 self.drop_candidate(name, "rollback", "guard", reason)
         elif rollout.phase in (Phase.STAGING, Phase.FLIPPING):
-            waited_s = self._clock() - self._phase_since_s[name]
+            waited_s = self._clock() - self.store.phases[name].since_s
             step = self.assignments.prepare(name)
             match step or decide_next_step(name, rollout, reports, waited_s, self._stage_timeout_s):
                 case AbandonRollout(reason):
                     self.abandon_candidate(name, rollout.by, reason)
                 case Proceed() if rollout.phase is Phase.FLIPPING:
                     model.before = None
-                    self._set_rollout(name, finish_rollout(rollout, time.time()))
+                    self.store.set_rollout(name, finish_rollout(rollout, time.time()))
                 case Proceed() if rollout.goal is Goal.CANARY:
-                    self._open_canary(name)
+                    model.metrics = {}
+                    self.record_event(rollout.kind, name, rollout.candidate, rollout.stable, rollout.by, rollout.why)
+                    self.store.set_rollout(name, open_canary(rollout, time.time()))
                 case Proceed():
                     self.flip(name)
 
@@ -280,8 +248,8 @@ class EndpointController:
         """Serve another model; the caller or the next tick begins its version."""
         rollout = Rollout(attempt=self.state.num_attempts)
         model = self.state.models[deployment.name] = ModelState(deployment, rollout, is_added=True)
-        self._enter_phase(deployment.name, model.rollout)
-        self._commit()
+        self.store.enter_phase(deployment.name, model.rollout)
+        self.store.commit()
 
     def redeploy(self, deployment: Deployment, *, is_on_trial: bool = False) -> None:
         """Serve a present model by another version or alias; reverted if its next rollout is abandoned before it
@@ -290,18 +258,18 @@ class EndpointController:
         model.before = model.deployment if is_on_trial else None
         model.deployment = deployment
         self.registry_errors.pop(deployment.name, None)  # it concerned the former alias
-        self._commit()
+        self.store.commit()
 
     def remove_model(self, name: str, by: str, reason: str) -> None:
         """Stop serving a model: the replicas answer its pending requests, then drop it."""
         self.assignments.forget_model(name)
         rollout = self.state.models.pop(name).rollout
         self.state.num_attempts = max(self.state.num_attempts, rollout.attempt)
-        self._evidence.pop(name, None)
+        self.store.phases.pop(name, None)
         self.registry_errors.pop(name, None)
-        self._file.delete_weights(name)
+        self.store.file.delete_weights(name)
         self.record_event("delete", name, None, max(rollout.stable, 0) or None, by, reason)
-        self._commit()
+        self.store.commit()
 
     def begin_rollout(
         self, name: str, version: int, goal: Goal, *, kind: str, by: str, why: str, shares: TrafficShares = NO_SHARES,
@@ -313,13 +281,13 @@ class EndpointController:
             rollout, version, goal, kind=kind, by=by, why=why, now_s=time.time(), shares=shares, generation=generation,
             changes_options=changes_options,
         )  # fmt: skip
-        self._set_rollout(name, rollout)
+        self.store.set_rollout(name, rollout)
         self._advance(name)
 
     def adjust_rollout(self, name: str, rollout: Rollout) -> None:
         """Change the shares or the goal within the same phase."""
         assert rollout.phase is self.state.models[name].rollout.phase, rollout
-        self._set_rollout(name, rollout)
+        self.store.set_rollout(name, rollout)
 
     def has_candidate(self, name: str) -> bool:
         """Whether every replica has staged the candidate, also those that joined after it was opened."""
@@ -329,22 +297,7 @@ class EndpointController:
 
     def is_applied_everywhere(self) -> bool:
         """Whether every replica has received the last change."""
-        return all(report.generation >= self._plan.generation for report in self.reports.values())
-
-    async def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for a condition; returns whether it came true in time, before the controller was closed."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not condition() and not self._closed:
-                    await self._state_changed.wait()
-        return condition()
-
-    def _open_canary(self, name: str) -> None:
-        model = self.state.models[name]
-        rollout = open_canary(model.rollout, time.time())
-        model.metrics = {}
-        self.record_event(rollout.kind, name, rollout.candidate, rollout.stable, rollout.by, rollout.why)
-        self._set_rollout(name, rollout)
+        return all(report.generation >= self.plan.generation for report in self.reports.values())
 
     def flip(self, name: str) -> None:
         """Let the candidate answer everywhere and move the alias to it: both or neither."""
@@ -356,7 +309,7 @@ class EndpointController:
                 return
             raise InferenceError(503, problem)
         self.record_event(rollout.kind, name, rollout.candidate, rollout.stable or None, rollout.by, rollout.why)
-        self._set_rollout(name, flip_to_candidate(rollout, self.state.generation + 1, time.time()))
+        self.store.set_rollout(name, flip_to_candidate(rollout, self.state.generation + 1, time.time()))
         self._advance(name)
 
     def abandon_candidate(self, name: str, by: str, reason: str) -> None:
@@ -381,62 +334,41 @@ class EndpointController:
         """Reject the alias's version: it is not tried again automatically, whatever else is staged."""
         if rollout.refused and rollout.refused == model.meant:
             model.rejected = [rollout.refused]
-        self._set_rollout(model.deployment.name, rollout)
-
-    def _set_rollout(self, name: str, rollout: Rollout) -> None:
-        model = self.state.models[name]
-        has_moved = rollout.phase is not model.rollout.phase
-        model.rollout = rollout
-        if has_moved:
-            self._enter_phase(name, rollout)
-        self._commit()
-
-    def _enter_phase(self, name: str, rollout: Rollout) -> None:
-        self._phase_since_s[name] = self._clock()
-        self._evidence.pop(name, None)
-        if rollout.phase is Phase.CANARY:
-            book = self._evidence[name] = EvidenceCollector(name, rollout.stable, rollout.candidate)
-            for report in self.reports.values():
-                book.add_report(report)
-
-    def record_event(
-        self, kind: str, model: str = "", version: int | None = None, previous: int | None = None,
-        by: str = "", reason: str = "",
-    ) -> None:  # fmt: skip
-        """Append a change to the events and the audit log, where the newest version of a run has no number."""
-        state, version = self.state, None if version == NEWEST else version
-        event = Event(state.num_events, time.time(), kind, model, version, previous, by, reason)
-        state.num_events += 1
-        state.events = [*state.events[-(MAX_EVENTS - 1) :], event]
-        self._audit(event)
+        self.store.set_rollout(model.deployment.name, rollout)
 
     def announce_certificate(self, expires_at: float) -> None:
         """Give the replicas the end of the ingress's certificate, for their metrics."""
-        self._certificate_expires_at = expires_at
-        self._commit()
+        self.store.certificate_expires_at = expires_at
+        self.store.commit()
 
-    def _commit(self) -> None:
-        """Save the state, then notify the replicas."""
-        models = tuple(self._plan_model(name, model) for name, model in self.state.models.items())
-        # A flip to the version that already answers (an alias returns to it) is a new plan too.
-        announced = max((model.rollout.generation for model in self.state.models.values()), default=0)
-        desired = replace(self._plan, models=models, certificate_expires_at=self._certificate_expires_at)
-        desired = self.assignments.add_peers(desired)
-        is_new = desired != self._plan or self._plan.generation != max(announced, self.state.generation)
-        if is_new:
-            self.state.generation += 1
-            self._plan = replace(desired, generation=self.state.generation)
-        self._file.save(self.state)
-        if is_new:
-            self._plan_changed.set()
-            self._plan_changed = asyncio.Event()
-        self._notify_waiters()
 
-    def _plan_model(self, name: str, model: ModelState) -> ModelPlan:
-        asked, before = model.deployment, model.before.options if model.before else None
-        plan = build_model_plan(name, asked.registry, asked.options, model.rollout, before)
-        return self.assignments.complete(self.live.complete(plan, model), model)
+class FailureEvents:
+    """Records the models' own errors that replicas report: on requests, and in a load of a version that has answered.
 
-    def _notify_waiters(self) -> None:
-        self._state_changed.set()
-        self._state_changed = asyncio.Event()
+    A caller's mistake may repeat a thousand times a second: each model has at most one event of each kind in
+    `RECORD_FAILURE_S`; a replica's log has every error.
+    """
+
+    def __init__(self, store: PlanStore) -> None:
+        self._store = store
+        self._recorded_s: dict[tuple[str, str], float] = {}  # by model and kind
+        self._known: dict[tuple[str, str], str] = {}  # the last reference by replica and model
+
+    def receive(self, report: ReplicaReport) -> None:
+        for name, model in report.models.items():
+            served, failure = self._store.state.models.get(name), model.failure
+            for rejected in model.rejected:
+                if served is not None and rejected.version and rejected.version == served.rollout.stable:
+                    self._record_once(name, "load_failure", rejected.version, rejected.reason)
+            if failure is not None and self._known.get((report.replica, name)) != failure.reference:
+                self._known[report.replica, name] = failure.reference
+                self._record_once(name, "failure", failure.version, failure.describe())
+
+    def _record_once(self, name: str, kind: str, version: int, reason: str) -> None:
+        now_s = self._store.clock()
+        if now_s - self._recorded_s.get((name, kind), -RECORD_FAILURE_S) >= RECORD_FAILURE_S:
+            self._recorded_s[name, kind] = now_s
+            self._store.record_event(kind, name, version, reason=reason)
+
+    def forget(self, replica: str) -> None:
+        self._known = {key: reference for key, reference in self._known.items() if key[0] != replica}

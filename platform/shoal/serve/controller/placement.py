@@ -94,12 +94,12 @@ def choose_replica(
     best: tuple[float, int, str] | None = None
     evicted: tuple[str, ...] = ()
     for name, memory in replicas.items():
-        found = choose_evicted(size_bytes - memory.free_bytes, memory.models, min_idle_s)
-        if found is None:
+        candidates = choose_evicted(size_bytes - memory.free_bytes, memory.models, min_idle_s)
+        if candidates is None:
             continue
-        key = sum(memory.models[each].loss for each in found), -memory.free_bytes, name
+        key = sum(memory.models[each].loss for each in candidates), -memory.free_bytes, name
         if best is None or key < best:
-            best, evicted = key, found
+            best, evicted = key, candidates
     return WaitForMemory() if best is None else Assign(best[2], evicted)
 
 
@@ -107,20 +107,20 @@ def choose_evicted(
     needed_bytes: int, models: Mapping[str, ResidentModel], min_idle_s: float = 0.0
 ) -> tuple[str, ...] | None:
     """The models to drop for so many bytes, the cheapest first; None when those that may be dropped are too small."""
-    found: list[str] = []
+    evicted: list[str] = []
     allowed = [name for name, each in models.items() if each.hold_s <= 0.0 and each.idle_s >= min_idle_s]
     for name in sorted(allowed, key=lambda each: models[each].loss / max(models[each].size_bytes, 1)):
         if needed_bytes <= 0:
             break
-        found.append(name)
+        evicted.append(name)
         needed_bytes -= models[name].size_bytes
     if needed_bytes > 0:
         return None
-    for name in sorted(found, key=lambda each: -models[each].loss):  # what the later, larger ones made unnecessary
+    for name in sorted(evicted, key=lambda each: -models[each].loss):  # what the later, larger ones made unnecessary
         if needed_bytes + models[name].size_bytes <= 0:
-            found.remove(name)
+            evicted.remove(name)
             needed_bytes += models[name].size_bytes
-    return tuple(found)
+    return tuple(evicted)
 
 
 def predict_wait_s(requests_per_s: float, latency: Sequence[tuple[int, float]]) -> float:

@@ -172,7 +172,6 @@ def abandon_candidate(rollout: Rollout, reason: str, now_s: float) -> Rollout:
 
 
 def drop_candidate(rollout: Rollout, reason: str, now_s: float) -> Rollout:
-    """Roll the candidate back."""
     return _clear_candidate(_apply_move(rollout, RolloutMove.DROP, now_s), reason)
 
 
@@ -267,24 +266,23 @@ def decide_next_step(
     assert rollout.phase is Phase.STAGING, rollout.phase
     if reason := find_staging_error(model, rollout, replicas):
         return AbandonRollout(reason)
+
+    def has_staged(report: ModelReport) -> bool:  # under the options that the candidate is to have
+        staged = (report.next_staged,) if rollout.changes_options else report.staged
+        return rollout.candidate in staged
+
     late = [
         report.replica
         for report in replicas
         if report.generation < rollout.generation  # it may be about to drop its copy of this version
         or model not in report.models
-        or not _has_staged(rollout, report.models[model])
+        or not has_staged(report.models[model])
     ]
     if late and waited_s > stage_timeout_s:
         return AbandonRollout(
             f"replica {late[0]} had not staged version {rollout.candidate} after {stage_timeout_s:g} s"
         )
     return WaitForReplicas(tuple(late)) if late else Proceed()
-
-
-def _has_staged(rollout: Rollout, report: ModelReport) -> bool:
-    """Whether a replica has loaded the candidate, under the options that it is to have."""
-    candidate = rollout.candidate
-    return report.next_staged == candidate if rollout.changes_options else candidate in report.staged
 
 
 def find_staging_error(model: str, rollout: Rollout, replicas: Sequence[ReplicaReport]) -> str:

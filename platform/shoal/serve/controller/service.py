@@ -159,19 +159,14 @@ class ControllerService:
                 self._status.sample()
                 if self._watch is not None and ticked_s - self._polled_s >= POLL_S:
                     self._polled_s = ticked_s
-                    await self._poll_certificate(self._watch)
+                    if (event := await asyncio.to_thread(self._watch.poll)) is not None:
+                        self._controller.record_event(event[0], by="controller", reason=event[1])
+                    self._controller.announce_certificate(self._watch.current.not_after)
                 await asyncio.sleep(TICK_S)
         except Exception:
             logger.exception("the controller of %r failed", self._controller.name)
             os._exit(1)  # Ray restarts it, and it continues from its state file
         self.on_idle()
-
-    async def _poll_certificate(self, watch: CertificateWatch) -> None:
-        event = await asyncio.to_thread(watch.poll)
-        if event is not None:
-            kind, reason = event
-            self._controller.record_event(kind, by="controller", reason=reason)
-        self._controller.announce_certificate(watch.current.not_after)
 
     def _describe_certificate(self) -> CertificateStatus | None:
         watch = self._watch

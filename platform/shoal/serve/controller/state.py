@@ -17,13 +17,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.atomic_file import (
-    create_private,
-    describe_newer_format,
-    is_newer_format,
-    log_unknown_fields,
-    make_folder,
-)
+from shoal.atomic_file import create_private, describe_newer_format, is_newer_format, log_unknown_fields, make_folder
 from shoal.errors import RunError, WeightsError
 from shoal.serve.controller.rollout import Phase, Rollout
 from shoal.serve.messages.replica_report import RejectedVersion
@@ -73,8 +67,8 @@ class Event:
 
     def details(self) -> dict[str, object]:
         """The fields for a run record, which has its own kind and time."""
-        found = {name: getattr(self, name) for name in ("model", "version", "previous", "by", "reason")}
-        return {name: value for name, value in found.items() if value not in (None, "")}
+        values = {name: getattr(self, name) for name in ("model", "version", "previous", "by", "reason")}
+        return {name: value for name, value in values.items() if value not in (None, "")}
 
 
 @dataclass(frozen=True)
@@ -121,7 +115,6 @@ class ModelState:
     recorded_at: float = 0.0
 
     def revert_deployment(self) -> None:
-        """Restore the former deployment. Idempotent."""
         if self.before is not None:
             self.deployment, self.before = self.before, None
 
@@ -200,10 +193,15 @@ class StateFile:
             return None
         try:
             document = msgspec.json.decode(self._path.read_bytes(), type=dict[str, Any])
-            if is_newer_format(found := document.get("format"), FORMAT):
-                raise RunError(describe_newer_format(self._path, found, FORMAT))
+            if is_newer_format(number := document.get("format"), FORMAT):
+                raise RunError(describe_newer_format(self._path, number, FORMAT))
             state = msgspec.convert(document, ControllerState)
-            self._unknown = _find_unknown(document)
+            of_state, of_model = ({each.name for each in fields(kind)} for kind in (ControllerState, ModelState))
+            parts = {"": (of_state, document)} | {name: (of_model, each) for name, each in document["models"].items()}
+            self._unknown = {
+                name: {field: value for field, value in part.items() if field not in known}
+                for name, (known, part) in parts.items()
+            }
             paths = (f"{model}.{name}" if model else name for model, each in self._unknown.items() for name in each)
             log_unknown_fields(self._path, paths)
             return state
@@ -232,7 +230,6 @@ class StateFile:
         self._write(self._path, msgspec.json.encode(document))
 
     def retry_writes(self) -> None:
-        """Repeat the writes that failed."""
         for path, content in list(self._unwritten.items()):
             self._write(path, content)
 
@@ -246,9 +243,11 @@ class StateFile:
         """Load retained weights; None when there are none or they cannot be read."""
         if model not in self._weights and self._path is not None:
             with suppress(OSError, msgspec.DecodeError, WeightsError):
-                found = msgspec.msgpack.decode((_weights_folder(self._path) / model).read_bytes(), type=WeightSnapshot)
-                found.check()
-                self._weights[model] = found
+                snapshot = msgspec.msgpack.decode(
+                    (_weights_folder(self._path) / model).read_bytes(), type=WeightSnapshot
+                )
+                snapshot.check()
+                self._weights[model] = snapshot
         retained = self._weights.get(model)
         return retained if retained is not None and retained.version == version else None
 
@@ -273,9 +272,14 @@ class StateFile:
         self._unwritten = {}
 
     def _write(self, path: Path, content: bytes) -> None:
+        incoming = path.with_name(f".incoming-{path.name}")
         try:
-            _replace_file(path, content)
+            make_folder(path.parent)
+            create_private(incoming).write_bytes(content)
+            incoming.replace(path)
         except OSError as error:
+            with suppress(OSError):
+                incoming.unlink(missing_ok=True)
             if path not in self._unwritten:
                 logger.error("%s cannot be written, the endpoint continues and tries again: %s", path, error)
             self._unwritten[path] = content
@@ -295,7 +299,7 @@ def find_served_versions(folder: Path, registry: str) -> dict[tuple[str, int], P
 
     folder: of the state files. Raises RunError for a file of a newer format, or one that cannot be read.
     """
-    found: dict[tuple[str, int], Path] = {}
+    served: dict[tuple[str, int], Path] = {}
     for path in sorted(folder.glob("*.json")):
         state = StateFile(path).read()
         if state is None and path.exists():
@@ -305,30 +309,9 @@ def find_served_versions(folder: Path, registry: str) -> dict[tuple[str, int], P
             if model.deployment.registry == registry:
                 rollout = model.rollout
                 versions = filter(None, (rollout.stable, rollout.candidate, rollout.previous))
-                found |= {(name, version): path for version in versions}
-    return found
-
-
-def _find_unknown(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The fields that this release does not have, of the full state ("") and of each model."""
-    of_state, of_model = ({each.name for each in fields(kind)} for kind in (ControllerState, ModelState))
-    known = {"": (of_state, document), **{name: (of_model, each) for name, each in document["models"].items()}}
-    return {
-        name: {field: value for field, value in part.items() if field not in names}
-        for name, (names, part) in known.items()
-    }
+                served |= {(name, version): path for version in versions}
+    return served
 
 
 def _weights_folder(state: Path) -> Path:
     return state.with_suffix(".weights")
-
-
-def _replace_file(path: Path, content: bytes) -> None:
-    make_folder(path.parent)
-    incoming = path.with_name(f".incoming-{path.name}")
-    try:
-        create_private(incoming).write_bytes(content)
-        incoming.replace(path)
-    except OSError:
-        incoming.unlink(missing_ok=True)
-        raise

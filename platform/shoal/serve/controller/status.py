@@ -24,9 +24,8 @@ from shoal.client.endpoint_status import (
 )
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Phase, Rollout
-from shoal.serve.controller.state import Event, ModelState
+from shoal.serve.controller.state import ModelState
 from shoal.serve.messages.metrics_snapshot import (
-    HistogramSnapshot,
     ModelSnapshot,
     count_requests_and_errors,
     estimate_quantile,
@@ -68,7 +67,6 @@ class StatusReporter:
         self.wanted = ""
 
     def sample(self) -> None:
-        """Retain the present counts."""
         now_s = self._clock()
         if now_s - self._sampled_s >= SAMPLE_S:
             self._sampled_s = now_s
@@ -82,15 +80,11 @@ class StatusReporter:
         models = [self._build_model_status(name, model) for name, model in state.models.items()]
         replicas = [
             ReplicaStatus(
-                report.replica,
-                report.pid,
-                report.generation,
-                report.ready,
-                "; ".join(filter(None, [*_list_staging_errors(state.models, report), _describe_slow_forward(report)])),
-                report.host,
+                report.replica, report.pid, report.generation, report.ready,
+                "; ".join(_list_problems(state.models, report)), report.host,
             )
             for report in reports
-        ]
+        ]  # fmt: skip
         status = EndpointStatus(
             endpoint=controller.name,
             time=time.time(),
@@ -106,7 +100,10 @@ class StatusReporter:
             asleep=self._may_sleep and not replicas,
             replicas=replicas,
             models=models,
-            events=[to_rollout_event(event) for event in state.events[-NUM_EVENTS:]],
+            events=[
+                RolloutEvent(each.time, each.kind, each.model, each.version, each.reason, each.by)
+                for each in state.events[-NUM_EVENTS:]
+            ],
             certificate=self._certificate(),
         )
         return _builtins(status)
@@ -132,13 +129,15 @@ class StatusReporter:
             phase, state = "live", "READY" if answering else "UNAVAILABLE"
             candidate = max(controller.live.candidates(name), default=0) if is_open else 0
         before_s, before = self._counts_before_window(name)
+        slowest: dict[int, float] = {}  # the slowest replica's forward of so many rows: a safe estimate
+        for rows, seconds in (each for report in reports for each in report.latency):
+            slowest[rows] = max(slowest.get(rows, 0.0), seconds)
         return ModelStatus(
             name=name,
             state=state,
             reason=(
                 controller.registry_errors.get(name, "")
-                or _reason(rollout)
-                or _last_rejected(model)
+                or _describe_rejection(model)
                 or controller.assignments.find_error(name)
             ),
             phase=phase,
@@ -156,11 +155,11 @@ class StatusReporter:
             ],
             queued_rows=sum(report.queued_rows for report in reports),
             max_queued_rows=options.max_queue_size * len(reports),
-            batch_rows=_batch_rows(counts, before),
+            batch_rows=_average_batch_rows(counts, before),
             max_batch_rows=options.max_rows,
             deadline_s=options.deadline_s,
             refused=sum(counts["refused"].get(status, 0) for status in ("429", "504")) if counts else 0,
-            latency=_latency(reports),
+            latency=sorted(slowest.items()),
             last_failure=next((report.failure.describe() for report in reports if report.failure is not None), ""),
             residency=_build_residency(reports) if controller.assignments.is_on_demand(model) else None,
         )
@@ -182,42 +181,29 @@ def _counts(report: ReplicaReport) -> dict[str, ModelSnapshot]:
 
 
 def _merge_present(snapshots: Iterable[ModelSnapshot | None]) -> ModelSnapshot | None:
-    found = [each for each in snapshots if each is not None]
-    return merge_snapshots(found) if found else None
+    present = [each for each in snapshots if each is not None]
+    return merge_snapshots(present) if present else None
 
 
-def to_rollout_event(event: Event) -> RolloutEvent:
-    return RolloutEvent(event.time, event.kind, event.model, event.version, event.reason, event.by)
-
-
-def _list_staging_errors(models: Mapping[str, ModelState], report: ReplicaReport) -> Iterator[str]:
-    """The planned versions that a replica could not stage. One no longer planned is in the model's `reason`."""
+def _list_problems(models: Mapping[str, ModelState], report: ReplicaReport) -> Iterator[str]:
+    """The planned versions that a replica could not stage (one no longer planned is in the model's `reason`), and a
+    forward that blocks its requests, after whose `hang_s` it is replaced."""
     for name, model in models.items():
         for rejected in report.models[name].rejected if name in report.models else ():
             wanted = (0,) if model.deployment.is_live else (model.rollout.stable, model.rollout.candidate)
             if rejected.version in wanted:
-                yield (
-                    f"{name}@{rejected.version}: {rejected.reason}"
-                    if rejected.version
-                    else f"{name}: {rejected.reason}"
-                )
+                yield f"{name}{f'@{rejected.version}' if rejected.version else ''}: {rejected.reason}"
+    if report.computing_s >= LONG_FORWARD_S:
+        yield f"a forward has taken {report.computing_s:.0f} s"
 
 
-def _describe_slow_forward(report: ReplicaReport) -> str:
-    """Describe a forward that blocks a replica's requests; the replica is replaced after `hang_s`."""
-    return f"a forward has taken {report.computing_s:.0f} s" if report.computing_s >= LONG_FORWARD_S else ""
-
-
-def _reason(rollout: Rollout) -> str:
+def _describe_rejection(model: ModelState) -> str:
+    """Why a model's last candidate, or the last version of its run, does not answer; "" for none."""
+    rollout, last = model.rollout, model.last_rejected
     if rollout.refused:
         return f"version {rollout.refused} is not served: {rollout.reason}"
-    return rollout.reason
-
-
-def _last_rejected(model: ModelState) -> str:
-    last = model.last_rejected
-    if last is None or last.version not in model.rejected:
-        return ""
+    if rollout.reason or last is None or last.version not in model.rejected:
+        return rollout.reason
     instead = f" version {last.instead} answered instead:" if last.instead else ""
     return f"version {last.version} was rejected,{instead} {last.reason}"
 
@@ -237,12 +223,7 @@ def _find_track_and_share(version: int, rollout: Rollout, reports: Sequence[Mode
 
 
 def build_version_status(
-    version: int,
-    track: str,
-    share: float,
-    counts: ModelSnapshot | None,
-    before: ModelSnapshot | None,
-    before_s: float,
+    version: int, track: str, share: float, counts: ModelSnapshot | None, before: ModelSnapshot | None, before_s: float
 ) -> VersionStatus:
     """Build a version's status from its `counts` now and those of `before_s` seconds ago."""
     now = counts["versions"].get(str(version)) if counts else None
@@ -267,40 +248,29 @@ def build_version_status(
     )
 
 
-def _batch_rows(now: ModelSnapshot | None, before: ModelSnapshot | None) -> float | None:
+def _average_batch_rows(now: ModelSnapshot | None, before: ModelSnapshot | None) -> float | None:
     if now is None:
         return None
-    histogram: HistogramSnapshot = (
-        now["batch_rows"] if before is None else subtract_histogram(before["batch_rows"], now["batch_rows"])
-    )
+    histogram = now["batch_rows"] if before is None else subtract_histogram(before["batch_rows"], now["batch_rows"])
     batches = sum(histogram["counts"])
     return histogram["sum"] / batches if batches else None
 
 
-def _latency(reports: Sequence[ModelReport]) -> list[tuple[int, float]]:
-    """The slowest replica's latency at each number of rows: a safe estimate."""
-    slowest: dict[int, float] = {}
-    for report in reports:
-        for rows, seconds in report.latency:
-            slowest[rows] = max(slowest.get(rows, 0.0), seconds)
-    return sorted(slowest.items())
-
-
 def _build_residency(reports: Sequence[ModelReport]) -> ResidencyStatus:
-    found = [report.residency for report in reports if report.residency is not None]
-    loads, total_s = sum(each.loads for each in found), sum(each.total_load_s for each in found)
+    residencies = [report.residency for report in reports if report.residency is not None]
+    loads, total_s = sum(each.loads for each in residencies), sum(each.total_load_s for each in residencies)
     return ResidencyStatus(
         replicas=sum(report.version > 0 for report in reports),
-        resident_bytes=sum(each.resident_bytes for each in found),
-        waiting=sum(each.waiting for each in found),
+        resident_bytes=sum(each.resident_bytes for each in residencies),
+        waiting=sum(each.waiting for each in residencies),
         loads=loads,
-        evictions=sum(each.evictions for each in found),
+        evictions=sum(each.evictions for each in residencies),
         load_s=total_s / loads if loads else None,
-        forwarded=sum(each.forwarded for each in found),
-        waited=sum(each.waited for each in found),
+        forwarded=sum(each.forwarded for each in residencies),
+        waited=sum(each.waited for each in residencies),
     )
 
 
 def _builtins(status: msgspec.Struct) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(status)
-    return found
+    document: dict[str, Any] = msgspec.to_builtins(status)
+    return document

@@ -17,16 +17,10 @@ import re
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.errors import InferenceError
-from shoal.serve.grpc.methods import (
-    METHODS,
-    UNAUTHENTICATED_METHODS,
-    UNSUPPORTED_METHODS,
-    GrpcCall,
-    GrpcMethod,
-)
+from shoal.serve.grpc.methods import METHODS, UNAUTHENTICATED_METHODS, UNSUPPORTED_METHODS, GrpcCall, GrpcMethod
 from shoal.serve.grpc.service import InferenceServicer, Invocation, parse_message, to_inference_error
 from shoal.serve.grpc.stream import HEAD_BYTES, Frame, StreamLifecycle
 from shoal.serve.messages.inference import Disconnected
@@ -48,12 +42,6 @@ _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 FOREVER_S = 1e9  # gRPC writes no deadline as one in some hundred years
 
 
-class _GrpcExchange(NamedTuple):
-    method: GrpcMethod
-    call: GrpcCall
-    reply: _ResponseWriter
-
-
 class GrpcApp:
     """Answers the paths of the service, and no others."""
 
@@ -68,19 +56,17 @@ class GrpcApp:
             method = METHODS.get(name)
             if method is None or scope["method"] != "POST":
                 what = UNSUPPORTED_METHODS.get(name)
-                raise InferenceError(
-                    501, f"{name[:200]} is not served here" + (f": {what} is not offered" if what else "")
-                )
+                problem = f"{name[:200]} is not served here" + (f": {what} is not offered" if what else "")
+                raise InferenceError(501, problem)
             self._limits.check_head(scope["path"], scope["headers"])
             if name not in UNAUTHENTICATED_METHODS:
                 self._servicer.require_known_key(Invocation(call.metadata))
-            asked = _GrpcExchange(method, call, reply)
             if method.streams:
                 with StreamLifecycle(self._in_progress, receive) as stream:
-                    await self._handle_stream(stream, asked)
+                    await self._answer_stream(stream, method, call, reply)
             else:
                 with RequestLifecycle(self._in_progress, receive) as progress:
-                    await self._handle_unary(progress, asked)
+                    reply.last_message = await self._answer_unary(progress, method, call)
         except Disconnected:
             return
         except Exception as error:  # noqa: BLE001  # a call's top: `to_inference_error` logs a bug
@@ -92,39 +78,41 @@ class GrpcApp:
             async with asyncio.timeout(self._limits.answer_grace_s):
                 await reply.finish()
 
-    async def _handle_unary(self, progress: RequestLifecycle, asked: _GrpcExchange) -> None:
-        deadline_s = _apply_deadline(progress, asked.call)
+    async def _answer_unary(self, progress: RequestLifecycle, method: GrpcMethod, call: GrpcCall) -> bytes:
+        deadline_s = _apply_deadline(progress, call)
         body = await progress.read_body(None)
         if len(body) < HEAD_BYTES or len(body) - HEAD_BYTES != int.from_bytes(body[1:HEAD_BYTES], "big"):
             raise InferenceError(400, f"not one message of gRPC: a body of {len(body)} bytes")
-        request = await self._decode_request(Frame(body[0] != 0, body[HEAD_BYTES:]), asked)
-        invocation = Invocation(asked.call.metadata, deadline_s)
-        answer = await asked.method.bind(self._servicer)(request, invocation)
-        asked.reply.last_message = answer if asked.method.takes_bytes else answer.SerializeToString()
-        asked.call.trailing = invocation.trailing
+        request = await self._decode_request(Frame(body[0] != 0, body[HEAD_BYTES:]), method, call)
+        invocation = Invocation(call.metadata, deadline_s)
+        answer = await method.bind(self._servicer)(request, invocation)
+        call.trailing = invocation.trailing
+        message: bytes = answer if method.takes_bytes else answer.SerializeToString()
+        return message
 
-    async def _handle_stream(self, progress: StreamLifecycle, asked: _GrpcExchange) -> None:
-        deadline_s = _apply_deadline(progress, asked.call)
+    async def _answer_stream(
+        self, progress: StreamLifecycle, method: GrpcMethod, call: GrpcCall, reply: _ResponseWriter
+    ) -> None:
+        deadline_s = _apply_deadline(progress, call)
 
         async def requests() -> AsyncGenerator[bytes, None]:
             while (frame := await progress.read_frame()) is not None:
-                yield await self._decode_request(frame, asked)
+                yield await self._decode_request(frame, method, call)
 
-        invocation = Invocation(asked.call.metadata, deadline_s)
         async with (
             aclosing(requests()) as incoming,
-            aclosing(asked.method.bind(self._servicer)(incoming, invocation)) as responses,
+            aclosing(method.bind(self._servicer)(incoming, Invocation(call.metadata, deadline_s))) as responses,
         ):
             async for response in responses:
-                await progress.await_send(asked.reply.send_message(response))
+                await progress.await_send(reply.send_message(response))
 
-    async def _decode_request(self, frame: Frame, asked: _GrpcExchange) -> Any:
+    async def _decode_request(self, frame: Frame, method: GrpcMethod, call: GrpcCall) -> Any:
         """Decode the method's request. Raises InferenceError (400, 413, 415)."""
         content = frame.content
         if frame.compressed:
-            encoding = asked.call.metadata.get(b"grpc-encoding", b"identity")
+            encoding = call.metadata.get(b"grpc-encoding", b"identity")
             content = await decompress_in_thread(self._limits, content, encoding)
-        return content if asked.method.takes_bytes else parse_message(asked.method.request, content)
+        return content if method.takes_bytes else parse_message(method.request, content)
 
 
 class _ResponseWriter:
@@ -170,22 +158,17 @@ def _chunk(message: bytes) -> bytes:
 
 
 def _apply_deadline(progress: RequestLifecycle, call: GrpcCall) -> float | None:
-    """Apply the call's deadline, which ends it. Raises InferenceError (400)."""
-    left_s = _timeout_s(call.metadata.get(b"grpc-timeout"))
-    if left_s is None:
-        return None
-    deadline_s = time.monotonic() + left_s
-    progress.set_deadline(deadline_s)
-    return deadline_s
-
-
-def _timeout_s(value: bytes | None) -> float | None:
-    """The value of `grpc-timeout`; None without a deadline. Raises InferenceError (400)."""
+    """Apply the call's deadline, `grpc-timeout`, which ends it; None without one. Raises InferenceError (400)."""
+    value = call.metadata.get(b"grpc-timeout")
     if value is None:
         return None
     text = value.decode("latin-1")
-    found = _TIMEOUT.fullmatch(text)
-    if found is None:
+    parts = _TIMEOUT.fullmatch(text)
+    if parts is None:
         raise InferenceError(400, f"grpc-timeout = {text[:40]!r}: expected digits and one of H M S m u n")
-    left_s = int(found[1]) * UNITS_S[found[2]]
-    return None if left_s > FOREVER_S else left_s
+    wait_s = int(parts[1]) * UNITS_S[parts[2]]
+    if wait_s > FOREVER_S:
+        return None
+    deadline_s = time.monotonic() + wait_s
+    progress.set_deadline(deadline_s)
+    return deadline_s

@@ -52,12 +52,11 @@ MAX_DETAILS_CHARS = 2000  # sent in a header block, which proxies limit
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # characters that `grpc-message` takes unescaped
 # Methods of stock clients that are not served, with the error's text.
 UNSUPPORTED_METHODS = {
-    "SystemSharedMemoryStatus": "shared memory",
-    "SystemSharedMemoryRegister": "shared memory",
-    "SystemSharedMemoryUnregister": "shared memory",
-    "CudaSharedMemoryStatus": "shared memory",
-    "CudaSharedMemoryRegister": "shared memory",
-    "CudaSharedMemoryUnregister": "shared memory",
+    **{
+        f"{memory}SharedMemory{action}": "shared memory"
+        for memory in ("System", "Cuda")
+        for action in ("Status", "Register", "Unregister")
+    },
     "TraceSetting": "changing what is traced",
     "LogSettings": "changing what is logged",
 }
@@ -83,9 +82,9 @@ class GrpcCall:
         if self._error is None:
             return [(b"grpc-status", b"0"), *self.trailing]
         status: int = GRPC_STATUSES.get(self._error.status, grpc.StatusCode.INTERNAL).value[0]
-        words = urllib.parse.quote(str(self._error)[:MAX_DETAILS_CHARS], safe=_PRINTABLE)[:MAX_DETAILS_CHARS]
-        words = re.sub("%[0-9A-F]?$", "", words)
-        return [(b"grpc-status", b"%d" % status), (b"grpc-message", words.encode()), *self.trailing]
+        message = urllib.parse.quote(str(self._error)[:MAX_DETAILS_CHARS], safe=_PRINTABLE)[:MAX_DETAILS_CHARS]
+        message = re.sub("%[0-9A-F]?$", "", message)  # an escape that was cut
+        return [(b"grpc-status", b"%d" % status), (b"grpc-message", message.encode()), *self.trailing]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +103,18 @@ class GrpcMethod:
 
     def bind(self, servicer: InferenceServicer) -> Callable[..., Any]:
         """The servicer's method."""
-        found: Callable[..., Any] = getattr(servicer, self.attribute)
-        return found
+        method: Callable[..., Any] = getattr(servicer, self.attribute)
+        return method
 
 
-def _methods() -> dict[str, GrpcMethod]:
-    found = {}
-    for each in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
-        attribute = re.sub(r"(?<!^)(?=[A-Z])", "_", each.name).lower()
-        request, response = getattr(pb, each.input_type.name), getattr(pb, each.output_type.name)
-        takes_bytes = each.name in RAW_BYTES_METHODS
-        found[each.name] = GrpcMethod(each.name, attribute, request, response, each.server_streaming, takes_bytes)
-    return found
-
-
-METHODS = _methods()
+METHODS = {
+    each.name: GrpcMethod(
+        each.name,
+        re.sub(r"(?<!^)(?=[A-Z])", "_", each.name).lower(),
+        getattr(pb, each.input_type.name),
+        getattr(pb, each.output_type.name),
+        each.server_streaming,
+        each.name in RAW_BYTES_METHODS,
+    )
+    for each in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
+}

@@ -92,7 +92,12 @@ class RequestLayoutCache:
             return
         pieces = [encode_field_head(RAW_INPUT_KEY, size) for size in inputs.raw_sizes]
         begin = len(content) - sum(map(len, pieces)) - sum(inputs.raw_sizes)
-        if begin > MAX_HEAD_BYTES or not self._has_seen(content, begin):
+        if begin > MAX_HEAD_BYTES:
+            return
+        if (beginning := (len(content), content[:begin])) not in self._seen:
+            if len(self._seen) == MAX_SEEN_HEADS:
+                self._seen.clear()
+            self._seen.add(beginning)
             return
         layout = _build_layout(content, begin, pieces, request, asked, codec, inputs)
         if layout is None:
@@ -102,19 +107,9 @@ class RequestLayoutCache:
             self._num_layouts = 0
         same = self._by_length.setdefault(len(content), [])
         # A layout of a former codec is dropped.
-        kept = [each for each in same if not each.matches(content)][: MAX_LAYOUTS_PER_LENGTH - 1]
-        self._num_layouts += 1 + len(kept) - len(same)
-        self._by_length[len(content)] = [layout, *kept]
-
-    def _has_seen(self, content: bytes, begin: int) -> bool:
-        """Whether an earlier request had this length and beginning; marks it for the next."""
-        beginning = len(content), content[:begin]
-        if beginning in self._seen:
-            return True
-        if len(self._seen) == MAX_SEEN_HEADS:
-            self._seen.clear()
-        self._seen.add(beginning)
-        return False
+        others = [each for each in same if not each.matches(content)][: MAX_LAYOUTS_PER_LENGTH - 1]
+        self._num_layouts += 1 + len(others) - len(same)
+        self._by_length[len(content)] = [layout, *others]
 
 
 def _build_layout(
@@ -143,15 +138,11 @@ def _build_layout(
             head = content[:begin]
         tensors.append((tensor.name, tensor.datatype, list(tensor.shape), begin, begin + size))
         begin += size
-    if not _is_complete_message(content[: between[0][0]]):
+    try:  # whether a message without tensors may end here
+        is_complete = not pb.ModelInferRequest.FromString(content[: between[0][0]]).raw_input_contents
+    except DecodeError:
+        is_complete = False
+    if not is_complete:
         return None
     rest = inputs.num_rows, inputs.wanted, inputs.outputs, inputs.raw_sizes
     return RequestLayout(asked, codec, head, between[1:], tensors, *rest)
-
-
-def _is_complete_message(beginning: bytes) -> bool:
-    """Whether a message without tensors may end here."""
-    try:
-        return not pb.ModelInferRequest.FromString(beginning).raw_input_contents
-    except DecodeError:
-        return False

@@ -38,11 +38,12 @@ from shoal.serve.messages.inference import Caller, ModelManagerProtocol, ServedM
 from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
 from shoal.serve.protocol.infer_call import (
     LARGE_BYTES,
-    InferenceHead,
     ModelCodecs,
     decode_in_thread,
-    encode_outputs,
+    has_large_arrays,
+    read_head,
     resolve_version,
+    run_in_thread,
     start_trace,
 )
 from shoal.serve.protocol.model_metadata import (
@@ -173,10 +174,10 @@ class InferenceServicer:
         name, metadata = "inference.GRPCInferenceService/ModelInfer", invocation.metadata
         with start_trace(self._tracer, name, asked.model, metadata) as trace:
             model = self._manager.get_model(asked.model)
-            head = InferenceHead(model, asked.version, metadata, caller, trace, request.arrived_s)
+            head = read_head(model, asked.version, metadata, caller, trace, request.arrived_s)
             codec = self._codecs.get(model)
             inputs = await self._decode_inputs(request, codec)
-            prediction = await head.infer(
+            call = head.complete(
                 DecodedRequest(
                     inputs.arrays,
                     inputs.num_rows,
@@ -187,9 +188,14 @@ class InferenceServicer:
                 ),
                 invocation.deadline_s,
             )
+            prediction = await model.infer(call)
+            if trace is not None:
+                trace.record_prediction(prediction, call.num_rows)
             invocation.trailing.append((b"shoal-model-version", b"%d" % prediction.version))
             outputs, version = prediction.outputs, prediction.version
-            return await encode_outputs(outputs, asked.raw, codec.encode, asked, inputs.outputs, version, outputs)
+            if has_large_arrays(outputs, raw=asked.raw):
+                return await run_in_thread(codec.encode, asked, inputs.outputs, version, outputs)
+            return codec.encode(asked, inputs.outputs, version, outputs)
 
     def _parse_request(self, content: bytes) -> GrpcInferRequest:
         """Parse a message. Raises InferenceError (400)."""

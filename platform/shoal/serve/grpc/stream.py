@@ -67,9 +67,9 @@ class StreamLifecycle(RequestLifecycle):
                 return None
             await self._receive_more()
         self._message_since_s = None
-        found = Frame(self._buffer[0] != 0, bytes(memoryview(self._buffer)[HEAD_BYTES:end]))
+        frame = Frame(self._buffer[0] != 0, bytes(memoryview(self._buffer)[HEAD_BYTES:end]))
         del self._buffer[:end]
-        return found
+        return frame
 
     def _find_frame_end(self) -> int | None:
         """The end of the first message in the buffer; None while it is incomplete. Raises InferenceError (413)."""
@@ -120,7 +120,7 @@ class StreamLifecycle(RequestLifecycle):
             if self._message_since_s is not None and now_s - self._message_since_s > self.limits.body_deadline_s(
                 len(self._buffer)
             ):
-                self._cancel(self._slow_body_error(len(self._buffer)))
+                self._cancel(self.limits.build_slow_body_error(len(self._buffer)))
         elif self._ahead is None or self._ahead.done():
             self._ahead = asyncio.get_running_loop().create_task(self._read_ahead())
 

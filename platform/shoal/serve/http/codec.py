@@ -71,33 +71,38 @@ class HttpCodec:
         arrays: dict[str, np.ndarray] = {}
         for tensor in request.inputs:
             self._schema.check_tensor(tensor.name, tensor.datatype, tensor.shape, arrays)
-            if tensor.parameters is None and tensor.data is not NO_DATA:
-                arrays[tensor.name] = from_json(tensor.name, tensor.datatype, tensor.shape, tensor.data)
+            size = None if tensor.parameters is None else _read_binary_size(tensor, len(rest))
+            if (size is None) == (tensor.data is NO_DATA):
+                remedy = "give data, or binary_data_size and the bytes after the JSON object; one of both"
+                raise InferenceError(400, f"not an inference request: input {tensor.name!r}: {remedy}")
+            if size is None:
+                array = from_json(tensor.name, tensor.datatype, tensor.shape, tensor.data)
             else:
-                size = _binary_size(tensor, len(rest))
-                arrays[tensor.name] = _read_tensor(tensor, None if size is None else rest[:size])
-                rest = rest[size or 0 :]
-            arrays[tensor.name] = self._schema.widen(tensor.name, arrays[tensor.name])
+                array = from_binary(tensor.name, tensor.datatype, tensor.shape, rest[:size])
+                rest = rest[size:]
+            arrays[tensor.name] = self._schema.widen(tensor.name, array)
         if len(rest):
             raise InferenceError(400, f"the body has {len(rest)} bytes after the last tensor")
         num_rows, parameters = self._schema.check_complete(arrays), request.parameters or NO_PARAMETERS
         binary = _get_flag(parameters, "binary_data_output", False)
+        outputs: frozenset[str] | None = None
         binary_of: dict[str, bool] = {}
-        outputs = self._schema.check_outputs(output.name for output in request.outputs or ())
-        for output in request.outputs or ():
-            of_output = output.parameters or NO_PARAMETERS
-            _reject_parameters(of_output, f"output {output.name!r}")
-            binary_of[output.name] = _get_flag(of_output, "binary_data", binary)
+        if request.outputs:
+            outputs = self._schema.check_outputs(output.name for output in request.outputs)
+            for output in request.outputs:
+                of_output = output.parameters or NO_PARAMETERS
+                _reject_parameters(of_output, f"output {output.name!r}")
+                binary_of[output.name] = _get_flag(of_output, "binary_data", binary)
         return DecodedRequest(
             arrays,
             num_rows,
             outputs,
-            id=request.id,
-            timeout_us=parameters.get("timeout"),
-            action=parameters.get("action"),
-            seed=parameters.get("seed"),
-            binary=binary,
-            binary_of=binary_of,
+            request.id,
+            parameters.get("timeout"),
+            parameters.get("action"),
+            parameters.get("seed"),
+            binary,
+            binary_of,
         )
 
     def encode(self, request: DecodedRequest, arrays: Arrays, version: int) -> RestResponse:
@@ -157,7 +162,7 @@ class HttpCodec:
         return DecodedRequest({spec.name: array}, 1, binary=True)
 
 
-def _binary_size(tensor: InputTensor, available_bytes: int) -> int | None:
+def _read_binary_size(tensor: InputTensor, available_bytes: int) -> int | None:
     """The number of bytes after the JSON object for this tensor; None when its data is in the JSON."""
     parameters = tensor.parameters or NO_PARAMETERS
     _reject_parameters(parameters, f"input {tensor.name!r}")
@@ -168,15 +173,6 @@ def _binary_size(tensor: InputTensor, available_bytes: int) -> int | None:
         expected = f"expected at most {available_bytes}, which is the number after the JSON object"
         raise InferenceError(400, f"input {tensor.name!r}: binary_data_size = {str(size)[:40]}: {expected}")
     return size
-
-
-def _read_tensor(tensor: InputTensor, binary: memoryview | None) -> np.ndarray:
-    if (binary is None) == (tensor.data is NO_DATA):
-        remedy = "give data, or binary_data_size and the bytes after the JSON object; one of both"
-        raise InferenceError(400, f"not an inference request: input {tensor.name!r}: {remedy}")
-    if binary is None:
-        return from_json(tensor.name, tensor.datatype, tensor.shape, tensor.data)
-    return from_binary(tensor.name, tensor.datatype, tensor.shape, binary)
 
 
 def _reject_parameters(parameters: Parameters, where: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 import zlib
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -26,10 +27,11 @@ from shoal.serve.protocol.infer_call import (
     LARGE_BYTES,
     PEER_HEADER,
     TENANT_HEADER,
-    InferenceHead,
     ModelCodecs,
     decode_in_thread,
-    encode_outputs,
+    has_large_arrays,
+    read_head,
+    run_in_thread,
     start_trace,
 )
 from shoal.serve.protocol.request_lifecycle import Receive, RequestLifecycle, RequestsInProgress, decompress_in_thread
@@ -64,13 +66,14 @@ class InferenceHandler:
             start_trace(self._tracer, TRACE_NAME, name, headers) as trace,
             RequestLifecycle(in_progress, receive) as progress,
         ):
+            arrived_s = time.monotonic()
             if is_from_peer:
                 token, generation = headers.get(PEER_HEADER, b""), headers.get(GENERATION_HEADER, b"")
                 model = self._manager.get_peer_model(name, token, generation)
                 caller = Caller(unquote(headers.get(TENANT_HEADER, b"").decode("latin-1")))
             else:
                 model = self._manager.get_model(name)
-            head = InferenceHead(model, target.version, headers, caller, trace)
+            head = read_head(model, target.version, headers, caller, trace, arrived_s)
             header_length = read_length(headers, b"inference-header-content-length")
             codec = self._codecs.get(model)
             body = await read_body(progress, headers)
@@ -79,11 +82,16 @@ class InferenceHandler:
                 request = codec.decode(body, header_length)
             else:
                 request = await decode_in_thread(len(body), codec.decode, body, header_length)
-            prediction = await head.infer(request)
+            call = head.complete(request)
+            prediction = await model.infer(call)
+            if trace is not None:
+                trace.record_prediction(prediction, call.num_rows)
             raw = all(request.binary_of.values()) if request.binary_of else request.binary
-            answer = await encode_outputs(
-                prediction.outputs, raw, codec.encode, request, prediction.outputs, prediction.version
-            )
+            outputs, version = prediction.outputs, prediction.version
+            if has_large_arrays(outputs, raw=raw):
+                answer = await run_in_thread(codec.encode, request, outputs, version)
+            else:
+                answer = codec.encode(request, outputs, version)
             if is_from_peer:
                 batch = prediction.queued_s, prediction.computed_s, prediction.batch_rows
                 answer.headers.append((BATCH_HEADER, b"%.9g %.9g %d" % batch))

@@ -38,13 +38,11 @@ class AuthFailureCounter:
         self._counted: dict[tuple[str, int], AuthFailure] = {}
 
     def add(self, by: str, status: int, origin: str, model: str) -> None:
-        """Count one call."""
         before = self._counted.get((by, status))
         count = 1 if before is None else before.count + 1
         self._counted[by, status] = AuthFailure(by, status, count, origin[:MAX_CHARS], model[:MAX_CHARS])
 
     def snapshot(self) -> tuple[AuthFailure, ...]:
-        """All counts so far."""
         return tuple(self._counted.values())
 
 
@@ -60,16 +58,16 @@ class AuthFailureReporter:
 
         replicas: each present replica with its counts; the counts of others are dropped
         """
-        found: dict[tuple[str, int], AuthFailure] = {}
-        told: dict[str, dict[tuple[str, int], int]] = {}
+        due: dict[tuple[str, int], AuthFailure] = {}
+        reported: dict[str, dict[tuple[str, int], int]] = {}
         for replica, counted in replicas:
-            known = told[replica] = self._reported.get(replica, {})
+            known = reported[replica] = self._reported.get(replica, {})
             for each in counted:
                 key = each.by, each.status
                 more = each.count - known.get(key, 0)
                 if more > 0 and now_s - self._reported_s.get(key, -math.inf) >= MIN_REPORT_INTERVAL_S:
                     known[key] = each.count
-                    found[key] = replace(each, count=more + (found[key].count if key in found else 0))
-        self._reported = told
-        self._reported_s |= dict.fromkeys(found, now_s)
-        return list(found.values())
+                    due[key] = replace(each, count=more + (due[key].count if key in due else 0))
+        self._reported = reported
+        self._reported_s |= dict.fromkeys(due, now_s)
+        return list(due.values())

@@ -79,17 +79,11 @@ class ModelPlan:
     signature: dict[str, Any] | None = None
 
     @property
-    def newest_options(self) -> dict[str, Any]:
-        """The options under which versions are to be loaded."""
-        return self.next_options if self.next_version else self.options
-
-    @property
     def pinned(self) -> int:
         """The number of the version that answers; 0 for none, or for the newest of a run."""
         return max(self.stable, 0)
 
     def is_for(self, replica: str) -> bool:
-        """Whether this replica has the model."""
         return self.replicas is None or replica in self.replicas
 
     def is_same_model(self, later: ModelPlan | None) -> bool:

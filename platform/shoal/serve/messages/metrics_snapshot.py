@@ -97,13 +97,13 @@ def merge_snapshots(snapshots: Iterable[ModelSnapshot]) -> ModelSnapshot:
     for each in rest:
         versions = dict(merged["versions"])
         for version, counts in each["versions"].items():
-            versions[version] = _add_versions(versions[version], counts) if version in versions else counts
+            versions[version] = add_versions(versions[version], counts) if version in versions else counts
         merged = {
             **merged,
             "swaps": max(merged["swaps"], each["swaps"]),
             "pending": merged["pending"] + each["pending"],
             "versions": dict(sorted(versions.items(), key=lambda item: int(item[0]))),
-            "older": _add_versions(merged["older"], each["older"]),
+            "older": add_versions(merged["older"], each["older"]),
             "refused": dict(sorted((Counter(merged["refused"]) + Counter(each["refused"])).items())),
             "queue_s": _sum_histograms(merged["queue_s"], each["queue_s"]),
             "compute_s": _sum_histograms(merged["compute_s"], each["compute_s"]),
@@ -116,7 +116,7 @@ def sum_versions(snapshot: ModelSnapshot) -> VersionSnapshot:
     """Sum all versions of a model, also those no longer listed separately."""
     summed = snapshot["older"]
     for counts in snapshot["versions"].values():
-        summed = _add_versions(summed, counts)
+        summed = add_versions(summed, counts)
     return summed
 
 
@@ -127,7 +127,8 @@ def count_requests_and_errors(counts: VersionSnapshot) -> tuple[int, int]:
     return sum(counts["statuses"].values()) + shadowed, errors + counts["shadow_failed"]
 
 
-def _add_versions(one: VersionSnapshot, other: VersionSnapshot) -> VersionSnapshot:
+def add_versions(one: VersionSnapshot, other: VersionSnapshot) -> VersionSnapshot:
+    """Sum the counts of two versions, or of one on two replicas."""
     sizes = {each["batch_size"]: each["compute_infer"] for each in one["batch_stats"]}
     for each in other["batch_stats"]:
         have = sizes.get(each["batch_size"], {"count": 0, "ns": 0})
@@ -179,9 +180,9 @@ def estimate_quantile(histogram: HistogramSnapshot, q: float) -> float | None:
     wanted = q * sum(histogram["counts"])
     if wanted <= 0.0:
         return None
-    seen = 0
+    num_below = 0
     for (low, high), count in zip(pairwise([0.0, *histogram["bounds"]]), histogram["counts"], strict=False):
-        if seen + count >= wanted:
-            return low + (high - low) * (wanted - seen) / count
-        seen += count
+        if num_below + count >= wanted:
+            return low + (high - low) * (wanted - num_below) / count
+        num_below += count
     return histogram["bounds"][-1]

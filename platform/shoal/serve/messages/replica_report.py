@@ -157,7 +157,6 @@ class PeerReport:
         return cls(report.replica, report.loaded, encode_report(report) if encoded is None else encoded)
 
     def decode(self) -> ReplicaReport:
-        """All of it."""
         return decode_report(self.encoded)
 
 

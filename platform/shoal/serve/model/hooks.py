@@ -40,7 +40,7 @@ def find_hook(field: Literal["preprocess", "postprocess"], factory: ModelFactory
 
 
 def _wrap_hook(field: str, reference: str, function: Callable[[Arrays], Any]) -> Hook:
-    blames_input = field == "preprocess"
+    who = f"{field} {reference}"
 
     def hook(arrays: Arrays) -> Arrays:
         try:
@@ -48,18 +48,14 @@ def _wrap_hook(field: str, reference: str, function: Callable[[Arrays], Any]) ->
         except InferenceError:
             raise
         except Exception as error:
-            if blames_input and isinstance(error, ValueError):
-                raise InferenceError(422, f"{field} {reference}: {error}") from error
-            raise ModelError(500, f"{field} {reference}: {type(error).__name__}: {error}") from error
-        return _require_arrays(given, f"{field} {reference}")
+            if field == "preprocess" and isinstance(error, ValueError):
+                raise InferenceError(422, f"{who}: {error}") from error
+            raise ModelError(500, f"{who}: {type(error).__name__}: {error}") from error
+        if not isinstance(given, Mapping):
+            raise InferenceError(500, f"{who}: expected a dict of arrays, it gave {type(given).__name__}")
+        for name, value in given.items():
+            if not isinstance(value, np.ndarray):
+                raise InferenceError(500, f"{who}: expected an array for {name!r}, it gave {type(value).__name__}")
+        return given
 
     return hook
-
-
-def _require_arrays(given: Any, who: str) -> Arrays:
-    if not isinstance(given, Mapping):
-        raise InferenceError(500, f"{who}: expected a dict of arrays, it gave {type(given).__name__}")
-    for name, value in given.items():
-        if not isinstance(value, np.ndarray):
-            raise InferenceError(500, f"{who}: expected an array for {name!r}, it gave {type(value).__name__}")
-    return given

@@ -39,20 +39,24 @@ class OutputCheck:
     def __init__(
         self, outputs: Sequence[TensorMetadata], batch_dims: Mapping[str, int | None], *, finite: bool
     ) -> None:
+        tests: dict[str, Any] = {
+            **dict.fromkeys(("FP16", "FP32", "FP64"), np.isfinite),
+            "BF16": lambda bits: (bits & _BF16_EXPONENT) != _BF16_EXPONENT,
+        }
         self._specs = [
-            (spec, NUMPY_DTYPES[spec.datatype], batch_dims[spec.name], _select_finite_test(spec, finite))
+            (spec, NUMPY_DTYPES[spec.datatype], batch_dims[spec.name], tests.get(spec.datatype) if finite else None)
             for spec in outputs
         ]
 
-    def validate(self, found: Arrays, num_rows: int) -> dict[str, np.ndarray]:
+    def validate(self, given: Arrays, num_rows: int) -> dict[str, np.ndarray]:
         """Return the signature's outputs in its order. Raises InferenceError (500)."""
         outputs = {}
         for spec, dtype, dimension, is_finite in self._specs:
             name, expected = spec.name, _insert_rows(spec.shape, dimension, num_rows)
-            array = found.get(name)
+            array = given.get(name)
             if array is None:
-                given = ", ".join(map(repr, found)) or "none"
-                raise InferenceError(500, f"output {name!r} is missing: the model gave {given}")
+                names = ", ".join(map(repr, given)) or "none"
+                raise InferenceError(500, f"output {name!r} is missing: the model gave {names}")
             if array.shape != expected or array.dtype != dtype or dtype.kind == "O":
                 array = _validate_output(array, spec, expected)
             if is_finite is not None and (num_finite := np.count_nonzero(is_finite(array))) != array.size:
@@ -79,21 +83,14 @@ def _validate_output(array: np.ndarray, spec: TensorMetadata, expected: Sequence
         array = _as_bytes(array, spec.name)
     fits = len(array.shape) == len(expected) and array.dtype == NUMPY_DTYPES[spec.datatype]
     if not fits or any(want not in (-1, have) for have, want in zip(array.shape, expected, strict=True)):
-        got = _format_array(array, spec)
+        names = [
+            datatype
+            for datatype, dtype in NUMPY_DTYPES.items()
+            if array.dtype == dtype and (datatype != "BF16" or spec.datatype == "BF16")  # which looks like UINT16
+        ]
+        got = f"{names[0] if names else array.dtype} {[*array.shape]}"
         raise InferenceError(500, f"output {spec.name!r}: expected {spec.datatype} {[*expected]}, got {got}")
     return array
-
-
-def _select_finite_test(spec: TensorMetadata, finite: bool) -> Any:
-    """Select the test for finite elements; None for a type that is always finite."""
-    if not finite or spec.datatype not in ("BF16", "FP16", "FP32", "FP64"):
-        return None
-    return _is_finite_bf16 if spec.datatype == "BF16" else np.isfinite
-
-
-def _is_finite_bf16(bits: np.ndarray) -> np.ndarray:
-    finite: np.ndarray = (bits & _BF16_EXPONENT) != _BF16_EXPONENT
-    return finite
 
 
 def _as_bytes(array: np.ndarray, name: str) -> np.ndarray:
@@ -108,14 +105,6 @@ def _as_bytes(array: np.ndarray, name: str) -> np.ndarray:
     wrong = next((each for each in encoded if not isinstance(each, bytes)), None)
     if wrong is not None:
         raise InferenceError(500, f"output {name!r}: expected BYTES, got an element of type {type(wrong).__name__}")
-    made = np.empty(len(encoded), object)
-    made[:] = encoded
-    return made.reshape(array.shape)
-
-
-def _format_array(array: np.ndarray, spec: TensorMetadata) -> str:
-    """Format an array's type as in the signature. BF16 looks like UINT16."""
-    for datatype, dtype in NUMPY_DTYPES.items():
-        if array.dtype == dtype and (datatype != "BF16" or spec.datatype == "BF16"):
-            return f"{datatype} {[*array.shape]}"
-    return f"{array.dtype} {[*array.shape]}"
+    flat = np.empty(len(encoded), object)
+    flat[:] = encoded
+    return flat.reshape(array.shape)

@@ -53,14 +53,22 @@ class RequestCollator:
         self._pad_elements: dict[str, Any] = {}
         self._size_limits: list[tuple[str, int, int]] = []  # input, its dimension, the largest size that all may share
         self._followed_dimensions: list[tuple[str, int, str, int]] = []  # output, its dimension, input, its dimension
-        self._ambiguous_dimensions: list[
-            tuple[int, list[str]]
-        ] = []  # a dimension that an output follows, and the inputs that may have it
+        # A dimension that an output follows, and the inputs that may have it.
+        self._ambiguous_dimensions: list[tuple[int, list[str]]] = []
         if pad_value is not None and self._ragged:
             self._pad_elements = {spec.name: _to_pad_element(spec, pad_value) for spec in signature.inputs}
             self._followed_dimensions = _match_output_dimensions(signature, self._variable)
             self._ambiguous_dimensions = _find_ambiguous_dimensions(signature, self._variable)
-            self._size_limits = [shared for spec in signature.inputs for shared in _compute_size_limits(spec)]
+            self._size_limits = [
+                (
+                    spec.name,
+                    dimension,
+                    int((MAX_SHARED_ROW_ELEMENTS / max(fixed_elements(spec), 1)) ** (1 / len(variable))),
+                )
+                for spec in signature.inputs
+                for variable in [variable_dimensions(spec)]
+                for dimension in variable
+            ]
 
     @property
     def can_pad(self) -> bool:
@@ -69,9 +77,14 @@ class RequestCollator:
 
     def compute_bucket(self, inputs: Arrays) -> Hashable:
         """The key that requests must have in common to share a batch."""
-        if self._shared:
-            return self._compute_shape_bucket(inputs), *[_make_content_key(inputs[name][:1]) for name in self._shared]
-        return self._compute_shape_bucket(inputs)
+        bucket = self._compute_shape_bucket(inputs)
+        if not self._shared:
+            return bucket
+        contents: list[Hashable] = []
+        for name in self._shared:
+            array = inputs[name][:1]
+            contents += [array.shape, tuple(array.ravel().tolist()) if array.dtype.hasobject else array.tobytes()]
+        return bucket, *contents
 
     def _compute_shape_bucket(self, inputs: Arrays) -> Hashable:
         if not self._ragged:
@@ -114,11 +127,6 @@ class RequestCollator:
         return answers
 
 
-def _make_content_key(array: np.ndarray) -> Hashable:
-    """Equal for equal arrays of one datatype."""
-    return array.shape, tuple(array.ravel().tolist()) if array.dtype.hasobject else array.tobytes()
-
-
 def variable_dimensions(spec: TensorSignature) -> list[int]:
     """The dimensions of variable size, except the rows."""
     return [index for index, size in enumerate(spec.shape) if index and size == -1]
@@ -129,30 +137,25 @@ def fixed_elements(spec: TensorSignature) -> int:
     return math.prod([size for size in spec.shape[1:] if size != -1])
 
 
-def _compute_size_limits(spec: TensorSignature) -> list[tuple[str, int, int]]:
-    """The variable dimensions of an input, with the size at which a row has `MAX_SHARED_ROW_ELEMENTS`."""
-    variable = variable_dimensions(spec)
-    return [
-        (spec.name, dimension, int((MAX_SHARED_ROW_ELEMENTS / max(fixed_elements(spec), 1)) ** (1 / len(variable))))
-        for dimension in variable
-    ]
-
-
 def _match_output_dimensions(signature: Signature, variable: dict[str, list[int]]) -> list[tuple[str, int, str, int]]:
-    places = [(name, dimension) for name, dimensions in variable.items() for dimension in dimensions]
-    found = []
+    """Match each variable dimension of an output with the input and dimension that it follows."""
+    candidates = [(name, dimension) for name, dimensions in variable.items() for dimension in dimensions]
+    matches = []
     for spec in signature.outputs:
         for dimension in variable_dimensions(spec):
-            same = [(name, place) for name, place in places if place == dimension]
-            if same or len(places) == 1:
-                found.append((spec.name, dimension, *(same or places)[0]))
-    return found
+            same = [each for each in candidates if each[1] == dimension]
+            if same or len(candidates) == 1:
+                matches.append((spec.name, dimension, *(same or candidates)[0]))
+    return matches
 
 
 def _find_ambiguous_dimensions(signature: Signature, variable: dict[str, list[int]]) -> list[tuple[int, list[str]]]:
+    """List the dimensions that outputs follow and several inputs have, with these inputs."""
     followed = {dimension for spec in signature.outputs for dimension in variable_dimensions(spec)}
-    found = [(each, [name for name, dimensions in variable.items() if each in dimensions]) for each in sorted(followed)]
-    return [(dimension, names) for dimension, names in found if len(names) > 1]
+    inputs = [
+        (each, [name for name, dimensions in variable.items() if each in dimensions]) for each in sorted(followed)
+    ]
+    return [(dimension, names) for dimension, names in inputs if len(names) > 1]
 
 
 def _pad_and_concatenate(arrays: Sequence[np.ndarray], value: Any) -> np.ndarray:
@@ -173,10 +176,8 @@ def _to_pad_element(spec: TensorSignature, value: float) -> Any:
     if spec.datatype == "BF16":
         return bf16_bits(np.array([value], np.float32))[0]
     dtype = NUMPY_DTYPES[spec.datatype]
-    if dtype.kind in "iub" and not (math.isfinite(value) and _can_hold(dtype, value)):
-        raise ConfigError("pad_value", value, f"input {spec.name!r} is {spec.datatype}, which cannot hold it")
+    if dtype.kind in "iub":
+        least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype.name).min, np.iinfo(dtype.name).max)
+        if not least <= value <= most:  # NaN neither
+            raise ConfigError("pad_value", value, f"input {spec.name!r} is {spec.datatype}, which cannot hold it")
     return np.array(value).astype(dtype)[()]
-
-
-def _can_hold(dtype: np.dtype[Any], value: float) -> bool:
-    return 0 <= value <= 1 if dtype.kind == "b" else bool(np.iinfo(dtype.name).min <= value <= np.iinfo(dtype.name).max)

@@ -38,7 +38,9 @@ class PrecisionConverter:
         self._precision = precision
         self._layers: list[str] = []
         if precision == "bf16":
-            self._layers = _narrow_layers(module)
+            self._layers = [name for name, layer in module.named_modules() if type(layer) in _BF16_LAYERS]
+            for name in self._layers:
+                module.get_submodule(name).to(torch.bfloat16)
         elif precision == "int8":
             self._layers = _quantise_layers(module)
             if not self._layers:
@@ -90,13 +92,6 @@ def _quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     scales = rows.abs().amax(1).div_(127)
     units = rows / scales.clamp_min(torch.finfo(rows.dtype).tiny).unsqueeze(1)
     return units.round_().to(torch.int8), scales
-
-
-def _narrow_layers(module: nn.Module) -> list[str]:
-    names = [name for name, layer in module.named_modules() if type(layer) in _BF16_LAYERS]
-    for name in names:
-        module.get_submodule(name).to(torch.bfloat16)
-    return names
 
 
 def _quantise_layers(module: nn.Module) -> list[str]:

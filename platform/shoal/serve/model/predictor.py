@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 
 import numpy as np
@@ -31,7 +32,7 @@ from shoal.serve.model.hooks import Hook, find_hook
 from shoal.serve.model.output_check import NotFiniteOutput, OutputCheck
 from shoal.serve.model.padding import RequestCollator
 from shoal.serve.model.padding_cost import PaddingCostModel
-from shoal.serve.model.warm_up import batch_sizes, has_one_shape, is_example_guessed, make_example, time_warm_forwards
+from shoal.serve.model.warm_up import batch_sizes, has_one_shape, make_example, time_warm_forwards
 from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
@@ -66,14 +67,18 @@ class Predictor:
         self.signature, self.options, self.torch_threads = signature, options, torch_threads
         self.layout = layout = BatchLayout(signature, options)
         pad_value = options.pad_value if options.ragged == "pad" else None
-        self._collator = RequestCollator(layout.signature, pad_value, layout.shared_inputs)
-        self._padding_cost = PaddingCostModel(layout.signature) if self._collator.can_pad else None
+        collator = RequestCollator(layout.signature, pad_value, layout.shared_inputs)
         outputs = [TensorMetadata(each.name, each.datatype, each.shape) for each in signature.outputs]
-        self._check = OutputCheck(outputs, layout.dimensions, finite=options.finite)
+        self._steps = steps = ForwardSteps(
+            layout,
+            collator,
+            PaddingCostModel(layout.signature) if collator.can_pad else None,
+            OutputCheck(outputs, layout.dimensions, finite=options.finite),
+            find_hook("preprocess", factory, options),
+            find_hook("postprocess", factory, options),
+        )
         self.sampler = make_sampler(factory, signature, options.action)
-        self._preprocess = find_hook("preprocess", factory, options)
-        self._postprocess = find_hook("postprocess", factory, options)
-        has_hooks = self._preprocess is not None, self._postprocess is not None
+        has_hooks = steps.preprocess is not None, steps.postprocess is not None
         self._is_shared, open_one = share is not None, share or open_template
         self._templates: dict[str, Template] = {}
         with activate_code(factory.code):  # a format of the user's own is code, too
@@ -86,8 +91,9 @@ class Predictor:
         self._load_lock = threading.Lock()
         self._is_warm = False
         self._has_example = options.warm_up
-        is_typical = not is_example_guessed(layout.signature, is_prepared=self._preprocess is not None)
-        self.can_be_shared = is_typical and self._postprocess is None and not self._is_shared
+        # Else an example may be unlike any real request: its failure proves nothing.
+        is_typical = steps.preprocess is None and has_one_shape(layout.signature)
+        self.can_be_shared = is_typical and steps.postprocess is None and not self._is_shared
         self._must_answer = is_typical or (after is not None and after._is_warm)
         self.warm_up_times: list[tuple[int, float]] = []
 
@@ -99,13 +105,14 @@ class Predictor:
     def has_even_forwards(self) -> bool:
         """Whether the rows alone decide how long a forward takes: on this process's CPU, without hooks, and all rows
         have one shape."""
-        has_hooks = self._is_shared or self._preprocess is not None or self._postprocess is not None
-        return set(self._templates) == {"cpu"} and not has_hooks and has_one_shape(self.layout.signature)
+        has_hooks = self._steps.preprocess is not None or self._steps.postprocess is not None
+        is_here = set(self._templates) == {"cpu"} and not self._is_shared
+        return is_here and not has_hooks and has_one_shape(self.layout.signature)
 
     def compute_bucket(self, inputs: Arrays) -> Hashable:
         """The key that requests must have in common to share a batch: their shapes, where those differ and are not
         padded."""
-        return self._collator.compute_bucket(inputs)
+        return self._steps.collator.compute_bucket(inputs)
 
     def load(self, snapshot: WeightSnapshot) -> LoadedModel:
         """Load a version and let it answer an example; the first version answers one at every power of two of the
@@ -134,12 +141,7 @@ class Predictor:
         except torch.OutOfMemoryError as error:
             what = f"version {snapshot.version}, whose weights are {format_size(snapshot.size_bytes)}"
             raise WeightsError(explain_out_of_memory(error, what)) from None
-        steps = self.layout, self._collator, self._padding_cost, self._check, self._preprocess, self._postprocess
-        model = LoadedModel(snapshot.version, forward, *steps)
-        model.sampler = self.sampler
-        if isinstance(forward, LimitedForward) and self._preprocess is None:  # a hook's arrays are no request's
-            model.size_limits = forward.limits
-        return model
+        return LoadedModel(snapshot.version, forward, self._steps, self.sampler)
 
     def _warm_up(self, model: LoadedModel) -> None:
         """Run one row of every version, and every size of the first: later ones reuse its kernels.
@@ -191,6 +193,18 @@ class Predictor:
         return {chosen: self._templates[chosen]}
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardSteps:
+    """What a model does around each forward; all its versions share it. padding_cost: None where no batch is padded."""
+
+    layout: BatchLayout
+    collator: RequestCollator
+    padding_cost: PaddingCostModel | None
+    check: OutputCheck
+    preprocess: Hook | None
+    postprocess: Hook | None
+
+
 class LoadedModel:
     """One version of a model, ready to answer. Immutable and thread-safe.
 
@@ -199,24 +213,12 @@ class LoadedModel:
     """
 
     size_limits = NO_LIMITS
-    sampler: ActionSampler | None = None
 
-    def __init__(
-        self,
-        version: int,
-        forward: Forward,
-        layout: BatchLayout,
-        joiner: RequestCollator,
-        lengths: PaddingCostModel | None,
-        check: OutputCheck,
-        preprocess: Hook | None,
-        postprocess: Hook | None,
-    ) -> None:
-        self.version = version
-        self._forward, self._layout = forward, layout
-        self._collator, self._padding_cost, self._check = joiner, lengths, check
-        self._preprocess, self._postprocess = preprocess, postprocess
-        self._first_input, self._input_names = joiner.names[0], joiner.names
+    def __init__(self, version: int, forward: Forward, steps: ForwardSteps, sampler: ActionSampler | None) -> None:
+        self.version, self._forward, self._steps, self.sampler = version, forward, steps, sampler
+        self._layout, self._input_names = steps.layout, steps.collator.names
+        if isinstance(forward, LimitedForward) and steps.preprocess is None:  # a hook's arrays are no request's
+            self.size_limits = forward.limits
 
     def predict_batch(self, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
         """Answer several requests of one bucket as one batch along the first dimension, or as several where that saves
@@ -225,38 +227,38 @@ class LoadedModel:
         Raises InferenceError (500) naming the output that does not fit the signature, a hook's error (422, 500), or the
         model's error.
         """
-        lengths = self._padding_cost
-        if lengths is None:
+        cost = self._steps.padding_cost
+        if cost is None:
             return self._predict_collated(requests)
         answers: dict[int, dict[str, np.ndarray]] = {}
-        for part in lengths.split_batch(requests):
-            chosen = [requests[place] for place in part]
+        for part in cost.split_batch(requests):
+            chosen = [requests[index] for index in part]
             began_s = time.perf_counter()
             answers.update(zip(part, self._predict_collated(chosen), strict=True))
-            lengths.observe(chosen, time.perf_counter() - began_s)
-        return [answers[place] for place in range(len(requests))]
+            cost.observe(chosen, time.perf_counter() - began_s)
+        return [answers[index] for index in range(len(requests))]
 
     def _predict_collated(self, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
         if len(requests) == 1:
             request = requests[0]
             inputs = {name: request[name] for name in self._input_names}
-            return [self._predict(inputs, len(inputs[self._first_input]))]
-        joined = self._collator.collate(requests)
-        outputs = self._predict(joined.inputs, joined.bounds[-1])
-        return self._collator.split(outputs, joined, requests)
+            return [self._predict(inputs, len(inputs[self._input_names[0]]))]
+        collator = self._steps.collator
+        batch = collator.collate(requests)
+        return collator.split(self._predict(batch.inputs, batch.bounds[-1]), batch, requests)
 
     def _predict(self, rows: dict[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
+        steps, layout = self._steps, self._layout
         if num_rows == 0:
-            return self._layout.to_batch_first(self._check.make_empty_outputs(), 0)
-        layout = self._layout
+            return layout.to_batch_first(steps.check.make_empty_outputs(), 0)
         inputs: Arrays = rows if layout.is_first else layout.to_model_shapes(rows)
         try:
-            if self._preprocess is not None:
+            if steps.preprocess is not None:
                 # It may write to them, and another version or a shadow reads them too.
-                inputs = self._preprocess({name: array.copy() for name, array in inputs.items()})
+                inputs = steps.preprocess({name: array.copy() for name, array in inputs.items()})
             outputs = self._forward(inputs)
-            if self._postprocess is not None:
-                outputs = self._postprocess(outputs)
+            if steps.postprocess is not None:
+                outputs = steps.postprocess(outputs)
         except torch.OutOfMemoryError as error:  # a batch of several requests is tried in halves
             problem = explain_out_of_memory(error, f"{num_rows} rows")
             logger.warning("version %d: %s", self.version, problem)
@@ -268,5 +270,5 @@ class LoadedModel:
             raise InferenceError(503, "this replica's GPU has failed; another replica takes over", 1.0) from None
         except SystemExit as error:  # it would end the computing thread and the awaiting task
             raise ModelError(500, f"the model raised {error!r}") from error
-        found = self._check.validate(outputs, num_rows)
-        return found if layout.is_first else layout.to_batch_first(found, num_rows)
+        checked = steps.check.validate(outputs, num_rows)
+        return checked if layout.is_first else layout.to_batch_first(checked, num_rows)

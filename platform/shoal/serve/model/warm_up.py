@@ -32,7 +32,7 @@ def time_warm_forwards(
 
     A longer time may be the machine's other load, and a time that is too long refuses requests.
     """
-    found: list[tuple[int, float]] = []
+    times: list[tuple[int, float]] = []
     ends_s = clock() + MAX_MEASURE_S
     for size in sizes:
         taken_s: list[float] = []
@@ -40,13 +40,8 @@ def time_warm_forwards(
             forward(size)
             taken_s.append(clock() - started_s)
         if taken_s:
-            found.append((size, min(taken_s)))
-    return found
-
-
-def is_example_guessed(signature: Signature, is_prepared: bool) -> bool:
-    """Whether an example may be unlike any real request, so that its failure proves nothing."""
-    return is_prepared or not has_one_shape(signature)
+            times.append((size, min(taken_s)))
+    return times
 
 
 def has_one_shape(signature: Signature) -> bool:

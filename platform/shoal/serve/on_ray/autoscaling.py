@@ -51,8 +51,8 @@ class EndpointAutoscaler:
         self._decided_s = now_s
         decision = self._policy.decide(_read_load(ctx, now_s))
         if decision.replicas != self._replicas:
-            told = f"{decision.replicas} replicas ({decision.reason}, {decision.requests_per_s:.1f} requests/s)"
-            logger.info("%s: %s", ctx.app_name, told)
+            what = f"{decision.replicas} replicas ({decision.reason}, {decision.requests_per_s:.1f} requests/s)"
+            logger.info("%s: %s", ctx.app_name, what)
         self._replicas = decision.replicas
         self._inform_ingress(self._policy.budget, ctx, now_s)
         return decision.replicas, {}
@@ -62,7 +62,9 @@ class EndpointAutoscaler:
         would wake it, since Serve starts a replica without asking this policy; and how long a start takes."""
         if budget is not None and now_s - self._saved_s >= SAVE_EVERY_S:
             self._saved_s = now_s
-            self._save_budget(budget)
+            spent = {"period": budget.period, "charged_s": budget.charged_s, "spent_s": budget.spent_s}
+            self._spent_file.parent.mkdir(parents=True, exist_ok=True)
+            replace_synced(self._spent_file, json.dumps(spent).encode())
         until_s = 0.0 if budget is None else budget.find_rejection_end(now_s)  # 0: also of a budget that was removed
         _, start_s, began_at_s = self._mark
         is_starting = ctx.target_num_replicas > 0 and not ctx.current_num_replicas
@@ -83,11 +85,6 @@ class EndpointAutoscaler:
         if not 0 <= now_s - spent["charged_s"] <= MAX_GAP_S:
             budget.spend(0, now_s)
         return budget
-
-    def _save_budget(self, budget: Budget) -> None:
-        spent = {"period": budget.period, "charged_s": budget.charged_s, "spent_s": budget.spent_s}
-        self._spent_file.parent.mkdir(parents=True, exist_ok=True)
-        replace_synced(self._spent_file, json.dumps(spent).encode())
 
 
 def _read_load(ctx: AutoscalingContext, now_s: float) -> EndpointLoad:

@@ -34,7 +34,14 @@ def patch_bind_addresses() -> None:
         default_impl.add_grpc_address = _bind_grpc_to(host, default_impl.add_grpc_address)
         replica.add_port_to_grpc_server = _bind_grpc_to(host, replica.add_port_to_grpc_server)
     if not is_on_head:
-        replica.start_asgi_http_server = _bind_http_to(host, replica.start_asgi_http_server)
+        start = replica.start_asgi_http_server
+
+        def start_here(app: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
+            if options.host not in ANY_HOSTS:
+                options = options.model_copy(update={"host": host})
+            return start(app, options, *args, **kwargs)
+
+        replica.start_asgi_http_server = start_here
 
 
 def is_head(host: str) -> bool:
@@ -48,15 +55,6 @@ def _bind_grpc_to(host: str, add: Callable[[Any, str], Any]) -> Callable[[Any, s
         return add(server, address.replace(ANY_ADDRESS, f"[{host}]:" if ":" in host else f"{host}:"))
 
     return add_there
-
-
-def _bind_http_to(host: str, start: Callable[..., Any]) -> Callable[..., Any]:
-    def start_there(app: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
-        if options.host not in ANY_HOSTS:
-            options = options.model_copy(update={"host": host})
-        return start(app, options, *args, **kwargs)
-
-    return start_there
 
 
 def announce_http_address(announce: Callable[[str], None]) -> None:

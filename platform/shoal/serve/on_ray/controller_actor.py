@@ -45,7 +45,6 @@ class ControllerWorker:
         self._reports: dict[str, bytes] = {}
 
     async def call(self, method: str, *arguments: object, **named: object) -> Any:
-        """Call a method of the service."""
         return await getattr(self._service, method)(*arguments, **named)
 
     async def report(self, encoded: bytes) -> list[PeerReport]:
@@ -122,7 +121,6 @@ class RayControllerClient:
         return self._handle
 
     def start(self) -> None:
-        """Start the actor before its first use."""
         _ = self.handle
 
     def call_blocking(self, method: str, *arguments: object) -> Any:
@@ -147,7 +145,6 @@ class RayControllerClient:
             raise self._translate_error(error, is_routine=True) from error
 
     async def call(self, method: RemoteMethod[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
-        """Raises ConnectionLost, or what the controller raised where the method is no routine."""
         try:
             async with asyncio.timeout(method.timeout_s):
                 answer: T = await self.handle.call.remote(method.name, *arguments, **named)

@@ -1,4 +1,7 @@
-"""An endpoint on Ray Serve: `deploy`, which starts replicas (`replica_worker`) behind HAProxy.
+"""An endpoint on Ray Serve: `deploy`, which starts replicas (`replica_worker`) behind HAProxy, and waits for them.
+
+Serve's own `run` waits for all replicas and without limit. Where an autoscaler may add nodes the first one is enough:
+it answers while the others wait for nodes.
 
 Called by flows, and by `serve_app` for Serve's own files. Needs a cluster started with the variables of
 `cluster.ingress.serve_environment`. The behaviour is in `replica` and `controller`.
@@ -52,6 +55,7 @@ from shoal.serve.spec.reach import EVERY_NODE
 
 logger = logging.getLogger(__name__)
 GRACE_S = 1.0  # beyond a time limit enforced by Serve
+POLL_S = 0.25
 
 
 class DeployedEndpoint:
@@ -114,7 +118,6 @@ class DeployedEndpoint:
         return events
 
     def controller_pid(self) -> int:
-        """The controller's process id. Raises ClusterError."""
         return int(self._call_controller("pid"))
 
     def close(self) -> None:
@@ -156,7 +159,7 @@ def deploy(
         with lock_serve():
             spec, is_first = join_serve(spec)
             if spec.ingress == EVERY_NODE and not is_first:
-                _reject_sleep_of_shared(spec, list_sleeping())
+                reject_sleep_of_shared(spec, list_sleeping())
             config, live = build_controller_config(spec, models)
             # Its name says whose the endpoint is, so it stays while that sleeps.
             idle_s = math.inf if config.may_sleep else config.idle_s
@@ -171,7 +174,11 @@ def deploy(
             is_growing = bool(find_growth())
             with _explain_failure(spec):
                 if is_first:
-                    _start_serve(spec)
+                    grpc = {} if spec.grpc_port is None else {"grpc_options": grpc_options(spec.grpc_port)}
+                    host, nodes = ("127.0.0.1", "HeadOnly") if spec.ingress != EVERY_NODE else (
+                        get_head_address(), "EveryNode"
+                    )  # fmt: skip
+                    serve.start(proxy_location=nodes, http_options={"host": host, "port": spec.port}, **grpc)
                 handle = submit_application(build_application(spec, live, controller), spec)
         with _explain_failure(spec):
             wait_until_up(spec, record if is_growing else None)
@@ -180,8 +187,8 @@ def deploy(
     return DeployedEndpoint(spec, handle, controller, is_growing)
 
 
-def _reject_sleep_of_shared(spec: EndpointSpec, sleeping: Sequence[str]) -> None:
-    """Raises ConfigError: a node that never had a replica of an endpoint does not know that it sleeps.
+def reject_sleep_of_shared(spec: EndpointSpec, sleeping: Sequence[str]) -> None:
+    """Raise ConfigError: a node that never had a replica of an endpoint does not know that it sleeps.
 
     sleeping: the other endpoints that may sleep
     """
@@ -203,14 +210,6 @@ def _explain_failure(spec: EndpointSpec) -> Iterator[None]:
         reasons = " ".join(each.message for each in status.deployments.values()) if status else ""
         why = error_summary(reasons) or reasons or error
         raise ClusterError(f"the endpoint {spec.name!r} did not start: {why}") from error
-
-
-def _start_serve(spec: EndpointSpec) -> None:
-    grpc = {"grpc_options": grpc_options(spec.grpc_port)} if spec.grpc_port is not None else {}
-    is_everywhere = spec.ingress == EVERY_NODE
-    host = get_head_address() if is_everywhere else "127.0.0.1"
-    location = "EveryNode" if is_everywhere else "HeadOnly"
-    serve.start(proxy_location=location, http_options={"host": host, "port": spec.port}, **grpc)
 
 
 def prepare_ingress_on_head() -> None:
@@ -247,9 +246,6 @@ def build_application(
         warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
         deployment = serve.deployment(serve.ingress()(ReplicaWorker)).options(**deployment_options(spec))
     return deployment.bind(spec, live, controller)
-
-
-POLL_S = 0.25
 
 
 def submit_application(application: serve.Application, spec: EndpointSpec) -> DeploymentHandle:

@@ -62,18 +62,16 @@ def prepare_front(spec: EndpointSpec, ports: Mapping[str, int | None]) -> Endpoi
     if BINARY_VARIABLE not in os.environ and reach == Reach():
         return spec
     reach = call_on_head(_install_here, reach)
-    if reach.ingress == EVERY_NODE:
-        _install_elsewhere(reach, ports)
+    if reach.ingress == EVERY_NODE:  # on the nodes that are up, to report by name what one of them lacks
+        head = get_head_address()
+        others = [node for node, address in list_other_nodes().items() if address != head]
+        _get_answer([_call_on_node(node, _install_on_node, reach, ports) for node in others])
     return spec.model_copy(update=dict(reach))
 
 
 def list_sleeping() -> list[str]:
     """The applications that may sleep, on the head."""
-    return call_on_head(_list_sleeping_here)
-
-
-def _list_sleeping_here() -> list[str]:
-    return sorted(mark.name for mark in (find_ingress_folder() / "asleep").glob("*"))
+    return call_on_head(lambda: sorted(mark.name for mark in (find_ingress_folder() / "asleep").glob("*")))
 
 
 def wait_until_routed(spec: EndpointSpec) -> None:
@@ -122,8 +120,9 @@ def join_ingress(spec: EndpointSpec) -> None:
 
 def adopt_front(spec: EndpointSpec) -> EndpointSpec:
     """The spec with the front of the endpoint that it joins. Raises ConfigError for fields that differ from it."""
-    has_front = BINARY_VARIABLE in os.environ
-    return spec.adopt_reach(Reach.from_yaml(call_on_head(_read_here)) if has_front else Reach())
+    if BINARY_VARIABLE not in os.environ:
+        return spec.adopt_reach(Reach())
+    return spec.adopt_reach(Reach.from_yaml(call_on_head(lambda: read_front_spec(find_ingress_folder()))))
 
 
 def _get_reach(spec: EndpointSpec) -> Reach:
@@ -148,15 +147,6 @@ def _install_here(reach: Reach) -> Reach:
     return reach
 
 
-def _install_elsewhere(reach: Reach, ports: Mapping[str, int | None]) -> None:
-    """Install the front on the nodes that are up, so that deployment reports by name what one of them lacks."""
-    head, tasks = get_head_address(), []
-    for node, address in list_other_nodes().items():
-        if address != head:
-            tasks.append(_call_on_node(node, _install_on_node, reach, ports))
-    _get_answer(tasks)
-
-
 def _install_on_node(reach: Reach, ports: Mapping[str, int | None]) -> None:
     """Install the front on this host, which is not the head's and has files of its own.
 
@@ -173,12 +163,7 @@ def _install_on_node(reach: Reach, ports: Mapping[str, int | None]) -> None:
         raise ClusterError(f"{error} ({where})") from None
 
 
-def _read_here() -> str:
-    return read_front_spec(find_ingress_folder())
-
-
 def is_on_head() -> bool:
-    """Whether this process is on the head's host."""
     return is_head(ray.util.get_node_ip_address())
 
 

@@ -37,14 +37,20 @@ class EndpointOwnership:
 
 def list_driver_endpoints() -> EndpointOwnership:
     """List the endpoints that `deploy` has started on this cluster."""
-    living, found = living_drivers(), EndpointOwnership()
-    for actor in _controllers():
+    living, endpoints = living_drivers(), EndpointOwnership()
+    for actor in list_our_actors():
         endpoint, driver = parse_actor_name(actor)
         if driver in living or driver == DETACHED:
-            found.active[endpoint] = actor
+            endpoints.active[endpoint] = actor
         elif driver:
-            found.abandoned[endpoint] = actor
-    return found
+            endpoints.abandoned[endpoint] = actor
+    return endpoints
+
+
+def list_our_actors() -> list[str]:
+    """The names of the named actors of Shoal on this cluster."""
+    named = list_named_actors(all_namespaces=True)
+    return [each["name"] for each in named if each["namespace"] == NAMESPACE]
 
 
 def require_free_name(name: str) -> None:
@@ -72,8 +78,3 @@ def is_serve_running() -> bool:
     """Whether Serve runs on this cluster, also while it is shutting down."""
     named = list_named_actors(all_namespaces=True)
     return {"name": SERVE_CONTROLLER_NAME, "namespace": SERVE_NAMESPACE} in named
-
-
-def _controllers() -> list[str]:
-    named = list_named_actors(all_namespaces=True)
-    return [each["name"] for each in named if each["namespace"] == NAMESPACE]

@@ -44,7 +44,7 @@ class ReplicaWorker:
             join_ingress(spec)
         if spec.memory is not None:
             require_reachable_peers(spec)
-            announce_http_address(self._set_address)
+            announce_http_address(lambda address: setattr(self._replica, "address", address))
         name = serve.get_replica_context().replica_id.unique_id
         workers = None
         if spec.split is not None:
@@ -55,9 +55,6 @@ class ReplicaWorker:
         self._metrics: RayMetrics | None = None
         self._is_up = False
         install_fast_path(spec, self._replica.app)
-
-    def _set_address(self, address: str) -> None:
-        self._replica.address = address
 
     def __serve_build_asgi_app__(self) -> EndpointApp:
         return self._replica.app
@@ -112,11 +109,11 @@ class RayMetrics:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         for name, metric in METRICS.items():
-            made = (metric.help, (*metric.labels, "replica"))
+            arguments = (metric.help, (*metric.labels, "replica"))
             if metric.kind == "counter":
-                self._counters[name] = Counter(name, *made)
+                self._counters[name] = Counter(name, *arguments)
             elif metric.kind == "gauge":
-                self._gauges[name] = Gauge(name, *made)
+                self._gauges[name] = Gauge(name, *arguments)
         self._published: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def publish(self, report: ReplicaReport) -> None:
@@ -129,7 +126,9 @@ class RayMetrics:
                 self._gauges[name].set(value, tags)
                 continue
             key = name, tuple(tags.values())
-            told = self._published.get(key, 0.0)
-            if (more := value - told if value >= told else value) > 0.0:  # below it: the model was deployed again
+            published = self._published.get(key, 0.0)
+            if (
+                more := value - published if value >= published else value
+            ) > 0.0:  # below it: the model was deployed again
                 self._counters[name].inc(more, tags)
                 self._published[key] = value

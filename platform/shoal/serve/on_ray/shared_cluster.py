@@ -1,7 +1,8 @@
 """The endpoints of one cluster: the first one starts Serve, the last one ends it.
 
 Called by `deploy`. All share Serve's one address: the first has its root, and each other has its name before its paths.
-That stays so while they are up: no endpoint's address depends on which others come and go.
+That stays so while they are up: no endpoint's address depends on which others come and go. Endpoints of drivers that
+died without closing them are removed first: of what runs in Serve, only what `deploy` started.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from shoal.serve.spec.endpoint import ROOT_PATHS, EndpointSpec
 
 logger = logging.getLogger(__name__)
 
+LOCK_NAME = "serve-start"
+LOCK_TIMEOUT_S = 180.0  # for those who start or end Serve; what then takes long, the models, is outside
 SHUTDOWN_TIMEOUT_S = 60.0  # for a Serve that is ending
 POLL_S = 0.1
 
@@ -48,10 +51,10 @@ def remove_abandoned_endpoints() -> None:
     is_shut = is_told = False
     while is_serve_running():
         applications, is_ending = _applications()
-        found = list_driver_endpoints()  # checked last: a driver's controller exists before its Serve
-        is_abandoned = bool(found.abandoned) and applications <= found.abandoned.keys()
-        if found.active or not (is_abandoned or is_ending) or time.monotonic() > deadline_s:
-            raise cluster_occupied_error(sorted(applications) or list(found.active))
+        endpoints = list_driver_endpoints()  # checked last: a driver's controller exists before its Serve
+        is_abandoned = bool(endpoints.abandoned) and applications <= endpoints.abandoned.keys()
+        if endpoints.active or not (is_abandoned or is_ending) or time.monotonic() > deadline_s:
+            raise cluster_occupied_error(sorted(applications) or list(endpoints.active))
         if is_abandoned and not is_shut:
             shut_down_serve()
             is_shut, deadline_s = True, time.monotonic() + SHUTDOWN_TIMEOUT_S
@@ -97,21 +100,16 @@ def delete_abandoned_applications() -> None:
 
 
 def list_applications() -> set[str]:
-    """Serve's applications."""
     return _applications()[0]
 
 
 def _applications() -> tuple[set[str], bool]:
     """Serve's applications, and whether all are being deleted."""
     try:
-        found = serve.status().applications
+        applications = serve.status().applications
     except RayActorError:  # Serve has just ended
         return set(), True
-    return set(found), all(each.status == ApplicationStatus.DELETING for each in found.values())
-
-
-LOCK_NAME = "serve-start"
-LOCK_TIMEOUT_S = 180.0  # for those who start or end Serve; what then takes long, the models, is outside
+    return set(applications), all(each.status == ApplicationStatus.DELETING for each in applications.values())
 
 
 @ray.remote(num_cpus=0)
@@ -182,10 +180,10 @@ def join_serve(spec: EndpointSpec) -> tuple[EndpointSpec, bool]:
 
 def end_endpoint(name: str) -> None:
     """End an endpoint of any driver, as that driver would. Raises ClusterError when there is none of this name."""
-    found = list_driver_endpoints()
-    actor = (found.active | found.abandoned).get(name)
+    endpoints = list_driver_endpoints()
+    actor = (endpoints.active | endpoints.abandoned).get(name)
     if actor is None:
-        there = ", ".join(found.active) or "there is none"
+        there = ", ".join(endpoints.active) or "there is none"
         raise ClusterError(f"there is no endpoint {name!r} on this cluster ({there})")
     end_application(name)
     stop_controller(actor)
@@ -198,7 +196,7 @@ def end_application(name: str) -> None:
             serve.delete(name)
     finally:  # also after an interrupt
         with lock_serve():
-            found = list_driver_endpoints()
-            others = found.active.keys() | (list_applications() - found.abandoned.keys())
+            endpoints = list_driver_endpoints()
+            others = endpoints.active.keys() | (list_applications() - endpoints.abandoned.keys())
             if not others - {name}:
                 shut_down_serve()

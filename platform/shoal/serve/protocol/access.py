@@ -21,6 +21,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from shoal.errors import InferenceError
 from shoal.serve.messages.auth_failures import AuthFailure, AuthFailureCounter
@@ -51,14 +52,15 @@ class TokenBucket:
         return (1.0 - tokens) / rate_per_s
 
 
+@dataclass(slots=True)
 class _KeyHolder:
     """The holder of a key."""
 
-    __slots__ = ("bucket", "burst", "caller", "digest", "requests_per_s")
-
-    def __init__(self, caller: Caller, digest: bytes, requests_per_s: float | None, burst: int, now_s: float) -> None:
-        self.caller, self.digest = caller, digest
-        self.requests_per_s, self.burst, self.bucket = requests_per_s, burst, TokenBucket(now_s)
+    caller: Caller
+    digest: bytes
+    requests_per_s: float | None
+    burst: int
+    bucket: TokenBucket
 
 
 class AccessControl:
@@ -87,13 +89,20 @@ class AccessControl:
         self._auth_failures = AuthFailureCounter()
         self._open_caller = Caller(ANYONE, administrator=True) if token is None and not keys else None
         require_distinct_keys(token, keys)
-        if token is not None:
-            self._add(Caller(ADMINISTRATOR, administrator=True), digest(token), None, 1)
-        for key in keys:
-            models = frozenset(key.models) or None
-            self._add(
-                Caller(key.name, models=models), digest(key.key.get_secret_value()), key.requests_per_s, key.burst
+        holders: list[tuple[Caller, str, float | None, int]] = [
+            (
+                Caller(key.name, models=frozenset(key.models) or None),
+                key.key.get_secret_value(),
+                key.requests_per_s,
+                key.burst,
             )
+            for key in keys
+        ]
+        if token is not None:
+            holders.append((Caller(ADMINISTRATOR, administrator=True), token, None, 1))
+        for caller, secret, rate, burst in holders:
+            hashed = digest(secret)
+            self._holders[self._hash_slot(hashed)] = _KeyHolder(caller, hashed, rate, burst, TokenBucket(clock()))
 
     def admit(
         self, authorization: bytes, model: str | None = None, *, administrator: bool = False, origin: bytes = b""
@@ -117,8 +126,13 @@ class AccessControl:
             self._counts[caller.name, "forbidden"] += 1
             problem = f"the key {caller.name!r} is not for the model {model[:200]!r}"
             raise self._record_failure(caller.name, 403, problem, model, origin)
-        if holder.requests_per_s is not None:
-            self._consume_token(holder, holder.requests_per_s)
+        if (rate := holder.requests_per_s) is not None:
+            replicas = max(1, self._replicas())
+            wait_s = holder.bucket.take(self._clock(), rate / replicas, max(1.0, holder.burst / replicas))
+            if wait_s > 0.0:
+                self._counts[caller.name, "limited"] += 1
+                problem = f"the key {caller.name!r} is over its rate of {rate:g} requests/s; try again later"
+                raise InferenceError(429, problem, retry_after_s=wait_s)
         self._counts[caller.name, "admitted"] += 1
         return caller
 
@@ -152,28 +166,14 @@ class AccessControl:
         self._auth_failures.add(by, status, origin.decode("latin-1"), model or "")
         return InferenceError(status, problem)
 
-    def _add(self, caller: Caller, digest: bytes, requests_per_s: float | None, burst: int) -> None:
-        self._holders[self._hash_slot(digest)] = _KeyHolder(caller, digest, requests_per_s, burst, self._clock())
-
     def _find(self, authorization: bytes) -> _KeyHolder | None:
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             return None
-        digest = hash_bytes(authorization[len(_SCHEME) :].strip())
-        holder = self._holders.get(self._hash_slot(digest))
-        return holder if holder is not None and hmac.compare_digest(holder.digest, digest) else None
+        hashed = hash_bytes(authorization[len(_SCHEME) :].strip())
+        holder = self._holders.get(self._hash_slot(hashed))
+        return holder if holder is not None and hmac.compare_digest(holder.digest, hashed) else None
 
     def _hash_slot(self, digest: bytes) -> bytes:
         """A digest's slot in the table. No caller can compute it, so the time of a look-up reveals nothing about
         keys."""
         return hashlib.blake2b(digest, key=self._secret, digest_size=16).digest()
-
-    def _consume_token(self, holder: _KeyHolder, requests_per_s: float) -> None:
-        replicas = max(1, self._replicas())
-        wait_s = holder.bucket.take(self._clock(), requests_per_s / replicas, max(1.0, holder.burst / replicas))
-        if wait_s > 0.0:
-            self._counts[holder.caller.name, "limited"] += 1
-            raise InferenceError(
-                429,
-                f"the key {holder.caller.name!r} is over its rate of {requests_per_s:g} requests/s; try again later",
-                retry_after_s=wait_s,
-            )

@@ -19,21 +19,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Generic, TypeVar
 from urllib.parse import unquote_to_bytes
 
+import msgspec
 import numpy as np
 
-from shoal.batching.batcher import Prediction
 from shoal.errors import InferenceError
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.decoded_request import DecodedRequest
-from shoal.serve.messages.inference import Caller, InferCall, Outputs, ServedModelProtocol
+from shoal.serve.messages.inference import Caller, InferCall, RequestTraceProtocol, ServedModelProtocol
 from shoal.serve.messages.model_errors import find_version
 from shoal.serve.protocol.model_metadata import to_tensor_metadata
 from shoal.serve.spec.model_options import ModelOptions
@@ -88,43 +87,26 @@ def start_trace(
     return tracer.start_request(name, model, *parent) or _NO_TRACE
 
 
-class InferenceHead:
-    """The head of an inference, checked before its tensors are read.
+class CallHead(msgspec.Struct, frozen=True, gc=False):
+    """The head of an inference, checked before its tensors are read. Made by `read_head`."""
 
-    version:   as requested; None or "" leaves it to the rollout
-    arrived_s: by `time.monotonic()`; None: now
+    model: ServedModelProtocol
+    headers: Mapping[bytes, bytes]
+    tenant: str
+    trace: RequestTraceProtocol | None
+    arrived_s: float
+    version: int | None
+    track: str
+    sticky: str
 
-    Raises InferenceError: 400 for an invalid value, 404 for an unknown version.
-    """
-
-    __slots__ = ("_arrived_s", "_headers", "_model", "_sticky", "_tenant", "_trace", "_track", "_version")
-
-    def __init__(
-        self,
-        model: ServedModelProtocol,
-        version: str | None,
-        headers: Mapping[bytes, bytes],
-        caller: Caller,
-        trace: RequestTrace | None,
-        arrived_s: float | None = None,
-    ) -> None:
-        self._model, self._headers, self._tenant, self._trace = model, headers, caller.name, trace
-        self._arrived_s = time.monotonic() if arrived_s is None else arrived_s
-        self._version = resolve_version(model, version)
-        track, sticky = headers.get(b"shoal-track"), headers.get(b"shoal-sticky")
-        self._track = "" if track is None else track.decode("latin-1")
-        if self._track not in TRACKS:
-            raise InferenceError(400, f"shoal-track = {self._track[:40]!r}: expected stable or candidate")
-        self._sticky = parse_sticky(sticky.decode("latin-1")) if sticky else ""
-
-    async def infer(self, request: DecodedRequest, called_s: float | None = None) -> Prediction[Outputs]:
-        """Complete the call with the tensors of its request, and let the model answer it.
+    def complete(self, request: DecodedRequest, called_s: float | None = None) -> InferCall:
+        """The call with the tensors of its request.
 
         called_s: the deadline of the call that carries the request; None without one
-        Raises InferenceError, also 400 for a deadline that is none.
+        Raises InferenceError (400) for a deadline that is none.
         """
-        default_s = self._model.options.deadline_s
-        call = InferCall(
+        default_s = self.model.options.deadline_s
+        return InferCall(
             request.inputs,
             request.num_rows,
             request.outputs,
@@ -134,17 +116,37 @@ class InferenceHead:
             request.seed,
             request.binary,
             request.binary_of,
-            version=self._version,
-            deadline_s=compute_deadline(self._arrived_s, request.timeout_us, self._headers, default_s, called_s),
-            tenant=self._tenant,
-            sticky=self._sticky,
-            track=self._track,
-            trace=self._trace,
+            self.version,
+            compute_deadline(self.arrived_s, request.timeout_us, self.headers, default_s, called_s),
+            self.tenant,
+            self.sticky,
+            self.track,
+            self.trace,
         )
-        prediction = await self._model.infer(call)
-        if self._trace is not None:
-            self._trace.record_prediction(prediction, call.num_rows)
-        return prediction
+
+
+def read_head(
+    model: ServedModelProtocol,
+    version: str | None,
+    headers: Mapping[bytes, bytes],
+    caller: Caller,
+    trace: RequestTraceProtocol | None,
+    arrived_s: float,
+) -> CallHead:
+    """Check the head of an inference. Raises InferenceError: 400 for an invalid value, 404 for an unknown version.
+
+    version:   as requested; None or "" leaves it to the rollout
+    arrived_s: by `time.monotonic()`
+    """
+    number = resolve_version(model, version)
+    track = sticky = ""
+    if text := headers.get(b"shoal-track"):
+        track = text.decode("latin-1")
+        if track not in TRACKS:
+            raise InferenceError(400, f"shoal-track = {track[:40]!r}: expected stable or candidate")
+    if text := headers.get(b"shoal-sticky"):
+        sticky = parse_sticky(text.decode("latin-1"))
+    return CallHead(model, headers, caller.name, trace, arrived_s, number, track, sticky)
 
 
 def resolve_version(model: ServedModelProtocol, text: str | None) -> int | None:
@@ -214,15 +216,6 @@ async def decode_in_thread(size_bytes: int, read: Callable[..., T], *arguments: 
 async def run_in_thread(work: Callable[..., T], *arguments: object) -> T:
     """Run `work(*arguments)` in its turn."""
     return await asyncio.get_running_loop().run_in_executor(_thread, work, *arguments)
-
-
-async def encode_outputs(
-    outputs: Mapping[str, np.ndarray], raw: bool, encode: Callable[..., T], *arguments: object
-) -> T:
-    """Run `encode(*arguments)`, in the thread for outputs that take long. `raw`: see `has_large_arrays`."""
-    if has_large_arrays(outputs, raw=raw):
-        return await run_in_thread(encode, *arguments)
-    return encode(*arguments)
 
 
 def has_large_arrays(arrays: Mapping[str, np.ndarray], *, raw: bool) -> bool:

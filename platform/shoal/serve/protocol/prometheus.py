@@ -96,21 +96,16 @@ def render(reports: Iterable[ReplicaReport], caller: Caller | None = None) -> by
     families: dict[str, list[str]] = {name: [] for name in METRICS}
     for report in reports:
         for name, labels, value in series(report):
-            if caller is not None and not _sees(caller, labels):
-                continue
+            if caller is not None and caller.models is not None:
+                is_own_key, model = labels.get("key") in (None, caller.name), labels.get("model")
+                if not is_own_key or not (model is None or caller.can_see(model)):
+                    continue
             families[name].extend(_lines(name, {**labels, "replica": report.replica}, value))
     lines: list[str] = []
     for name, metric in METRICS.items():
         if families[name]:
             lines += (f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}", *families[name])
     return ("\n".join(lines) + "\n").encode()
-
-
-def _sees(caller: Caller, labels: Labels) -> bool:
-    if caller.models is None:
-        return True
-    model, key = labels.get("model"), labels.get("key")
-    return (model is None or model in caller.models) and key in (None, caller.name)
 
 
 def series(report: ReplicaReport) -> Iterator[Series]:

@@ -125,12 +125,7 @@ class RequestLifecycle:
                 self._watched = True
                 self.waits += (asyncio.get_running_loop().create_task(self._watch_disconnect()),)
         elif now_s - self.since_s > self.limits.body_deadline_s(self._received_bytes):
-            self._cancel(self._slow_body_error(self._received_bytes))
-
-    def _slow_body_error(self, received_bytes: int) -> InferenceError:
-        limits, received = self.limits, f"{received_bytes} bytes have arrived"
-        pace = f"{limits.body_grace_s:g} s, and one second for each {limits.min_body_bytes_per_s} bytes"
-        return InferenceError(408, f"the body is too slow: {received}; it may take {pace}")
+            self._cancel(self.limits.build_slow_body_error(self._received_bytes))
 
     def close(self) -> None:
         """End what waits for it."""

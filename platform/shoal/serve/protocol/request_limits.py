@@ -48,6 +48,11 @@ class RequestLimits:
         """How long after its head a body may still be incomplete, when so much of it has arrived."""
         return self.body_grace_s + received_bytes / self.min_body_bytes_per_s
 
+    def build_slow_body_error(self, received_bytes: int) -> InferenceError:
+        """The error of a body that is not complete by `body_deadline_s`."""
+        pace = f"{self.body_grace_s:g} s, and one second for each {self.min_body_bytes_per_s} bytes"
+        return InferenceError(408, f"the body is too slow: {received_bytes} bytes have arrived; it may take {pace}")
+
     def decompress(self, body: bytes, encoding: bytes) -> bytes:
         """Decompress a body sent with `Content-Encoding: gzip` or `deflate`, to at most `max_body_bytes`.
 

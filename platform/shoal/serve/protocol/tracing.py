@@ -125,20 +125,17 @@ class Tracer:
 
     def start_request(self, name: str, model: str, traceparent: str = "", tracestate: str = "") -> RequestTrace | None:
         """Start the span of a new request; None when it is not traced."""
-        if not traceparent and not self._is_sampled():
+        if not traceparent and random.random() >= self._ratio:
             return None
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
         carrier = {"traceparent": traceparent, "tracestate": tracestate} if traceparent else {}
         within = self._extract(carrier, Context())
-        if traceparent and not within and not self._is_sampled():  # an invalid header counts as none
+        if traceparent and not within and random.random() >= self._ratio:  # an invalid header counts as none
             return None
         span = self._requests.start_span(name, within, SpanKind.SERVER, {"shoal.model": model})
         return RequestTrace(self._requests, span) if span.is_recording() else None
-
-    def _is_sampled(self) -> bool:
-        return random.random() < self._ratio
 
     def record_batch(self, model: str, batch: PendingBatch[Any, InferCall, Outputs]) -> None:
         """Record a batch that was just computed, when any of its requests is traced."""

@@ -154,7 +154,6 @@ class OnDemandRequests:
 
     @property
     def num_waiting(self) -> int:
-        """The requests that wait for a load."""
         return sum(use.waiting for use in self._uses.values())
 
     def add_residency(
@@ -164,9 +163,9 @@ class OnDemandRequests:
         added = dict(reports)
         for name, use in self._uses.items():
             report = added.get(name) or ModelReport(counts=use.counts.snapshot())
-            loads = memory.get_loads(name)
+            loads = memory.loads[name]
             residency = Residency(
-                loads.measured_bytes, memory.get_resident_bytes(served.get(name)), loads.last_s, loads.total_s,
+                loads.measured_bytes, memory.resident_bytes.get(served.get(name), 0), loads.last_s, loads.total_s,
                 use.idle_s, use.waiting, loads.num_loads, use.evictions, use.counts.num_requests, use.forwarded,
                 use.waited,
             )  # fmt: skip

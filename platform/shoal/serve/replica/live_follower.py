@@ -22,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class LiveFollower:
-    """Follows one model until close(). `changed` is called on the event loop when there is something to report."""
+    """Follows one model until close(); `thread` takes the weights of the run.
+
+    changed: called on the event loop when there is something to report
+    """
 
     def __init__(
         self,
@@ -39,28 +42,13 @@ class LiveFollower:
         self._loop = asyncio.get_running_loop()
         versions.changed = self._tell
         versions.apply(plan)
-        self._thread = WeightFollower(weights, versions.take)
+        self.thread = WeightFollower(weights, versions.take)
         self.apply(plan)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the following thread is alive."""
-        return self._thread.is_alive
 
     @property
     def has_polled(self) -> bool:
         """Whether what the run had published, if anything, was taken or rejected, and no version is to be fetched."""
-        return self._thread.has_polled and not self._versions.missing()
-
-    @property
-    def busy_s(self) -> float:
-        """How long a version of the run has been loading; 0 while none is."""
-        return self._thread.busy_s
-
-    @property
-    def rejected(self) -> int:
-        """The newest version that did not fit; 0 for none."""
-        return self._thread.rejected_version
+        return self.thread.has_polled and not self._versions.missing()
 
     def has(self, plan: ModelPlan) -> bool:
         """Whether it answers with the pinned version, if that is available."""
@@ -78,14 +66,14 @@ class LiveFollower:
         """Stop following; waits up to `timeout_s` for the thread. Idempotent."""
         if self._task is not None:
             self._task.cancel()
-        self._thread.close(timeout_s)
+        self.thread.close(timeout_s)
 
     def _rest(self, is_again: bool = False) -> None:
         """Pause the run's thread while no version would be taken, and resume with the newest weights afterwards."""
         is_resting = self._versions.is_resting
         if is_resting != self._is_resting or is_again:
             self._is_resting = is_resting
-            self._thread.set_paused(is_resting)
+            self.thread.set_paused(is_resting)
 
     def _tell(self) -> None:
         """Notify the event loop. Callable from any thread."""
@@ -103,7 +91,14 @@ class LiveFollower:
             plan = self._plan
             try:
                 if missing := self._versions.missing():
-                    await self._load(missing)
+                    snapshot = self._versions.snapshot(missing)
+                    snapshot = snapshot or await self._controller.fetch_weights(self._name, missing)
+                    if snapshot is not None:  # else another version is retained by now, as the next plan shows
+                        try:
+                            await asyncio.to_thread(self._versions.put, snapshot)
+                        except WeightsError as error:
+                            logger.error("older weights are rejected, serving continues: %s", error)
+                        self._rest()
                 is_wanted = plan.retained and not plan.is_retained
                 if is_wanted and (snapshot := self._versions.snapshot(plan.retained)) is not None:
                     await self._controller.store_weights(self._name, snapshot)
@@ -116,13 +111,3 @@ class LiveFollower:
                 return  # the next plan or local change tries again
             if plan is self._plan:
                 return
-
-    async def _load(self, version: int) -> None:
-        snapshot = self._versions.snapshot(version) or await self._controller.fetch_weights(self._name, version)
-        if snapshot is None:
-            return  # another version is retained by now, as the next plan shows
-        try:
-            await asyncio.to_thread(self._versions.put, snapshot)
-        except WeightsError as error:
-            logger.error("older weights are rejected, serving continues: %s", error)
-        self._rest()

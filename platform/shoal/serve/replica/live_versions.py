@@ -93,9 +93,7 @@ class LiveVersionSelector:
         with self._lock:
             is_wanted, is_first = self._is_wanted(snapshot.version), self._trial is None
             if is_wanted:
-                before = self._to_go_back_to()
-                self._retain_the_last()
-                self._try(loaded, before)
+                self._replace_trial(loaded)
         if not is_wanted:
             self._tell_if_stuck()
         elif is_first:
@@ -211,36 +209,39 @@ class LiveVersionSelector:
         return pinned if pinned.version == plan.pinned else None
 
     def _candidate(self) -> int:
-        """The version of the run that has a share; 0 for none."""
         trial = self._trial
         return trial.version if trial and trial.before and self._shared() else 0
-
-    def _to_go_back_to(self) -> LoadedVersion | None:
-        """The newest version that has answered a request, as the fallback of a new one; or else the first."""
-        trial, shared = self._trial, self._shared()
-        if trial is None or shared is not None:
-            return shared
-        return trial.now if trial.is_proven and not self._is_rejected(trial.version) else trial.before
 
     def _loaded(self) -> list[LoadedVersion]:
         trial = self._trial
         return [each for each in (trial.now, trial.before) if each is not None] if trial else []
 
-    def _retain_the_last(self) -> None:
-        """Retain the replaced version, if it is long enough after the last retained one.
+    def _replace_trial(self, loaded: LoadedVersion) -> None:
+        """Put a version on trial, before the newest one that has answered a request, or else the first.
 
-        Also if it has answered no request: the previous one that has may be as old as the last request.
+        Retains the replaced version, if it is long enough after the last retained one, also if it has answered no
+        request: the previous one that has may be as old as the last request.
         """
-        trial = self._trial
-        if trial is None or self._is_rejected(trial.version):
-            return
-        last, older = trial.now.snapshot, self._older
-        if not older or last.published_at - older[-1].published_at >= OLDER_EVERY_S:
-            older.append(last)
+        trial, before, older = self._trial, self._shared(), self._older
+        if trial is not None:
+            is_rejected = self._is_rejected(trial.version)
+            if before is None:
+                before = trial.now if trial.is_proven and not is_rejected else trial.before
+            last = trial.now.snapshot
+            if not is_rejected and (not older or last.published_at - older[-1].published_at >= OLDER_EVERY_S):
+                older.append(last)
+        self._try(loaded, before)
 
     def _try(self, now: LoadedVersion, before: LoadedVersion | None) -> FallbackPredictor:
-        trial = FallbackPredictor(now, before, self._guard, self._forwards, self._reject_trial, self._clock)
-        self._trial = trial
+        def reject(rejected: FallbackPredictor, reason: str) -> None:  # in a forward's thread
+            with self._lock:
+                if rejected is not self._trial:  # another version is on trial by now
+                    return
+                self._reject(rejected.version, reason)
+            logger.error("version %d is rejected for version %d: %s", rejected.version, self.version, reason)
+            self.changed()
+
+        trial = self._trial = FallbackPredictor(now, before, self._guard, self._forwards, reject, self._clock)
         self._tell(trial)
         return trial
 
@@ -252,15 +253,6 @@ class LiveVersionSelector:
             self._point(Answering(shared.loaded, loaded=loaded))
         else:
             self._point(Answering(shared.loaded, trial, self._plan.shares, loaded))
-
-    def _reject_trial(self, trial: FallbackPredictor, reason: str) -> None:
-        """Reject the version on trial. Called in a forward's thread, possibly after another version is on trial."""
-        with self._lock:
-            if trial is not self._trial:
-                return
-            self._reject(trial.version, reason)
-        logger.error("version %d is rejected for version %d: %s", trial.version, self.version, reason)
-        self.changed()
 
     def _reject(self, version: int, reason: str) -> None:
         trial = self._trial

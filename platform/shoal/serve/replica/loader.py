@@ -109,7 +109,6 @@ class VersionLoader:
 
     @property
     def busy_s(self) -> float:
-        """How long a version has been loading, the longest of the current ones."""
         since_s = min(self._since_s.copy().values(), default=None)
         return 0.0 if since_s is None else time.monotonic() - since_s
 

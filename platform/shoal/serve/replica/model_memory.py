@@ -39,23 +39,15 @@ class ModelMemory:
     def __init__(self, capacity_bytes: int, process_bytes: Callable[[], int]) -> None:
         self._capacity_bytes, self._process_bytes = capacity_bytes, process_bytes
         self._loading: dict[object, int] = {}
-        self._loaded: dict[Hashable, int] = {}  # by the served model
-        self._loads: defaultdict[str, ModelLoads] = defaultdict(ModelLoads)
+        self.resident_bytes: dict[Hashable, int] = {}  # by the served model
+        self.loads: defaultdict[str, ModelLoads] = defaultdict(ModelLoads)
         self._num_loads = 0
         self._changed = asyncio.Event()
 
     @property
     def used_bytes(self) -> int:
         """The bytes of all versions that are loaded or being loaded."""
-        return sum(self._loading.values()) + sum(self._loaded.values())
-
-    def get_resident_bytes(self, served: Hashable) -> int:
-        """The bytes of a served model's versions."""
-        return self._loaded.get(served, 0)
-
-    def get_loads(self, name: str) -> ModelLoads:
-        """The loads of a model."""
-        return self._loads[name]
+        return sum(self._loading.values()) + sum(self.resident_bytes.values())
 
     @asynccontextmanager
     async def reserve(self, version: int, find_plan: Callable[[], ModelPlan | None]) -> AsyncIterator[bool]:
@@ -83,29 +75,29 @@ class ModelMemory:
             yield True
             is_alone = is_alone and 1 < number == self._num_loads  # the first one imports the model's code
             if is_alone and plan.size_bytes >= MEASURED_FROM_BYTES:
-                self._loads[plan.name].measured_bytes[version] = self._process_bytes() - before_bytes
+                self.loads[plan.name].measured_bytes[version] = self._process_bytes() - before_bytes
         finally:
             del self._loading[load]
             self.notify()
 
     def add(self, served: Hashable, plan: ModelPlan, load_s: float) -> None:
         """Account for a version that was loaded, in so many seconds."""
-        loads = self._loads[plan.name]
+        loads = self.loads[plan.name]
         loads.num_loads += 1
         loads.last_s = load_s
         loads.total_s += load_s
-        self._loaded[served] = self._loaded.get(served, 0) + plan.size_bytes
+        self.resident_bytes[served] = self.resident_bytes.get(served, 0) + plan.size_bytes
 
     def account(self, served: Hashable, resident_bytes: int) -> None:
         """Replace the bytes of a served model's versions; 0 releases it."""
-        if resident_bytes != self._loaded.pop(served, 0):
+        if resident_bytes != self.resident_bytes.pop(served, 0):
             self.notify()
         if resident_bytes:
-            self._loaded[served] = resident_bytes
+            self.resident_bytes[served] = resident_bytes
 
     def retain_models(self, names: Iterable[str]) -> None:
         """Forget the loads of all models but these, and let waiting loads see what has changed."""
-        self._loads = defaultdict(ModelLoads, {name: self._loads[name] for name in names if name in self._loads})
+        self.loads = defaultdict(ModelLoads, {name: self.loads[name] for name in names if name in self.loads})
         self.notify()
 
     def notify(self) -> None:

@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.open_inference.messages import VersionStatistics
-from shoal.serve.messages.metrics_snapshot import ActiveVersions, HistogramSnapshot, ModelSnapshot, VersionSnapshot
+from shoal.serve.messages.metrics_snapshot import (
+    ActiveVersions,
+    HistogramSnapshot,
+    ModelSnapshot,
+    VersionSnapshot,
+    add_versions,
+)  # fmt: skip
 from shoal.serve.messages.replica_report import MAX_FORWARDS, ForwardMedians
 
 if TYPE_CHECKING:
@@ -48,11 +54,6 @@ class Histogram:
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
-
-    def add(self, other: Histogram) -> None:
-        """Add the counts of `other`, which has the same bounds."""
-        self._counts = [mine + theirs for mine, theirs in zip(self._counts, other._counts, strict=True)]
-        self._sum += other._sum
 
     def snapshot(self) -> HistogramSnapshot:
         return {"bounds": list(self._bounds), "counts": list(self._counts), "sum": self._sum}
@@ -83,16 +84,6 @@ class _VersionCounts:
         self.statuses: Counter[int] = Counter()
         self.sizes: dict[int, tuple[int, int]] = {}  # rows -> (batches, ns)
         self.request_s = Histogram(SECONDS)
-
-    def add(self, other: _VersionCounts) -> None:
-        for name in _COUNTERS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.last_ms = max(self.last_ms, other.last_ms)
-        self.statuses.update(other.statuses)
-        self.request_s.add(other.request_s)
-        for rows, (batches, ns) in other.sizes.items():
-            have, have_ns = self.sizes.get(rows, (0, 0))
-            self.sizes[rows] = have + batches, have_ns + ns
 
     def snapshot(self) -> VersionSnapshot:
         return {
@@ -129,7 +120,7 @@ class ModelStatistics:
         self.name, self._live, self.pending = name, live, pending
         self._lock = threading.Lock()  # between forward threads and the thread that adds a version
         self._versions: dict[int, _VersionCounts] = {}
-        self._older = _VersionCounts()
+        self._older = _VersionCounts().snapshot()  # of those that have no counts any more
         self._uses = 0
         self._refused: Counter[int] = Counter()
         self._swaps = 0
@@ -198,10 +189,11 @@ class ModelStatistics:
     @property
     def num_requests(self) -> int:
         """The number of requests that versions have answered or failed on."""
-        return sum(counts.success + counts.fail for counts in (*self._versions.values(), self._older))
+        older = self._older["inference_stats"]
+        num_older = older["success"]["count"] + older["fail"]["count"]
+        return num_older + sum(counts.success + counts.fail for counts in self._versions.values())
 
     def list_statistics(self, versions: Iterable[int]) -> list[VersionStatistics]:
-        """The statistics of these versions, for the protocol."""
         counted = self.snapshot()["versions"]
         nothing = {
             "last_inference": 0,
@@ -221,7 +213,7 @@ class ModelStatistics:
         """All counts until now; a request that is being answered may be partly included."""
         with self._lock:
             versions = {str(version): counts.snapshot() for version, counts in sorted(self._versions.items())}
-            older = self._older.snapshot()
+            older = self._older
         return {
             "name": self.name,
             "live": self._live,
@@ -245,7 +237,7 @@ class ModelStatistics:
                 counts.used = self._uses
                 if len(self._versions) > MAX_VERSIONS:
                     oldest = min(self._versions, key=lambda each: self._versions[each].used)
-                    self._older.add(self._versions.pop(oldest))
+                    self._older = add_versions(self._older, self._versions.pop(oldest).snapshot())
         counts.used = self._uses
         return counts
 
@@ -260,7 +252,6 @@ class ForwardTimes:
         self._times: dict[int, dict[int, deque[float]]] = {}  # version -> size class -> seconds
 
     def add(self, version: int, rows: int, seconds: float) -> None:
-        """Add a forward of `version` over `rows` rows."""
         size = rows.bit_length() - 1
         by_size = self._times.get(version)
         if by_size is None:

@@ -24,7 +24,7 @@ from shoal.errors import ShoalError
 from shoal.serve.grpc.app import GrpcApp
 from shoal.serve.grpc.service import InferenceServicer
 from shoal.serve.http.app import RestApp
-from shoal.serve.messages.inference import Caller, InferCall, Outputs
+from shoal.serve.messages.inference import InferCall, Outputs
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.model.device import device_lost
 from shoal.serve.model.formats.template import Template, TemplateConfig
@@ -118,7 +118,7 @@ class EndpointReplica:
             self.manager,
             self._access,
             limits=limits,
-            metrics=self._render_metrics,
+            metrics=lambda caller: render([self.report(), *(each.decode() for each in self._follower.peers)], caller),
             tracer=self._tracer,
             root=spec.route_prefix,
         )
@@ -127,7 +127,7 @@ class EndpointReplica:
         self._load_meter = LoadMeter(time.thread_time)
         rest_s = REPORT_REST_S if spec.memory else 0.0
         self._follower = PlanFollower(replica, controller, self.manager.apply, self.report, rest_s)
-        self.manager.on_changed = self._follower.notify_changed
+        self.manager.call_when_changed(self._follower.notify_changed)
         self.manager.on_demand.list_peers = lambda: self._follower.peers
 
     async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -194,7 +194,9 @@ class EndpointReplica:
             "version": models[0].version if models else 0,
             "requests": sum(statuses.values()),
             "statuses": {str(status): count for status, count in sorted(statuses.items())},
-            "rejected_version": max((each.rejected for each in self.manager.followers.values()), default=0),
+            "rejected_version": max(
+                (each.thread.rejected_version for each in self.manager.followers.values()), default=0
+            ),
             "models": {
                 each.name: {"version": each.version, "batcher": asdict(each.batcher_counts())} for each in models
             },
@@ -212,7 +214,6 @@ class EndpointReplica:
             await asyncio.to_thread(self._tracer.close)
 
     def report(self) -> ReplicaReport:
-        """The report to the controller, the replica's scrapes and its exporter."""
         statuses = {str(status): count for status, count in sorted(self._rest.get_status_counts().items())}
         access = self._access
         return replace(
@@ -227,6 +228,3 @@ class EndpointReplica:
         """What an autoscaling policy needs, as numbers by name. Call it on the event loop."""
         models = {each.name: each.measure_load() for each in self.manager.list_loaded()}
         return encode(self._load_meter.measure(models, self.manager.on_demand.num_waiting))
-
-    def _render_metrics(self, caller: Caller) -> bytes:
-        return render([self.report(), *(peer.decode() for peer in self._follower.peers)], caller)

@@ -20,14 +20,13 @@ from shoal.batching.batcher import Batcher, BatcherCounts, Prediction
 from shoal.errors import Closed, InferenceError, ModelError
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
-from shoal.serve.messages.decoded_request import Arrays
 from shoal.serve.messages.desired_state import ModelPlan
 from shoal.serve.messages.inference import InferCall, Outputs, ServedModelProtocol, size_bytes
 from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.action_sampler import ActionSampler, check_parameters
 from shoal.serve.model.formats.size_limits import NO_LIMITS
-from shoal.serve.model.predictor import LoadedModel, Predictor
+from shoal.serve.model.predictor import Predictor
 from shoal.serve.protocol.tracing import CLIENT_GONE
 from shoal.serve.replica.fallback_predictor import FallbackPredictor, is_model_error
 from shoal.serve.replica.live_versions import LiveVersionSelector
@@ -123,7 +122,7 @@ class ServedModel:
             max_queue_bytes=self.options.max_queue_bytes,
             weight=self.options.weight,
             short_s=SHORT_FORWARD_S if predictor.has_even_forwards else 0.0,
-            on_batch=self._on_batch,
+            on_batch=self._count_batch,
         )
         self.counts = counts or ModelStatistics(name, live=is_live)
         outputs = {spec.name: spec.datatype for spec in self.signature.outputs}
@@ -189,22 +188,20 @@ class ServedModel:
         return Prediction(layout.to_model_shapes(outputs), version, queued_s, computed_s, rows)
 
     def _find_successor(self) -> ServedModelProtocol | None:
+        """The model that answers late calls, unless their batch is in another dimension."""
         successor = self.successor
         if successor is not None and successor.predictor.layout.dimensions != self.predictor.layout.dimensions:
             return None
         return successor or self.cold
 
     def statistics(self) -> list[VersionStatistics]:
-        """The statistics of each loaded version on this replica."""
         return self.counts.list_statistics(self.versions)
 
     def batcher_counts(self) -> BatcherCounts:
-        """The counts of the queue."""
         return self._queue.counts()
 
     @property
     def is_idle(self) -> bool:
-        """Whether every call has ended."""
         counts = self._queue.counts()
         ended = counts.answered + counts.failed + counts.cancelled + counts.expired + counts.evicted
         return counts.submitted == ended
@@ -212,11 +209,11 @@ class ServedModel:
     def report(self) -> ModelReport:
         """The model's part of the report to the controller."""
         table, versions = self.router, self.versions
-        told = ModelReport(table.version, table.candidate_version, tuple(versions))
+        report = ModelReport(table.version, table.candidate_version, tuple(versions))
         rows = [2**power for power in range(self.options.max_rows.bit_length())]
         latency = self._queue.latency
         return replace(
-            told if self.live is None else self.live.report(),
+            report if self.live is None else self.live.report(),
             counts=self.counts.snapshot(),
             forwards=self._forward_times.retain_medians(versions),
             queued_rows=self._queue.queued_rows,
@@ -225,12 +222,8 @@ class ServedModel:
         )
 
     def measure_load(self) -> ModelLoad:
-        """What an autoscaling policy needs."""
         queue = self._queue
         return ModelLoad(queue.counts(), queue.queued_requests, queue.latency.list_points(), self.options.max_rows)
-
-    def _count_queued(self) -> int:
-        return self._queue.queued_requests
 
     def close(self) -> None:
         """Fail queued requests with 503. Idempotent."""
@@ -248,7 +241,7 @@ class ServedModel:
             self._queue.seed_latency_model(self.predictor.warm_up_times)
         table = self.router
         table.point(answering)
-        self.counts.pending = self._count_queued
+        self.counts.pending = lambda: self._queue.queued_requests
         self.shadow.set_candidate(table.candidate, answering.shares.shadow_percent)
         self.counts.set_serving(table.version, table.candidate_version, table.percent)
 
@@ -280,11 +273,15 @@ class ServedModel:
             return _act(loaded.sampler, batch, loaded.predict_batch(requests))
         except Exception as error:
             other = self.router.counterparts.get(loaded.version)
-            if other is not None and len(requests) == 1 and is_model_error(error) and _fails_on(other, requests):
-                raise RequestFault(error) from error
+            if other is not None and len(requests) == 1 and is_model_error(error):
+                try:
+                    other.predict_batch(requests)
+                except Exception as same:  # noqa: BLE001 - only whether it fails counts
+                    if is_model_error(same):
+                        raise RequestFault(error) from error
             raise
 
-    def _on_batch(self, batch: CallBatch) -> None:
+    def _count_batch(self, batch: CallBatch) -> None:
         self.counts.count_batch(batch)
         if self._tracer is not None:
             self._tracer.record_batch(self.name, batch)
@@ -299,11 +296,3 @@ def _act(sampler: ActionSampler | None, batch: CallBatch, outputs: Sequence[Outp
     if sampler is None:
         return outputs
     return [sampler.act(each, entry.request) for each, entry in zip(outputs, batch.requests, strict=True)]
-
-
-def _fails_on(loaded: LoadedModel, requests: Sequence[Arrays]) -> bool:
-    try:
-        loaded.predict_batch(requests)
-    except Exception as error:  # noqa: BLE001 - only whether it fails counts
-        return is_model_error(error)
-    return False

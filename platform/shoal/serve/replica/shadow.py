@@ -84,7 +84,7 @@ class ShadowTraffic:
         assert loaded is not None
         try:
             loaded.size_limits.check(call.inputs)
-            found = await self._queue.submit(call, call.num_rows, group=group, size_bytes=size_bytes(call.inputs))
+            answer = await self._queue.submit(call, call.num_rows, group=group, size_bytes=size_bytes(call.inputs))
         except Closed:
             return
         except InferenceError as error:
@@ -93,9 +93,9 @@ class ShadowTraffic:
         except Exception:  # noqa: BLE001 - on any error a client would have had no answer
             self._count_failure(group.track, loaded, 500)
             return
-        if group.track is self._candidate and found.version == loaded.version:
-            is_equal = outputs_agree(expected, found.outputs, self._datatypes, self._tolerance)
-            self._counts.count_shadow(found.version, disagreed=not is_equal)
+        if group.track is self._candidate and answer.version == loaded.version:
+            is_equal = outputs_agree(expected, answer.outputs, self._datatypes, self._tolerance)
+            self._counts.count_shadow(answer.version, disagreed=not is_equal)
 
     def _count_failure(self, candidate: Track, loaded: LoadedModel | FallbackPredictor, status: int) -> None:
         """Count a failure. Since the stable version answered, a refused input (4xx) counts as another answer, not as a

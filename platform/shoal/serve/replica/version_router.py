@@ -88,18 +88,15 @@ class VersionTable:
 
     @property
     def candidate(self) -> Track | None:
-        """The candidate's track while it is open."""
         return None if self._shares is None else self._candidate
 
     @property
     def candidate_version(self) -> int:
-        """The open candidate's version; 0 for none."""
         loaded = self._candidate.loaded
         return loaded.version if loaded is not None and self._shares is not None else 0
 
     @property
     def percent(self) -> float:
-        """The open candidate's share."""
         shares = self._shares
         return 0.0 if shares is None else shares.percent
 
@@ -112,24 +109,26 @@ class VersionTable:
         """Choose the track of a call. Raises InferenceError: 404 for a version that was dropped since the protocol has
         found it, 503 before the first."""
         if version is not None:
-            if (found := self._tracks.get(version)) is None:
+            if (named := self._tracks.get(version)) is None:
                 raise unknown_version(self._model, str(version), self.versions)
-            return found
+            return named
         if self._stable.loaded is None:
             raise InferenceError(503, "no weights have been loaded yet; try again later", retry_after_s=1.0)
         shares = self._shares
         if shares is None or shares.is_shadow or track == "stable":
             return self._stable
-        return self._candidate if track == "candidate" or self._is_selected(shares.percent, sticky) else self._stable
+        if track == "candidate":
+            return self._candidate
+        percent = shares.percent
+        if sticky:
+            is_selected = hash_to_percent(self._model, sticky) < percent
+        else:
+            is_selected = percent > 0.0 and self._draws.draw(percent)
+        return self._candidate if is_selected else self._stable
 
     def is_stable(self, track: Track) -> bool:
         """Whether this is the track of calls without a version or track."""
         return track is self._stable
-
-    def _is_selected(self, percent: float, sticky: str) -> bool:
-        if sticky:
-            return hash_to_percent(self._model, sticky) < percent
-        return percent > 0.0 and self._draws.draw(percent)
 
     # -- changes ------------------------------------------------------------------------------------------------------
 
@@ -157,20 +156,13 @@ class VersionTable:
         self._candidate.loaded = candidate or self._stable.loaded
         if candidate is not None:
             self._shares = shares
-        self.counterparts = _pair(self._stable.loaded, candidate, shares)
-
-
-def _pair(
-    stable: LoadedModel | FallbackPredictor | None,
-    candidate: LoadedModel | FallbackPredictor | None,
-    shares: TrafficShares,
-) -> dict[int, LoadedModel]:
-    """Pair two registered versions. A live version has its fallback; a shadow computes what the stable one answered."""
-    if stable is None or candidate is None or isinstance(stable, FallbackPredictor):
-        return {}
-    if isinstance(candidate, FallbackPredictor):
-        return {}
-    return {stable.version: candidate, **({} if shares.is_shadow else {candidate.version: stable})}
+        answers = self._stable.loaded
+        # A live version has its fallback; a shadow computes what the stable one answered.
+        if isinstance(answers, FallbackPredictor | None) or isinstance(candidate, FallbackPredictor | None):
+            self.counterparts = {}
+        else:
+            back = {} if shares.is_shadow else {candidate.version: answers}
+            self.counterparts = {answers.version: candidate, **back}
 
 
 def hash_to_percent(model: str, sticky: str) -> float:

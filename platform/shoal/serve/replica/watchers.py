@@ -45,7 +45,6 @@ class WeightFollower:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread is alive."""
         return self._thread.is_alive()
 
     @property
@@ -154,19 +153,14 @@ class PlanFollower:
         self._changed = asyncio.Event()
         self.peers: list[PeerReport] = []
         loop = asyncio.get_running_loop()
-        self._tasks = [
-            loop.create_task(self._run_forever(self._follow_once)),
-            loop.create_task(self._run_forever(self._report_once)),
-        ]
+        self._tasks = [loop.create_task(self._retry(step)) for step in (self._follow, self._send_report)]
         self._known_generation = -1
 
     @property
     def is_alive(self) -> bool:
-        """Whether plans are still being applied."""
         return not any(task.done() for task in self._tasks)
 
     def notify_changed(self) -> None:
-        """Report soon."""
         self._changed.set()
 
     async def close(self) -> None:
@@ -176,7 +170,7 @@ class PlanFollower:
         with suppress(ConnectionLost):
             await self._source.leave(self._replica)
 
-    async def _run_forever(self, step: Callable[[], Awaitable[None]]) -> None:
+    async def _retry(self, step: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
                 await step()
@@ -184,14 +178,14 @@ class PlanFollower:
                 logger.debug("the controller is away, serving continues: %s", error)
                 await asyncio.sleep(RETRY_S)
 
-    async def _follow_once(self) -> None:
+    async def _follow(self) -> None:
         plan = await self._source.follow(self._replica, self._known_generation, POLL_S)
         if plan is not None:
             self._apply(plan)
             self._known_generation = plan.generation
             self.notify_changed()
 
-    async def _report_once(self) -> None:
+    async def _send_report(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORT_S):
                 await self._changed.wait()

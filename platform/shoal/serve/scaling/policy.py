@@ -25,9 +25,26 @@ from shoal.batching.latency_model import ForwardTime
 from shoal.plugins.find import find_extension
 from shoal.serve.spec.scale import MINUTES_PER_WEEK, ScaleSpec
 
+GROUP = "shoal.capacity"  # of entry points; the library `capacity` simulates
+UP_WINDOW_S = 5.0
+DOWN_WINDOW_S = 60.0
+CATCH_UP_S = 5.0
+# The rate may rise on while a replica starts, which takes seconds (benchmarks/serving/autoscaling.py).
+RATE_MARGIN = 1.4
+MAX_LOOP_SHARE = 0.7  # of an event loop's time
+CURVE_CHANGE, RELEARN_S = 0.15, 10.0  # a smaller or sooner change of the curve leaves the rates that were found
+SETTLE_S = 10.0
+MAX_SEEN = 256  # replicas, of which a late report could still come
+Reason = Literal["load", "floor", "idle", "budget", "unmeasured"]
+
 
 class Budget:
-    """spent_s: replica-seconds, charged until `charged_s`; both may be those of an earlier object of this `period`."""
+    """The account of an endpoint's replica-hours in the present day or month, in UTC.
+
+    `min` and the floors of the rest of the period are set aside first; replicas beyond them run only on what is left.
+
+    spent_s: replica-seconds, charged until `charged_s`; both may be those of an earlier object of this `period`
+    """
 
     def __init__(self, spec: ScaleSpec, charged_s: float | None = None, spent_s: float = 0.0) -> None:
         hours, self.period = spec.budget_hours
@@ -46,7 +63,8 @@ class Budget:
 
     def is_available(self, now_s: float) -> bool:
         """Whether replicas beyond `min` and the floors may run."""
-        return self.spent_s + self._reserve_s(now_s) < self._budget_s
+        reserved_s = self._reserve_until(self._find_end(now_s)) - self._reserve_until(now_s)
+        return self.spent_s + reserved_s < self._budget_s
 
     def find_rejection_end(self, now_s: float) -> float:
         """Until when it allows no replica: its next period, or the next floor; 0 when it allows one now."""
@@ -61,10 +79,6 @@ class Budget:
     def _find_start(self, now_s: float) -> float:
         now = datetime.fromtimestamp(now_s, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
         return (now.replace(day=1) if self.period == "month" else now).timestamp()
-
-    def _reserve_s(self, now_s: float) -> float:
-        """What `min` and the floors take until the end of the period."""
-        return self._reserve_until(self._find_end(now_s)) - self._reserve_until(now_s)
 
     def _find_end(self, now_s: float) -> float:
         start = datetime.fromtimestamp(self._find_start(now_s), UTC)
@@ -83,19 +97,6 @@ class Budget:
 def _count_minutes(now_s: float) -> float:
     """Since the beginning of some week long ago."""
     return now_s / 60 - 4 * 24 * 60  # 1970 began on a Thursday: four days before a Monday
-
-
-GROUP = "shoal.capacity"  # of entry points; the library `capacity` simulates
-UP_WINDOW_S = 5.0
-DOWN_WINDOW_S = 60.0
-CATCH_UP_S = 5.0
-# The rate may rise on while a replica starts, which takes seconds (benchmarks/serving/autoscaling.py).
-RATE_MARGIN = 1.4
-MAX_LOOP_SHARE = 0.7  # of an event loop's time
-CURVE_CHANGE, RELEARN_S = 0.15, 10.0  # a smaller or sooner change of the curve leaves the rates that were found
-SETTLE_S = 10.0
-MAX_SEEN = 256  # replicas, of which a late report could still come
-Reason = Literal["load", "floor", "idle", "budget", "unmeasured"]
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,10 @@ class ScalePolicy:
         """The number of replicas that the endpoint should have."""
         self._count(load)
         self._learn([each.curve for each in load.replicas.values() if each.curve], load.now_s)
-        rate, loop_share = self._measure_rate(load.now_s)
+        since_s, arrived, loop_s = self._history[0]
+        elapsed_s = load.now_s - since_s  # 0 at the first call
+        rate = (self._arrived - arrived) / elapsed_s if elapsed_s > 0 else 0.0
+        loop_share = (self._loop_s - loop_s) / elapsed_s if elapsed_s > 0 else 0.0
         waiting = load.unrouted + sum(each.waiting for each in load.replicas.values())
         need = self._find_need(rate, loop_share, waiting, load)
         while self._needs and self._needs[-1][1] <= need:
@@ -201,13 +205,6 @@ class ScalePolicy:
         self._history.append((load.now_s, self._arrived, self._loop_s))
         while len(self._history) > 2 and self._history[1][0] <= load.now_s - UP_WINDOW_S:
             self._history.popleft()
-
-    def _measure_rate(self, now_s: float) -> tuple[float, float]:
-        """Requests a second, and busy seconds of event loops a second."""
-        since_s, arrived, loop_s = self._history[0]
-        if now_s <= since_s:
-            return 0.0, 0.0
-        return (self._arrived - arrived) / (now_s - since_s), (self._loop_s - loop_s) / (now_s - since_s)
 
     def _learn(self, curves: Sequence[tuple[tuple[int, float], ...]], now_s: float) -> None:
         """Take the median of the replicas' curves, if it differs from the present one."""

@@ -38,8 +38,10 @@ class LoadMeter:
 
     def measure(self, models: Mapping[str, ModelLoad], num_unloaded: int = 0) -> ReplicaLoad:
         """num_unloaded: requests that wait for a model to be loaded"""
-        requests = {name: _count_requests(each.counts) for name, each in models.items()}
-        for name, count in requests.items():
+        requests = {}
+        for name, model in models.items():
+            counts = model.counts
+            count = requests[name] = counts.submitted + counts.refused_full + counts.refused_late
             before = self._requests.get(name, 0)
             arrived = count - before if count >= before else count  # a model that is loaded again begins at 0
             self._recent[name] = RETAINED * self._recent.get(name, 0.0) + arrived
@@ -50,10 +52,6 @@ class LoadMeter:
         waiting = num_unloaded + sum(each.waiting for each in models.values())
         curve = _merge_forwards([(shares[name], each) for name, each in models.items() if shares[name] > 1e-3])
         return ReplicaLoad(self._num_arrived, waiting, self._loop_seconds(), curve)
-
-
-def _count_requests(counts: BatcherCounts) -> int:
-    return counts.submitted + counts.refused_full + counts.refused_late
 
 
 def _merge_forwards(models: Iterable[tuple[float, ModelLoad]]) -> tuple[tuple[int, float], ...]:
@@ -81,7 +79,6 @@ def _merge_forwards(models: Iterable[tuple[float, ModelLoad]]) -> tuple[tuple[in
 
 
 def encode(load: ReplicaLoad) -> dict[str, float]:
-    """Flat numbers by name."""
     seconds = {f"{SECONDS}{size}": each for size, each in load.curve}
     return {"requests": load.requests, "waiting": load.waiting, "loop_s": load.loop_s, **seconds}
 

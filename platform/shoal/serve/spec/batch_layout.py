@@ -48,7 +48,13 @@ class BatchLayout:
             raise ConfigError("batch_dim", options.batch_dim, "leaves no input with the batch", remedy)
         self.signature = signature
         if not self.is_first:
-            inputs, outputs = (list(map(self._move_batch, side)) for side in (signature.inputs, signature.outputs))
+
+            def move_batch(spec: TensorSignature) -> TensorSignature:
+                dimension = self.dimensions[spec.name]
+                rest = spec.shape if dimension is None else spec.shape[:dimension] + spec.shape[dimension + 1 :]
+                return spec.model_copy(update={"shape": [-1, *rest]})
+
+            inputs, outputs = (list(map(move_batch, side)) for side in (signature.inputs, signature.outputs))
             self.signature = Signature(inputs=inputs, outputs=outputs)
 
     def to_batch_first(self, arrays: Arrays, num_rows: int) -> Arrays:
@@ -73,11 +79,6 @@ class BatchLayout:
             dimension = self.dimensions[name]
             moved[name] = array[0, ...] if dimension is None else np.moveaxis(array, 0, dimension)
         return moved
-
-    def _move_batch(self, spec: TensorSignature) -> TensorSignature:
-        dimension = self.dimensions[spec.name]
-        rest = spec.shape if dimension is None else spec.shape[:dimension] + spec.shape[dimension + 1 :]
-        return TensorSignature(name=spec.name, datatype=spec.datatype, shape=[-1, *rest], columns=spec.columns)
 
 
 def has_batch_first(tensor: TensorSignature | TensorMetadata) -> bool:

@@ -185,12 +185,12 @@ class EndpointSpec(Reach):
     @classmethod
     def _models_begin_as_all(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Fill each of `models` from `model`; its `model_fields_set` has only its explicit fields."""
-        said = _dump_explicit(values.get("models", {})) if isinstance(values, dict) else {}
-        if not isinstance(said, dict) or not said:
+        explicit = _dump_explicit(values.get("models", {})) if isinstance(values, dict) else {}
+        if not isinstance(explicit, dict) or not explicit:
             return handler(values)
         everybodys = _dump_explicit(values.get("model", {}))
-        spec = handler({**values, "models": {name: merge(everybodys, each) for name, each in said.items()}})
-        for name, each in said.items():
+        spec = handler({**values, "models": {name: merge(everybodys, each) for name, each in explicit.items()}})
+        for name, each in explicit.items():
             spec.models[name] = _mark_explicit(spec.models[name], each)
         return spec
 
@@ -275,7 +275,6 @@ class EndpointSpec(Reach):
         return "the most replicas under load are scale.max, the least scale.min" if name == "max_replicas" else ""
 
     def options(self, model: str) -> ModelOptions:
-        """The options of the model of this name."""
         return self.models.get(model, self.model)
 
     @property
@@ -285,7 +284,6 @@ class EndpointSpec(Reach):
 
     @property
     def needs_cuda(self) -> bool:
-        """Whether a model needs a GPU."""
         return any(options.needs_cuda for options in (self.model, *self.models.values()))
 
     @property
@@ -306,7 +304,6 @@ class EndpointSpec(Reach):
 
     @property
     def most_replicas(self) -> int:
-        """The most replicas."""
         return self.num_replicas if self.scale is None else self.scale.max
 
     @property
@@ -319,7 +316,6 @@ class EndpointSpec(Reach):
 
     @property
     def answer_s(self) -> float:
-        """How long the ingress waits for an answer."""
         return get_answer_s(self.hang_s)
 
     @property

@@ -109,7 +109,6 @@ class ModelOptions(Spec):
 
     @property
     def needs_cuda(self) -> bool:
-        """Whether the model needs a GPU."""
         return self.device == "cuda" or self.cuda_graphs
 
     @field_serializer("pad_value", when_used="json")

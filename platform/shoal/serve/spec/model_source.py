@@ -43,10 +43,10 @@ class RegisteredModel:
 
         Raises RegistryError, WeightsError.
         """
-        found = Registry(self.registry).get(f"{self.name}@{version}")
-        model = found.manifest.model
-        snapshot = found.weight_file() if model.format == "module" else found.snapshot()
-        return ModelPackage(model, found.manifest.signature, snapshot)
+        registered = Registry(self.registry).get(f"{self.name}@{version}")
+        model = registered.manifest.model
+        snapshot = registered.weight_file() if model.format == "module" else registered.snapshot()
+        return ModelPackage(model, registered.manifest.signature, snapshot)
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class EndpointModel:
 
 def model_from_ref(ref: str, options: ModelOptions | None = None, registry: str | None = None) -> EndpointModel:
     """Parse `name@3`, `name@champion` or `name` of the registry. Raises ConfigError for an invalid reference."""
-    name, word = split_ref(ref)
-    return EndpointModel(name, RegisteredModel(name, Registry(registry).location), word, options)
+    name, selector = split_ref(ref)
+    return EndpointModel(name, RegisteredModel(name, Registry(registry).location), selector, options)
 
 
 class Catalogue(Protocol):
@@ -98,9 +98,7 @@ class Catalogue(Protocol):
         """A version's signature, and the bytes of its payload."""
         ...
 
-    def promote(self, name: str, version: int, alias: str) -> None:
-        """Point the alias at `version`."""
-        ...
+    def promote(self, name: str, version: int, alias: str) -> None: ...
 
     def find_previous(self, name: str, alias: str) -> int:
         """The version of the alias before its last promotion."""

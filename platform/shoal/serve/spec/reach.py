@@ -78,7 +78,6 @@ class TlsOptions(Spec):
 
     @property
     def files(self) -> CertificateFiles:
-        """The files alone."""
         return CertificateFiles(self.certificate, self.key, self.client_ca)
 
 
@@ -130,13 +129,13 @@ def require_one_address(applications: Mapping[str, Mapping[str, Any]]) -> None:
 
     applications: the `endpoint` of the `args` of each; one that is not valid is left to its own application
     """
-    found: dict[str, Reach] = {}
+    reaches: dict[str, Reach] = {}
     for name, fields in applications.items():
         with suppress(ConfigError):
             reach = Reach.parse({field: each for field, each in fields.items() if field in Reach.model_fields})
             tls = None if reach.tls is None else reach.tls.model_copy(update={"name": ""})  # its address alone
-            found[name] = reach.model_copy(update={"tls": tls})
-    for (first, there), (name, reach) in pairwise(found.items()):
+            reaches[name] = reach.model_copy(update={"tls": tls})
+    for (first, there), (name, reach) in pairwise(reaches.items()):
         for field in Reach.model_fields:
             own, other = getattr(reach, field), getattr(there, field)
             if own != other:

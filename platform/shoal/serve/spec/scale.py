@@ -37,10 +37,10 @@ class Floor:
     @classmethod
     def parse(cls, text: str) -> Floor:
         """`mon-fri 08:00-18:00 Europe/Zurich`; no days: every day, no zone: UTC. Raises ValueError."""
-        found = _FLOOR.fullmatch(text.strip())
-        if found is None:
+        parts = _FLOOR.fullmatch(text.strip())
+        if parts is None:
             raise ValueError(f"{text!r} is not DAYS HH:MM-HH:MM ZONE, as in 'mon-fri 08:00-18:00 Europe/Zurich'")
-        days, *clock, zone = found.groups()
+        days, *clock, zone = parts.groups()
         hours = [int(each) for each in clock]
         start, end = hours[0] * 60 + hours[1], hours[2] * 60 + hours[3]
         if max(hours[1], hours[3]) > 59 or start >= MINUTES_PER_DAY or end > MINUTES_PER_DAY or start == end:
@@ -51,7 +51,6 @@ class Floor:
             raise ValueError(f"{text!r} names no known days (mon-fri, sat,sun) or time zone (Europe/Zurich)") from None
 
     def contains(self, now: datetime) -> bool:
-        """Whether it is in force."""
         local = now.astimezone(self.zone)
         day, minute = local.weekday(), local.hour * 60 + local.minute
         if self.start_minute < self.end_minute:
@@ -123,8 +122,8 @@ class ScaleSpec(Spec):
     @property
     def budget_hours(self) -> tuple[float, str]:
         """Replica-hours, and "day" or "month"; infinity without a budget."""
-        found = _BUDGET.fullmatch(self.budget)
-        return (math.inf, "day") if found is None else (float(found[1]), found[2])
+        parts = _BUDGET.fullmatch(self.budget)
+        return (math.inf, "day") if parts is None else (float(parts[1]), parts[2])
 
     def _count_floor_hours(self) -> float:
         """What `min` and the floors take of the longest period, at most."""

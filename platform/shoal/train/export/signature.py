@@ -35,25 +35,25 @@ def infer_signature(task: Task, model: nn.Module, batch: Any) -> Signature:
     Raises ConfigError for values that are not tensors, and for a `postprocess` that fails or returns no arrays.
     """
     given: object = task.signature()
+    if isinstance(given, Signature):
+        return given
     if given is not None:
-        return _require_signature(task, given)
+        problem = f"{type(task).__name__}.signature gave a {type(given).__name__}"
+        raise ConfigError("task", type(task).__name__, problem, "return a shoal.registry.Signature, or None")
     inputs = task.inputs(batch)
     with eval_mode(model), torch.no_grad():
         outputs = model(*inputs)
     names = [*inspect.signature(model.forward).parameters]
     taken = [(names[index] if index < len(names) else f"input_{index}", value) for index, value in enumerate(inputs)]
-    named = _named_outputs(outputs)
+    named: list[tuple[str, Any]] = [("output", outputs)]
+    if isinstance(outputs, Mapping):
+        named = [(str(name), value) for name, value in outputs.items() if isinstance(value, Tensor)]
+    elif isinstance(outputs, tuple | list):
+        named = [(f"output_{index}", value) for index, value in enumerate(outputs)]
     described = _describe_tensors(task, named)
     if task.postprocess is not None:
         described = _describe_postprocessed(task, task.postprocess, dict(named))
     return Signature(inputs=_describe_tensors(task, taken), outputs=described)
-
-
-def _require_signature(task: Task, given: object) -> Signature:
-    if not isinstance(given, Signature):
-        problem = f"{type(task).__name__}.signature gave a {type(given).__name__}"
-        raise ConfigError("task", type(task).__name__, problem, "return a shoal.registry.Signature, or None")
-    return given
 
 
 def _describe_postprocessed(task: Task, postprocess: Hook, outputs: Mapping[str, Tensor]) -> list[TensorSignature]:
@@ -73,7 +73,11 @@ def _describe_postprocessed(task: Task, postprocess: Hook, outputs: Mapping[str,
         raise refused(f"gave a {type(answers).__name__}" if not isinstance(answers, Mapping) else "gave nothing")
     found = []
     for name, answer in answers.items():
-        datatype = _datatype(answer) if isinstance(answer, np.ndarray) else None
+        datatype = None
+        if isinstance(answer, np.ndarray):
+            is_text, types = answer.dtype.kind in "OSU", NUMPY_DTYPES.items()
+            named = (name for name, dtype in types if dtype == answer.dtype and name != "BF16")
+            datatype = "BYTES" if is_text else next(named, None)
         if datatype is None:
             kind = answer.dtype if isinstance(answer, np.ndarray) else type(answer).__name__
             raise refused(f"gave {name!r} as a {kind}")
@@ -89,23 +93,6 @@ def _make_array(value: Tensor) -> np.ndarray:
         if isinstance(value, FakeTensor):
             value = torch.zeros(value.shape, dtype=value.dtype)
         return (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True).copy()
-
-
-def _datatype(array: np.ndarray) -> str | None:
-    """The protocol's datatype; texts are BYTES. None if there is none."""
-    if array.dtype.kind in "OSU":
-        return "BYTES"
-    return next((name for name, dtype in NUMPY_DTYPES.items() if dtype == array.dtype and name != "BF16"), None)
-
-
-def _named_outputs(outputs: Any) -> list[tuple[str, Any]]:
-    if isinstance(outputs, Tensor):
-        return [("output", outputs)]
-    if isinstance(outputs, Mapping):
-        return [(str(name), value) for name, value in outputs.items() if isinstance(value, Tensor)]
-    if isinstance(outputs, tuple | list):
-        return [(f"output_{index}", value) for index, value in enumerate(outputs)]
-    return [("output", outputs)]
 
 
 def _describe_tensors(task: Task, named: list[tuple[str, Any]]) -> list[TensorSignature]:

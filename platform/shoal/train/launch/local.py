@@ -22,8 +22,7 @@ from shoal.parallel import World
 from shoal.parallel.layers.precision import check_precision
 from shoal.random_state import preserve_rng
 from shoal.runs import Run, RunRecorder, Status
-from shoal.train.launch.shutdown_signal import TORCHRUN, shutdown_event
-from shoal.train.launch.training_run import TrainingRun, find_launcher
+from shoal.train.launch.training_run import TORCHRUN, TrainingRun, find_launcher, shutdown_event
 from shoal.train.launch.validate import validate_run
 from shoal.train.loop.components import set_threads
 from shoal.train.loop.trainer import Trainer

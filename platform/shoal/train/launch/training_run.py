@@ -7,8 +7,12 @@ Called by `fit_locally`, whose back end is this process, and by `flows.training`
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +28,7 @@ from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun
 LAUNCHERS = "shoal.launchers"  # the group of the words that `SyncConfig.launch` may be
 _IDENTITY = re.compile(r"[0-9a-f]{8,}|\d+")  # of a process, a host or a port, which are others in each attempt
 
@@ -122,3 +127,28 @@ class TrainingRun:
                 self.log.record_event("workers_lost", step=backend.step, error=str(error))
                 if lost_in_a_row >= ATTEMPTS_WITHOUT_PROGRESS:
                     raise
+
+
+@contextmanager
+def shutdown_event() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set, and a run reads between steps. A second Ctrl-C raises KeyboardInterrupt.
+
+    Under torchrun a second Ctrl-C is ignored: each rank receives one from the terminal and one from torchrun, which has
+    a timeout of its own. Outside the main thread, which alone receives signals, the event is never set.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def note(signum: int, frame: object) -> None:
+        if asked.is_set() and TORCHRUN not in os.environ:
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -102,7 +102,11 @@ class CheckpointManager:
         self._components.load_position(extras.extras["position"], own)
         if "counts" in extras.extras:  # missing in older checkpoints
             self._components.load_counts(extras.extras["counts"])
-        self._restore_selective(own, found)
+        # The waiting samples belong to this rank's share of the data.
+        if own is not None and found.plan == self._components.degrees.description:
+            self._components.load_selective(own)
+        elif self._components.selective is not None:
+            self._event_log.record_event("selective_backprop_emptied", step=found.step, plan=found.plan)
         if extras.own is not None:  # otherwise the number of ranks has changed, and each has its own random state
             set_random_state(extras.own["random"])
         self._checkpointer.prepare(self._components.state())
@@ -116,18 +120,6 @@ class CheckpointManager:
         for name in extras.absent & state.keys():
             del state[name]
         return extras
-
-    def _restore_selective(self, own: dict[str, Any] | None, found: Found) -> None:
-        """Restore the waiting samples, which belong to this rank's share of the data, unless the plan has changed."""
-        if own is not None and found.plan == self._components.degrees.description:
-            self._components.load_selective(own)
-        elif self._components.selective is not None:
-            self._event_log.record_event("selective_backprop_emptied", step=found.step, plan=found.plan)
-
-    def is_due_between(self, before: int, step: int) -> bool:
-        """Whether a checkpoint is due after one of the steps that follow `before`, up to `step`."""
-        every = self._spec.every_steps
-        return every is not None and step // every > before // every
 
     def is_due_after(self, elapsed_s: float) -> bool:
         """Whether a checkpoint is due by time; the same on all ranks, given the same synchronised time."""
@@ -144,7 +136,10 @@ class CheckpointManager:
         """
         if self._saved_step == progress.step and not best:
             return
-        self._require_finite_weights(progress.step)
+        # A gradient may have corrupted them in a step with a finite loss; the next step would show it too late.
+        names = self._world.gather(find_not_finite(self._components.model.named_parameters()))
+        if (name := next((each for each in names if each is not None), None)) is not None:
+            raise NotFinite(f"the weight {name}", progress.step, None, self.describe_newest())
         self._components.model.check_buffers()
         self.wait()  # for the previous one, whose failure is reported but does not stop this one
         parts = self._components
@@ -233,14 +228,6 @@ class CheckpointManager:
             self._uncommitted = None
             self._report_failed_save(error, None, must=False)
         self._commit()
-
-    def _require_finite_weights(self, step: int) -> None:
-        """A gradient may have corrupted the weights in a step with a finite loss; the next step would show it too
-        late."""
-        found = self._world.gather(find_not_finite(self._components.model.named_parameters()))
-        name = next((name for name in found if name is not None), None)
-        if name is not None:
-            raise NotFinite(f"the weight {name}", step, None, self.describe_newest())
 
     def _report_failed_save(self, error: CheckpointError, step: int | None, must: bool) -> None:
         if must:

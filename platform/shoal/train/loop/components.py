@@ -6,6 +6,7 @@ step; decides nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from shoal.parallel.deferred.weights import DeferredWeights
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.spmd.base import SpmdModel
 from shoal.random_state import seed_everything
+from shoal.sync.config import SyncConfig
+from shoal.sync.synchronizer import Connection, Replica, ReplicaState
 from shoal.train.initial_weights import find_initial_weights, load_initial_weights
 from shoal.train.optim.ema import WeightAverage
 from shoal.train.optim.lr_schedule import (
@@ -60,15 +63,11 @@ class BatchStream:
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
-        self._batches = self._endless()
+        self._batches = itertools.chain.from_iterable(itertools.repeat(loader))
 
     def next(self) -> Any:
         """This rank's share of the next global batch. Raises DataError."""
         return next(self._batches)
-
-    def _endless(self) -> Iterator[Any]:
-        while True:
-            yield from self.loader
 
 
 @dataclass
@@ -129,7 +128,10 @@ class TrainComponents:
         steps = self._epoch_steps()
         if steps is not None and self.steps_per_epoch is not None:
             return steps / self.steps_per_epoch
-        return float(self.training.epoch + (self._is_epoch_counted and self.training.is_at_end()))
+        # Whether anything happens at the end of an epoch; otherwise an iterable need not be read ahead.
+        is_evaluated_by_it = self.validation is not None and self.spec.evaluate.every_steps is None
+        is_epoch_counted = self.spec.stop.epochs is not None or is_evaluated_by_it
+        return float(self.training.epoch + (is_epoch_counted and self.training.is_at_end()))
 
     def get_schedule_position(self, step: int) -> SchedulePosition:
         """The schedule position after `step` steps."""
@@ -155,12 +157,6 @@ class TrainComponents:
         if steps is None or self.steps_per_epoch is None:
             return int(self.epoch / every.every_epochs)
         return int(steps // epochs_to_steps(every.every_epochs, self.steps_per_epoch))
-
-    @property
-    def _is_epoch_counted(self) -> bool:
-        """Whether anything happens at the end of an epoch; otherwise an iterable need not be read ahead."""
-        is_evaluated_by_it = self.validation is not None and self.spec.evaluate.every_steps is None
-        return self.spec.stop.epochs is not None or is_evaluated_by_it
 
     def _epoch_steps(self) -> float | None:
         """The finished epochs, in steps of the present batch size; None for an iterable.
@@ -199,22 +195,16 @@ class TrainComponents:
     def state(self, *, to_fill: bool = False) -> dict[str, Any]:
         """The network and the optimiser, to be saved or, `to_fill`, to be filled."""
         # Saving creates optimiser state for parameters without a gradient so far; a first gradient creates it anew.
-        kept = self.optimizer.state
-        begun = {name: bool(kept.get(each)) for name, each in self._iter_trained()}
+        begun = {name: bool(self.optimizer.state.get(each)) for name, each in self._iter_trained()}
         optimizer = self.model.optimizer_state(self.optimizer, to_fill=to_fill)
         state = {**self.network_state(), "optimizer": optimizer, HAS_STATE: begun}
-        return {**state, OUTER_MOMENTUM: self._get_outer_momentum()} if self._has_outer_momentum else state
-
-    @property
-    def _has_outer_momentum(self) -> bool:
-        return self.outer is not None and any(group.get("momentum") for group in self.outer.param_groups)
-
-    def _get_outer_momentum(self) -> dict[str, Tensor]:
-        """By parameter. Before the first step of the outer optimiser it is zero."""
-        assert self.outer is not None
-        stored = {name: self.outer.state[each].get("momentum_buffer") for name, each in self._iter_trained()}
-        zeros = {name: torch.zeros_like(each) for name, each in self._iter_trained() if stored[name] is None}
-        return {name: zeros[name] if each is None else each for name, each in stored.items()}
+        if self.outer is not None and any(group.get("momentum") for group in self.outer.param_groups):
+            stored = {name: self.outer.state[each].get("momentum_buffer") for name, each in self._iter_trained()}
+            state[OUTER_MOMENTUM] = {  # it is zero before the first step of the outer optimiser
+                name: torch.zeros_like(each) if stored[name] is None else stored[name]
+                for name, each in self._iter_trained()
+            }
+        return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load a `state` that a checkpoint has filled; the optimiser settings of the spec are kept."""
@@ -270,6 +260,23 @@ class TrainComponents:
         if self.validation is not None:
             self.validation.seek(counts["evaluated"])
 
+    # -- what other replicas need ---------------------------------------------------------------------------------
+
+    def get_replica_state(self) -> dict[str, Any]:
+        """What a replica that joins begins with."""
+        return {"state": self.state(), "counts": self.get_counts()}
+
+    def load_replica_state(self, given: dict[str, Any]) -> None:
+        self.load_state(given["state"])
+        self.load_counts(given["counts"])
+
+    def get_gradient_weights(self) -> tuple[float, float]:
+        """As `ReplicaState.get_weights`, of the newest gradients."""
+        weight = self.model.step_weight
+        if isinstance(weight, Tensor):  # of a `Mean`, by which its gradients are not multiplied yet
+            return float(weight), float(weight)
+        return 1.0, self.training.relative_share
+
     def close(self) -> None:
         """Close loaders and plan. Idempotent."""
         self.training.close()
@@ -278,12 +285,13 @@ class TrainComponents:
         self.model.close()
 
 
-def _load_example(data: Data, num_samples: int, world: World) -> Any:
-    """The first batch of this size. Raises ConfigError for a stream where several processes would read it."""
+def _require_data_fits(spec: TrainSpec, data: Data, world: World) -> None:
     if is_stream(data.train) and world.size > 1:
         problem = f"is a stream, which {world.size} processes cannot share"
         raise ConfigError("data", type(data.train).__name__, problem, "use workers=1")
-    return load_first_batch(data, num_samples, world.device)
+    if spec.selective_backprop is not None and hasattr(data.train, "sample_sizes"):
+        problem = "needs samples that are rows of tensors, and as many on each rank; this dataset has `sample_sizes`"
+        raise ConfigError("selective_backprop", type(data.train).__name__, problem, "leave it out")
 
 
 def build_components(
@@ -300,13 +308,14 @@ def build_components(
     degrees = spec.parallel.resolve_dims(world.size, ranks_per_host)
     spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     data = load_data(task, spec.task)
+    _require_data_fits(spec, data, world)
     share = (degrees.coordinates(world.rank).data, degrees.data)
     training = _make_loader(spec, data, world, replica or share, is_training=True)
     validation = _make_loader(spec, data, world, share, is_training=False) if data.validation is not None else None
     seed_everything(spec.seed)
     network, deferred, eager_reason = _build_network(spec, task, degrees)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
-    example = _load_example(data, spec.batch_size // (replica[1] if replica else degrees.data), world)
+    example = load_first_batch(data, spec.batch_size // (replica[1] if replica else degrees.data), world.device)
     model = parallelize(network, task, spec.parallel, degrees, world, example, spec.seed, deferred)
     model.loss_reader.is_active |= spec.splits_batches
     has_full_model = not degrees.shard and degrees.tensor == degrees.pipeline == 1
@@ -319,11 +328,8 @@ def build_components(
     steps_per_epoch = training.num_batches
     resolve_total_steps(spec, steps_per_epoch)
     chosen = spec.selective_backprop
-    if chosen is not None and hasattr(data.train, "sample_sizes"):
-        problem = "needs samples that are rows of tensors, and as many on each rank; this dataset has `sample_sizes`"
-        raise ConfigError("selective_backprop", type(data.train).__name__, problem, "leave it out")
-    place = degrees.coordinates(world.rank)
-    stateful = MetricSet(task.stateful_metrics(), task.update_metric, world, counts=place.tensor == 0)
+    is_counted = degrees.coordinates(world.rank).tensor == 0
+    stateful = MetricSet(task.stateful_metrics(), task.update_metric, world, counts=is_counted)
     parts = TrainComponents(
         spec,
         task,
@@ -340,8 +346,9 @@ def build_components(
         stateful=stateful,
         eager_reason=eager_reason if deferred is None else deferred.eager_reason,
     )
-    if isinstance(optimizer, OptimizerGroup):
-        _use_phases(parts, optimizer)
+    if isinstance(optimizer, OptimizerGroup):  # the Task's optimisers take their steps in turn
+        assert isinstance(model, SpmdModel)
+        model.use_optimizers(optimizer.get_parameters(), parts.take_phase_step)
     return parts
 
 
@@ -362,12 +369,6 @@ def _build_network(spec: TrainSpec, task: Task, degrees: ParallelDims) -> tuple[
     return network, None, reason
 
 
-def _use_phases(parts: TrainComponents, optimizer: OptimizerGroup) -> None:
-    """Let the Task's optimisers take their steps in turn."""
-    assert isinstance(parts.model, SpmdModel)
-    parts.model.use_optimizers(optimizer.get_parameters(), parts.take_phase_step)
-
-
 def _make_loader(spec: TrainSpec, data: Data, world: World, share: tuple[int, int], *, is_training: bool) -> Loader:
     return Loader(
         data.train if is_training else data.validation,
@@ -385,3 +386,24 @@ def _make_loader(spec: TrainSpec, data: Data, world: World, share: tuple[int, in
 def set_threads(spec: TrainSpec, cores: int) -> None:
     """Set torch's threads to the spec's number, or to this rank's part of the cores."""
     torch.set_num_threads(spec.threads or max(1, cores // spec.workers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainReplica(Replica):
+    """A Replica with all of its components, for synchronizers that take part in the loop, such as Hogwild's."""
+
+    parts: TrainComponents
+
+    @classmethod
+    def of_components(
+        cls, parts: TrainComponents, config: SyncConfig, world: World, connection: Connection | None
+    ) -> TrainReplica:
+        return cls(
+            config=config,
+            model=parts.model,
+            optimizer=parts.optimizer,
+            world=world,
+            state=ReplicaState(parts.get_replica_state, parts.load_replica_state, parts.get_gradient_weights),
+            connection=connection,
+            parts=parts,
+        )

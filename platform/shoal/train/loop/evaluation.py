@@ -37,17 +37,13 @@ def evaluate(model: ParallelModel, loader: Loader, stateful: MetricSet | None = 
     if not names:
         return further
     values = torch.stack([sums[name] for name in names])  # [K, 2]
-    if model.num_data_ranks > 1 and not _is_same_on_all_ranks(repr(names), model, values):
-        raise _make_uneven_metrics_error(names)
+    if model.num_data_ranks > 1:
+        mine = float(crc32(repr(names).encode()))
+        [total] = model.sum_over_data_ranks(values.new_tensor([mine])).tolist()
+        if total != mine * model.num_data_ranks:
+            raise _make_uneven_metrics_error(names)
     totals = dict(zip(names, model.sum_over_data_ranks(values).tolist(), strict=True))
     return {name: total / count if count else math.nan for name in sums for total, count in [totals[name]]} | further
-
-
-def _is_same_on_all_ranks(text: str, model: ParallelModel, like: Tensor) -> bool:
-    """Whether all data ranks have the same text. Collective."""
-    mine = float(crc32(text.encode()))
-    [total] = model.sum_over_data_ranks(like.new_tensor([mine])).tolist()
-    return bool(total == mine * model.num_data_ranks)
 
 
 def _make_uneven_metrics_error(names: list[str]) -> ConfigError:

@@ -15,7 +15,7 @@ import torch
 from shoal.batch_tree import count_samples, slice_samples
 from shoal.errors import ConfigError
 from shoal.parallel import ParallelModel, World
-from shoal.parallel.loss_trace import REMEDY, MeasuredLoss
+from shoal.parallel.loss_trace import REMEDY
 from shoal.parallel.micro_batches import split_micro_batches
 from shoal.random_state import preserve_rng
 
@@ -74,7 +74,11 @@ class SplitLossCheck:
             float(count_samples(half) if loss.weight is None else loss.weight)
             for half, loss in zip(halves, losses[2:], strict=True)
         ]
-        tolerance = self._find_tolerance(losses[0])
+        parameters = (each for module in self._model.modules for each in module.parameters())
+        types = {each.dtype for each in (losses[0].value, *parameters) if each.is_floating_point()}
+        if self._model.forward_dtype is not None:
+            types.add(self._model.forward_dtype)
+        tolerance = max(TOLERANCE, *(NUM_ROUNDINGS * torch.finfo(each).eps for each in types))
         if not math.isfinite(whole):
             return "unclear"
         if not _is_close(whole, again, parts, tolerance):
@@ -85,13 +89,6 @@ class SplitLossCheck:
         first, second = (loss.divisors / count_samples(half) for half, loss in zip(halves, losses[2:], strict=True))
         is_telling = not (first or second) or abs(first - second) > tolerance * max(first, second)
         return "equal" if is_telling and not _is_close(parts[0], parts[1], parts, 4 * tolerance) else "unclear"
-
-    def _find_tolerance(self, loss: MeasuredLoss) -> float:
-        parameters = (each for module in self._model.modules for each in module.parameters())
-        types = {each.dtype for each in (loss.value, *parameters) if each.is_floating_point()}
-        if self._model.forward_dtype is not None:
-            types.add(self._model.forward_dtype)
-        return max(TOLERANCE, *(NUM_ROUNDINGS * torch.finfo(each).eps for each in types))
 
 
 def _is_close(one: float, other: float, parts: list[float], tolerance: float) -> bool:

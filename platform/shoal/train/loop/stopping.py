@@ -15,7 +15,7 @@ from typing import Any, Literal
 from shoal.errors import ConfigError
 from shoal.runs.formatting import format_duration, format_number
 from shoal.runs.run_reader import is_higher_better
-from shoal.train.spec import ConvergenceSpec, Direction, StopSpec
+from shoal.train.spec import Direction, StopSpec
 
 Reason = Literal["steps", "epochs", "wall_s", "money", "target", "convergence", "callback", "interrupted"]
 
@@ -171,7 +171,9 @@ class StopPolicy:
         value = _get_metric(metrics, spec.metric, "stop.convergence.metric")
         if step != self._evaluated_step:  # the same network again, as after a resume, counts once
             self._evaluated_step = step
-            if not math.isnan(value) and (self._best is None or _is_improvement(value, self._best[1], spec)):
+            sign = 1.0 if _is_more_better(spec.metric, spec.direction) else -1.0
+            is_better = self._best is None or sign * (value - self._best[1]) > spec.min_improvement
+            if not math.isnan(value) and is_better:
                 self._best, self._num_since_best = (step, value), 0
             else:
                 self._num_since_best += 1
@@ -188,12 +190,6 @@ class StopPolicy:
 
     def _make_decision(self, reason: Reason, detail: str, step: int) -> StopDecision:
         return StopDecision(reason, detail, step, step if self._best is None else self._best[0])
-
-
-def _is_improvement(value: float, best: float, spec: ConvergenceSpec) -> bool:
-    """Whether `value` beats `best` by more than the minimum."""
-    gain = value - best if _is_more_better(spec.metric, spec.direction) else best - value
-    return gain > spec.min_improvement
 
 
 def _is_more_better(metric: str, direction: Direction) -> bool:

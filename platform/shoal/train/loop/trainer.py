@@ -12,11 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from itertools import zip_longest
+from enum import Flag, auto
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from shoal.checkpoint.stored import open_run_store
 from shoal.cost import MEASURED
@@ -27,19 +25,16 @@ from shoal.parallel import World
 from shoal.runs.report.event_messages import NO_CHECKPOINT
 from shoal.sync.rank_signals import INTERVAL_S, RankSignals
 from shoal.sync.synchronizer import Connection, Synchronizer, make_synchronizer
-from shoal.train.loop.callbacks import CallbackRunner
+from shoal.train.callback import CallbackRunner, TrainingState
 from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress
-from shoal.train.loop.components import build_components
+from shoal.train.loop.components import TrainReplica, build_components
 from shoal.train.loop.evaluation import evaluate
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
-from shoal.train.loop.pending_losses import PendingStep, sum_losses, sum_named_losses
-from shoal.train.loop.replica import TrainReplica, make_replica_state
 from shoal.train.loop.split_check import SplitLossCheck
+from shoal.train.loop.step_reports import LossReport, ThroughputMeter, UnreadLoss, write_histograms
 from shoal.train.loop.stopping import StopDecision, StopPolicy
-from shoal.train.loop.throughput import ThroughputMeter
 from shoal.train.optim.selective_backprop import count_profiled_steps
 from shoal.train.reporting.event_log import EventLog, NullLog
-from shoal.train.reporting.histograms import write_histograms
 from shoal.train.reporting.result import TrainResult
 from shoal.train.reporting.time_to_accuracy import TRAINING_S
 from shoal.train.spec import TrainSpec
@@ -49,6 +44,15 @@ from shoal.weights.tensor_files import list_with_index, write_tensors
 WEIGHTS_FILE = "model.safetensors"
 UPLOAD_TIMEOUT_S = 600.0  # of the last checkpoints, at the end of a run
 INTERRUPTED_UPLOAD_S = 8.0  # before Ray kills an interrupted job
+
+
+class Due(Flag):
+    """What follows a step. Each needs the ranks' signals first."""
+
+    EXCHANGE = auto()
+    REPORT = auto()
+    EVALUATION = auto()
+    CHECKPOINT = auto()
 
 
 class Trainer:
@@ -75,17 +79,17 @@ class Trainer:
     ) -> None:
         self.spec, self.task, self.world, self.folder = spec, task, world, folder
         self._run_id, self._should_stop = run_id, should_stop
-        config = spec.applied_sync
-        share = None if config.num_lanes == 1 else (0, config.num_lanes)
-        self._replica = share if connection is None else (connection.index, connection.num_workers)
+        num_lanes = spec.applied_sync.num_lanes
+        lane = None if num_lanes == 1 else (0, num_lanes)
+        self._replica = lane if connection is None else (connection.index, connection.num_workers)
         self._num_replicas = 1 if self._replica is None else self._replica[1]
         self._num_workers = world.size if connection is None else connection.num_workers
         self._event_log: EventLog = journal if journal is not None and world.is_first else NullLog()
         with translate_lost_ranks(world):
             self._parts = parts = build_components(spec, task, world, self._replica)
-            state, journal = make_replica_state(parts), self._event_log
-            place = config, parts.model, parts.optimizer, world, state, connection
-            self.sync: Synchronizer = make_synchronizer(TrainReplica(*place, parts=parts, journal=journal))
+            self.sync: Synchronizer = make_synchronizer(
+                TrainReplica.of_components(parts, spec.applied_sync, world, connection)
+            )
             parts.outer = self.sync.outer
             self._store = open_run_store(run_id)
             self._checkpoints = CheckpointManager(
@@ -106,11 +110,9 @@ class Trainer:
         self._num_evaluations_due, self._is_first_step = 0, True
         self._began_s = time.monotonic()
         self._elapsed_s = self._logged_s = 0.0  # of this attempt, agreed between the ranks: now, at the last report
-        self._pending_steps: list[PendingStep] = []
-        self._loss_names: tuple[str, ...] = ()  # of the Task's further losses
-        self._loss_sum, self._num_losses = 0.0, 0.0  # over all ranks, since the last report
-        self._named_sums: list[float] = []  # of the further losses
-        self._callbacks = CallbackRunner(task.callbacks(), parts, world.is_first, folder, self._report)
+        self._losses = LossReport()
+        state = TrainingState(parts.model.modules, parts.optimizer, world.is_first, folder, _log=self._report)
+        self._callbacks = CallbackRunner(task.callbacks(), state, lambda: parts.epoch)
 
     def run(self) -> TrainResult:
         """Train to the end and return the outcome, the same on every rank.
@@ -142,7 +144,7 @@ class Trainer:
         if self._replica is not None and parts.steps_per_epoch is not None:
             epoch, within = divmod(step, parts.steps_per_epoch)
             parts.training.seek(epoch, within * self.spec.batch_size)
-        place, self._num_evaluations_due = parts.get_schedule_position(step), parts.num_evaluations_due(step)
+        position, self._num_evaluations_due = parts.get_schedule_position(step), parts.num_evaluations_due(step)
         self._event_log.record_event(
             "training",
             step=step,
@@ -152,7 +154,7 @@ class Trainer:
             device=str(self.world.device),
             parameters=parts.num_parameters,
             steps_per_epoch=parts.steps_per_epoch,
-            total_steps=None if place.total_steps is None else step + round(place.total_steps - place.step),
+            total_steps=None if position.total_steps is None else step + round(position.total_steps - position.step),
         )
         if parts.eager_reason:
             self._event_log.record_event("built_eagerly", error=parts.eager_reason)
@@ -167,9 +169,8 @@ class Trainer:
 
     def _step_until_stopped(self) -> StopDecision:
         """After each step, perform the due actions in a fixed order, the same on every rank."""
-        stop = self._policy.decide_after_step(
-            self._progress.step, self._parts.epoch, 0.0
-        )  # a resumed run may have ended already
+        # A resumed run may have ended already.
+        stop = self._policy.decide_after_step(self._progress.step, self._parts.epoch, 0.0)
         if self._progress.evaluated == self._progress.step and self._progress.metrics:
             stop = self._decide_after_evaluation()
         elif stop is not None:
@@ -207,9 +208,8 @@ class Trainer:
             raise better from error
         if parts.average is not None:
             parts.average.update()
-        named, weight = parts.model.step_losses, parts.step_weight
-        self._loss_names = self._loss_names or tuple(sorted(named))
-        self._pending_steps.append(PendingStep(step, loss, norm, parts.training.last_indices, named, weight))
+        indices, named = parts.training.last_indices, parts.model.step_losses
+        self._losses.add(UnreadLoss(step, loss, norm, indices, named, parts.step_weight))
         self._callbacks.end_step(self._progress.step, loss)
         num_steps = self._progress.step - step
         self._meter.count_steps(num_steps, self.spec.batch_size * num_steps)
@@ -237,36 +237,53 @@ class Trainer:
 
     def _after_step(self, before: int) -> StopDecision | None:
         """`before`: the run's finished steps before this one; with replicas there may be none or several since."""
-        step, epoch = self._progress.step, self._parts.epoch
+        step = self._progress.step
         if not self.sync.is_chief:
             return self._follow_chief(step)
         if step == before:
             return None
-        stop = self._policy.decide_after_step(step, epoch, self._elapsed_s)
-        is_agreed, every = self.sync.is_exchange_due(), self.spec.log_every_steps
-        is_agreed = is_agreed or (self.world.size == 1 and bool(self._callbacks.stop_reason))
-        is_logged = step // every > before // every if every is not None else is_agreed
-        num_due = self._parts.num_evaluations_due(step)
-        is_evaluated, self._num_evaluations_due = num_due > self._num_evaluations_due, num_due
-        is_saved = self._checkpoints.is_due_between(before, step)
-        self._write_histograms(before, step)
-        if not (is_agreed or is_logged or is_evaluated or is_saved or stop):
+        due = self._find_due(before, step)
+        if not due and self._policy.decide_after_step(step, self._parts.epoch, self._elapsed_s) is None:
             return None
-        signs = self._exchange_signals()
-        stop = self._policy.decide_after_step(step, epoch, self._elapsed_s)  # the elapsed time is synchronised
-        if signs.ends:
+        signals = self._exchange_signals()
+        stop = self._policy.decide_after_step(step, self._parts.epoch, self._elapsed_s)  # now of the same time
+        if signals.ends:
             stop = self._policy.decide_on_request(step, self._callbacks.stop_reason or "a callback on another rank")
-        # Evaluations and checkpoints synchronise the ranks too: an exchange may never become due between them.
-        is_late = every is None and self._elapsed_s - self._logged_s >= INTERVAL_S
-        if is_logged or is_late or stop:
+        if Due.REPORT in due or stop or self._is_report_late:
             self._log()
-        if is_evaluated or (stop and self._progress.evaluated != step):
+        if Due.EVALUATION in due or (stop and self._progress.evaluated != step):
             stop = self._evaluate() or stop
-        if signs.stop and stop is None:
+        if signals.stop and stop is None:
             return StopDecision("interrupted", f"interrupted at step {step:,}", step, step)
-        if stop is None and (is_saved or self._checkpoints.is_due_after(self._progress.elapsed_s)):
+        if stop is None and (Due.CHECKPOINT in due or self._checkpoints.is_due_after(self._progress.elapsed_s)):
             self._save()
         return stop
+
+    def _find_due(self, before: int, step: int) -> Due:
+        """What is due by the steps that follow `before`, up to `step`, the same on every rank."""
+
+        def is_passed(every: int | None) -> bool:
+            return every is not None and step // every > before // every
+
+        if is_passed(self.spec.histograms_every_steps):
+            write_histograms(self._event_log, self._parts.model, step)
+        due = Due(0)
+        if self.sync.is_exchange_due() or (self.world.size == 1 and self._callbacks.stop_reason):
+            due |= Due.EXCHANGE if self.spec.log_every_steps is not None else Due.EXCHANGE | Due.REPORT
+        if is_passed(self.spec.log_every_steps):
+            due |= Due.REPORT
+        if is_passed(self.spec.checkpoint.every_steps):
+            due |= Due.CHECKPOINT
+        num_evaluations = self._parts.num_evaluations_due(step)
+        if num_evaluations > self._num_evaluations_due:
+            due |= Due.EVALUATION
+        self._num_evaluations_due = num_evaluations
+        return due
+
+    @property
+    def _is_report_late(self) -> bool:
+        """Evaluations and checkpoints synchronise the ranks too: an exchange may never become due between them."""
+        return self.spec.log_every_steps is None and self._elapsed_s - self._logged_s >= INTERVAL_S
 
     def _follow_chief(self, step: int) -> StopDecision | None:
         """A replica that is not the chief ends when the chief has decided so."""
@@ -279,30 +296,26 @@ class Trainer:
 
         Saving, evaluating and reporting wait until this has found every loss so far to be finite.
         """
-        loss, weight, is_finite = sum_losses(self._pending_steps)
-        named = sum_named_losses(self._pending_steps, self._loss_names)
-        elapsed_s = time.monotonic() - self._began_s
-        num_losses = weight / self._parts.degrees.pipeline  # one rank of a pipeline has it
-        mine = RankSignals(self._should_stop(), elapsed_s, not is_finite, loss, num_losses)
-        signs = self.sync.exchange(mine._replace(ends=bool(self._callbacks.stop_reason), named_losses=named))
-        self._progress.elapsed_s += signs.elapsed_s - self._elapsed_s
-        self._elapsed_s = signs.elapsed_s
-        if signs.is_not_finite:
+        mine = self._losses.sum_steps()
+        signals = self.sync.exchange(
+            mine._replace(
+                stop=self._should_stop(),
+                elapsed_s=time.monotonic() - self._began_s,
+                num_losses=mine.num_losses / self._parts.degrees.pipeline,  # one rank of a pipeline has the loss
+                ends=bool(self._callbacks.stop_reason),
+            )
+        )
+        self._progress.elapsed_s += signals.elapsed_s - self._elapsed_s
+        self._elapsed_s = signals.elapsed_s
+        if signals.is_not_finite:
             self._raise_not_finite()
-        self._loss_sum += signs.loss
-        self._num_losses += signs.num_losses
-        self._named_sums = [
-            before + new for before, new in zip_longest(self._named_sums, signs.named_losses, fillvalue=0.0)
-        ]
-        self._pending_steps.clear()
-        return signs
+        self._losses.take(signals)
+        return signals
 
     def _raise_not_finite(self) -> None:
         """Name the step, and the samples of ranks with a non-finite loss: other ranks have it only by their
         gradients."""
-        bad = next((recent for recent in self._pending_steps if not recent.is_finite()), None)
-        mine = (bad.step, bool(torch.isfinite(bad.loss)), bad.indices) if bad is not None else None
-        found = [each for each in self.world.gather(mine) if each is not None]
+        found = [each for each in self.world.gather(self._losses.find_not_finite()) if each is not None]
         step, is_gradient, _ = min(found, key=lambda each: each[:2])
         guilty = [indices or [] for at, only, indices in found if (at, only) == (step, is_gradient)]
         indices = sorted({index for each in guilty for index in each})
@@ -312,22 +325,16 @@ class Trainer:
     def _log(self) -> None:
         self._logged_s = self._elapsed_s
         parts, step = self._parts, self._progress.step
+        means = self._losses.make_means()
         values = {
             "train/step": float(step),
-            "train/loss": self._loss_sum / self._num_losses if self._num_losses else float("nan"),
+            "train/loss": means.pop("train/loss"),
             "train/learning_rate": float(parts.optimizer.param_groups[0]["lr"]),
             "train/epoch": parts.epoch,
             **self._meter.compute_rates(parts.training.wait_s),
+            **means,
         }
-        for name, total in zip(self._loss_names, self._named_sums, strict=False):
-            values[f"train/{name}"] = total / self._num_losses if self._num_losses else float("nan")
         self._report(step, values)
-        self._loss_sum, self._num_losses, self._named_sums = 0.0, 0.0, []
-
-    def _write_histograms(self, before: int, step: int) -> None:
-        every = self.spec.histograms_every_steps
-        if every is not None and step // every > before // every:
-            write_histograms(self._event_log, self._parts.model, step)
 
     def _evaluate(self) -> StopDecision | None:
         step, parts = self._progress.step, self._parts

@@ -36,7 +36,10 @@ class WeightAverage:
             for name, each in model.named_parameters()
             if name in saved and (each.is_floating_point() or each.is_complex())
         }
-        self._averages = {name: _copy_precise(each.detach()) for name, each in self._weights.items()}
+        self._averages = {  # with at least the precision of float32
+            name: each.detach().to(torch.promote_types(each.dtype, torch.float32), copy=True)
+            for name, each in self._weights.items()
+        }
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -113,11 +116,6 @@ def reshard_modules(modules: Iterable[nn.Module]) -> None:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
-
-
-def _copy_precise(tensor: Tensor) -> Tensor:
-    """A copy with at least the precision of float32."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
 
 def _get_local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:

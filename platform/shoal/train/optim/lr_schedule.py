@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from shoal.errors import ConfigError
-from shoal.train.spec import ScheduleSpec, StopSpec, TrainSpec
+from shoal.train.spec import ScheduleSpec, TrainSpec
 
 ONE_CYCLE_START = 1 / 25
 ONE_CYCLE_END = 1e-4
@@ -88,8 +88,10 @@ def resolve_total_steps(spec: TrainSpec, steps_per_epoch: int | None) -> int | N
 
     Returns None if unknown. Raises ConfigError when the schedule needs it, and for a warm-up as long as the run.
     """
-    schedule = spec.schedule
-    ends = [schedule.total_steps] if schedule.total_steps is not None else _find_ends(spec.stop, steps_per_epoch)
+    schedule, stop = spec.schedule, spec.stop
+    ends = [each for each in (schedule.total_steps or stop.steps,) if each is not None]
+    if schedule.total_steps is None and stop.epochs is not None and steps_per_epoch is not None:
+        ends.append(epochs_to_steps(stop.epochs, steps_per_epoch))
     if ends:
         total = min(ends)
         if schedule.warmup >= max(total, 1):
@@ -129,13 +131,6 @@ def compute_schedule_position(
 def epochs_to_steps(epochs: float, steps_per_epoch: int) -> int:
     """The smallest number of steps that completes `epochs` epochs."""
     return max(math.ceil(epochs * steps_per_epoch - _ROUNDING), 1)
-
-
-def _find_ends(stop: StopSpec, steps_per_epoch: int | None) -> list[int]:
-    ends = [] if stop.steps is None else [stop.steps]
-    if stop.epochs is not None and steps_per_epoch is not None:
-        ends.append(epochs_to_steps(stop.epochs, steps_per_epoch))
-    return ends
 
 
 def _require_total_steps(spec: ScheduleSpec, total_steps: int | None) -> int:

@@ -7,6 +7,7 @@ fused one unless they mix devices, plain and distributed tensors, or distributed
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from shoal.errors import ConfigError
-from shoal.train.optim.eight_bit import make_8bit_optimizer
+from shoal.errors import ConfigError, needs_extra
 from shoal.train.spec import OptimizerSpec
 from shoal.train.task import Task
 
@@ -63,16 +63,18 @@ def make_optimizer(
     Raises ConfigError when the Task returns anything but an optimiser, or one whose step needs a closure, and when it
     has one of its own while the spec describes another.
     """
-    held = list(parameters)
+    parameters = list(parameters)
     own: object = _make_optimizer_group(task, model) if model is not None else None
-    if own is None and any(each.requires_grad for each in held):
-        own = task.optimizer(iter(held))
-    optimizer = _from_spec(spec, held) if own is None else own
+    if own is None and any(each.requires_grad for each in parameters):
+        own = task.optimizer(iter(parameters))
+    optimizer = make_spec_optimizer(spec, parameters) if own is None else own
     if not isinstance(optimizer, Optimizer):
         problem = f"{type(task).__name__}.optimizer gave a {type(own).__name__}"
         raise ConfigError("task", type(task).__name__, problem, "return a torch.optim.Optimizer, or None")
-    if own is not None:
-        _require_default_spec(spec, task)
+    for name, default in OptimizerSpec() if own is not None else ():
+        if (value := getattr(spec, name)) != default:
+            problem = f"{type(task).__name__} has an optimiser of its own, which does not hear this"
+            raise ConfigError(f"optimizer.{name}", value, problem, "say it there, or let its `optimizer` return None")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         problem = f"{type(optimizer).__name__} computes the loss again by itself, several times a step"
@@ -80,6 +82,17 @@ def make_optimizer(
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))
     return optimizer
+
+
+def make_spec_optimizer(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> Optimizer:
+    """The optimiser that the spec describes, in the fastest implementation for these parameters."""
+    floating = all(torch.is_floating_point(each) for each in parameters)
+    fused = True if spec.fused and floating and can_fuse(parameters) else None
+    groups: list[dict[str, Any]] = [{"params": parameters, _OF_SPEC: True}]  # an empty list alone would be rejected
+    if spec.name in ("adam_8bit", "adamw_8bit"):
+        return make_8bit_optimizer(spec.name, groups, _group_settings(spec))
+    kinds: dict[str, Callable[..., Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
+    return kinds[spec.name](groups, **_group_settings(spec), fused=fused)
 
 
 def _make_optimizer_group(task: Task, model: nn.Module) -> OptimizerGroup | None:
@@ -105,13 +118,6 @@ def _make_optimizer_group(task: Task, model: nn.Module) -> OptimizerGroup | None
     return group
 
 
-def _require_default_spec(spec: OptimizerSpec, task: Task) -> None:
-    for name, value in OptimizerSpec():
-        if (said := getattr(spec, name)) != value:
-            problem = f"{type(task).__name__} has an optimiser of its own, which does not hear this"
-            raise ConfigError(f"optimizer.{name}", said, problem, "say it there, or let its `optimizer` return None")
-
-
 def set_learning_rate(optimizer: Optimizer, factor: float, momentum: float | None = None) -> None:
     """Set each group's rate to `factor` times its `initial_lr`. Cheap when nothing changes.
 
@@ -123,8 +129,11 @@ def set_learning_rate(optimizer: Optimizer, factor: float, momentum: float | Non
             group["lr"].fill_(rate)
         elif group["lr"] != rate:
             group["lr"] = rate
-        if momentum is not None:
-            _set_momentum(group, momentum)
+        if momentum is not None and "betas" in group:
+            if group["betas"][0] != momentum:
+                group["betas"] = (momentum, *group["betas"][1:])
+        elif momentum is not None and group.get("momentum"):  # 0 means none
+            group["momentum"] = momentum
 
 
 def is_task_optimizer(optimizer: Optimizer) -> bool:
@@ -148,25 +157,34 @@ def can_fuse(parameters: Iterable[Tensor]) -> bool:
     return len(kinds) == 1 and all(device in _FUSED_DEVICES for device, _ in kinds)
 
 
-def _from_spec(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> Optimizer:
-    floating = all(torch.is_floating_point(each) for each in parameters)
-    fused = True if spec.fused and floating and can_fuse(parameters) else None
-    groups: list[dict[str, Any]] = [{"params": parameters, _OF_SPEC: True}]  # an empty list alone would be rejected
-    if spec.name in ("adam_8bit", "adamw_8bit"):
-        return make_8bit_optimizer(spec.name, groups, _group_settings(spec))
-    kinds: dict[str, Callable[..., Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
-    return kinds[spec.name](groups, **_group_settings(spec), fused=fused)
-
-
 def _group_settings(spec: OptimizerSpec) -> dict[str, Any]:
     """One group's settings, by PyTorch's names."""
     own = {"momentum": spec.momentum} if spec.name == "sgd" else {"betas": spec.betas}
     return {"lr": spec.learning_rate, "weight_decay": spec.weight_decay, **own}
 
 
-def _set_momentum(group: dict[str, Any], momentum: float) -> None:
-    if "betas" in group:
-        if group["betas"][0] != momentum:
-            group["betas"] = (momentum, *group["betas"][1:])
-    elif group.get("momentum"):  # 0 means none
-        group["momentum"] = momentum
+def make_8bit_optimizer(name: str, groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> Optimizer:
+    """`adam_8bit` or `adamw_8bit`, by torchao (arXiv:2110.02861): states of eight bits in blocks of 256 values,
+    2 bytes a parameter in place of 8. Tensors of less than 4096 values on this rank keep states of their own type.
+
+    torchao compiles a step for each shape of a parameter. On the CPU that takes longer than the steps it saves, so they
+    run eagerly there. Raises MissingExtra without torchao.
+    """
+    log = logging.getLogger("torchao")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns of each of its extensions that does not fit this torch
+    try:
+        with needs_extra("torchao"):
+            from torchao.optim import Adam8bit, AdamW8bit
+    finally:
+        log.setLevel(level)
+    kind: type[Optimizer] = AdamW8bit if name == "adamw_8bit" else Adam8bit
+    if any(each.device.type != "cpu" for group in groups for each in group["params"]):
+        return kind(groups, **settings)
+
+    def step(self: Optimizer, closure: None = None) -> None:
+        with torch.compiler.set_stance("force_eager"):
+            kind.step(self)
+
+    eager: type[Optimizer] = type(f"Eager{kind.__name__}", (kind,), {"step": step})
+    return eager(groups, **settings)

@@ -60,14 +60,24 @@ class SelectiveBackprop:
 
         Returns the mean loss over all candidates, detached, measured in evaluation mode. Collective.
         """
-        size = count_samples(batch)
-        losses = self._compute_losses(batch, size)
-        self._collect(batch, self._choose(losses.cpu()), size)
+        size, module = count_samples(batch), self._model.modules[0]
+        with torch.no_grad():  # without dropout, and without changing batch-norm statistics or the random state
+            with eval_mode(module):
+                outputs = module(*self._task.inputs(batch))
+            reshard_modules([module])
+            losses = _compute_sample_losses(self._task, outputs, batch, size).float()  # [B]
+        chosen = self._choose(losses.cpu())
+        new = map_tensors(batch, lambda tensor: tensor[chosen.to(tensor.device)])
+        if self._waiting is not None:  # a checkpoint restores a named tuple as a plain one: take the form of `new`
+            waiting = tensors_of(self._waiting)
+            new = map_tensors(new, lambda tensor: torch.cat([next(waiting), tensor]))
+        self._num_waiting = min(self._num_waiting + len(chosen), 2 * size)  # two batches wait for slower ranks
+        self._waiting = map_tensors(new, lambda tensor: tensor[len(tensor) - self._num_waiting :])
         if self._is_batch_ready(size, losses):
-            chosen = slice_samples(self._waiting, slice(size))
+            full = slice_samples(self._waiting, slice(size))
             self._waiting = slice_samples(self._waiting, slice(size, None))
             self._num_waiting -= size
-            self._model.train_step(chosen, step)
+            self._model.train_step(full, step)
         else:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -84,15 +94,6 @@ class SelectiveBackprop:
         self._num_waiting = 0 if self._waiting is None else count_samples(self._waiting)
         self._random.set_state(state["random"])
 
-    @torch.no_grad()
-    def _compute_losses(self, batch: Any, size: int) -> Tensor:
-        """[B]: without dropout, and without changing batch-norm statistics or the random state of training."""
-        module = self._model.modules[0]
-        with eval_mode(module):
-            outputs = module(*self._task.inputs(batch))
-        reshard_modules([module])
-        return _compute_sample_losses(self._task, outputs, batch, size).float()
-
     def _choose(self, losses: Tensor) -> Tensor:
         """The indices of the chosen candidates: each with probability (percentile of its loss) ** beta, section 3.1."""
         self._recent = torch.cat([self._recent, losses])[-self._spec.history :]
@@ -100,13 +101,6 @@ class SelectiveBackprop:
         percentiles = torch.searchsorted(ordered, losses, right=True) / len(ordered)
         drawn = torch.rand(len(losses), generator=self._random)
         return (drawn < percentiles**self._spec.beta).nonzero().flatten()
-
-    def _collect(self, batch: Any, chosen: Tensor, size: int) -> None:
-        """Append the chosen samples to the waiting ones; at most the two newest batches wait for slower ranks."""
-        new = map_tensors(batch, lambda tensor: tensor[chosen.to(tensor.device)])
-        joined = new if self._waiting is None else _concatenate(self._waiting, new)
-        self._num_waiting = min(self._num_waiting + len(chosen), 2 * size)
-        self._waiting = map_tensors(joined, lambda tensor: tensor[len(tensor) - self._num_waiting :])
 
     def _is_batch_ready(self, size: int, losses: Tensor) -> bool:
         """Whether every data rank has a full batch, since gradients are computed together."""
@@ -131,9 +125,3 @@ def _compute_sample_losses(task: Task, outputs: Any, batch: Any, size: int) -> T
         problem = f"losses of {size} samples have the shape {tuple(losses.shape)}"
         raise ConfigError("selective_backprop", name, problem, _REMEDY)
     return losses
-
-
-def _concatenate(waiting: Any, new: Any) -> Any:
-    """In the form of the new batch: a checkpoint restores a named tuple as a plain one."""
-    tensors = tensors_of(waiting)
-    return map_tensors(new, lambda tensor: torch.cat([next(tensors), tensor]))

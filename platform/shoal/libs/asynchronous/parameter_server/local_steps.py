@@ -4,7 +4,7 @@ A round is `every` steps of a worker's own (inner) optimiser, from the weights t
 change, pulled minus present weights, as if it were a gradient, and the servers take a step of the outer optimiser with
 the mean of all workers. Local SGD: SGD of rate 1, which averages the weights (Stich, 1805.09767). DiLoCo: SGD with
 Nesterov momentum (Douillard et al., 2311.08105, algorithm 1). A worker sends `every` times fewer bytes than with a push
-after each step. `rounds` decides when changes are merged; a worker that is called pushes what it has.
+after each step. `RoundClock` decides when changes are merged; a worker that is called pushes what it has.
 
 With fragments, each part of the model has rounds of its own, at staggered steps, and a worker goes on with `delay`
 steps before it uses what was merged: θ ← α θ + (1 - α) θ_merged (Streaming DiLoCo, 2501.18512, algorithm 2).
@@ -12,7 +12,7 @@ steps before it uses what was merged: θ ← α θ + (1 - α) θ_merged (Streami
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -24,12 +24,12 @@ from shoal.libs.asynchronous.config import LocalStepsConfig
 from shoal.libs.asynchronous.messages import WatchRound
 from shoal.libs.asynchronous.parameter_server.partition import divide_fragments
 from shoal.libs.asynchronous.parameter_server.worker import ParameterServerSync
-from shoal.sync.rpc import CurveKeys, RpcClient
-from shoal.sync.synchronizer import Replica
+from shoal.sync.rpc import RpcClient
+from shoal.sync.synchronizer import Connection, Replica
 
 
 class LocalStepsSync(ParameterServerSync):
-    """Worker `worker` of a run with local steps. Its optimiser's state is its own, and that of the chief is saved.
+    """A worker of a run with local steps. Its optimiser's state is its own, and that of the chief is saved.
 
     outer: the optimiser of the servers; it has their state after `collect_state`
     """
@@ -38,14 +38,11 @@ class LocalStepsSync(ParameterServerSync):
         self,
         optimizer: Optimizer,
         spec: LocalStepsConfig,
-        worker: int,
-        controller: str,
-        servers: Sequence[str],
-        timeout_s: float,
-        keys: CurveKeys | None = None,
+        connection: Connection,
+        get_step_weight: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.outer = outer = spec.make_server_optimizer(optimizer)
-        super().__init__(outer, spec, worker, controller, servers, timeout_s, keys)
+        super().__init__(outer, spec, connection, get_step_weight)
         self._inner = optimizer
         self._delay = spec.delay
         self._blend = spec.blend if spec.delay else 0.0  # the share of its own weights that a worker goes on with
@@ -59,7 +56,9 @@ class LocalStepsSync(ParameterServerSync):
         self._arrives_in: int | None = None  # steps until the merge of the fragment on its way is used
         self._pulled: list[Tensor] = []  # the weights from which changes count
         self._retained: list[Tensor] = []  # the worker's own weights, while the model has those of the servers
-        self._calls = RpcClient(controller, timeout_s, keys=keys) if spec.quorum is not None else None
+        self._calls: RpcClient | None = None  # answered when the round ends and this worker is to push what it has
+        if spec.quorum is not None:
+            self._calls = RpcClient(connection.controller, connection.timeout_s, keys=connection.keys)
 
     def begin(self, step: int) -> int:
         super().begin(step)
@@ -78,7 +77,8 @@ class LocalStepsSync(ParameterServerSync):
         """Go on with this worker's own weights after an evaluation or a save."""
         self._leave_if_noticed()
         if self._retained:
-            self._copy(self._retained, self._parameters)
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, self._retained)
             self._retained = []
 
     def before_evaluation(self) -> None:
@@ -97,13 +97,9 @@ class LocalStepsSync(ParameterServerSync):
             self._arrives_in -= 1
             if self._arrives_in == 0:
                 self._use_merged()
-        elif self._position >= self._due[self._fragment] or self._is_called():
+        elif self._position >= self._due[self._fragment] or (self._calls is not None and self._calls.is_answered()):
             self._push_fragment()
         return self._steps
-
-    def _is_called(self) -> bool:
-        """Whether the round ends and this worker is to push what it has."""
-        return self._calls is not None and self._calls.is_answered()
 
     def _push_fragment(self) -> None:
         chosen = self._fragments[self._fragment]
@@ -141,10 +137,6 @@ class LocalStepsSync(ParameterServerSync):
         if not self._retained:
             self._retained = [each.detach().clone() for each in self._parameters]
 
-    def _copy(self, source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(list(target), list(source))
-
     def close(self) -> None:
         super().close()
         if self._calls is not None:
@@ -152,8 +144,5 @@ class LocalStepsSync(ParameterServerSync):
 
 
 def make_local_steps_sync(replica: Replica) -> LocalStepsSync:
-    place, config = replica.require_connection(), cast(LocalStepsConfig, replica.config)
-    where = place.index, place.controller, place.servers, place.timeout_s, place.keys
-    made = LocalStepsSync(replica.optimizer, config, *where)
-    made.is_noticed, made.get_step_weight = place.is_noticed, lambda: float(replica.model.step_weight)
-    return made
+    spec, model = cast(LocalStepsConfig, replica.config), replica.model
+    return LocalStepsSync(replica.optimizer, spec, replica.require_connection(), lambda: float(model.step_weight))

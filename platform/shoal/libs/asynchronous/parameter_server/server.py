@@ -18,7 +18,7 @@ from shoal.errors import ConfigError
 from shoal.libs.asynchronous.clock import Push, Settings, Update
 from shoal.libs.asynchronous.config import ServersConfig
 from shoal.libs.asynchronous.parameter_server.partition import NUMBER, describe_parameters, plan_partition, take_part
-from shoal.libs.asynchronous.parameter_server.shared_weights import SharedWeights
+from shoal.libs.asynchronous.shared_memory import SharedWeights
 
 LATE, LATE_WEIGHTS = "late", "late_weights"  # in a dump: [size], and for each piece
 SETTINGS = ("lr", "momentum", "betas")  # of an optimiser's group, that a schedule may change
@@ -31,7 +31,7 @@ class ParameterServer:
     """
 
     def __init__(self, index: int, optimizer: Optimizer, spec: ServersConfig, num_workers: int) -> None:
-        partition = plan_partition(optimizer, spec.servers)
+        self.index, partition = index, plan_partition(optimizer, spec.servers)
         self.parameters = describe_parameters(optimizer)
         self._pieces, self.spec = partition.pieces[index], spec
         size = partition.get_size(index)

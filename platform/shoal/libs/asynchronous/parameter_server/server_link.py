@@ -16,8 +16,8 @@ from shoal.libs.asynchronous.config import ServersConfig
 from shoal.libs.asynchronous.messages import AppendGradient, FetchWeights, GetAddress, PushGradient
 from shoal.libs.asynchronous.parameter_server.compression import GradientCompressor, count_payload_bytes
 from shoal.libs.asynchronous.parameter_server.partition import Partition
-from shoal.libs.asynchronous.parameter_server.shared_weights import SharedWeights
 from shoal.libs.asynchronous.parameter_server.update_log import GradientKey
+from shoal.libs.asynchronous.shared_memory import SharedWeights
 from shoal.sync.rpc import RpcClient
 
 

@@ -38,11 +38,11 @@ from shoal.libs.asynchronous.messages import (
 from shoal.libs.asynchronous.parameter_server.compression import decompress
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.libs.asynchronous.parameter_server.update_log import GradientKey, UpdateLog
-from shoal.sync.rpc import LATER, CallId, CurveKeys, RpcClient, RpcService
+from shoal.sync.rpc import LATER, CallId, CurveKeys, RpcClient, RpcService, answers, list_handlers
 
 
 class ServerService:
-    """Serves `server`, number `index`, at `address`.
+    """Serves `server` at `address`.
 
     controller: the address of the run's
     file:       of the state; None: nothing is kept for a second life
@@ -54,7 +54,6 @@ class ServerService:
     def __init__(
         self,
         address: str,
-        index: int,
         server: ParameterServer,
         controller: str,
         timeout_s: float,
@@ -64,7 +63,7 @@ class ServerService:
         report: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._report = report
-        self._server, self._index, self._file, self._every_s = server, index, file, every_s
+        self._server, self._index, self._file, self._every_s = server, server.index, file, every_s
         self._controller = RpcClient(controller, timeout_s, keys=keys)
         self._log = UpdateLog(file) if file is not None and server.spec.durable else None
         self._incarnation = 0
@@ -78,22 +77,7 @@ class ServerService:
         self._written_s, self._written_version = time.monotonic(), -1
         self._saved_version = self._noted_version = -1  # that is on the disk; that the controller knows to be there
         self._writer: threading.Thread | None = None
-        self.service = RpcService(
-            address,
-            {
-                GetAddress: self._get_address,
-                LoadServer: self._load,
-                PullVersions: self._pull,
-                PushGradient: self._push,
-                AppendGradient: self._append,
-                StoreWeights: self._store_weights,
-                FetchWeights: self._fetch,
-                CommitUpdate: self._commit,
-                StoreState: self._store_state,
-                DumpState: self._dump,
-            },
-            keys,
-        )
+        self.service = RpcService(address, list_handlers(self), keys)
 
     def start(self) -> None:
         """Begin, or begin again where the file is.
@@ -147,23 +131,27 @@ class ServerService:
         if self._writer is not None:
             self._writer.join()
 
-    def _get_address(self, caller: CallId, request: GetAddress) -> ServerAddress:
+    @answers(GetAddress)
+    def get_address(self, caller: CallId, request: GetAddress) -> ServerAddress:
         return ServerAddress(self._server.memory.address, self._incarnation, self._server.parameters)
 
-    def _load(self, caller: CallId, request: LoadServer) -> None:
+    @answers(LoadServer)
+    def load(self, caller: CallId, request: LoadServer) -> None:
         self._server.load(safetensors.torch.load(request.state))
         if self._file is not None:
             self._write(self._file)
             self.wait_until_written()  # from here on it can come back
 
-    def _pull(self, caller: CallId, request: PullVersions) -> object:
+    @answers(PullVersions)
+    def pull(self, caller: CallId, request: PullVersions) -> object:
         if self._server.version < request.needed:
             self._pulls[caller] = request
             return LATER
         self._server.remember_pull(request.worker, self._server.weights)
         return PulledVersions(self._incarnation, self._server.memory.get_versions())
 
-    def _push(self, caller: CallId, request: PushGradient) -> None:
+    @answers(PushGradient)
+    def push(self, caller: CallId, request: PushGradient) -> None:
         """One of an earlier life of the worker comes too late."""
         worker, incarnation, _ = request.key
         if incarnation >= self._incarnations.get(worker, 0):
@@ -173,7 +161,8 @@ class ServerService:
                 decompress(self._server.spec.compression, request.payload, vector)
             self._log_gradient(request.key)
 
-    def _append(self, caller: CallId, request: AppendGradient) -> None:
+    @answers(AppendGradient)
+    def append(self, caller: CallId, request: AppendGradient) -> None:
         self._log_gradient(request.key)
 
     def _log_gradient(self, key: GradientKey) -> None:
@@ -181,24 +170,26 @@ class ServerService:
             gradient = self._server.memory.gradients[key.worker].numpy()
             self._log.append(key, gradient.data.cast("B"))
 
-    def _store_weights(self, caller: CallId, request: StoreWeights) -> object:
+    @answers(StoreWeights)
+    def store_weights(self, caller: CallId, request: StoreWeights) -> object:
         if self._server.version == request.version:  # else updates were lost on the way, and come again
             self._stored[request.worker] = request.version, self._server.copy_weights()
             self._answer_fetches()
         return LATER
 
-    def _fetch(self, caller: CallId, request: FetchWeights) -> object:
+    @answers(FetchWeights)
+    def fetch(self, caller: CallId, request: FetchWeights) -> object:
         worker, version = request.worker, request.version
-        held_version, held = self._stored.get(worker, (-1, b""))
-        if request.incarnation == self._incarnation and held_version == version:
+        stored_version, stored = self._stored.get(worker, (-1, b""))
+        if request.incarnation == self._incarnation and stored_version == version:
             if self._server.spec.delay_compensation:
-                self._server.remember_pull(worker, torch.frombuffer(bytearray(held), dtype=torch.float32))
-            return held[4 * request.begin : 4 * request.end]
+                self._server.remember_pull(worker, torch.frombuffer(bytearray(stored), dtype=torch.float32))
+            return stored[4 * request.begin : 4 * request.end]
         if request.incarnation != self._incarnation or self._server.version > version:
             return None
         if self._server.version == version:
             self._stored[worker] = version, self._server.copy_weights()
-            return self._fetch(caller, request)
+            return self.fetch(caller, request)
         self._fetches[caller] = request
         return LATER
 
@@ -206,9 +197,10 @@ class ServerService:
         for waiting, request in list(self._fetches.items()):
             if request.version <= self._server.version:
                 del self._fetches[waiting]
-                self.service.reply(waiting, self._fetch(waiting, request))
+                self.service.reply(waiting, self.fetch(waiting, request))
 
-    def _commit(self, caller: CallId, request: CommitUpdate) -> object:
+    @answers(CommitUpdate)
+    def commit(self, caller: CallId, request: CommitUpdate) -> object:
         try:
             self._apply(request.update)
         except Exception as error:
@@ -217,23 +209,25 @@ class ServerService:
         for waiting, pull in list(self._pulls.items()):
             if pull.needed <= self._server.version:
                 del self._pulls[waiting]
-                self.service.reply(waiting, self._pull(waiting, pull))
+                self.service.reply(waiting, self.pull(waiting, pull))
         self._answer_fetches()
         for waiting, dump in list(self._dumps.items()):
             if dump.version <= self._server.version:
                 del self._dumps[waiting]
-                self.service.reply(waiting, self._dump(waiting, dump))
+                self.service.reply(waiting, self.dump(waiting, dump))
         if self._file is not None and time.monotonic() - self._written_s > self._every_s:
             self._write(self._file)
         self._forget_saved()
         return LATER  # the controller does not wait for an answer
 
-    def _store_state(self, caller: CallId, request: StoreState) -> object:
+    @answers(StoreState)
+    def store_state(self, caller: CallId, request: StoreState) -> object:
         if self._server.version == request.version:  # else as weights
             self._snapshot_at, self._snapshot = request.version, safetensors.torch.save(self._server.dump())
         return LATER
 
-    def _dump(self, caller: CallId, request: DumpState) -> object:
+    @answers(DumpState)
+    def dump(self, caller: CallId, request: DumpState) -> object:
         if request.incarnation == self._incarnation and request.version == self._snapshot_at:
             return self._snapshot
         if request.incarnation != self._incarnation or self._server.version > request.version:

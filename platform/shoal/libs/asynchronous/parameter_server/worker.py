@@ -40,45 +40,42 @@ from shoal.libs.asynchronous.messages import (
 from shoal.libs.asynchronous.parameter_server.partition import ParameterSlice, describe_parameters, plan_partition
 from shoal.libs.asynchronous.parameter_server.server import SETTINGS
 from shoal.libs.asynchronous.parameter_server.server_link import ServerLink
-from shoal.libs.asynchronous.parameter_server.shared_weights import WRITING
 from shoal.libs.asynchronous.parameter_server.update_log import GradientKey
-from shoal.sync.rpc import CurveKeys, RpcClient
-from shoal.sync.synchronizer import Replica, Traffic
+from shoal.libs.asynchronous.shared_memory import WRITING
+from shoal.sync.rpc import RpcClient
+from shoal.sync.synchronizer import Connection, Replica, Traffic
 
 
 class ParameterServerSync(ControlledSync):
-    """Worker `worker` of a run with servers.
+    """A worker of a run with servers.
 
-    optimizer: its parameters get the weights, and its settings go with each push; its state is the servers'
-    servers:   their addresses; "" for one that the controller will know
+    optimizer:       its parameters get the weights, and its settings go with each push; its state is the servers'
+    get_step_weight: of the newest gradients, as `ParallelModel.step_weight`
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         spec: ServersConfig,
-        worker: int,
-        controller: str,
-        servers: Sequence[str],
-        timeout_s: float,
-        keys: CurveKeys | None = None,
+        connection: Connection,
+        get_step_weight: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        super().__init__(worker, controller, timeout_s, keys)
-        self._optimizer, self._partition = optimizer, plan_partition(optimizer, len(servers))
+        super().__init__(connection)
+        self._optimizer, self._partition = optimizer, plan_partition(optimizer, len(connection.servers))
         self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
         self._spec: ServersConfig = spec
         self._links: list[ServerLink] = []
-        for index, server in enumerate(servers):
+        for index, server in enumerate(connection.servers):
             locate = partial(self._controller.call, LocateServer(index))
-            client = RpcClient(server or locate(), timeout_s, keys=keys, locate=locate)
-            self._links.append(ServerLink(client, self._partition, index, worker, spec))
+            client = RpcClient(server or locate(), connection.timeout_s, keys=connection.keys, locate=locate)
+            self._links.append(ServerLink(client, self._partition, index, connection.index, spec))
         self._needed = self._version = self._steps = 0
         self._accumulate = self._num_batches = spec.micro_batches  # on average, and in the present step
         self._sums: list[Tensor | None] = []  # of the gradients of the micro-batches so far, by their weights
         self._num_done, self._weight = 0, 0.0  # micro-batches; the sum of their weights
         self._batch_began_s = self._computed_s = 0.0  # this micro-batch; all of the step
         self._push: Push  # the newest
-        self.get_step_weight: Callable[[], float] = lambda: 1.0  # of the newest gradients: `ParallelModel.step_weight`
+        self.get_step_weight = get_step_weight
 
     def begin(self, step: int) -> int:
         self._open_servers()
@@ -143,12 +140,11 @@ class ParameterServerSync(ControlledSync):
         answers = [link.client.receive(FetchWeights) for link in self._links]
         if marked.server_incarnations != self._server_incarnations:
             self._open_servers()
-        found = [weights for weights in answers if weights is not None]
-        if len(found) < len(answers):
+        if None in answers:
             return False
         with torch.no_grad():
-            for link, weights in zip(self._links, found, strict=True):
-                link.copy_weights(weights, parameters, chosen)
+            for link, weights in zip(self._links, answers, strict=True):
+                link.copy_weights(weights or b"", parameters, chosen)
         self._version = marked.version
         return True
 
@@ -159,8 +155,8 @@ class ParameterServerSync(ControlledSync):
 
     def apply_gradients(self) -> int:
         """Push the mean gradient of the step's micro-batches, after the last of them."""
-        found = [parameter.grad for parameter in self._parameters]
-        if any(gradient is not None and gradient.is_sparse for gradient in found):
+        gradients = [parameter.grad for parameter in self._parameters]
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise TrainError("a parameter server takes dense gradients: use sparse=False, or sync=all_reduce")
         self.num_steps += 1
         self._num_done += 1
@@ -168,14 +164,24 @@ class ParameterServerSync(ControlledSync):
         self._weight += weight
         self._computed_s += time.perf_counter() - self._batch_began_s
         if self._num_batches > 1:
-            found = self._sums = _add_gradients(self._sums, found, weight)
+            self._add_to_sums(gradients, weight)
             if self._num_done < self._num_batches:
                 return self._accumulate * self._steps
-            found = [None if each is None else each / (self._weight or 1.0) for each in found]
-        self._begin_push(found, weight=self._weight, batch_s=self._computed_s / self._num_done)
+            gradients = [None if each is None else each / (self._weight or 1.0) for each in self._sums]
+        self._begin_push(gradients, weight=self._weight, batch_s=self._computed_s / self._num_done)
         self._finish_push()
         self._sums, self._num_done, self._weight, self._computed_s = [], 0, 0.0, 0.0
         return self._accumulate * self._steps
+
+    def _add_to_sums(self, gradients: Sequence[Tensor | None], weight: float) -> None:
+        """Add gradients times `weight`; a sum is None where there was none so far."""
+        self._sums = self._sums or [None] * len(gradients)
+        for index, each in enumerate(gradients):
+            before = self._sums[index]
+            if before is None:
+                self._sums[index] = None if each is None else each.detach() * weight
+            elif each is not None:
+                before.add_(each, alpha=weight)
 
     def _begin_push(
         self,
@@ -189,10 +195,18 @@ class ParameterServerSync(ControlledSync):
         began_s = time.perf_counter()
         for link in self._links:
             link.take(gradients, chosen)
-        absent = [index for index, gradient in enumerate(gradients) if gradient is None]
-        num_bytes = sum(link.num_bytes for link in self._links)
-        key = self._worker, self._incarnation, self._clock, self._version
-        self._push = Push(*key, [], absent, self._get_settings(), num_bytes, num_steps, weight, batch_s)
+        self._push = Push(
+            self._worker,
+            self._incarnation,
+            self._clock,
+            self._version,
+            absent=[index for index, gradient in enumerate(gradients) if gradient is None],
+            settings=self._get_settings(),
+            num_bytes=sum(link.num_bytes for link in self._links),
+            num_steps=num_steps,
+            weight=weight,
+            batch_s=batch_s,
+        )
         self._bring_push()
         self.waited_s += time.perf_counter() - began_s
 
@@ -255,13 +269,13 @@ class ParameterServerSync(ControlledSync):
             with torch.no_grad():
                 self._partition.read(index, state.pop("weights"), self._parameters)
             for name, value in state.items():
-                number, is_stored, stored = name.partition(".")
-                if not is_stored:  # the version; late gradients
-                    continue
-                self._join_state(self._partition.pieces[index][int(number)], stored, value)
+                number, is_of_optimizer, stored = name.partition(".")
+                if is_of_optimizer:  # not the version or late gradients
+                    self._join_state(self._partition.pieces[index][int(number)], stored, value)
         self._version = marked.version
 
     def _join_state(self, piece: ParameterSlice, name: str, value: Tensor) -> None:
+        """Put a server's piece of what the optimiser stores for a parameter into this one's."""
         parameter = self._parameters[piece.parameter]
         own = self._optimizer.state[parameter]
         if not value.ndim:
@@ -278,21 +292,6 @@ class ParameterServerSync(ControlledSync):
 
 
 def make_server_sync(replica: Replica) -> ParameterServerSync:
-    place, config = replica.require_connection(), cast(ServersConfig, replica.config)
-    where = place.index, place.controller, place.servers, place.timeout_s, place.keys
-    made = ParameterServerSync(replica.optimizer, config, *where)
-    made.is_noticed, made.get_step_weight = place.is_noticed, lambda: float(replica.model.step_weight)
-    return made
-
-
-def _add_gradients(sums: list[Tensor | None], found: Sequence[Tensor | None], weight: float) -> list[Tensor | None]:
-    """The sums with these gradients, times `weight`, added; None where there was none so far."""
-    if not sums:
-        return [None if each is None else each.detach() * weight for each in found]
-    for index, each in enumerate(found):
-        before = sums[index]
-        if before is None:
-            sums[index] = None if each is None else each.detach() * weight
-        elif each is not None:
-            before.add_(each, alpha=weight)
-    return sums
+    spec, model = cast(ServersConfig, replica.config), replica.model
+    connection = replica.require_connection()
+    return ParameterServerSync(replica.optimizer, spec, connection, lambda: float(model.step_weight))

@@ -63,15 +63,18 @@ class FolderModel:
 
     def __init__(self, folder: Path) -> None:
         content = (folder / DESCRIPTION_FILE).read_bytes()
-        self.description = found = msgspec.json.decode(content, type=ModelDescription)
+        self.description = description = msgspec.json.decode(content, type=ModelDescription)
         session = open_session((folder / MODEL_FILE).read_bytes(), MODEL_FILE, "cpu", read_number("NUM_THREADS", 1))
         self._forward = make_forward(session)
-        self._input_names = [spec.name for spec in found.inputs]
-        self._codec = HttpCodec(found.name, found.inputs, found.outputs, found.max_batch_size, found.batch_dim)
+        self._input_names = [spec.name for spec in description.inputs]
+        self._codec = HttpCodec(
+            description.name, description.inputs, description.outputs, description.max_batch_size, description.batch_dim
+        )
         dimensions = {
-            spec.name: found.batch_dim.get(spec.name, 0) if found.max_batch_size else None for spec in found.outputs
+            spec.name: description.batch_dim.get(spec.name, 0) if description.max_batch_size else None
+            for spec in description.outputs
         }
-        self._check = OutputCheck(found.outputs, dimensions, finite=found.finite)
+        self._check = OutputCheck(description.outputs, dimensions, finite=description.finite)
         self.limits = RequestLimits()
 
     def predict(self, inputs: Arrays, num_rows: int) -> dict[str, np.ndarray]:
@@ -105,7 +108,7 @@ class FolderModel:
             find_version(name, target.version, [version])
 
     def _describe(self, target: RouteTarget) -> RestResponse:
-        found = self.description
+        description = self.description
         match target.action:
             case RouteAction.LIVE:
                 return build_json_response({"live": True})
@@ -115,10 +118,12 @@ class FolderModel:
                 return build_json_response(ServerMetadata("shoal", "2", EXTENSIONS))
         self._require_version(target)
         if target.action is RouteAction.MODEL:
-            metadata = ModelMetadata(found.name, [str(found.version)], PLATFORM, found.inputs, found.outputs)
+            metadata = ModelMetadata(
+                description.name, [str(description.version)], PLATFORM, description.inputs, description.outputs
+            )
             return build_json_response(metadata)
-        headers = [(b"shoal-model-version", b"%d" % found.version)]
-        return RestResponse(200, msgspec.json.encode({"name": found.name, "ready": True}), headers=headers)
+        headers = [(b"shoal-model-version", b"%d" % description.version)]
+        return RestResponse(200, msgspec.json.encode({"name": description.name, "ready": True}), headers=headers)
 
     def _infer(self, target: RouteTarget, headers: dict[bytes, bytes], body: bytes) -> RestResponse:
         self._require_version(target)
@@ -154,20 +159,20 @@ def read_number(name: str, default: int) -> int:
     return int(text)
 
 
-def measure_difference(expected: Arrays, found: Arrays) -> float:
+def measure_difference(expected: Arrays, other: Arrays) -> float:
     """The largest difference of two answers' numbers, relative to an output's largest value, or to 1; infinite for
     outputs of other names, shapes, integers or texts."""
-    if expected.keys() != found.keys():
+    if expected.keys() != other.keys():
         return math.inf
-    return max(_measure_one(array, found[name]) for name, array in expected.items())
+    return max(_measure_one(array, other[name]) for name, array in expected.items())
 
 
-def _measure_one(expected: np.ndarray, found: np.ndarray) -> float:
-    if expected.shape != found.shape or expected.dtype != found.dtype:
+def _measure_one(expected: np.ndarray, other: np.ndarray) -> float:
+    if expected.shape != other.shape or expected.dtype != other.dtype:
         return math.inf
     if expected.dtype.kind != "f":
-        return 0.0 if np.array_equal(expected, found) else math.inf
-    wanted, got = expected.astype(np.float64), found.astype(np.float64)
+        return 0.0 if np.array_equal(expected, other) else math.inf
+    wanted, got = expected.astype(np.float64), other.astype(np.float64)
     is_equal = (wanted == got) | (np.isnan(wanted) & np.isnan(got))
     if is_equal.all():
         return 0.0

@@ -24,7 +24,7 @@ def run_self_test(folder: Path, start: Callable[[Path], AbstractContextManager[A
 
     start: starts the folder's handler for the time of a context
     """
-    found = msgspec.json.decode((folder / DESCRIPTION_FILE).read_bytes(), type=ModelDescription)
+    description = msgspec.json.decode((folder / DESCRIPTION_FILE).read_bytes(), type=ModelDescription)
     examples = msgspec.json.decode((folder / EXAMPLES_FILE).read_bytes())
     largest = 0.0
     with start(folder) as ask:
@@ -34,13 +34,12 @@ def run_self_test(folder: Path, start: Callable[[Path], AbstractContextManager[A
             wanted = example["answer"]
             assert answer | {"outputs": []} == wanted | {"outputs": []}, f"example {number}: {answer}"
             difference = measure_difference(_read_outputs(wanted), _read_outputs(answer))
-            assert difference <= found.tolerance, f"example {number} differs by {difference:g}"
+            assert difference <= description.tolerance, f"example {number} differs by {difference:g}"
             largest = max(largest, difference)
         status, answer = ask({"inputs": []})
         assert status == 422, f"a request without inputs: {status} {answer}"
-    return (
-        f"{found.name}@{found.version}: {len(examples)} examples differ by {largest:g}, {found.tolerance:g} is allowed"
-    )
+    model, allowed = f"{description.name}@{description.version}", f"{description.tolerance:g} is allowed"
+    return f"{model}: {len(examples)} examples differ by {largest:g}, {allowed}"
 
 
 def _read_outputs(answer: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -7,53 +7,31 @@ starts. Called by `predict`. The losses of such a step are meaningless.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from shoal.cost.measure.memory import allocate_averages
-from shoal.cost.step_profile import profile_step
+from shoal.cost.step_profiler import profile_step
 from shoal.data import Data
 from shoal.data.loader import load_first_batch
 from shoal.libs.planning.predict.fake_process_group import MessageCosts, SimulatedRanks, fake_world
-from shoal.libs.planning.predict.single_device import CostTaskProtocol
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.pipeline.model import PipelineModel
 from shoal.parallel.pipeline.partition import StagePartition
+from shoal.train.optim.optimizers import make_optimizer
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Task
 
 MAX_TIMED_STEPS, TIMING_BUDGET_S = 5, 0.2
 MIN_PIPELINE_STEPS = 3
 NUM_WARM_UP_STEPS = 2  # DDP rebuilds its buckets before its second step, optimisers create their states in the first
-
-MakeOptimizer = Callable[[Any, Any, Iterable[nn.Parameter]], Optimizer]  # of task, spec.optimizer, parameters
-
-
-class TrainSpecProtocol(Protocol):
-    """The used part of a TrainSpec."""
-
-    parallel: ParallelSpec
-    workers: int
-    batch_size: int
-    seed: int
-    threads: int | None
-    clip_norm: float | None
-    average: float | None
-
-    @property
-    def optimizer(self) -> Any: ...
-
-    @property
-    def device(self) -> str: ...
-
-    def resolve_dims(self) -> ParallelDims: ...
 
 
 def pick_representative_ranks(degrees: ParallelDims) -> list[int]:
@@ -116,13 +94,12 @@ class DryRun:
 
 
 def dry_run(
-    task: CostTaskProtocol,
-    spec: TrainSpecProtocol,
+    task: Task,
+    spec: TrainSpec,
     data: Data,
     rank: int,
     batch_size: int,
     device: torch.device,
-    make: MakeOptimizer,
     play: SimulatedRanks,
 ) -> DryRun:
     """Run `rank` for one step over a global batch of `batch_size`.
@@ -140,19 +117,20 @@ def dry_run(
             if isinstance(model, PipelineModel) and device.type == "cpu":
                 model.clock.now_s = time.thread_time  # stages are timed in turn: other load must not slow only one
             parameters = [parameter for _, parameter in model.named_parameters()]
-            optimizer = make(task, spec.optimizer, parameters)
+            optimizer = make_optimizer(task, spec.optimizer, parameters)
             steps = count()
             timer = partial(_time_step, model, optimizer, batch, clip_norm=spec.clip_norm, handled=play.message_costs)
             *_, warm = (timer(next(steps)) for _ in range(NUM_WARM_UP_STEPS))
-            timed = [timer(next(steps)) for _ in range(_choose_repeats(warm, degrees))]
+            least = MIN_PIPELINE_STEPS if degrees.pipeline > 1 else 1
+            affordable = min(MAX_TIMED_STEPS, int(TIMING_BUDGET_S / max(warm.step_s, 1e-9)))
+            timed = [timer(next(steps)) for _ in range(max(least, affordable))]
             messages_s = play.message_costs.compute_medians()
             average = allocate_averages(model) if spec.average is not None else []
-            collectives: dict[tuple[int, ...], tuple[int, float]] = {}
             play.shared_sums.clear()
-            with profile_step(model, optimizer, is_fake=True, average=average, collectives=collectives) as found:
+            with profile_step(model, optimizer, average, is_fake=True) as profile:
                 run_step(model, optimizer, batch, next(steps), spec.clip_norm)
-            values = {**found, "step_s": min(each.step_s for each in timed)}
-            traffic = collect_traffic(collectives, play)
+            values = {**profile.values, "step_s": min(each.step_s for each in timed)}
+            traffic = collect_traffic(profile.counts.collectives, play)
             if not isinstance(model, PipelineModel):
                 return DryRun(values, traffic)
             outside_s = min(each.step_s - each.scheduled_s for each in timed)
@@ -167,11 +145,11 @@ def dry_run(
 def collect_traffic(
     collectives: dict[tuple[int, ...], tuple[int, float]], play: SimulatedRanks
 ) -> tuple[CollectiveTraffic, ...]:
-    found = [CollectiveTraffic(ranks, *both, is_shared=False) for ranks, both in collectives.items()]
+    traffic = [CollectiveTraffic(ranks, *both, is_shared=False) for ranks, both in collectives.items()]
     for ranks in dict.fromkeys(ranks for ranks, _ in play.shared_sums):
         sent = [sent_bytes for each, sent_bytes in play.shared_sums if each == ranks]
-        found.append(CollectiveTraffic(ranks, len(sent), sum(sent), is_shared=True))
-    return tuple(found)
+        traffic.append(CollectiveTraffic(ranks, len(sent), sum(sent), is_shared=True))
+    return tuple(traffic)
 
 
 def make_eager_spec(parallel: ParallelSpec) -> ParallelSpec:
@@ -189,11 +167,6 @@ class _StepTimes:
     scheduled_s: float
     busy_s: dict[tuple[int, str], float]
     besides_s: float
-
-
-def _choose_repeats(warm: _StepTimes, degrees: ParallelDims) -> int:
-    least = MIN_PIPELINE_STEPS if degrees.pipeline > 1 else 1
-    return max(least, min(MAX_TIMED_STEPS, int(TIMING_BUDGET_S / max(warm.step_s, 1e-9))))
 
 
 def _time_step(

@@ -14,17 +14,16 @@ import torch
 from shoal.cost.cost_table import CostTable, combine_ranks
 from shoal.cost.fake_tensors import use_fake_tensors
 from shoal.cost.measure.peak_flops import measure_peak_flops
-from shoal.data import Data
 from shoal.errors import PlanError
-from shoal.libs.planning.predict.dry_run import MakeOptimizer, TrainSpecProtocol
-from shoal.libs.planning.predict.fake_step import FakeStep, FakeTask, StepByDepth
-from shoal.libs.planning.predict.repeated_blocks import MIN_BLOCKS, find_repeated_blocks
+from shoal.libs.planning.predict.fake_step import MIN_BLOCKS, FakeStep, FakeTask, StepByDepth, find_repeated_blocks
 from shoal.libs.planning.predict.simulate_pipeline import SimulatedStep, TransferTime, simulate_step
-from shoal.libs.planning.predict.single_device import CostTaskProtocol, preserve_process
+from shoal.libs.planning.predict.single_device import preserve_process
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.parallel.placement import PlacementRow, build_placement
 from shoal.parallel.spec import ScheduleName
 from shoal.parallel.validate import check_plan
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Task
 
 NOTE = "counted on fake tensors, since the model is large; nothing was run"
 
@@ -64,12 +63,12 @@ class Pipeline:
         return simulate_step(self.schedule, self.num_stages, self.micro_batches, forward, backward, messages)
 
 
-def open_task(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer, data: Data) -> FakeTask:
+def open_task(task: Task, spec: TrainSpec) -> FakeTask:
     """The Task for `spec.device`. Raises what its model raises on fake tensors."""
     is_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
     with use_fake_tensors() as mode:
         model = task.model()
-    return FakeTask(task, spec, data, make_optimizer, mode, model, find_repeated_blocks(model), is_cuda)
+    return FakeTask(task, spec, task.data(), mode, model, find_repeated_blocks(model), is_cuda)
 
 
 def make_pipeline(fake: FakeTask, parallel: ParallelSpec, degrees: ParallelDims) -> Pipeline:
@@ -84,9 +83,7 @@ def make_pipeline(fake: FakeTask, parallel: ParallelSpec, degrees: ParallelDims)
     return Pipeline(num_blocks, degrees.pipeline, parallel.num_micro_batches(degrees), parallel.schedule)
 
 
-def predict_on_fake_tensors(
-    task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer, data: Data
-) -> CostTable:
+def predict_on_fake_tensors(task: Task, spec: TrainSpec) -> CostTable:
     """The table for `task` under `spec`, without its model. Its times are those of the operations at the rate of this
     machine's device in large matrix products; it has none for ranks on GPUs, where this machine has no GPU.
 
@@ -95,7 +92,7 @@ def predict_on_fake_tensors(
     degrees, parallel = spec.resolve_dims(), spec.parallel
     samples = parallel.compute_micro_batch_size(spec.batch_size, degrees)
     with preserve_process(spec.seed, spec.threads or torch.get_num_threads()):
-        fake = open_task(task, spec, make_optimizer, data)
+        fake = open_task(task, spec)
         check_plan(fake.model, task, parallel, degrees)
         precision = "bf16" if parallel.precision == "bf16_params" else parallel.precision  # of gathered weights
         alone = fake.read_step(ParallelSpec(precision=precision), ParallelDims(), samples)
@@ -105,14 +102,14 @@ def predict_on_fake_tensors(
         values, notes, rows = _read_plan(fake, parallel, degrees, samples, rate)
     flops = {"flops_forward_sample": "flops_forward", "flops_backward_sample": "flops_backward"}
     parameters = list(fake.model.parameters())
-    found = {
+    table = {
         "parameters": float(sum(each.numel() for each in parameters)),
         "parameters_trainable": float(sum(each.numel() for each in parameters if each.requires_grad)),
         **{name: alone.values[own] / samples for name, own in flops.items()},
         **combine_ranks({0: values}),
     }
-    found["flops_step"] = values["flops_rank"] * degrees.workers
-    return CostTable(found, alone.unknown, (NOTE, *notes), ranks={0: values}, placement_rows=tuple(rows))
+    table["flops_step"] = values["flops_rank"] * degrees.workers
+    return CostTable(table, alone.unknown, (NOTE, *notes), ranks={0: values}, placement_rows=tuple(rows))
 
 
 def _read_plan(

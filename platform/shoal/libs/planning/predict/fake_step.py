@@ -10,37 +10,38 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from shoal.batch_tree import tensors_of
-from shoal.cost.fake_tensors import FakeMode, use_fake_tensors
+from shoal.cost.fake_tensors import FakeMode, copy_model, use_fake_tensors
 from shoal.cost.measure.collective_bytes import assume_cuda
 from shoal.cost.measure.memory import allocate_averages, bytes_of
 from shoal.cost.measure.op_counter import OpCounts
-from shoal.cost.step_profile import profile_step
+from shoal.cost.step_profiler import profile_step
 from shoal.data import Data
 from shoal.data.loader import load_first_batch
 from shoal.libs.planning.predict.dry_run import (
     CollectiveTraffic,
-    MakeOptimizer,
-    TrainSpecProtocol,
     collect_traffic,
     make_eager_spec,
     run_step,
 )
 from shoal.libs.planning.predict.fake_process_group import SimulatedRanks, fake_world
-from shoal.libs.planning.predict.repeated_blocks import NUM_BLOCKS, RepeatedBlocks, keep_block_shares
-from shoal.libs.planning.predict.single_device import CostTaskProtocol
 from shoal.parallel import ParallelDims, ParallelSpec, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import TaskProtocol
-from shoal.parallel.tensor import apply
+from shoal.parallel.spmd import fsdp_layout
+from shoal.parallel.tensor import apply, plan
 from shoal.parallel.tensor.plan import TensorPlan
+from shoal.train.optim.optimizers import make_optimizer
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Task
 
+NUM_BLOCKS = (4, 6)  # of the two short models: with fewer, FSDP has not all of its buffers at once
+MIN_BLOCKS = 8  # of a model that is shortened
 STATES = ("memory_parameters", "memory_optimizer", "memory_average", "memory_gradients")
 
 
@@ -114,10 +115,9 @@ class FakeTask:
     is_cuda: whether the ranks have GPUs
     """
 
-    task: CostTaskProtocol
-    spec: TrainSpecProtocol
+    task: Task
+    spec: TrainSpec
     data: Data
-    make_optimizer: MakeOptimizer
     mode: FakeMode
     model: nn.Module
     blocks: RepeatedBlocks | None
@@ -157,13 +157,13 @@ class FakeTask:
             if self.blocks is not None:
                 block = model.get_submodule(".".join(filter(None, (self.blocks.path, self.blocks.names[0]))))
                 block.register_forward_hook(lambda _, args, output: handed.append(bytes_of(tensors_of(output))))
-            share = _count_parameters(model) / _count_parameters(self.model)
-            with keep_block_shares(share), self._reuse_tensor_plan():
-                found = self._profile(model, make_eager_spec(parallel), degrees, world, batch, play)
-        return replace(found, handed_bytes=float(handed[-1] if handed else 0.0))
+            left, every = (sum(each.numel() for each in network.parameters()) for network in (model, self.model))
+            with keep_block_shares(left / every), self._reuse_tensor_plan():
+                step = self._profile(model, make_eager_spec(parallel), degrees, world, batch, play)
+        return replace(step, handed_bytes=float(handed[-1] if handed else 0.0))
 
     def _copy_model(self, num_blocks: int | None) -> nn.Module:
-        """The model with so many blocks; all for None. One that cannot be copied, as with a lock, is built again."""
+        """Copy the model with so many blocks (None: all). One that cannot be copied, as with a lock, is built again."""
         blocks = self.blocks or RepeatedBlocks("", ())
         number = len(blocks.names) if num_blocks is None else num_blocks
         try:
@@ -203,24 +203,24 @@ class FakeTask:
         parallelized = parallelize(model, self.task, parallel, degrees, world, batch, spec.seed)
         try:
             parameters = [parameter for _, parameter in parallelized.named_parameters()]
-            optimizer = self.make_optimizer(self.task, spec.optimizer, parameters)
-            if (
-                degrees.data > 1 == degrees.tensor and not degrees.is_sharded
-            ):  # DDP has its buckets from its first step on
+            optimizer = make_optimizer(self.task, spec.optimizer, parameters)
+            if degrees.data > 1 == degrees.tensor and not degrees.is_sharded:  # DDP has its buckets from a step on
                 run_step(parallelized, optimizer, batch, 0, spec.clip_norm)
             else:
-                _make_optimizer_states(optimizer, parameters)
+                for parameter in parameters:
+                    parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+                optimizer.step()  # creates its states
+                for parameter in parameters:
+                    parameter.grad = None
             average = allocate_averages(parallelized) if spec.average is not None else []
-            collectives: dict[tuple[int, ...], tuple[int, float]] = {}
-            counts: list[OpCounts] = []
             play.shared_sums.clear()
-            with profile_step(parallelized, optimizer, True, average, collectives, counts) as values:
+            with profile_step(parallelized, optimizer, average, is_fake=True, allocates=False) as profile:
                 run_step(parallelized, optimizer, batch, 1, spec.clip_norm)
-            [reading] = counts
-            peaks = _find_peaks(reading)
-            values |= {"flops_forward": reading.flops_forward, "flops_backward": reading.flops_backward}
-            values["memory_peak"] = max(peaks)
-            return FakeStep(values, peaks, collect_traffic(collectives, play), unknown=tuple(sorted(reading.unknown)))
+            counts, peaks = profile.counts, _find_peaks(profile.counts)
+            flops = {"flops_forward": counts.flops_forward, "flops_backward": counts.flops_backward}
+            values = {**profile.values, **flops, "memory_peak": max(peaks)}
+            traffic = collect_traffic(counts.collectives, play)
+            return FakeStep(values, peaks, traffic, unknown=tuple(sorted(counts.unknown)))
         finally:
             parallelized.close()
 
@@ -237,21 +237,70 @@ def _pause_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _count_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _make_optimizer_states(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
-    for parameter in parameters:
-        parameter.grad = None
-
-
 def _find_peaks(reading: OpCounts) -> tuple[float, ...]:
     """In the forward pass, the halves of the backward pass, and after it. What is alive changes linearly in each."""
     first, last = reading.backward
     ends = (0, first, (first + last) // 2, last, len(reading.live_bytes))
     parts = (reading.live_bytes[begin:end] for begin, end in pairwise(ends))
     return tuple(float(reading.resident_bytes + max(part, default=0)) for part in parts)
+
+
+@dataclass(frozen=True)
+class RepeatedBlocks:
+    """Equal children of one list or sequence, one after another.
+
+    path:  of the list, in the model
+    names: of the children in it
+    """
+
+    path: str
+    names: tuple[str, ...]
+
+    def keep(self, model: nn.Module, number: int) -> None:
+        """Leave out all but the first `number` of them; other children keep their names."""
+        for name in self.names[number:]:
+            del model.get_submodule(self.path)._modules[name]
+
+    def copy(self, model: nn.Module, number: int) -> nn.Module:
+        """A copy of a fake model with the first `number` of them alone."""
+        children = model.get_submodule(self.path)._modules
+        every = dict(children)
+        self.keep(model, number)
+        try:
+            return copy_model(model)
+        finally:
+            children.clear()
+            children.update(every)
+
+
+def find_repeated_blocks(model: nn.Module) -> RepeatedBlocks | None:
+    """Find those with the most parameters; None where no eight blocks are alike."""
+
+    def describe(child: tuple[str, nn.Module]) -> str:
+        parameters = [(name, each.shape, each.dtype, each.requires_grad) for name, each in child[1].named_parameters()]
+        return repr((child[1], parameters))
+
+    candidates: list[tuple[int, RepeatedBlocks]] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        for _, group in groupby(module.named_children(), key=describe):
+            blocks = list(group)
+            if len(blocks) >= MIN_BLOCKS and len({id(block) for _, block in blocks}) == len(blocks):
+                size = sum(each.numel() for _, block in blocks for each in block.parameters())
+                candidates.append((size, RepeatedBlocks(path, tuple(name for name, _ in blocks))))
+    return max(candidates, key=lambda each: each[0])[1] if candidates else None
+
+
+@contextmanager
+def keep_block_shares(share: float) -> Iterator[None]:
+    """Let a shortened model be divided as the deep one is.
+
+    share: the part of its parameters that the model still has
+    """
+    before = fsdp_layout.MIN_SHARE, fsdp_layout.MAX_SHARE, plan.MIN_LAYER_SHARE
+    fsdp_layout.MIN_SHARE, fsdp_layout.MAX_SHARE, plan.MIN_LAYER_SHARE = (each / share for each in before)
+    try:
+        yield
+    finally:
+        fsdp_layout.MIN_SHARE, fsdp_layout.MAX_SHARE, plan.MIN_LAYER_SHARE = before

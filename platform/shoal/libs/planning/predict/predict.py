@@ -7,52 +7,50 @@ otherwise before it. Leaves random numbers, threads and process groups unchanged
 
 from __future__ import annotations
 
+import socket
+import statistics
+import threading
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from shoal.cost.cost_table import CostTable, combine_ranks
 from shoal.cost.fake_tensors import ModelTooLarge, build_small_model
 from shoal.cpu_count import count_usable_cores
-from shoal.data import Batch, Data
+from shoal.data import Data
 from shoal.data.loader import load_first_batch
 from shoal.errors import ShoalError, summarize_error
 from shoal.libs.planning.predict.dry_run import (
-    CollectiveTraffic,
     DryRun,
-    MakeOptimizer,
-    TrainSpecProtocol,
     dry_run,
     pick_representative_ranks,
 )
 from shoal.libs.planning.predict.fake_plan import predict_on_fake_tensors
 from shoal.libs.planning.predict.fake_process_group import NotYetSent, SimulatedRanks
-from shoal.libs.planning.predict.message_latency import measure_latency_s
-from shoal.libs.planning.predict.simulate_pipeline import SimulatedStep, TransferTime, plan_actions
-from shoal.libs.planning.predict.simulate_pipeline import simulate_step as play
+from shoal.libs.planning.predict.simulate_pipeline import SimulatedStep, TransferTime, plan_actions, simulate_step
 from shoal.libs.planning.predict.single_device import (
-    CostTaskProtocol,
     SingleDeviceProfile,
     preserve_process,
     profile_single_device,
 )
+from shoal.parallel.comm.shm_p2p import ShmP2P
 from shoal.parallel.comm.world import choose_device
-from shoal.parallel.pipeline.partition import StagePartition
 from shoal.parallel.pipeline.schedules import get_stage_ranks
 from shoal.parallel.placement import PlacementRow, build_placement
 from shoal.parallel.spec import ParallelDims
 from shoal.parallel.tensor.plan import find_tensor_plan
-from shoal.train.optim.optimizers import make_optimizer
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task
 
 NUM_PIPELINE_ROUNDS = 2  # dry runs of each rank
 BUDGET_S = 1.5  # for a step of a dry run; a longer one is scaled
+NUM_ROUNDS = 20  # of a tiny message
+PAUSE_S = 0.001  # until a waiting thread has fallen asleep
 
 
 @dataclass(frozen=True)
@@ -71,37 +69,29 @@ class DryPlan:
     placement_rows: tuple[PlacementRow, ...]
 
 
-def predict_cost(task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer) -> CostTable:
-    """The table for `task` under `spec`. Call it in one process, before a process group is joined.
-
-    make_optimizer: (task, spec.optimizer, parameters) -> the optimiser, as the run will create it
+def predict_cost(task: Task, spec: TrainSpec) -> CostTable:
+    """The table for `task` under `spec`: see `shoal.train.launch.predicted_cost.Estimator`. Call it before this process
+    joins a group.
 
     A model that is too large to be built here is counted on fake tensors, if it can be.
 
     Raises PlanError, DataError or ConfigError for a run that is impossible.
     """
     try:
-        return build_cost_table(spec, dry_run_plan(task, spec, make_optimizer, is_limited=True))
+        return build_cost_table(spec, dry_run_plan(task, spec, is_limited=True))
     except ModelTooLarge:
         pass
     try:
-        return predict_on_fake_tensors(task, spec, make_optimizer, task.data())
+        return predict_on_fake_tensors(task, spec)
     except ShoalError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a model's code raises of tensors without values
         note = f"run with the real model, which could not be counted on fake tensors: {summarize_error(error)}"
-    found = build_cost_table(spec, dry_run_plan(task, spec, make_optimizer))
-    return replace(found, notes=(*found.notes, note))
+    table = build_cost_table(spec, dry_run_plan(task, spec))
+    return replace(table, notes=(*table.notes, note))
 
 
-def predict_run(task: Task, spec: TrainSpec) -> CostTable:
-    """The estimator that the core asks: see `shoal.train.launch.predicted_cost.Estimator`."""
-    return predict_cost(task, spec, make_optimizer)
-
-
-def dry_run_plan(
-    task: CostTaskProtocol, spec: TrainSpecProtocol, make_optimizer: MakeOptimizer, *, is_limited: bool = False
-) -> DryPlan:
+def dry_run_plan(task: Task, spec: TrainSpec, *, is_limited: bool = False) -> DryPlan:
     """Profile the full model, and dry-run each kind of rank. As `predict_cost`.
 
     is_limited: raise ModelTooLarge for a model that is better counted on fake tensors
@@ -115,61 +105,54 @@ def dry_run_plan(
         device = choose_device(spec.device, 0)
         model = model.to(device)
         alone = profile_single_device(task, model, data, samples, device)
-        runs, notes = _run_ranks(task, spec, data, alone, samples, degrees, device, make_optimizer)
+        runs, notes = _run_ranks(task, spec, data, alone, samples, device)
         layout = next(iter(runs.values())).layout
         batch = load_first_batch(data, samples, device, is_exact=True)
-        placement_rows = _build_placement_rows(task, spec, model, batch, layout)
-    return DryPlan(degrees, device, alone, runs, notes, placement_rows)
+        split = find_tensor_plan(model, task, degrees.tensor, batch) if degrees.tensor > 1 else None
+        along: dict[str, list[int]] | None = None
+        if layout is not None:
+            ranks = get_stage_ranks(spec.parallel.schedule, degrees.pipeline)
+            along = {name: sorted({ranks[stage] for stage in stages}) for name, stages in layout.parameters.items()}
+        rows = build_placement(model, degrees, split, along)
+    return DryPlan(degrees, device, alone, runs, notes, tuple(rows))
 
 
-def build_cost_table(spec: TrainSpecProtocol, plan: DryPlan) -> CostTable:
+def build_cost_table(spec: TrainSpec, plan: DryPlan) -> CostTable:
     """The numbers of a plan that was run."""
     degrees, layout = plan.degrees, next(iter(plan.runs.values())).layout
     ranks = {rank: run.values for rank, run in plan.runs.items()}
-    values = _get_model_values(plan.alone) | combine_ranks(ranks)
-    values["flops_step"] *= degrees.workers / len(ranks)  # the ranks of a stage do the same work
-    if degrees.pipeline > 1:
-        played = simulate_pipeline(spec, plan)
-        values |= {"bubble": played.idle_share, "step_s": played.step_s * spec.parallel.accumulate}
-    cuts = tuple(cut.module for cut in layout.split_points) if layout is not None else ()
-    return CostTable(values, plan.alone.unknown, plan.notes, cuts, ranks, plan.placement_rows)
-
-
-def _get_model_values(alone: SingleDeviceProfile) -> dict[str, float]:
-    return {
+    alone = plan.alone
+    values = {
         "parameters": float(alone.parameters),
         "parameters_trainable": float(alone.trainable),
         "flops_forward_sample": alone.flops_forward / alone.num_samples,
         "flops_backward_sample": alone.flops_backward / alone.num_samples,
         "latency_s": alone.latency_s,
+        **combine_ranks(ranks),
     }
+    values["flops_step"] *= degrees.workers / len(ranks)  # the ranks of a stage do the same work
+    if degrees.pipeline > 1:
+        played = simulate_pipeline(spec, plan)
+        values |= {"bubble": played.idle_share, "step_s": played.step_s * spec.parallel.accumulate}
+    cuts = tuple(cut.module for cut in layout.split_points) if layout is not None else ()
+    return CostTable(values, alone.unknown, plan.notes, cuts, ranks, plan.placement_rows)
 
 
 def _run_ranks(
-    task: CostTaskProtocol,
-    spec: TrainSpecProtocol,
-    data: Data,
-    alone: SingleDeviceProfile,
-    samples: int,
-    degrees: ParallelDims,
-    device: torch.device,
-    make: MakeOptimizer,
+    task: Task, spec: TrainSpec, data: Data, alone: SingleDeviceProfile, samples: int, device: torch.device
 ) -> tuple[dict[int, DryRun], tuple[str, ...]]:
-    """Profiles of the representative ranks, at the real size of a micro-batch, or scaled to it from two smaller
-    ones."""
-    repeats = spec.batch_size // samples  # micro-batches of all ranks in a step
+    """Profile the representative ranks, at the real size of a micro-batch, or scaled to it from two smaller ones."""
+    degrees, repeats = spec.resolve_dims(), spec.batch_size // samples  # micro-batches of all ranks in a step
 
-    def at(size: int) -> dict[int, DryRun]:
-        return _run_round(
-            lambda rank, play: dry_run(task, spec, data, rank, size * repeats, device, make, play), degrees
-        )
+    def run_at(size: int) -> dict[int, DryRun]:
+        return _run_round(lambda rank, play: dry_run(task, spec, data, rank, size * repeats, device, play), degrees)
 
     small, large = _choose_sizes(alone.sample_s * repeats / degrees.data, samples)
     if large == samples:
-        return at(samples), ()
-    less, more = at(small), at(large)
-    found = {rank: _extrapolate(less[rank], more[rank], samples / small - 1) for rank in less}
-    return found, (f"scaled from steps of {small} and {large} samples a micro-batch to {samples}",)
+        return run_at(samples), ()
+    less, more = run_at(small), run_at(large)
+    runs = {rank: _extrapolate(less[rank], more[rank], samples / small - 1) for rank in less}
+    return runs, (f"scaled from steps of {small} and {large} samples a micro-batch to {samples}",)
 
 
 def _choose_sizes(sample_s: float, samples: int) -> tuple[int, int]:
@@ -190,22 +173,22 @@ def _run_round(run: Callable[[int, SimulatedRanks], DryRun], degrees: ParallelDi
     Ranks of a pipeline run several times, in turn: their bubble depends on differences of their times, and a slow
     moment of the machine would add to those of one rank.
     """
-    play, found = SimulatedRanks(), dict[int, DryRun]()
+    play, runs = SimulatedRanks(), dict[int, DryRun]()
     waiting = pick_representative_ranks(degrees)
     for _ in range(2 * degrees.pipeline):
         for rank in list(waiting):
             with suppress(NotYetSent):
-                found[rank] = run(rank, play)
+                runs[rank] = run(rank, play)
                 waiting.remove(rank)
         waiting.reverse()
     assert not waiting, "the stages wait for each other"
-    for rank in sorted(found) * (NUM_PIPELINE_ROUNDS - 1 if degrees.pipeline > 1 else 0):
-        found[rank] = found[rank].merge_fastest(run(rank, play))
-    return dict(sorted(found.items()))
+    for rank in sorted(runs) * (NUM_PIPELINE_ROUNDS - 1 if degrees.pipeline > 1 else 0):
+        runs[rank] = runs[rank].merge_fastest(run(rank, play))
+    return dict(sorted(runs.items()))
 
 
 def _extrapolate(one: DryRun, two: DryRun, by: float) -> DryRun:
-    """Extrapolate linearly, from `one` and `two` times the samples.
+    """Extrapolate linearly, from `one` and `two` times the samples; `by`: from the smaller step.
 
     Nothing becomes less than it is with the larger sample: a time may, where other load slowed the smaller one.
     """
@@ -219,40 +202,19 @@ def _extrapolate(one: DryRun, two: DryRun, by: float) -> DryRun:
     values["memory_peak"] = max(values["memory_peak"], sum(values[name] for name in alive))
     handed = extend(one.handed_bytes, two.handed_bytes)
     small = {(each.ranks, each.is_shared): each.sent_bytes for each in one.traffic}
-    traffic = tuple(_extrapolate_traffic(each, small.get((each.ranks, each.is_shared)), by) for each in two.traffic)
+    traffic = []
+    for each in two.traffic:  # activations grow with the samples, weights do not
+        sent_bytes = small.get((each.ranks, each.is_shared), each.sent_bytes)
+        traffic.append(replace(each, sent_bytes=sent_bytes + (each.sent_bytes - sent_bytes) * by))
     messages_s = one.messages_s | two.messages_s
-    return DryRun(values, traffic, two.outside_s, busy_s, two.besides_s, messages_s, handed, two.layout)
-
-
-def _extrapolate_traffic(two: CollectiveTraffic, one_bytes: float | None, by: float) -> CollectiveTraffic:
-    """`by`: from the smaller step; activations grow with the samples, weights do not."""
-    if one_bytes is None:
-        return two
-    return replace(two, sent_bytes=one_bytes + (two.sent_bytes - one_bytes) * by)
-
-
-def _build_placement_rows(
-    task: CostTaskProtocol, spec: TrainSpecProtocol, model: nn.Module, batch: Batch, layout: StagePartition | None
-) -> tuple[PlacementRow, ...]:
-    degrees = spec.resolve_dims()
-    split = find_tensor_plan(model, task, degrees.tensor, batch) if degrees.tensor > 1 else None
-    along: dict[str, list[int]] | None = None
-    if layout is not None:
-        ranks = get_stage_ranks(spec.parallel.schedule, degrees.pipeline)
-        along = {name: sorted({ranks[stage] for stage in stages}) for name, stages in layout.parameters.items()}
-    return tuple(build_placement(model, degrees, split, along))
-
-
-def _is_near(stage: int, size_bytes: float) -> float | None:
-    """All stages are on one host."""
-    return None
+    return DryRun(values, tuple(traffic), two.outside_s, busy_s, two.besides_s, messages_s, handed, two.layout)
 
 
 def simulate_pipeline(
-    spec: TrainSpecProtocol,
+    spec: TrainSpec,
     plan: DryPlan,
     slowdown: float = 1.0,
-    transit_s: Callable[[int, float], float | None] = _is_near,
+    transit_s: Callable[[int, float], float | None] = lambda stage, size_bytes: None,
 ) -> SimulatedStep:
     """A pipeline's schedule, simulated in its order from the stages' times; one micro-step.
 
@@ -271,27 +233,47 @@ def simulate_pipeline(
     num_works = sum(len(works) for works in plan_actions(schedule, degrees.pipeline, micro)) * accumulate
     between_s = slowdown * sum(run.besides_s for run in runs.values()) / num_works
     messages = _estimate_transfers(runs, transit_s) if plan.device.type == "cpu" else []
-    return play(schedule, degrees.pipeline, micro, forward_s, backward_s, messages, between_s)
+    return simulate_step(schedule, degrees.pipeline, micro, forward_s, backward_s, messages, between_s)
 
 
 def _estimate_transfers(
-    runs: dict[int, DryRun], transit_s: Callable[[int, float], float | None] = _is_near
+    runs: dict[int, DryRun], transit_s: Callable[[int, float], float | None] = lambda stage, size_bytes: None
 ) -> list[TransferTime]:
     """The output message of each stage but the last, as sent and received in the dry runs."""
     known = {size: both for run in runs.values() for size, both in run.messages_s.items()}
     handed = {stage: size for run in runs.values() for stage, size in run.handed_bytes.items()}
-    on_the_way_s = measure_latency_s()
-    found = []
+    on_the_way_s, transfers = measure_latency_s(), []
     for stage, size in sorted(handed.items()):
-        send_s, take_s = (_interpolate_s({each: both[way] for each, both in known.items()}, size) for way in (0, 1))
+        send_s, take_s = next(iter(known.values()), (0.0, 0.0))  # none are known if the group sends them
+        if len(known) > 1:
+            lines = (np.polyfit(list(known), seconds, 1) for seconds in zip(*known.values(), strict=True))
+            send_s, take_s = (max(0.0, float(np.polyval(line, size))) for line in lines)
         elsewhere_s = transit_s(stage, size)
-        found.append(TransferTime(send_s, on_the_way_s if elsewhere_s is None else elsewhere_s, take_s))
-    return found
+        transfers.append(TransferTime(send_s, on_the_way_s if elsewhere_s is None else elsewhere_s, take_s))
+    return transfers
 
 
-def _interpolate_s(known: dict[int, float], size: float) -> float:
-    """The seconds of a message of this size, interpolated; none are known if the group sends them."""
-    if len(known) < 2:
-        return next(iter(known.values()), 0.0)
-    slope, at_zero = np.polyfit(list(known), list(known.values()), 1)
-    return max(0.0, float(at_zero + slope * size))
+def measure_latency_s() -> float:
+    """How soon a waiting rank of this host receives a message: the median of some tiny ones, within this process.
+
+    From the end of `send` to the end of `wait`; 0 if most are received before `send` returns. It is the least that a
+    network between hosts takes, which is unknown before the ranks exist.
+    """
+    ours, theirs = socket.socketpair()
+    sent_s, received_s = list[float](), list[float]()
+
+    def listen(messages: ShmP2P) -> None:
+        tensor = torch.empty(8, dtype=torch.uint8)
+        for _ in range(NUM_ROUNDS):
+            messages.receive(tensor, 0).wait()
+            received_s.append(time.perf_counter())
+
+    with closing(ShmP2P(0, {1: ours})) as messages, closing(ShmP2P(1, {0: theirs})) as others:
+        waiting = threading.Thread(target=listen, args=(others,), daemon=True)
+        waiting.start()
+        for _ in range(NUM_ROUNDS):
+            time.sleep(PAUSE_S)
+            messages.send(torch.empty(8, dtype=torch.uint8), 1)
+            sent_s.append(time.perf_counter())
+        waiting.join()
+    return max(0.0, statistics.median(received - sent for sent, received in zip(sent_s, received_s, strict=True)))

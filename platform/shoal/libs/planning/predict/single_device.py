@@ -6,45 +6,28 @@ Owns the isolation of a trial of a Task (random numbers, threads). Called by `pr
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shoal.cost.measure.op_counter import count_ops
 from shoal.data import Batch, Data
 from shoal.data.loader import load_first_batch
 from shoal.parallel.comm.world import read_clock_s
 from shoal.parallel.loss import get_value
-from shoal.parallel.model import TaskProtocol
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.task_step import get_train_step, sum_losses
 from shoal.random_state import preserve_rng
+from shoal.train.task import Task
 
 NUM_LATENCIES = 20
 LATENCY_BUDGET_S = 0.2
 MIN_TIMING_S = 0.03  # a shorter step does not predict the time of a larger one
 _PARAMETERS_WITHOUT_PRODUCT = (nn.Embedding, nn.EmbeddingBag)
-
-
-class CostTaskProtocol(TaskProtocol, Protocol):
-    """The used part of a Task before it runs."""
-
-    def model(self) -> nn.Module:
-        """The model, with fresh weights."""
-        ...
-
-    def data(self) -> Data:
-        """The datasets."""
-        ...
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
-        """The optimiser; None: that of the spec."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -74,21 +57,25 @@ def preserve_process(seed: int, threads: int) -> Iterator[None]:
 
 
 def profile_single_device(
-    task: CostTaskProtocol, model: nn.Module, data: Data, most: int, device: torch.device
+    task: Task, model: nn.Module, data: Data, most: int, device: torch.device
 ) -> SingleDeviceProfile:
     """Run the model forward and backward on enough samples to time one, and forward on one.
 
     Its modules stay in their training modes: some may be frozen.
 
-    most: the samples of a micro-batch, which is the limit
+    most: samples: those of a micro-batch
     """
     num_samples, seconds = 0, 0.0
     while num_samples < most and seconds < MIN_TIMING_S:
         num_samples = min(most, max(2, 4 * num_samples))
         batch = load_first_batch(data, num_samples, device, is_exact=True)
         _forward_backward(task, model, batch)
-        seconds = min(_time_pass(task, model, batch, device) for _ in range(2))
-    sample_s = seconds / num_samples
+        passes_s = []
+        for _ in range(2):
+            began_s = read_clock_s(device)
+            _forward_backward(task, model, batch)
+            passes_s.append(read_clock_s(device) - began_s)
+        seconds = min(passes_s)
     with watch_silent_modules(model) as silent, count_ops() as reading:
         _forward_backward(task, model, batch)
     model.zero_grad()
@@ -100,25 +87,19 @@ def profile_single_device(
         flops_forward=reading.flops_forward,
         flops_backward=reading.flops_backward,
         latency_s=_measure_latency_s(task, model, load_first_batch(data, 1, device, is_exact=True), device),
-        sample_s=sample_s,
+        sample_s=seconds / num_samples,
         unknown=(*sorted(reading.unknown), *silent),
     )
 
 
-def _forward_backward(task: CostTaskProtocol, model: nn.Module, batch: Batch) -> None:
+def _forward_backward(task: Task, model: nn.Module, batch: Batch) -> None:
     model.zero_grad()
     step = get_train_step(task)
     loss = get_value(task.loss(model(*task.inputs(batch)), batch)) if step is None else sum_losses(step(model, batch))
     loss.backward()
 
 
-def _time_pass(task: CostTaskProtocol, model: nn.Module, batch: Batch, device: torch.device) -> float:
-    began_s = read_clock_s(device)
-    _forward_backward(task, model, batch)
-    return read_clock_s(device) - began_s
-
-
-def _measure_latency_s(task: CostTaskProtocol, model: nn.Module, batch: Batch, device: torch.device) -> float:
+def _measure_latency_s(task: Task, model: nn.Module, batch: Batch, device: torch.device) -> float:
     """The median of some forward passes, after two for warm-up."""
     seconds: list[float] = []
     inputs = task.inputs(batch)
@@ -132,7 +113,7 @@ def _measure_latency_s(task: CostTaskProtocol, model: nn.Module, batch: Batch, d
 
 @contextmanager
 def watch_silent_modules(model: nn.Module) -> Iterator[list[str]]:
-    """Names of modules with matrices of their own that no operator used, though they were called.
+    """List the names of modules with matrices of their own that no operator used, though they were called.
 
     They compute outside of torch (NumPy, an extension): their arithmetic is unknown, and not 0.
     """
@@ -145,11 +126,11 @@ def watch_silent_modules(model: nn.Module) -> Iterator[list[str]]:
     called: set[str] = set()
     modules = dict(model.named_modules())
     watch = _StorageReads()
-
-    def note(name: str) -> Any:
-        return lambda *_: called.add(name)
-
-    handles = [modules[name].register_forward_hook(note(name)) for name, held in owners.items() if held]
+    handles = [
+        modules[name].register_forward_hook(lambda *_, name=name: called.add(name))
+        for name, matrices in owners.items()
+        if matrices
+    ]
     try:
         with watch:
             yield silent

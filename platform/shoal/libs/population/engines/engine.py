@@ -18,6 +18,10 @@ from torch import Tensor
 from shoal.libs.population.member_rows import MemberRows
 from shoal.libs.population.objective import MemberBatch, Objective
 
+Tensors = Mapping[str, Tensor]
+Inputs = tuple[Any, ...]
+Generators = Sequence[torch.Generator] | None  # one a member in training; None in evaluation
+
 
 class EngineMisfit(Exception):
     """An engine cannot compute this model; the message says why. Caught where the engine is chosen."""
@@ -68,13 +72,7 @@ class DifferentiableEngine(MemberEngine):
 
     @abstractmethod
     def forward(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        inputs: tuple[Any, ...],
-        *,
-        is_own: bool,
-        generators: Sequence[torch.Generator] | None,
+        self, parameters: Tensors, buffers: Tensors, inputs: Inputs, *, is_own: bool, generators: Generators
     ) -> Any:
         """Outputs [k, B, ...].
 
@@ -89,8 +87,8 @@ class DifferentiableEngine(MemberEngine):
         buffers, generators = chunk.rows.buffers, chunk.generators
         outputs = self.forward(leaves, buffers, inputs, is_own=batch.is_own, generators=generators)
         losses = self.objective.find_losses(outputs, batch)
-        found = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
-        for view, gradient in zip(chunk.rows.gradient_views.values(), found, strict=True):
+        gradients = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
+        for view, gradient in zip(chunk.rows.gradient_views.values(), gradients, strict=True):
             view.zero_() if gradient is None else view.copy_(gradient)
         return losses.detach()
 

@@ -39,7 +39,10 @@ class LoopedEngine(MemberEngine):
         self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
         self._bound: tuple[MemberRows, int] | None = None  # what the tensors are now
-        self._owners = {name: _find_owner(model, name) for name, _ in model.named_buffers()}
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        for name, _ in model.named_buffers():
+            path, _, key = name.rpartition(".")
+            self._owners[name] = model.get_submodule(path), key
 
     def compute_gradients(self, chunk: MemberChunk, batch: MemberBatch) -> Tensor:
         chunk.rows.gradients.zero_()
@@ -55,8 +58,13 @@ class LoopedEngine(MemberEngine):
                     kind = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
                     raise ConfigError("loss", kind, "is no scalar tensor", "return the mean over the batch")
                 loss.backward()
-            self._retain_buffers(chunk, index)
             losses.append(loss.detach())
+            with torch.no_grad():  # most models change their buffers in place; others assign new ones
+                for name, (module, key) in self._owners.items():
+                    row, buffer = chunk.rows.buffers[name][index], module._buffers[key]
+                    if buffer is not None and buffer.data_ptr() != row.data_ptr():
+                        row.copy_(buffer)
+                        module._buffers[key] = row.data
         return torch.stack(losses)
 
     @torch.no_grad()
@@ -82,15 +90,6 @@ class LoopedEngine(MemberEngine):
         for name, (module, key) in self._owners.items():
             module._buffers[key] = chunk.rows.buffers[name][index].data  # autograd counts changes of each alone
 
-    @torch.no_grad()
-    def _retain_buffers(self, chunk: MemberChunk, index: int) -> None:
-        """Most models change their buffers in place; others assign new ones."""
-        for name, (module, key) in self._owners.items():
-            row, found = chunk.rows.buffers[name][index], module._buffers[key]
-            if found is not None and found.data_ptr() != row.data_ptr():
-                row.copy_(found)
-                module._buffers[key] = row.data
-
     @contextmanager
     def _exchange(self, generator: torch.Generator) -> Iterator[None]:
         if not self._draws_randomly:
@@ -107,14 +106,9 @@ class LoopedEngine(MemberEngine):
                 process.set_state(before)
 
 
-def _find_owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, key = name.rpartition(".")
-    return model.get_submodule(path), key
-
-
 def find_process_generator(device: torch.device) -> torch.Generator:
     """The generator from which operations without one take their random numbers."""
     if device.type == "cuda":
-        found: torch.Generator = torch.cuda.default_generators[device.index or 0]
-        return found
+        generator: torch.Generator = torch.cuda.default_generators[device.index or 0]
+        return generator
     return torch.default_generator

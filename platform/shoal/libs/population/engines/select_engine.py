@@ -23,7 +23,7 @@ from shoal.libs.population.engines.looped import LoopedEngine, find_process_gene
 from shoal.libs.population.objective import MODEL_ERRORS, MemberBatch, Objective
 
 _HOMES = {
-    "lanes": "shoal.libs.population.engines.lanes.lanes_engine:LanesEngine",
+    "lanes": "shoal.libs.population.engines.lanes.lane_network:LanesEngine",
     "stacked": "shoal.libs.population.engines.stacked:StackedEngine",
     "vmap": "shoal.libs.population.engines.stacked:VmapEngine",
 }
@@ -64,6 +64,13 @@ def require_engine(name: str) -> None:
         raise ConfigError("engine", name, "no such engine", f"one of auto, looped, {', '.join(_HOMES)}")
 
 
+def clone_generator(generator: torch.Generator) -> torch.Generator:
+    """Another one in the same state."""
+    clone = torch.Generator(generator.device)
+    clone.set_state(generator.get_state())
+    return clone
+
+
 def make_engine(name: str, model: nn.Module, objective: Objective, *, draws_randomly: bool = False) -> MemberEngine:
     """An engine with its own copy of the model. Raises EngineMisfit."""
     model = copy.deepcopy(model)
@@ -88,11 +95,8 @@ class _Trial:
 
     def copy_chunk(self, size: int) -> MemberChunk:
         """The first members, in other memory and with generators in the same state."""
-        rows = self.chunk.rows.narrow(0, size).clone()
-        generators = [torch.Generator(each.device) for each in self.chunk.generators[:size]]
-        for generator, original in zip(generators, self.chunk.generators, strict=False):
-            generator.set_state(original.get_state())
-        return MemberChunk(rows, generators)
+        generators = [clone_generator(each) for each in self.chunk.generators[:size]]
+        return MemberChunk(self.chunk.rows.narrow(0, size).clone(), generators)
 
     def compute(self, engine: MemberEngine, size: int) -> tuple[Tensor, ...]:
         """Losses [k], gradient rows [k, P] and buffer rows [k, Q] of the first members after a step."""
@@ -145,9 +149,15 @@ def select_engine(
     engines: dict[str, MemberEngine] = {}
     trials: list[EngineTrial] = []
     for name in ["looped", *_HOMES] if engine == "auto" else [engine]:
-        if engine == "auto" and name == "vmap" and (reason := _find_reason_to_skip_vmap(trial, engines)):
-            reasons[name] = reason
-            continue
+        if engine == "auto" and name == "vmap":
+            is_on_cpu = chunk.rows.weights.device.type == "cpu"
+            convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+            if "stacked" in engines:
+                reasons[name] = "not tried: stacked computes the same with fewer operations"
+                continue
+            if is_on_cpu and any(isinstance(module, convolutions) for module in model.modules()):
+                reasons[name] = "not tried: a convolution of many members is slower on a CPU than one of each"
+                continue
         try:
             tried = make_engine(name, model, objective, draws_randomly=draws_randomly)
             _require_equal(trial.compute(tried, len(reference[0])), reference)
@@ -173,16 +183,6 @@ def select_engine(
     return EngineChoice(best.engine, size, draws_randomly, reasons, tuple(trials))
 
 
-def _find_reason_to_skip_vmap(trial: _Trial, engines: Mapping[str, MemberEngine]) -> str:
-    if "stacked" in engines:
-        return "not tried: stacked computes the same with fewer operations"
-    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    is_on_cpu = trial.chunk.rows.weights.device.type == "cpu"
-    if is_on_cpu and any(isinstance(module, convolutions) for module in trial.model.modules()):
-        return "not tried: a convolution of many members is slower on a CPU than one of each"
-    return ""
-
-
 def _probe_randomness(trial: _Trial) -> bool:
     """Whether a step takes numbers from the process' generator, which is left as it was."""
     process = find_process_generator(trial.chunk.rows.weights.device)
@@ -193,9 +193,9 @@ def _probe_randomness(trial: _Trial) -> bool:
     return is_changed
 
 
-def _require_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+def _require_equal(computed: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     """Raise EngineMisfit where losses, gradients or buffers are not the loop's. Infinite ones say nothing."""
-    for what, one, other in zip(("losses", "gradients", "buffers"), found, expected, strict=True):
+    for what, one, other in zip(("losses", "gradients", "buffers"), computed, expected, strict=True):
         one, other = one.reshape(len(one), -1), other.reshape(len(other), -1)
         distance, norm = (one - other).norm(dim=1), other.norm(dim=1)
         is_known = norm.isfinite()
@@ -212,11 +212,11 @@ def _time_chunks(trial: _Trial, engine: MemberEngine, max_chunk: int | None) -> 
     means = [mean for mean in means if MIN_CHUNK <= math.ceil(mean) <= most] or [most]
     best_ms = float("inf")
     for mean in means if max_chunk is None else means[-1:]:
-        found = trial.time(engine, mean)
-        yield found
-        if found.ms > best_ms * 1.1:
+        timed = trial.time(engine, mean)
+        yield timed
+        if timed.ms > best_ms * 1.1:
             return
-        best_ms = min(best_ms, found.ms)
+        best_ms = min(best_ms, timed.ms)
 
 
 def _synchronize(device: torch.device) -> None:

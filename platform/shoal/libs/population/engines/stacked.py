@@ -7,14 +7,14 @@ Legend: k members of a chunk, B samples of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from shoal.libs.population.engines.engine import DifferentiableEngine, EngineMisfit
+from shoal.libs.population.engines.engine import DifferentiableEngine, EngineMisfit, Generators, Inputs, Tensors
 from shoal.libs.population.engines.member_dropout import MemberDropout, replace_dropout
 from shoal.libs.population.objective import Objective
 
@@ -35,13 +35,7 @@ class VmapEngine(DifferentiableEngine):
         self.model, self._dropout = replace_dropout(model)
 
     def forward(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        inputs: tuple[Any, ...],
-        *,
-        is_own: bool,
-        generators: Sequence[torch.Generator] | None,
+        self, parameters: Tensors, buffers: Tensors, inputs: Inputs, *, is_own: bool, generators: Generators
     ) -> Any:
         self.model.train(generators is not None)
         self._dropout.generators = generators or ()
@@ -83,13 +77,7 @@ class StackedEngine(DifferentiableEngine):
             raise EngineMisfit("layers share weights")
 
     def forward(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        inputs: tuple[Any, ...],
-        *,
-        is_own: bool,
-        generators: Sequence[torch.Generator] | None,
+        self, parameters: Tensors, buffers: Tensors, inputs: Inputs, *, is_own: bool, generators: Generators
     ) -> Any:
         is_training = generators is not None
         self.model.train(is_training)
@@ -101,7 +89,10 @@ class StackedEngine(DifferentiableEngine):
             activations = activations.expand(size, *activations.shape)
         for name, layer in self._layers:
             if isinstance(layer, nn.Linear):
-                activations = _apply_linear(activations, tensors[f"{name}weight"], tensors.get(f"{name}bias"))
+                flat, weight = activations.flatten(1, -2), tensors[f"{name}weight"].mT  # between are any dimensions
+                bias = tensors.get(f"{name}bias")
+                product = torch.bmm(flat, weight) if bias is None else torch.baddbmm(bias.unsqueeze(1), flat, weight)
+                activations = product.view(*activations.shape[:-1], -1)
             elif isinstance(layer, nn.BatchNorm1d):
                 own = {key.removeprefix(name): each for key, each in tensors.items() if key.startswith(name)}
                 activations = _normalise(activations, layer, own)
@@ -117,27 +108,16 @@ def _flatten_chain(name: str, model: nn.Module) -> Iterator[tuple[str, nn.Module
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         for part, child in model.named_children():
             yield from _flatten_chain(f"{name}{part}.", child)
-    elif _is_supported(model):
+    elif (
+        type(model) in (nn.Linear, MemberDropout, *_POINTWISE)
+        or (isinstance(model, nn.Flatten) and model.start_dim == 1 and model.end_dim == -1)
+        or (type(model) is nn.BatchNorm1d and (model.momentum is not None or not model.track_running_stats))
+    ):
         yield name, model
     else:
         raise EngineMisfit(
             f"{name.removesuffix('.') or 'the model'} is a {type(model).__name__}, not a layer of a chain"
         )
-
-
-def _is_supported(layer: nn.Module) -> bool:
-    if isinstance(layer, nn.Flatten):
-        return layer.start_dim == 1 and layer.end_dim == -1
-    if type(layer) is nn.BatchNorm1d:
-        return layer.momentum is not None or not layer.track_running_stats
-    return type(layer) in (nn.Linear, MemberDropout, *_POINTWISE)
-
-
-def _apply_linear(activations: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[k, B, inputs] to [k, B, outputs], with any dimensions between."""
-    flat = activations.flatten(1, -2)
-    product = torch.bmm(flat, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), flat, weight.mT)
-    return product.view(*activations.shape[:-1], -1)
 
 
 def _normalise(activations: Tensor, layer: nn.BatchNorm1d, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -1,8 +1,7 @@
 """How the members of a population learn from each other: pure decisions from scores and hyper-parameters."""
 
-from shoal.libs.population.evolution.architectures import ARCHITECTURE, list_architectures
-from shoal.libs.population.evolution.build import build_evolution
-from shoal.libs.population.evolution.evolution import Decisions, Evolution, Restart, select_scores
+from shoal.libs.population.evolution.architectures import ARCHITECTURE, build_evolution, list_architectures
+from shoal.libs.population.evolution.evolution import Decisions, Evolution, ShrinkAndPerturb
 from shoal.libs.population.evolution.spec import EvolutionSpec
 
 __all__ = [
@@ -10,8 +9,7 @@ __all__ = [
     "Decisions",
     "Evolution",
     "EvolutionSpec",
-    "Restart",
+    "ShrinkAndPerturb",
     "build_evolution",
     "list_architectures",
-    "select_scores",
 ]

@@ -1,28 +1,36 @@
-"""An evolution of members of different architectures: each architecture has an evolution of its own.
+"""The evolution of a spec; for members of different architectures one for each architecture.
 
 Weights of one architecture mean nothing to another, so members copy and are compared within theirs; architectures take
 no rows from each other. Members are divided evenly, member k has combination k modulo their number: that each one is
-trained by as many members makes them comparable. Called by `build`.
+trained by as many members makes them comparable. Called by flows.
 Legend: K members, k of one architecture.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from shoal.errors import ConfigError
-from shoal.libs.population.evolution.evolution import Decisions, Evolution, Restart, Standing
+from shoal.libs.population.evolution.evolution import Decisions, Evolution, RandomSearch, Standing
+from shoal.libs.population.evolution.growing_pbt import GrowingPBT
+from shoal.libs.population.evolution.halving import Halving
+from shoal.libs.population.evolution.pbt import PB2, PBT
 from shoal.libs.population.evolution.spec import EvolutionSpec
 from shoal.search.space import Options, SearchSpace, Values
 
 ARCHITECTURE = "args."  # the beginning of the paths that decide it: arguments of the Task
-
-MakeEvolution = Callable[[SearchSpace, int, int], Evolution]  # of a space, a number of members, a seed
+EVOLUTIONS: dict[str, type[Evolution]] = {
+    "growing_pbt": GrowingPBT,
+    "pbt": PBT,
+    "pb2": PB2,
+    "halving": Halving,
+    "random_search": RandomSearch,
+}
 
 
 def list_architectures(space: SearchSpace) -> list[Values]:
@@ -44,28 +52,22 @@ def list_architectures(space: SearchSpace) -> list[Values]:
 class ArchitectureEvolution(Evolution):
     """Raises ConfigError where an architecture has fewer members than its evolution needs."""
 
-    def __init__(
-        self,
-        spec: EvolutionSpec,
-        space: SearchSpace,
-        num_members: int,
-        make: MakeEvolution,
-        *,
-        num_rounds: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(spec, space, num_members, num_rounds=num_rounds, seed=seed)
-        self.architectures = list_architectures(space)
+    def _set_up(self) -> None:
+        self.architectures = list_architectures(self.space)
         count = len(self.architectures)
-        self.groups = [list(range(index, num_members, count)) for index in range(count)]
-        own = SearchSpace({path: each for path, each in space.items() if not path.startswith(ARCHITECTURE)})
+        self.groups = [list(range(index, self.num_members, count)) for index in range(count)]
+        own = SearchSpace({path: each for path, each in self.space.items() if not path.startswith(ARCHITECTURE)})
+        make = EVOLUTIONS[self.spec.name]
         try:
-            self._evolutions = [make(own, len(group), seed + index) for index, group in enumerate(self.groups)]
+            self._evolutions = [
+                make(self.spec, own, len(group), num_rounds=self.num_rounds, seed=self.seed + index)
+                for index, group in enumerate(self.groups)
+            ]
         except ConfigError as error:
             if error.field != "members":
                 raise
             problem = f"gives {len(self.groups[-1])} to one of {count} architectures: {error.problem}"
-            raise ConfigError("members", num_members, problem, error.remedy) from None
+            raise ConfigError("members", self.num_members, problem, error.remedy) from None
 
     def sample(self) -> list[Values]:
         drawn = [each.sample() for each in self._evolutions]
@@ -75,14 +77,18 @@ class ArchitectureEvolution(Evolution):
         ]
 
     def _decide(self, standing: Standing) -> Decisions:
-        found = [self._decide_group(index, standing) for index in range(len(self.groups))]
+        decided = [self._decide_group(index, standing) for index in range(len(self.groups))]
+        restarts = [each.restart for each in decided if each.restart is not None]
+        restart = None
+        if restarts:  # of several after the same round, `best` and `rounds` are the first's
+            restart = replace(restarts[0], members=_collect(each.members for each in restarts))
         return Decisions(
-            copies=tuple(pair for each in found for pair in each.copies),
-            fresh=_collect(each.fresh for each in found),
-            restart=_merge_restarts([each.restart for each in found if each.restart is not None]),
-            changes={member: values for each in found for member, values in each.changes.items()},
-            retired=_collect(each.retired for each in found),
-            stopped=_collect(each.stopped for each in found),
+            copies=tuple(pair for each in decided for pair in each.copies),
+            fresh=_collect(each.fresh for each in decided),
+            restart=restart,
+            changes={member: values for each in decided for member, values in each.changes.items()},
+            retired=_collect(each.retired for each in decided),
+            stopped=_collect(each.stopped for each in decided),
         )
 
     def _decide_group(self, index: int, standing: Standing) -> Decisions:
@@ -96,23 +102,23 @@ class ArchitectureEvolution(Evolution):
             changes = {member: self._complete(member, evolution.space.sample(standing.rng)) for member in failed}
             return Decisions(fresh=failed, changes=changes, retired=failed)
         values = [standing.values[member] for member in group]
-        found = evolution.next(standing.round_number, standing.scores[np.array(group)], values)
-        restart = found.restart
+        decisions = evolution.next(standing.round_number, standing.scores[np.array(group)], values)
+        restart = decisions.restart
         return Decisions(
-            copies=tuple((group[loser], group[winner]) for loser, winner in found.copies),
-            fresh=tuple(group[each] for each in found.fresh),
+            copies=tuple((group[loser], group[winner]) for loser, winner in decisions.copies),
+            fresh=tuple(group[each] for each in decisions.fresh),
             restart=restart and replace(
                 restart, members=tuple(group[each] for each in restart.members), best=group[restart.best]
             ),
-            changes={group[each]: self._complete(group[each], changed) for each, changed in found.changes.items()},
-            retired=tuple(group[each] for each in found.retired),
-            stopped=tuple(group[each] for each in found.stopped),
+            changes={group[each]: self._complete(group[each], changed) for each, changed in decisions.changes.items()},
+            retired=tuple(group[each] for each in decisions.retired),
+            stopped=tuple(group[each] for each in decisions.stopped),
         )  # fmt: skip
 
     def _complete(self, member: int, values: Mapping[str, Any]) -> Values:
-        """With the member's architecture, in the order of the space."""
-        whole = {**values, **self.architectures[member % len(self.architectures)]}
-        return {path: whole[path] for path in self.space}
+        """Add the member's architecture, in the order of the space."""
+        complete = {**values, **self.architectures[member % len(self.architectures)]}
+        return {path: complete[path] for path in self.space}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "evolutions": [each.state_dict() for each in self._evolutions]}
@@ -127,8 +133,11 @@ def _collect(parts: Iterable[Iterable[int]]) -> tuple[int, ...]:
     return tuple(sorted(itertools.chain.from_iterable(parts)))
 
 
-def _merge_restarts(restarts: list[Restart]) -> Restart | None:
-    """Of several architectures that restart after the same round, as one; `best` and `rounds` are the first's."""
-    if not restarts:
-        return None
-    return replace(restarts[0], members=_collect(each.members for each in restarts))
+def build_evolution(
+    spec: EvolutionSpec, space: SearchSpace, num_members: int, *, num_rounds: int | None = None, seed: int = 0
+) -> Evolution:
+    """Build one; with arguments of the Task in the space, one for each architecture. Raises ConfigError where the
+    evolution needs more members, or a number of rounds."""
+    has_architectures = any(path.startswith(ARCHITECTURE) for path in space)
+    make = ArchitectureEvolution if has_architectures else EVOLUTIONS[spec.name]
+    return make(spec, space, num_members, num_rounds=num_rounds, seed=seed)

@@ -67,7 +67,7 @@ def fit(inputs: np.ndarray, targets: np.ndarray) -> GaussianProcessRegressor:
     return max(processes, key=lambda process: process.log_marginal_likelihood_value_)
 
 
-def expect(process: GaussianProcessRegressor, inputs: np.ndarray) -> GaussianProcessRegressor:
+def condition_on_mean(process: GaussianProcessRegressor, inputs: np.ndarray) -> GaussianProcessRegressor:
     """The process that has also seen its own mean at these inputs: less uncertain there, of the same mean."""
     targets = np.concatenate([process.y_train_, process.predict(inputs)])
     return _condition(process.kernel_, process.alpha, np.concatenate([process.X_train_, inputs]), targets)
@@ -118,19 +118,18 @@ class Bandit:
         taken: those of other members in the coming round
         width: of the box in the unit cube around the parent's, within which to stay; None: the full space
         """
-        process = self._process = self._process or self._fit()
+        if self._process is None:
+            scores, times, gains = np.array(self._others).T
+            self._process = fit(self._encode(np.array(self._units), scores, times), standardize_ranks(gains))
+        process = self._process
         if taken:  # the mean stays as it is
-            process = expect(
+            process = condition_on_mean(
                 process, self._encode(np.array([self.space.to_unit(each) for each in taken]), before, time)
             )
         candidates = _draw_candidates(self.space, self.space.to_unit(parent), rng, width)
         mean, deviation = process.predict(self._encode(candidates, before, time), return_std=True)
         best = int(np.argmax(mean + compute_exploration(len(self._units)) * deviation))
         return self.space.from_unit(candidates[best])
-
-    def _fit(self) -> GaussianProcessRegressor:
-        before, times, gains = np.array(self._others).T
-        return fit(self._encode(np.array(self._units), before, times), standardize_ranks(gains))
 
     def _encode(self, units: np.ndarray, before: np.ndarray | float, time: np.ndarray | float) -> np.ndarray:
         """Positions, scores before and times as inputs of the process; the observed scores span one unit."""
@@ -184,7 +183,7 @@ def _draw_candidates(
     local = low + uniform * (high - low)
     is_local = np.ones(NUM_CANDIDATES, bool) if width else np.arange(NUM_CANDIDATES) % 2 == 0
     candidates = np.where(is_local[:, None], local, uniform)
-    for column, distribution in enumerate(space.values()):  # options have no neighbours: one in four is drawn anew
+    for column, distribution in enumerate(space.values()):  # options have no neighbours: one in four is drawn again
         if isinstance(distribution, Options) and not distribution.is_ordered:
             is_parents = is_local & (rng.random(NUM_CANDIDATES) < 0.75)
             candidates[:, column] = np.where(is_parents, parent[column], rng.random(NUM_CANDIDATES))

@@ -19,7 +19,7 @@ from shoal.search.space import SearchSpace, Values
 
 
 @dataclass(frozen=True)
-class Restart:
+class ShrinkAndPerturb:
     """Weights w of `members` become shrink · w + perturb · w_new, where w_new is newly initialised (1910.08475).
 
     best:   the member with the best score so far in this iteration: its weights must be saved before
@@ -47,7 +47,7 @@ class Decisions:
 
     copies: tuple[tuple[int, int], ...] = ()
     fresh: tuple[int, ...] = ()
-    restart: Restart | None = None
+    restart: ShrinkAndPerturb | None = None
     changes: Mapping[int, Values] = field(default_factory=dict)
     retired: tuple[int, ...] = ()
     stopped: tuple[int, ...] = ()
@@ -84,6 +84,16 @@ class Evolution(ABC):
             raise ConfigError("rounds", num_rounds, "must be at least 1")
         self.spec, self.space, self.num_members, self.num_rounds, self.seed = spec, space, num_members, num_rounds, seed
         self._stopped: set[int] = set()
+        self._set_up()
+
+    def _set_up(self) -> None:  # noqa: B027 - not every one has a state
+        """Make the first state. Raises ConfigError for members or rounds with which it cannot decide."""
+
+    def require_members(self, least: int) -> None:
+        """Raises ConfigError if the population is too small for the evolution."""
+        if self.num_members < least:
+            problem = f"evolution.name={self.spec.name} compares members, and needs {least} at least"
+            raise ConfigError("members", self.num_members, problem, "raise it, or use evolution.name=random_search")
 
     def sample(self) -> list[Values]:
         """The hyper-parameters that each member begins with."""
@@ -124,7 +134,7 @@ class Evolution(ABC):
         """The decisions; every failed member is among the retired ones."""
 
     def begin_again(self, round_number: int) -> None:  # noqa: B027 - not every one has something to forget
-        """After this round no member has a score, and all begin with new weights. In place of `next`."""
+        """Forget: after this round no member has a score, and all begin with new weights. In place of `next`."""
 
     def state_dict(self) -> dict[str, Any]:
         """What later decisions depend on: numbers, and lists of them."""
@@ -135,20 +145,9 @@ class Evolution(ABC):
         self._stopped = set(state["stopped"])
 
 
-def require_members(num_members: int, least: int, name: str) -> None:
-    """Raises ConfigError if the population is too small for the evolution."""
-    if num_members < least:
-        problem = f"evolution.name={name} compares members, and needs {least} at least"
-        raise ConfigError("members", num_members, problem, "raise it, or use evolution.name=random_search")
+class RandomSearch(Evolution):
+    """Each member keeps the hyper-parameters that it drew (Bergstra & Bengio, 2012); one whose score is no number is
+    stopped."""
 
-
-def select_scores(metrics: Mapping[str, Sequence[float]], metric: str, *, higher_is_better: bool) -> np.ndarray:
-    """The metric of each member as a score, of which higher ones are better, float64 [K].
-
-    metrics: {name: [K]} of an evaluation
-    Raises ConfigError if the evaluation has no such metric.
-    """
-    if metric not in metrics:
-        raise ConfigError("metric", metric, "is no metric of the evaluation", f"there is {', '.join(sorted(metrics))}")
-    scores = np.asarray(metrics[metric], dtype=np.float64)
-    return scores if higher_is_better else -scores
+    def _decide(self, standing: Standing) -> Decisions:
+        return Decisions(retired=standing.failed, stopped=standing.failed)

@@ -25,10 +25,9 @@ from typing import Any
 import numpy as np
 
 from shoal.libs.population.evolution.bandit import Bandit, fit
-from shoal.libs.population.evolution.evolution import Decisions, Restart, Standing
-from shoal.libs.population.evolution.pb2 import PB2
-from shoal.libs.population.evolution.spec import EvolutionSpec
-from shoal.search.space import SearchSpace, Values
+from shoal.libs.population.evolution.evolution import Decisions, ShrinkAndPerturb, Standing
+from shoal.libs.population.evolution.pbt import PB2
+from shoal.search.space import Values
 
 BOX_WIDTH = 0.4  # the first one of the trust region of 2207.09405
 
@@ -38,11 +37,9 @@ class GrowingPBT(PB2):
 
     box_width = BOX_WIDTH
 
-    def __init__(
-        self, spec: EvolutionSpec, space: SearchSpace, num_members: int, *, num_rounds: int | None = None, seed: int = 0
-    ) -> None:
-        super().__init__(spec, space, num_members, num_rounds=num_rounds, seed=seed)
-        self.step = spec.every  # rounds between two decisions
+    def _set_up(self) -> None:
+        super()._set_up()
+        self.step = self.spec.every  # rounds between two decisions
         self._due = self.step  # the round of the next one
         self._stagnant = 0
         self._bests: list[float] = []  # the best score at each decision of this iteration
@@ -66,7 +63,8 @@ class GrowingPBT(PB2):
         is_due = self._is_due(standing)
         if is_due and not standing.is_last:
             self._bests.append(float(standing.scores[standing.ranked[0]]))
-            if self._is_stagnant() and self._has_rounds_for_restart(standing.round_number):
+            end_of_two = standing.round_number + 2 * self.step * self.spec.growth  # of the longer steps
+            if self._is_stagnant() and (self.num_rounds is None or end_of_two <= self.num_rounds):
                 return self._restart(standing)
         decisions = super()._decide(standing)
         for loser, winner in decisions.copies:
@@ -83,11 +81,10 @@ class GrowingPBT(PB2):
         steps = self.spec.slow_steps
         if len(bests) >= steps and scaled.max() - scaled[: len(bests) - steps + 1].max() < 1:
             return True
-        self._stagnant = 0 if _has_improved(scaled) else self._stagnant + 1
+        positions = np.column_stack([np.linspace(0, 1, len(scaled)), np.zeros(len(scaled))])
+        smoothed = fit(positions, scaled).predict(positions)
+        self._stagnant = 0 if smoothed[-1] > smoothed[-2] else self._stagnant + 1
         return self._stagnant >= self.spec.patience
-
-    def _has_rounds_for_restart(self, round_number: int) -> bool:
-        return self.num_rounds is None or round_number + 2 * self.step * self.spec.growth <= self.num_rounds
 
     def _restart(self, standing: Standing) -> Decisions:
         members, rng = range(self.num_members), standing.rng
@@ -101,7 +98,7 @@ class GrowingPBT(PB2):
         self._due = standing.round_number + self.step
         changes = self._draw_starts(rng)
         self._begin_iteration(changes)
-        restart = Restart(shrunk, self.spec.shrink, self.spec.perturb, standing.ranked[0], self.step)
+        restart = ShrinkAndPerturb(shrunk, self.spec.shrink, self.spec.perturb, standing.ranked[0], self.step)
         return Decisions(copies, tuple(fresh), restart, dict(enumerate(changes)), standing.failed)
 
     def _draw_starts(self, rng: np.random.Generator) -> list[Values]:
@@ -152,10 +149,3 @@ class GrowingPBT(PB2):
         self._iteration, self._bests, self._origins = state["iteration"], list(state["bests"]), list(state["origins"])
         self._starts = [list(each) for each in state["starts"]]
         self._start_iterations, self._start_bests = list(state["start_iterations"]), list(state["start_bests"])
-
-
-def _has_improved(scaled: np.ndarray) -> bool:
-    """Whether the smoothed curve of scores, of mean 0 and variance 1, rose at its last point."""
-    positions = np.column_stack([np.linspace(0, 1, len(scaled)), np.zeros(len(scaled))])
-    smoothed = fit(positions, scaled).predict(positions)
-    return bool(smoothed[-1] > smoothed[-2])

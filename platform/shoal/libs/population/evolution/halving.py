@@ -1,7 +1,7 @@
 """Successive halving with early stopping, within a population (1810.05934).
 
-At the ages of every · η^i rounds a member goes on if its score is among the best 1/η of all scores seen at that age so
-far. With `refill`, a new member with new weights takes the row of a stopped one; without, the row stays empty.
+At the ages of every · η^i rounds a member continues if its score is among the best 1/η of those seen so far at that
+age. With `refill`, a new member with new weights takes the row of a stopped one; without, the row stays empty.
 
 Not of the paper: its trials are paused at an age and promoted later, ours go on or end at once; members are trained in
 step, so that those of one age are compared after all have arrived. A member whose score is no number is stopped.
@@ -14,36 +14,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import ConfigError
-from shoal.libs.population.evolution.evolution import Decisions, Evolution, Standing, require_members
-from shoal.libs.population.evolution.spec import EvolutionSpec
-from shoal.search.space import SearchSpace
+from shoal.libs.population.evolution.evolution import Decisions, Evolution, Standing
 
 
 class Halving(Evolution):
     """Raises ConfigError without a number of rounds, or where it would stop no member."""
 
-    def __init__(
-        self, spec: EvolutionSpec, space: SearchSpace, num_members: int, *, num_rounds: int | None = None, seed: int = 0
-    ) -> None:
-        require_members(num_members, spec.reduction, spec.name)
+    def _set_up(self) -> None:
+        spec, num_rounds = self.spec, self.num_rounds
+        self.require_members(spec.reduction)
         if num_rounds is None:
             problem = "evolution.name=halving divides a known number of rounds"
             raise ConfigError("rounds", None, problem, "give the number of rounds")
         if spec.every >= num_rounds:
             problem = f"no member would be compared within {num_rounds} rounds"
             raise ConfigError("evolution.every", spec.every, problem, f"use at most {num_rounds - 1}")
-        super().__init__(spec, space, num_members, num_rounds=num_rounds, seed=seed)
         num_rungs = math.ceil(math.log(num_rounds / spec.every, spec.reduction) - 1e-9)
         self.rungs = [spec.every * spec.reduction**index for index in range(num_rungs)]  # ages, in rounds
         self._scores: list[list[float]] = [[] for _ in self.rungs]
-        self._births = [0] * num_members
+        self._births = [0] * self.num_members
 
     def _decide(self, standing: Standing) -> Decisions:
         ages = {member: standing.round_number - self._births[member] for member in standing.ranked}
         arrived = [(member, self.rungs.index(age)) for member, age in ages.items() if age in self.rungs]
         for member, rung in arrived:
             self._scores[rung].append(float(standing.scores[member]))
-        rejected = [member for member, rung in arrived if not self._is_promoted(standing.scores[member], rung)]
+        rejected = []
+        for member, rung in arrived:
+            seen = sorted(self._scores[rung], reverse=True)
+            if standing.scores[member] < seen[math.ceil(len(seen) / self.spec.reduction) - 1]:
+                rejected.append(member)
         dropped = tuple(sorted([*standing.failed, *(() if standing.is_last else rejected)]))
         assert self.num_rounds is not None
         if not (self.spec.refill and self.num_rounds - standing.round_number >= self.spec.every):
@@ -52,10 +52,6 @@ class Halving(Evolution):
             self._births[member] = standing.round_number
         changes = {member: self.space.sample(standing.rng) for member in dropped}
         return Decisions(retired=standing.failed, fresh=dropped, changes=changes)
-
-    def _is_promoted(self, score: float, rung: int) -> bool:
-        seen = sorted(self._scores[rung], reverse=True)
-        return bool(score >= seen[math.ceil(len(seen) / self.spec.reduction) - 1])
 
     def begin_again(self, round_number: int) -> None:
         self._births = [round_number] * self.num_members
@@ -66,4 +62,4 @@ class Halving(Evolution):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._scores, self._births = [list(each) for each in state["scores"]], list(state["births"])
-        self._scores += [[] for _ in self.rungs[len(self._scores) :]]  # a run that goes on for more rounds has more
+        self._scores += [[] for _ in self.rungs[len(self._scores) :]]  # a run that continues for more rounds has more

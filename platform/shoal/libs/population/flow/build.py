@@ -1,4 +1,4 @@
-"""The members of a population run, built from its spec; and the contract of whatever holds them.
+"""The members of a population run, built from its spec.
 
 Called by `run` for members of this process, and by `ray_members` in workers that hold a share each.
 Legend: K members, k of a share.
@@ -7,9 +7,9 @@ Legend: K members, k of a share.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -18,9 +18,7 @@ from shoal import checkpoint
 from shoal.errors import CheckpointError, ConfigError
 from shoal.libs.population import Population
 from shoal.libs.population.augmentation import augment_batch
-from shoal.libs.population.engines.select_engine import EngineChoice
 from shoal.libs.population.evolution import ARCHITECTURE
-from shoal.libs.population.population import ChunkResult
 from shoal.libs.population.row_optimizer import RowOptimizer
 from shoal.libs.population.spec import PopulationSpec
 from shoal.runs import load
@@ -28,35 +26,6 @@ from shoal.train.initial_weights import load_initial_weights
 from shoal.train.task import Task, build_model, make_task
 
 Values = Sequence[Mapping[str, Any]]  # of the space, for each member
-
-
-class MemberSet(Protocol):
-    """What a run needs of its members: a Population, or several in workers."""
-
-    @property
-    def choices(self) -> Sequence[EngineChoice | None]: ...
-
-    def train(self, batches: Iterable[Any]) -> Iterator[ChunkResult]: ...
-
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, Tensor]: ...
-
-    def exploit(self, pairs: Iterable[tuple[int, int]]) -> None: ...
-
-    def retire(self, member: int) -> None: ...
-
-    def find_failed(self) -> list[int]: ...
-
-    def set_hyper_parameters(self, member: int, values: Mapping[str, float]) -> None: ...
-
-    def member_state_dict(self, member: int) -> dict[str, Tensor]: ...
-
-    def load_member(self, member: int, state: Mapping[str, Tensor]) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def divide_members(spec: PopulationSpec) -> list[range]:
@@ -73,14 +42,14 @@ def load_member(run: str, member: int) -> dict[str, Tensor]:
     """
     record = load(run)
     spec = PopulationSpec.from_record(record.spec)
-    found = checkpoint.load_latest(record.folder / "checkpoints")
-    if found is None:
+    loaded = checkpoint.load_latest(record.folder / "checkpoints")
+    if loaded is None:
         raise CheckpointError(f"run {record.id} has no checkpoint: the first one is saved after its first round")
     share = next((each for each in divide_members(spec) if member in each), None)
     if share is None:
         raise ConfigError("member", member, f"the run has members 0 to {spec.members - 1}")
-    state = found.state["population"]
-    values = [found.state["values"][each] for each in share]
+    state = loaded.state["population"]
+    values = [loaded.state["values"][each] for each in share]
     task = make_task(spec.task, spec.make_args(values[0]))
     with build_population(spec, task, torch.device("cpu"), values, share.start, threads=1) as population:
         population.load_state_dict(state["shares"][divide_members(spec).index(share)] if "shares" in state else state)
@@ -89,15 +58,14 @@ def load_member(run: str, member: int) -> dict[str, Tensor]:
 
 def make_member_tasks(spec: PopulationSpec, values: Values) -> list[Task]:
     """The Task of each member, one object for each architecture. Raises ConfigError for unknown arguments."""
-    made: dict[str, Task] = {}
-    tasks = []
+    tasks: dict[str, Task] = {}
+    keys = []
     for each in values:
         args = spec.make_args(each)
-        key = repr(sorted(args.items(), key=str))
-        if key not in made:
-            made[key] = make_task(spec.task, args)
-        tasks.append(made[key])
-    return tasks
+        keys.append(repr(sorted(args.items(), key=str)))
+        if keys[-1] not in tasks:
+            tasks[keys[-1]] = make_task(spec.task, args)
+    return [tasks[key] for key in keys]
 
 
 def build_network(spec: PopulationSpec, task: Task) -> nn.Module:

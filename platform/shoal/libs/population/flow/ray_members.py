@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,26 +54,26 @@ class MemberShare:
 
     def call(self, name: str, *arguments: Any) -> Any:
         """A method of the share, or a property."""
-        found = getattr(self._members, name)
-        return found(*arguments) if callable(found) else found
+        attribute = getattr(self._members, name)
+        return attribute(*arguments) if callable(attribute) else attribute
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the share, in host memory: who gets it may have no GPU."""
-        found: dict[str, Any] = tree_map_only(Tensor, Tensor.cpu, self._members.state_dict())
-        return found
+        """Return the share's, in host memory: who gets it may have no GPU."""
+        state: dict[str, Any] = tree_map_only(Tensor, Tensor.cpu, self._members.state_dict())
+        return state
 
     def get_row(self, member: int) -> Row:
         """Everything of a member but its hyper-parameters and its generator, in host memory."""
         group, row = self._find(member)
         return {name: rows[row].cpu().clone() for name, rows in group.rows.state().items()}  # a view is sent whole
 
-    def set_row(self, member: int, found: Row) -> None:
+    def set_row(self, member: int, source: Row) -> None:
         """What `get_row` gave, of another worker perhaps. A retired member is trained again."""
         group, _ = self._find(member)
         group.set_active(member - self._first, True)
         row = group.find_row(member - self._first)
         for name, rows in group.rows.state().items():
-            rows[row].copy_(found[name])
+            rows[row].copy_(source[name])
 
     def _find(self, member: int) -> tuple[Any, int]:
         local = member - self._first
@@ -82,7 +82,7 @@ class MemberShare:
 
 
 class RayMembers:
-    """The members of all workers, as one set: see `MemberSet`. Raises RankLost when a worker has died."""
+    """The members of all workers, called as a Population is. Raises RankLost when a worker has died."""
 
     def __init__(self, spec: PopulationSpec, values: Values) -> None:
         self._shares = divide_members(spec)
@@ -97,15 +97,19 @@ class RayMembers:
     @property
     def choices(self) -> Sequence[EngineChoice | None]:
         """The first worker's."""
-        found: Sequence[EngineChoice | None] = self._get([self._workers[0].call.remote("choices")])[0]
-        return found
+        choices: Sequence[EngineChoice | None] = self._get([self._workers[0].call.remote("choices")])[0]
+        return choices
 
     def train(self, batches: Iterable[Any]) -> Iterator[ChunkResult]:
         """As Population.train; yields a worker's chunks when it is ready."""
         contents = list(batches)
+
+        def take(batch: Any, share: range) -> Any:
+            return map_tensors(batch, lambda tensor: tensor[share.start : share.stop].clone())  # a view is sent whole
+
         shared = ray.put(contents) if self._order == "shared" else None
         waiting = [
-            worker.train.remote(shared if shared is not None else [_take(each, share) for each in contents])
+            worker.train.remote(shared if shared is not None else [take(each, share) for each in contents])
             for worker, share in zip(self._workers, self._shares, strict=True)
         ]
         while waiting:
@@ -116,13 +120,13 @@ class RayMembers:
     def evaluate(self, batches: Iterable[Any]) -> dict[str, Tensor]:
         """As Population.evaluate; a worker whose members are all retired answers nothing, which counts as NaN."""
         contents = ray.put(list(batches))
-        found = self._get([worker.call.remote("evaluate", contents) for worker in self._workers])
+        measured = self._get([worker.call.remote("evaluate", contents) for worker in self._workers])
         sizes = [len(share) for share in self._shares]
         return {
             name: torch.cat(
-                [each.get(name, example.new_full((n,), math.nan)) for each, n in zip(found, sizes, strict=True)]
+                [each.get(name, example.new_full((n,), math.nan)) for each, n in zip(measured, sizes, strict=True)]
             )
-            for name, example in next(filter(None, found), {}).items()
+            for name, example in next(filter(None, measured), {}).items()
         }
 
     def exploit(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -138,18 +142,18 @@ class RayMembers:
         self._call(member, "set_hyper_parameters", dict(values))
 
     def member_state_dict(self, member: int) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._call(member, "member_state_dict")
-        return {name: tensor.cpu() for name, tensor in found.items()}
+        state: dict[str, Tensor] = self._call(member, "member_state_dict")
+        return {name: tensor.cpu() for name, tensor in state.items()}
 
     def load_member(self, member: int, state: Mapping[str, Tensor]) -> None:
         self._call(member, "load_member", dict(state))
 
     def find_failed(self) -> list[int]:
-        found = self._get([worker.call.remote("find_failed") for worker in self._workers])
-        return [share.start + each for share, members in zip(self._shares, found, strict=True) for each in members]
+        failed = self._get([worker.call.remote("find_failed") for worker in self._workers])
+        return [share.start + each for share, members in zip(self._shares, failed, strict=True) for each in members]
 
     def state_dict(self) -> dict[str, Any]:
-        """With one worker as of members in this process: a later attempt may have them there."""
+        """Return with one worker the state of members in this process: a later attempt may have them there."""
         shares = self._get([worker.state_dict.remote() for worker in self._workers])
         return {"shares": shares} if len(shares) > 1 else shares[0]
 
@@ -177,16 +181,7 @@ class RayMembers:
 
     def _get(self, references: Sequence[Any]) -> list[Any]:
         try:
-            found: list[Any] = ray.get(list(references))
+            results: list[Any] = ray.get(list(references))
         except RayActorError as error:
             raise RankLost("a worker with members of the population died; the last round is saved") from error
-        return found
-
-
-def make_ray_members(spec: PopulationSpec) -> Callable[[Values], RayMembers]:
-    """What `PopulationTrainer` calls for its members."""
-    return lambda values: RayMembers(spec, values)
-
-
-def _take(batch: Any, share: range) -> Any:
-    return map_tensors(batch, lambda tensor: tensor[share.start : share.stop].clone())  # a view is sent whole
+        return results

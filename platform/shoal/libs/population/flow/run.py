@@ -12,42 +12,47 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-import shoal.runs
 from shoal.batch_tree import tensors_of
-from shoal.cluster.job_main import expected_run_id, is_connected, job_main
+from shoal.cluster.job_main import is_connected, job_main
 from shoal.config import last_override
 from shoal.errors import ConfigError
 from shoal.libs.population.ensemble import Ensemble, make_ensemble_factory
 from shoal.libs.population.evolution import build_evolution, list_architectures
-from shoal.libs.population.flow.build import MemberSet, Values, build_network, make_member_tasks
-from shoal.libs.population.flow.continuation import choose_spec, require_continuation
-from shoal.libs.population.flow.state import rank_members
+from shoal.libs.population.flow.build import Values, build_network, make_member_tasks
+from shoal.libs.population.flow.rounds import (
+    RoundLog,
+    choose_spec,
+    print_line,
+    recorded_population,
+    require_continuation,
+)
 from shoal.libs.population.flow.trainer import PopulationTrainer
-from shoal.libs.population.lineage import Lineage
+from shoal.libs.population.lineage import rank_members
 from shoal.libs.population.member_rows import RowLayout
 from shoal.libs.population.row_optimizer import RowOptimizer
 from shoal.libs.population.row_store import plan_resident
 from shoal.libs.population.spec import PopulationSpec
 from shoal.parallel.comm.world import choose_device
 from shoal.parallel.loss import get_value, split_mean
-from shoal.registry import ModelFactory, Registry
+from shoal.registry import ModelFactory
 from shoal.runs import RunRecorder
-from shoal.search.space import SearchSpace
+from shoal.train import TrainSpec
 from shoal.train.export.model_entry import make_factory, make_model_name
 from shoal.train.launch.validate import ValidatedRun, validate_run
-from shoal.train.reporting.console import ConsoleLog, format_metrics
+from shoal.train.reporting.console import format_metrics
 from shoal.train.reporting.event_log import RecordLog
-from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, load_data, make_task, unload_if_changed
 from shoal.weights import WeightSnapshot
 
 if TYPE_CHECKING:
     from shoal.cluster.admission import RunAdmission
+    from shoal.libs.population.flow.ray_members import RayMembers
 
 JOB = "population"
 UNCHANGED = ("task", "args", "members", "space", "augmentation", "optimizer", "evolution", "order", "steps_per_round",
@@ -58,7 +63,7 @@ def population_main(recipe: PopulationSpec) -> None:
     """The main function of jobs/population.py and of a recipe's own file."""
 
     def choose(overrides: list[str]) -> PopulationSpec:
-        """Of the recipe, or for another Task of the defaults."""
+        """Take the recipe, or for another Task of the defaults."""
         task = last_override(overrides, "task")
         return choose_spec(recipe if task in ("", recipe.task) else PopulationSpec(task=task), overrides)
 
@@ -71,7 +76,7 @@ def to_train_spec(spec: PopulationSpec, values: Mapping[str, Any] | None = None)
     values: the member's of the space, for its architecture; None: the first one
     """
     if values is None:
-        values = list_architectures(SearchSpace.parse(spec.space))[0]
+        values = list_architectures(spec.search_space)[0]
     return TrainSpec.parse(
         {
             **{name: getattr(spec, name) for name in ("task", "batch_size", "seed", "device", "init", "name")},
@@ -84,13 +89,18 @@ def to_train_spec(spec: PopulationSpec, values: Mapping[str, Any] | None = None)
 
 
 def check_population(spec: PopulationSpec) -> ValidatedRun:
-    """Raises ConfigError or DataError with field, value and remedy, for a run that could not work."""
+    """Raises ConfigError or DataError with field, value and remedy, for a run that could not work: also for a network
+    that is no row of numbers, or where `memory_bytes` has no room for one."""
     if spec.resume:
         require_continuation(spec, UNCHANGED)
-    build_evolution(spec.evolution, SearchSpace.parse(spec.space), spec.members, num_rounds=spec.rounds)
-    architectures = list_architectures(SearchSpace.parse(spec.space))
+    build_evolution(spec.evolution, spec.search_space, spec.members, num_rounds=spec.rounds)
+    architectures = list_architectures(spec.search_space)
     checked = validate_run(to_train_spec(spec))
-    _require_rows(spec, [build_network(spec, each) for each in make_member_tasks(spec, architectures)])
+    layouts = [RowLayout(build_network(spec, each)) for each in make_member_tasks(spec, architectures)]
+    if spec.memory_bytes is not None:
+        members = math.ceil(spec.members / spec.workers / len(layouts))  # of one architecture, in one worker
+        slots = RowOptimizer(spec.optimizer.name).slots
+        plan_resident([(each, members) for each in layouts], len(slots), torch.device("cpu"), spec.memory_bytes)
     task = make_task(spec.task, spec.make_args(architectures[0]))
     if task.train_step is not None or type(task).optimizer is not Task.optimizer:
         name = "train_step" if task.train_step is not None else "optimizer"
@@ -109,15 +119,6 @@ def check_population(spec: PopulationSpec) -> ValidatedRun:
             remedy = f"there is {', '.join(known)}" if known else "write augmentations: see shoal.train.Task"
             raise ConfigError(f"space.augmentation.{name}", name, problem, remedy)
     return checked
-
-
-def _require_rows(spec: PopulationSpec, networks: list[nn.Module]) -> None:
-    """Raises ConfigError for a network that is no row of numbers, or where `memory_bytes` has no room for one."""
-    layouts = [RowLayout(each) for each in networks]
-    if spec.memory_bytes is not None:
-        members = math.ceil(spec.members / spec.workers / len(layouts))  # of one architecture, in one worker
-        slots = RowOptimizer(spec.optimizer.name).slots
-        plan_resident([(each, members) for each in layouts], len(slots), torch.device("cpu"), spec.memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -144,38 +145,27 @@ def run_population(spec: PopulationSpec, job: str = JOB, *, registers: bool = Tr
     unload_if_changed(spec.task)
     checked = check_population(spec)
     torch.set_num_threads(1)  # members, not the operations of one, are computed in parallel
-    with shoal.runs.recording(
-        spec.to_record(),
-        job,
-        begun="population",
-        kind=shoal.runs.RunKind.POPULATION,
-        resumed=spec.resume,
-        run_id=expected_run_id(),
-    ) as recorder:
+    with recorded_population(spec, job) as recorder:
         task = make_task(spec.task, to_train_spec(spec).args)
         data = load_data(task, spec.task)
-        print(f"run {recorder.id}: {spec.members} members of {spec.task}", flush=True)
+        print_line(f"run {recorder.id}: {spec.members} members of {spec.task}")
         with ExitStack() as stack:
-            admission = stack.enter_context(_make_admission(recorder.id)) if is_connected() else None
-            log = _RoundLog(RecordLog(recorder, admission.mark_running if admission else None), _print_line)
+            admission = None
+            if is_connected():
+                from shoal.cluster.admission import RunAdmission  # imports ray
+
+                admission = stack.enter_context(RunAdmission(recorder.id))
+            log = RoundLog(RecordLog(recorder, admission.mark_running if admission else None))
             spec, device, make = _choose_workers(spec, admission, log.record_event)
             trainer = PopulationTrainer(spec, task, data, device, recorder.folder, log, make)
             stack.callback(trainer.close)
             trainer.run()
-            result = _finish(trainer, checked, recorder, registers=registers)
-    shoal.runs.write_report_at_end(recorder.id)
-    return result
-
-
-def _make_admission(run_id: str) -> RunAdmission:
-    from shoal.cluster.admission import RunAdmission  # imports ray
-
-    return RunAdmission(run_id)
+            return _finish(trainer, checked, recorder, registers=registers)
 
 
 def _choose_workers(
     spec: PopulationSpec, admission: RunAdmission | None, record: Callable[..., None]
-) -> tuple[PopulationSpec, torch.device, Callable[[Values], MemberSet] | None]:
+) -> tuple[PopulationSpec, torch.device, Callable[[Values], RayMembers] | None]:
     """The spec with the members' device, the device of this process, and what starts workers, unless members are here.
 
     On a cluster the workers reserve GPUs, and this process has none. Raises PlanError when the cluster has no room for
@@ -185,7 +175,7 @@ def _choose_workers(
     """
     if admission is None:
         return spec, choose_device(spec.device, 0), None
-    from shoal.libs.population.flow.ray_members import make_ray_members
+    from shoal.libs.population.flow.ray_members import RayMembers
     from shoal.train.launch.ray_capacity import require_capacity, resolve_device
 
     train = resolve_device(to_train_spec(spec).model_copy(update={"workers": spec.workers}))
@@ -193,25 +183,7 @@ def _choose_workers(
     if spec.workers == 1 and spec.device == "cpu":
         return spec, here, None
     require_capacity(train, record, admission)
-    return spec, here, make_ray_members(spec)
-
-
-class _RoundLog(ConsoleLog):
-    """Prints a line for each round, and every problem."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._event_log.log(step, values)
-
-    def record_event(self, kind: str, /, **details: Any) -> None:
-        super().record_event(kind, **details)
-        if kind == "round":
-            finite = [score for score in details["scores"] if score is not None]
-            scores = f"{min(finite):.4g} to {max(finite):.4g}" if finite else "none finite"
-            self._say(f"round {details['round']:3} | step {details['step']:,} | scores {scores}")
-
-
-def _print_line(line: str) -> None:
-    print(line, flush=True)
+    return spec, here, partial(RayMembers, spec)
 
 
 def _finish(
@@ -221,42 +193,36 @@ def _finish(
     spec, best = trainer.spec, trainer.state.best
     recorder.record_event("data", **checked.fingerprint)
     name = make_model_name(to_train_spec(spec))
+
+    def register(name: str, network: nn.Module, factory: ModelFactory, **entry: Any) -> None:
+        tensors = {key: tensor.numpy(force=True) for key, tensor in network.state_dict().items()}
+        snapshot, described = WeightSnapshot.of(spec.total_steps, tensors), {"signature": checked.signature, **entry}
+        trainer.register(recorder, name, snapshot, model=factory, data=checked.fingerprint, **described)
+
     factory = make_factory(to_train_spec(spec, best["hyper_parameters"])) if spec.has_architectures else checked.factory
     network: Any = factory.build()
     network.load_state_dict(best["weights"])
     metrics = evaluate_network(network, trainer)
-    chosen = {key: value for key, value in best.items() if key != "weights"}
-    recorder.record_event("evolved", metrics=metrics, **chosen)
+    trainer.record_best(metrics)
     if registers:
-        lineage = {"member": best["member"], "round": best["round"], "schedule": trace_schedule(trainer)}
-        _register(name, network, factory, metrics, lineage, trainer, checked, recorder)
+        register(name, network, factory, metrics=metrics, lineage=trainer.trace_best())
     combined: dict[str, float] = {}
-    members = _choose_ensemble(trainer)
-    if members:
+    if members := choose_ensemble(trainer):
         if spec.has_architectures:
             factory = make_factory(to_train_spec(spec, trainer.state.values[members[0]]))
         ensemble = build_ensemble(trainer, members, factory)
         combined = evaluate_network(ensemble, trainer)
         recorder.record_event("ensemble", members=members, metrics=combined, **ensemble.describe())
         if registers:
-            combined_factory = make_ensemble_factory(factory, len(members), is_classifier=ensemble.is_classifier)
+            factory = make_ensemble_factory(factory, len(members), is_classifier=ensemble.is_classifier)
             lineage = {"members": members, **ensemble.describe()}
-            _register(f"{name}-ensemble", ensemble, combined_factory, combined, lineage, trainer, checked, recorder)
-    detail = f"{spec.rounds} rounds of {spec.members} members, member {best['member']} of round {best['round']} is best"
-    recorder.record_event(
-        "trained",
-        reason="rounds",
-        detail=detail,
-        steps=spec.total_steps,
-        kept=best["round"] * spec.steps_per_round,
-        seconds=trainer.state.seconds,
-        metrics=metrics | {f"ensemble {name}": value for name, value in combined.items()},
-    )
-    print(f"run {recorder.id}: {detail}; {format_metrics(metrics)}", flush=True)
+            register(f"{name}-ensemble", ensemble, factory, metrics=combined, lineage=lineage)
+    detail = trainer.record_end("members", metrics | {f"ensemble {key}": value for key, value in combined.items()})
+    print_line(f"run {recorder.id}: {detail}; {format_metrics(metrics)}")
     return PopulationResult(recorder.id, trainer.get_scores(), best["member"], metrics, combined)
 
 
-def _choose_ensemble(trainer: PopulationTrainer) -> list[int]:
+def choose_ensemble(trainer: PopulationTrainer) -> list[int]:
     """The best members of the last round, of the architecture of the best one; none if the spec wants none, or fewer
     than two have a score."""
     scores = trainer.get_scores()
@@ -264,42 +230,6 @@ def _choose_ensemble(trainer: PopulationTrainer) -> list[int]:
     args = [trainer.spec.make_args(values) for values in trainer.state.values]
     members = [member for member in ranked if args[member] == args[ranked[0]]][: trainer.spec.ensemble_size]
     return members if len(members) > 1 else []
-
-
-def trace_schedule(trainer: PopulationTrainer) -> list[dict[str, Any]]:
-    """Of the best member and its ancestors, oldest first: who was trained in which rounds, with which values."""
-    best = trainer.state.best
-    ancestry = Lineage(trainer.state.rounds).trace_ancestry(best["member"], best["round"])
-    return [
-        {"member": each.member, "first_round": each.begin + 1, "last_round": each.end, **each.values}
-        for each in ancestry
-    ]
-
-
-def _register(
-    name: str,
-    network: nn.Module,
-    factory: ModelFactory,
-    metrics: dict[str, float],
-    lineage: dict[str, Any],
-    trainer: PopulationTrainer,
-    checked: ValidatedRun,
-    recorder: RunRecorder,
-) -> None:
-    spec = trainer.spec
-    tensors = {key: tensor.numpy(force=True) for key, tensor in network.state_dict().items()}
-    version = Registry().register(
-        name,
-        WeightSnapshot.of(spec.total_steps, tensors),
-        model=factory,
-        signature=checked.signature,
-        run_id=recorder.id,
-        metrics=metrics,
-        data=checked.fingerprint,
-        lineage=lineage,
-        aliases=spec.aliases,
-    )
-    recorder.record_model(version.name, version.version, version.aliases)
 
 
 @torch.no_grad()
@@ -345,7 +275,7 @@ def evaluate_network(network: nn.Module, trainer: PopulationTrainer) -> dict[str
     with trainer.make_validation_loader() as loader:
         for batch in loader:
             outputs = network(*trainer.task.inputs(batch))
-            found = {"loss": trainer.task.loss(outputs, batch), **trainer.task.metrics(outputs, batch)}
-            for name, value in found.items():
+            measured = {"loss": trainer.task.loss(outputs, batch), **trainer.task.metrics(outputs, batch)}
+            for name, value in measured.items():
                 totals[name] = totals.get(name, 0.0) + split_mean(value, loader.num_samples)
     return {name: float(total[0] / total[1]) for name, total in totals.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.flows.local_run import LocalRun
+from shoal.libs.population.loop.spec import RLPopulationSpec
 from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.spec import RLSpec
 from shoal.wire import ExperienceSpec
@@ -84,10 +85,6 @@ class LoopMember(LocalRun):
         """A copy of the weights and the optimizer's state."""
         return copy.deepcopy(self.loop.learner.algorithm.state_dict())
 
-    def copy_weights(self) -> dict[str, Tensor]:
-        """A copy of the weights, for observations as they are."""
-        return {name: torch.tensor(each) for name, each in self.loop.learner.snapshot().tensors().items()}
-
     def make_new_state(self) -> LearnerState:
         """New weights, from torch's generator, and an empty optimizer state."""
         return make_algorithm(self.spec, self.experience).state_dict()
@@ -102,9 +99,32 @@ class LoopMember(LocalRun):
         self.spec = spec
         self.loop.learner.algorithm.configure(spec.algorithm)
 
-    def stop(self) -> None:
-        """Learn no more: the learner stays paused, and its actors wait for it."""
-        self.is_stopped = True
+
+class LoopMembers:
+    """The members of a run, as its rounds change them. All learners pause meanwhile."""
+
+    def __init__(self, spec: RLPopulationSpec, members: Sequence[LoopMember]) -> None:
+        self._spec, self._members = spec, members
+
+    def exploit(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy each winner's state, as it was before, to its loser."""
+        pairs = list(pairs)
+        states = {winner: self._members[winner].copy_state() for _, winner in pairs}
+        for loser, winner in pairs:
+            self._members[loser].replace_state(states[winner])
+
+    def retire(self, member: int) -> None:
+        """Let it learn no more: the learner stays paused, and its actors wait for it."""
+        self._members[member].is_stopped = True
+
+    def set_hyper_parameters(self, member: int, values: Mapping[str, Any]) -> None:
+        """Go on with these values of the space."""
+        self._members[member].configure(self._spec.make_member_spec(member, values))
+
+    def member_state_dict(self, member: int) -> dict[str, Tensor]:
+        """A copy of the weights, for observations as they are."""
+        snapshot = self._members[member].loop.learner.snapshot()
+        return {name: torch.tensor(each) for name, each in snapshot.tensors().items()}
 
 
 def is_finite(tensors: dict[str, Tensor]) -> bool:

@@ -68,6 +68,10 @@ class RLPopulationSpec(RLSpec):
         return MEAN_RETURN
 
     @property
+    def is_higher_better(self) -> bool:
+        return True
+
+    @property
     def total_steps(self) -> int:
         """Environment steps of each member."""
         return self.rounds * self.steps_per_round
@@ -80,7 +84,7 @@ class RLPopulationSpec(RLSpec):
                 f"algorithm={self.algorithm.name}: its learner has a replay, which no member can copy: use"
                 " algorithm=impala or algorithm=ppo, or shoal sweep"
             )
-        for path, distribution in SearchSpace.parse(self.space).items():
+        for path, distribution in self.search_space.items():
             if not path.startswith(ALGORITHM) or path.removeprefix(ALGORITHM) not in changeable:
                 there_is = ", ".join(ALGORITHM + name for name in changeable)
                 raise ValueError(f"space: a learner cannot change {path!r} while it learns: there is {there_is}")

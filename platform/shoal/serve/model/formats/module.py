@@ -11,17 +11,18 @@ disturbed, and a live version costs a fraction of a millisecond.
 
 With both options the compiled function is what a graph captures, with the tensors at its addresses.
 
-A module without an independent copy (see `module_copy`) is rebuilt for each version, and the weights are copied into
+A module without an independent copy (see `_can_reach`) is rebuilt for each version, and the weights are copied into
 it. The original module has no weights, except a compiled or graphed one.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from torch import Tensor, nn
 from shoal.errors import ConfigError, WeightsError
 from shoal.serve.model.formats.compiled import CompiledModule
 from shoal.serve.model.formats.cuda_graphs import GraphedModule
-from shoal.serve.model.formats.module_copy import can_reach, list_state_tensors
 from shoal.serve.model.formats.template import Forward, TemplateConfig
 from shoal.serve.model.formats.torch_forward import choose_kernels, make_torch_forward
 from shoal.serve.model.precision import Int8Linear, PrecisionConverter
@@ -78,42 +78,48 @@ class ModuleTemplate:
     def _select_binding(self, module: nn.Module) -> Callable[[State], Callable[..., Any]]:
         """Select the function that binds a version's state. Raises ConfigError for a module that cannot run in the
         requested way."""
-        options, own = self._setting.options, list_state_tensors(module)
+        options, own = self._setting.options, _list_state_tensors(module)
         bare = _copy_without_weights(module)
         get_callable: Callable[[nn.Module], Callable[..., Any]] = self._get_callable
         if options.compile or options.cuda_graphs:
             module.to(self._setting.device)
         if options.compile:
-            if bare is not None and can_reach(bare, own, barred=[module]):
+            if bare is not None and _can_reach(bare, own, barred=[module]):
                 raise ConfigError("compile", True, "is not for a module that keeps its weights in a list", _REMEDY)
             compiled = CompiledModule(module, self._setting, by_name=self._by_name)
             if not options.cuda_graphs:
                 return compiled.bind
             get_callable = lambda slot: compiled.bind(slot.state_dict())  # noqa: E731
         if options.cuda_graphs:
-            _require_fixed(self._setting)
-            if bare is None or can_reach(bare, [module]):
+            for spec in self._setting.signature.inputs:
+                if -1 in spec.shape[1:]:
+                    problem = f"needs a graph for each size of {spec.name!r}, which is {spec.datatype} {spec.shape}"
+                    raise ConfigError(
+                        "cuda_graphs", True, problem, "leave it out, or let only the batch be of any size"
+                    )
+            if bare is None or _can_reach(bare, [module]):
                 raise ConfigError("cuda_graphs", True, "is not for a module that functions within it hold", _REMEDY)
             return GraphedModule(module, get_callable).bind
-        if bare is None or can_reach(bare, [module, *own]):
+        if bare is None or _can_reach(bare, [module, *own]):
             return self._bind_rebuilt
         # What is in no state is alike in all versions; weights of the template's own have no use there.
         bare._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self._setting.device))
-        return partial(self._bind_copy, bare)
+        return lambda state: self._get_callable(_copy_with_state(state, bare))
 
     def load(self, snapshot: WeightSnapshot) -> Forward:
         if self._has_int8 and self._setting.device != "cpu":
             problem = "has int8 layers, which compute on the CPU alone: set device: cpu, or auto"
             raise WeightsError(f"version {snapshot.version} {problem}")
         tensors = read_tensors(snapshot)
-        self._check(snapshot.version, tensors)
+        check_names(snapshot.version, self._expected, tensors)
+        for name, tensor in tensors.items():
+            check_shape(snapshot.version, name, (tensor.shape, tensor.dtype), self._expected[name])
+            if self._setting.options.finite and name not in self._unbounded:
+                check_finite(snapshot.version, name, tensor)
         # In the module's order: a compiled graph is guarded by the order of its arguments, and a file has none.
         state = self._precision.convert({name: tensors[name] for name in self._expected})
         state = {name: tensor.to(self._setting.device) for name, tensor in state.items()}
         return make_torch_forward(self._bind(state), self._setting, by_name=self._by_name)
-
-    def _bind_copy(self, bare: nn.Module, state: State) -> Callable[..., Any]:
-        return self._get_callable(_copy_with_state(state, bare))
 
     def _bind_rebuilt(self, state: State) -> Callable[..., Any]:
         module = self._build_module()
@@ -124,13 +130,6 @@ class ModuleTemplate:
 
     def _get_callable(self, module: nn.Module) -> Callable[..., Any]:
         return module.predict if self._by_name else module  # type: ignore[return-value]
-
-    def _check(self, version: int, state: State) -> None:
-        check_names(version, self._expected, state)
-        for name, tensor in state.items():
-            check_shape(version, name, (tensor.shape, tensor.dtype), self._expected[name])
-            if self._setting.options.finite and name not in self._unbounded:
-                check_finite(version, name, tensor)
 
 
 def check_names(version: int, expected: Collection[str], found: Collection[str]) -> None:
@@ -161,7 +160,7 @@ def check_finite(version: int, name: str, tensor: Tensor) -> None:
 
 def _copy_with_state(state: State, module: nn.Module) -> nn.Module:
     """Copy the module with these tensors in place of its own."""
-    copied = copy.deepcopy(module, {id(tensor): tensor for tensor in list_state_tensors(module)})
+    copied = copy.deepcopy(module, {id(tensor): tensor for tensor in _list_state_tensors(module)})
     copied.load_state_dict(state, assign=True)
     return copied.requires_grad_(False)
 
@@ -171,15 +170,36 @@ def _copy_without_weights(module: nn.Module) -> nn.Module | None:
     try:
         return _copy_with_state({name: tensor.to("meta") for name, tensor in module.state_dict().items()}, module)
     except (RuntimeError, TypeError) as error:  # of torch, and of values that cannot be pickled
-        logger.info("the module is built anew for each version, since it cannot be copied: %s", error)
+        logger.info("the module is rebuilt for each version, since it cannot be copied: %s", error)
         return None
 
 
-def _require_fixed(setting: TemplateConfig) -> None:
-    for spec in setting.signature.inputs:
-        if -1 in spec.shape[1:]:
-            problem = f"needs a graph for each size of {spec.name!r}, which is {spec.datatype} {spec.shape}"
-            raise ConfigError("cuda_graphs", True, problem, "leave it out, or let only the batch be of any size")
+def _list_state_tensors(module: nn.Module) -> list[Tensor]:
+    """The tensors that a version replaces: parameters and buffers."""
+    return [*module.state_dict(keep_vars=True).values()]
+
+
+def _can_reach(copied: nn.Module, sought: Iterable[object], *, barred: Iterable[object] = ()) -> bool:
+    """Whether one of the `sought` objects can be reached from a copy without passing a `barred` one.
+
+    Python does not copy a function's closure, and a tensor that a module stores outside its parameters is not the
+    parameter that replaces it: a copy that reaches its weights by either would compute with the original's. The globals
+    of a function's file are not part of the copy.
+    """
+    wanted, seen = set(map(id, sought)), set(map(id, barred))
+    ahead: list[Any] = [copied]
+    while ahead:
+        each = ahead.pop()
+        if id(each) in wanted:
+            return True
+        if id(each) in seen or isinstance(each, (type, ModuleType)):  # which lead to every other object
+            continue
+        seen.add(id(each))
+        if isinstance(each, FunctionType):
+            ahead += (each.__closure__, each.__defaults__, each.__kwdefaults__, each.__dict__)
+        else:
+            ahead += gc.get_referents(each)
+    return False
 
 
 def _count_not_finite(tensor: Tensor) -> int:

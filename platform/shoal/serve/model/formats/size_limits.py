@@ -71,7 +71,7 @@ class SizeLimits:
 
     def check(self, inputs: Arrays) -> None:
         """Check a request's inputs, batch-first. Raises InferenceError (422)."""
-        found: dict[str, tuple[int, Dimension]] = {}
+        sizes: dict[str, tuple[int, Dimension]] = {}
         for dimension in self._dimensions:
             name, axis, position, symbol, factor, offset = dimension
             actual, bounds = inputs[name].shape[position], self._sizes[symbol]
@@ -79,7 +79,7 @@ class SizeLimits:
             if rest or not bounds.has(size):
                 expected = f"this version takes {dimension.format_range(bounds)} in dimension {axis}"
                 raise InferenceError(422, f"input {name!r}: {expected}, got {actual}")
-            other_size, other = found.setdefault(symbol, (size, dimension))
+            other_size, other = sizes.setdefault(symbol, (size, dimension))
             if size != other_size:
                 given = f"{inputs[other.input].shape[other.position]} in dimension {other.axis} of {other.input!r}"
                 expected = f"expected {factor * other_size + offset} in dimension {axis}, as given by {given}"
@@ -104,18 +104,19 @@ class LimitedForward:
         if limit == SizeRange() or limit.has(num_rows := self._count_rows(inputs)):
             return self._forward(inputs)
         step = limit.most or num_rows
-        parts = [
-            self._compute_padded(self._select_rows(inputs, np.arange(start, min(start + step, num_rows))))
-            for start in range(0, num_rows, step)
-        ]
-        return {name: self._join_rows(name, [part[name] for part in parts]) for name in parts[0]}
-
-    def _compute_padded(self, inputs: Arrays) -> Arrays:
-        num_rows, limit = self._count_rows(inputs), self.limits.rows
-        if not limit.is_below(num_rows):
-            return self._forward(inputs)
-        padded = self._select_rows(inputs, np.minimum(np.arange(limit.least), num_rows - 1))
-        return self._select_rows(self._forward(padded), np.arange(num_rows))
+        parts = []
+        for start in range(0, num_rows, step):
+            rows = np.arange(start, min(start + step, num_rows))
+            if not limit.is_below(len(rows)):
+                parts.append(self._forward(self._select_rows(inputs, rows)))
+                continue
+            padded = self._select_rows(inputs, start + np.minimum(np.arange(limit.least), len(rows) - 1))
+            parts.append(self._select_rows(self._forward(padded), np.arange(len(rows))))
+        joined = {}
+        for name, first in parts[0].items():
+            dimension = self._batch_dims.get(name)
+            joined[name] = first if dimension is None else np.concatenate([part[name] for part in parts], dimension)
+        return joined
 
     def _count_rows(self, inputs: Arrays) -> int:
         return next(
@@ -129,7 +130,3 @@ class LimitedForward:
             name: array if (dimension := self._batch_dims.get(name)) is None else array.take(rows, dimension)
             for name, array in arrays.items()
         }
-
-    def _join_rows(self, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
-        dimension = self._batch_dims.get(name)
-        return parts[0] if dimension is None else np.concatenate(parts, dimension)

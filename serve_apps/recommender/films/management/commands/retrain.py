@@ -21,7 +21,7 @@ from films.models import Film
 from films.parent import end_with_parent
 from films.rating_source import PUBLISHER, RatingSource
 from films.versions import RatingLog, open_version, read_current, read_log, write_version
-from shoal.sources.source import StreamSource, StreamState
+from shoal.sources import StreamSource, StreamState
 
 NUM_FACTORS, FIRST_SWEEPS, LATER_SWEEPS = 10, 8, 2
 POLL_MESSAGES = 10_000

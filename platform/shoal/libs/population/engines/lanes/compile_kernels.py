@@ -45,20 +45,20 @@ def load_kernels(source: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
 
 
 def find_compiler() -> list[str]:
-    """Its command. Raises EngineMisfit without one."""
+    """Return its command. Raises EngineMisfit without one."""
     if given := os.environ.get("CXX"):
         command = shlex.split(given)
         if not shutil.which(command[0]):
             raise EngineMisfit(f"cannot be lanes because CXX = {given!r} is no program")
         return command
     for name in ("g++", "clang++"):
-        if found := shutil.which(name):
-            return [found]
+        if path := shutil.which(name):
+            return [path]
     raise EngineMisfit("cannot be lanes because there is no C++ compiler: install g++, or set CXX")
 
 
 def _compile(source: str, command: list[str], path: Path) -> None:
-    """To a draft that then takes the library's name: a reader sees all of it or nothing."""
+    """Compile to a draft that then takes the library's name: a reader sees all of it or nothing."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         draft = Path(folder, "kernels.so")
         arguments = [*command, "-w", "-I", str(KERNELS), "-x", "c++", "-", "-o", str(draft)]

@@ -14,8 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
-from shoal.libs.population.engines.lanes.blocks import LaneBlock, NetworkPlan
-from shoal.libs.population.engines.lanes.layers import ActivationLayer, DropoutLayer, PoolLayer
+from shoal.libs.population.engines.lanes.layers import (
+    ActivationLayer,
+    DropoutLayer,
+    LaneBlock,
+    NetworkPlan,
+    PoolLayer,
+)
 
 STRIP_BYTES = 12288
 
@@ -159,7 +164,11 @@ class _Generator:
             if block.norm and is_training:
                 size, channels = prod(block.middle_shape[1:]), block.middle_shape[0]
                 body.append(f"merge_moments<{size}, {channels}>({self._middle(i, True)}, b, mean{i}, variance{i});")
-                lines += [*self._loop(body), *self._emit_statistics(i, block)]
+                lines += self._loop(body)  # and then means and variances of the batch
+                lines.append(f"for (int c = 0; c < {channels}; c++) variance{i}[c] *= 1.f / ((float)B * {size});")
+                lines.append(self._find_factors(i, block))
+                names = ("mean", "variance")
+                lines += [f"write_rows({self._slot(f'{i}.{n}')}, k, {channels}, {n}{i});" for n in names]
                 body = []
             body += self._emit_operation(i, block, is_training)
         (c, h, w), last = self.plan.feature_shape, self._at(f"x{len(self.blocks)}", is_training)
@@ -192,13 +201,6 @@ class _Generator:
         assert block.norm
         names = ", ".join(f"{name}{i}" for name in ("gamma", "beta", "inverse", "factor", "offset"))
         return f"find_factors({block.middle_shape[0]}, mean{i}, variance{i}, {block.norm.epsilon!r}f, {names});"
-
-    def _emit_statistics(self, i: int, block: LaneBlock) -> list[str]:
-        """After the loop over samples: means and variances of the batch."""
-        channels, size = block.middle_shape[0], prod(block.middle_shape[1:])
-        lines = [f"for (int c = 0; c < {channels}; c++) variance{i}[c] *= 1.f / ((float)B * {size});"]
-        lines.append(self._find_factors(i, block))
-        return lines + [f"write_rows({self._slot(f'{i}.{n}')}, k, {channels}, {n}{i});" for n in ("mean", "variance")]
 
     def _emit_input(self, i: int, block: LaneBlock, is_training: bool) -> list[str]:
         """The image of the first block: floats where members share it and a convolution reads it, else lanes."""
@@ -285,7 +287,9 @@ class _Generator:
                 break
             body += self._emit_operation_backward(i, block)
             if block.norm:
-                lines += [*self._loop([*body, self._sum_moments(i, block)]), *self._emit_norm_gradients(i, block)]
+                arrays = f"{self._inner(i, block)[0]}, {self._middle(i, True)}, mean{i}, dbeta{i}, dgamma{i}"
+                body.append(f"sum_moments<{self._moment_sizes(i, block)}>({arrays});")
+                lines += [*self._loop(body), *self._emit_norm_gradients(i, block)]
                 body = [] if is_read_only else self._emit_operation_backward(i, block)
             if is_read_only:
                 break
@@ -330,10 +334,6 @@ class _Generator:
         c, h, w = block.middle_shape
         return f"{h}, {w}, {c}, {self._inner(i, block)[1]}, {w}"
 
-    def _sum_moments(self, i: int, block: LaneBlock) -> str:
-        arrays = f"{self._inner(i, block)[0]}, {self._middle(i, True)}, mean{i}, dbeta{i}, dgamma{i}"
-        return f"sum_moments<{self._moment_sizes(i, block)}>({arrays});"
-
     def _emit_norm_gradients(self, i: int, block: LaneBlock) -> list[str]:
         """Gradients of the factor and offset, and from their sums what the second loop needs."""
         assert block.norm
@@ -350,7 +350,7 @@ class _Generator:
         return lines
 
     def _emit_convolution_backward(self, i: int, block: LaneBlock) -> list[str]:
-        """With what batch norm does to the gradient before it."""
+        """Include what batch norm does to the gradient before it."""
         lines, (d, _) = [], self._inner(i, block)
         if block.norm:
             arrays = f"{d}, {self._middle(i, True)}, mean{i}, factor{i}, slope{i}, level{i}"
@@ -375,7 +375,8 @@ def _boolean(value: object) -> str:
 
 
 def _needs_input(block: LaneBlock) -> bool:
-    return isinstance(block.operation, ActivationLayer) and block.operation.needs_input
+    """Whether the operation's gradient is a function of what it was given, not of what it gave."""
+    return isinstance(block.operation, ActivationLayer) and block.operation.kind in ("gelu", "silu")
 
 
 def _has_strips(block: LaneBlock) -> bool:

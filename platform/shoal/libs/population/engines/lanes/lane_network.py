@@ -1,30 +1,68 @@
-"""A chain of layers for many members at once: blocks as compiled lanes, then stacked matrix products.
+"""The engine of members as lanes: chains of layers as blocks of compiled lanes, then stacked matrix products.
 
-Owns a model's library and the workspaces of its calls. Called by `LanesEngine`; holds no weights.
+On a CPU it wins for networks of small convolutions. A `LaneNetwork` of each input shape owns a model's library and the
+workspaces of its calls; it is compiled at its first batch, and holds no weights. Called through MemberEngine.
 Legend: k members, B samples, L lanes.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from shoal.differentiation import is_plain_backward_needed
-from shoal.libs.population.engines.engine import EngineMisfit
-from shoal.libs.population.engines.lanes.blocks import plan_blocks
+from shoal.differentiation import is_each_operation_needed, is_plain_backward_needed
+from shoal.libs.population.engines.engine import DifferentiableEngine, EngineMisfit, Generators, Inputs, Tensors
 from shoal.libs.population.engines.lanes.compile_kernels import load_kernels
 from shoal.libs.population.engines.lanes.generate_source import generate_source
 from shoal.libs.population.engines.lanes.layer_graph import read_layer_graph
-from shoal.libs.population.engines.lanes.layers import DropoutLayer
-from shoal.libs.population.engines.lanes.stacked_head import apply_head, draw_mask, update_statistics
+from shoal.libs.population.engines.lanes.layers import (
+    ActivationLayer,
+    BatchNormLayer,
+    DropoutLayer,
+    FlattenLayer,
+    Layer,
+    LayerNormLayer,
+    LinearLayer,
+    plan_blocks,
+)
+from shoal.libs.population.engines.member_dropout import draw_masks
+from shoal.libs.population.objective import Objective
 
 MAX_DIMS = 5
+
+
+class LanesEngine(DifferentiableEngine):
+    """Raises EngineMisfit, at the first batch too, for a model that is no chain of known layers, with the reason."""
+
+    name: ClassVar[str] = "lanes"
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__(objective)
+        self.model = model
+        self._networks: dict[tuple[int, ...], LaneNetwork] = {}
+
+    def forward(
+        self, parameters: Tensors, buffers: Tensors, inputs: Inputs, *, is_own: bool, generators: Generators
+    ) -> Tensor:
+        if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+            raise EngineMisfit("cannot be lanes because its input is not one tensor")
+        samples = inputs[0][0] if is_own else inputs[0]
+        if samples.device.type != "cpu":
+            raise EngineMisfit(f"cannot be lanes because its device is {samples.device.type}, not a CPU")
+        if samples.requires_grad or is_each_operation_needed():
+            raise EngineMisfit("cannot be lanes because its inputs need gradients: engine=auto takes another")
+        shape = tuple(samples.shape[1:])
+        if shape not in self._networks:
+            self._networks[shape] = LaneNetwork(self.model, samples)
+        network = self._networks[shape]
+        return network.forward(parameters, buffers, inputs[0], is_own=is_own, generators=generators)
 
 
 class LaneNetwork:
@@ -43,17 +81,25 @@ class LaneNetwork:
         self.library = load_kernels(source.text, options)
         self.library.workspace_bytes.restype = ctypes.c_long
         self.num_lanes: int = self.library.count_lanes()
-        self.names = self._name_tensors()  # {slot: name of the parameter}
+        self.names: dict[str, str] = {}  # {slot: name of the parameter}
+        for index, block in enumerate(self.plan.blocks):
+            if block.conv:
+                self.names[f"{index}.weight"] = f"{block.conv.name}.weight"
+                if block.conv.has_bias:
+                    self.names[f"{index}.bias"] = f"{block.conv.name}.bias"
+            if block.norm and block.norm.is_affine:
+                norm = block.norm.name
+                self.names |= {f"{index}.gamma": f"{norm}.weight", f"{index}.beta": f"{norm}.bias"}
         self._spaces: dict[int, list[Tensor]] = {}
 
     def forward(
         self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
+        parameters: Tensors,
+        buffers: Tensors,
         inputs: Tensor,
         *,
         is_own: bool = False,
-        generators: Sequence[torch.Generator] | None,
+        generators: Generators,
     ) -> Tensor:
         """Outputs [k, B, ...]; differentiable in the parameters in training.
 
@@ -74,51 +120,30 @@ class LaneNetwork:
         if generators is not None:
             arguments = (self, is_own, inputs, others, list(tensors), *tensors.values())
             features: Tensor = _Blocks.apply(*arguments)  # type: ignore[no-untyped-call]
-            self._update_statistics(buffers, others, batch)
+            for index, block in enumerate(self.plan.blocks):
+                if block.norm:
+                    count = batch * prod(block.middle_shape[1:])
+                    mean, variance = others[f"{index}.mean"], others[f"{index}.variance"]
+                    update_statistics(block.norm, buffers, mean, variance, count)
         else:
-            features = self._evaluate(is_own, inputs, {**tensors, **others})
+            features = torch.empty(k, batch, *self.plan.feature_shape)
+            call = _Call(self, is_own, inputs, {**tensors, **others, "features": features})
+            space = self.take_space(1)
+            for start in range(0, k, self.num_lanes):
+                call.run("evaluate", start, min(self.num_lanes, k - start), space)
+            self.give_space(1, space)
         return apply_head(self.plan.head, features, parameters, buffers, generators)
 
-    def _name_tensors(self) -> dict[str, str]:
-        names = {}
-        for index, block in enumerate(self.plan.blocks):
-            if block.conv:
-                names[f"{index}.weight"] = f"{block.conv.name}.weight"
-                if block.conv.has_bias:
-                    names[f"{index}.bias"] = f"{block.conv.name}.bias"
-            if block.norm and block.norm.is_affine:
-                names |= {f"{index}.gamma": f"{block.norm.name}.weight", f"{index}.beta": f"{block.norm.name}.bias"}
-        return names
-
     def _statistics(self, k: int, buffers: Mapping[str, Tensor], is_training: bool) -> dict[str, Tensor]:
-        """Of batch norm: in training tensors [k, C] that the kernels fill, else the running ones."""
-        found = {}
+        """Return batch norm's: in training tensors [k, C] that the kernels fill, else the running ones."""
+        statistics = {}
         for index, block in enumerate(self.plan.blocks):
-            if not block.norm:
+            if block.norm is None:
                 continue
-            for kind in ("mean", "variance"):
-                if is_training:
-                    found[f"{index}.{kind}"] = torch.empty(k, block.middle_shape[0])
-                else:
-                    suffix = "mean" if kind == "mean" else "var"
-                    found[f"{index}.{kind}"] = buffers[f"{block.norm.name}.running_{suffix}"]
-        return found
-
-    def _update_statistics(self, buffers: Mapping[str, Tensor], found: Mapping[str, Tensor], batch: int) -> None:
-        for index, block in enumerate(self.plan.blocks):
-            if block.norm:
-                count = batch * prod(block.middle_shape[1:])
-                update_statistics(block.norm, buffers, found[f"{index}.mean"], found[f"{index}.variance"], count)
-
-    def _evaluate(self, is_own: bool, inputs: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        k, batch = len(next(iter(tensors.values()))), inputs.shape[1 if is_own else 0]
-        features = torch.empty(k, batch, *self.plan.feature_shape)
-        call = _Call(self, is_own, inputs, {**tensors, "features": features})
-        space = self.take_space(1)
-        for start in range(0, k, self.num_lanes):
-            call.run("evaluate", start, min(self.num_lanes, k - start), space)
-        self.give_space(1, space)
-        return features
+            for kind, suffix in (("mean", "mean"), ("variance", "var")):
+                running = buffers[f"{block.norm.name}.running_{suffix}"]
+                statistics[f"{index}.{kind}"] = torch.empty(running.shape) if is_training else running
+        return statistics
 
     def take_space(self, batch: int) -> Tensor:
         """A workspace for a batch; what it stores between samples' borders is zero, and stays so."""
@@ -141,7 +166,7 @@ class _Call:
     def run(
         self, function: str, start: int, count: int, space: Tensor, gradients: Mapping[str, Tensor] | None = None
     ) -> None:
-        """For members `start` to `start + count`."""
+        """Call the function for members `start` to `start + count`."""
         inputs = self.inputs if self.is_own else self.inputs.unsqueeze(0)
         batch = inputs.shape[1]
         rows = self._table({**self.tensors, "input": inputs}, start)
@@ -150,7 +175,7 @@ class _Call:
         self.network.library[function](batch, count, int(not self.is_own), rows, slopes, pointer)
 
     def _table(self, tensors: Mapping[str, Tensor], start: int) -> Any:
-        """Of each slot the address and the strides, which is `Rows` in the source."""
+        """List each slot's address and strides, which are `Rows` in the source."""
         numbers = [0] * ((MAX_DIMS + 1) * len(self.network.slots))
         for slot, tensor in tensors.items():
             at = self.network.slots[slot] * (MAX_DIMS + 1)
@@ -195,21 +220,115 @@ class _Blocks(torch.autograd.Function):
         network: LaneNetwork = ctx.network
         k, batch = gradient.shape[:2]
         named = dict(zip(ctx.slots, tensors, strict=True))
-        found = {slot: _empty_like(tensor) for slot, tensor in named.items() if not slot.endswith("mask")}
+        slopes = {slot: _empty_like(tensor) for slot, tensor in named.items() if not slot.endswith("mask")}
         call = _Call(network, ctx.is_own, inputs, named)
         for start, space in zip(range(0, k, network.num_lanes), ctx.spaces, strict=True):
             count = min(network.num_lanes, k - start)
-            call.run("train_backward", start, count, space, {**found, "features": gradient})
+            call.run("train_backward", start, count, space, {**slopes, "features": gradient})
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             for space in ctx.spaces:
                 network.give_space(batch, space)
             ctx.spaces = []
-        return None, None, None, None, None, *(found.get(slot) for slot in ctx.slots)
+        return None, None, None, None, None, *(slopes.get(slot) for slot in ctx.slots)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    """With the tensor's order of dimensions in memory, so that a copy into a row is one of runs."""
+    """Keep the tensor's order of dimensions in memory, so that a copy into a row is one of runs."""
     if tensor.dim() != MAX_DIMS:
         return torch.empty(tensor.shape)
     k, o, c, kh, kw = tensor.shape
     return torch.empty(k, o, kh, kw, c).permute(0, 1, 4, 2, 3)
+
+
+# -- the head: layers on features [k, B, F], by batched matrix products and elementwise operations of torch
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": functional.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+}
+
+
+def apply_head(
+    layers: Sequence[Layer],
+    h: Tensor,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    generators: Sequence[torch.Generator] | None,
+) -> Tensor:
+    """h: [k, B, ...]. The rest is as in LaneNetwork.forward."""
+
+    def find(name: str) -> Tensor:
+        return parameters[name] if name in parameters else buffers[name]
+
+    for layer in layers:
+        match layer:
+            case FlattenLayer():
+                h = h.flatten(2)
+            case LinearLayer():
+                weight = find(f"{layer.name}.weight").transpose(1, 2)  # [k, in, out]
+                bias = find(f"{layer.name}.bias").unsqueeze(1) if layer.has_bias else None
+                h = torch.bmm(h, weight) if bias is None else torch.baddbmm(bias, h, weight)
+            case ActivationLayer():
+                h = _ACTIVATIONS[layer.kind](h)
+            case DropoutLayer():
+                if generators is not None:
+                    h = h * draw_mask(layer, h.shape[0], h.shape[1], generators).view(h.shape)
+            case LayerNormLayer():
+                h = functional.layer_norm(h, h.shape[2:], eps=layer.epsilon)
+                if layer.has_weight:
+                    h = h * find(f"{layer.name}.weight").unsqueeze(1)
+                if layer.has_bias:
+                    h = h + find(f"{layer.name}.bias").unsqueeze(1)
+            case BatchNormLayer():
+                h = _normalise(layer, h, parameters, buffers, generators is not None)
+            case _:
+                raise AssertionError(layer)
+    return h
+
+
+def _normalise(
+    layer: BatchNormLayer, h: Tensor, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], is_training: bool
+) -> Tensor:
+    """h: [k, B, F]: the members' features side by side are the features of one batch norm."""
+    k, batch, features = h.shape
+    wide = h.transpose(0, 1).reshape(batch, k * features)
+    weight = bias = None
+    if layer.is_affine:
+        tensors = [parameters if f"{layer.name}.{n}" in parameters else buffers for n in ("weight", "bias")]
+        weight, bias = (t[f"{layer.name}.{n}"].flatten() for t, n in zip(tensors, ("weight", "bias"), strict=True))
+    if is_training:
+        with torch.no_grad():
+            variance, mean = torch.var_mean(h, 1, correction=0)
+        wide = functional.batch_norm(wide, None, None, weight, bias, True, eps=layer.epsilon)
+        update_statistics(layer, buffers, mean, variance, batch)
+    else:
+        mean, variance = (buffers[f"{layer.name}.running_{n}"].flatten() for n in ("mean", "var"))
+        wide = functional.batch_norm(wide, mean, variance, weight, bias, False, eps=layer.epsilon)
+    return wide.view(batch, k, features).transpose(0, 1)
+
+
+def update_statistics(
+    layer: BatchNormLayer, buffers: Mapping[str, Tensor], mean: Tensor, variance: Tensor, count: int
+) -> None:
+    """Moves the running statistics [k, C] by those of a batch; the variance is of all its `count` numbers."""
+    if count < 2:
+        raise ValueError(f"batch norm {layer.name} needs more than one number for each channel in training")
+    with torch.no_grad():
+        counter = buffers[f"{layer.name}.num_batches_tracked"]
+        counter += 1
+        weight: Tensor | float = layer.momentum if layer.momentum is not None else 1 / counter.float()[:, None]
+        for kind, value in (("mean", mean), ("var", variance * (count / (count - 1)))):
+            running = buffers[f"{layer.name}.running_{kind}"]
+            running += (value - running) * weight
+
+
+def draw_mask(layer: DropoutLayer, k: int, batch: int, generators: Sequence[torch.Generator]) -> Tensor:
+    """[k, B, *sample]: zero where a number is dropped, else 1 / (1 - p); each member's from its own generator."""
+    shape = (batch, layer.input_shape[0], 1, 1) if layer.drops_channels else (batch, *layer.input_shape)
+    masks = torch.zeros(k, *shape)
+    if layer.probability < 1:
+        masks = draw_masks(shape, layer.probability, generators, masks)
+    return masks.expand(k, batch, *layer.input_shape)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from shoal.libs.population.engines.lanes.layers import (
     DropoutLayer,
     FlattenLayer,
     Layer,
+    LayerChain,
     LayerNormLayer,
     LinearLayer,
     PoolLayer,
@@ -37,18 +37,6 @@ ACTIVATIONS: dict[Any, str] = {
     **dict.fromkeys((nn.GELU, functional.gelu), "gelu"),
     **dict.fromkeys((nn.SiLU, functional.silu), "silu"),
 }
-
-
-@dataclass(frozen=True)
-class LayerChain:
-    """The layers of a model in their order, for samples of `input_shape` (without the batch)."""
-
-    input_shape: Shape
-    layers: tuple[Layer, ...]
-
-    @property
-    def output_shape(self) -> Shape:
-        return self.layers[-1].output_shape if self.layers else self.input_shape
 
 
 def read_layer_graph(model: nn.Module, input_shape: Shape) -> LayerChain:
@@ -130,7 +118,10 @@ class _Reader:
         parents = [each for each in node.all_input_nodes if each not in self.sizes]
         if parents != [self.last]:
             raise self._misfit(node, "does not follow the layer before it alone")
-        layer = self._describe(node)
+        try:
+            layer = self._describe_module(node) if node.op == "call_module" else self._describe_call(node)
+        except (ValueError, TypeError) as error:
+            raise self._misfit(node, str(error)) from None
         self.last = node
         if layer is not None:
             self.layers.append(layer)
@@ -145,17 +136,8 @@ class _Reader:
         return bool(node.target is operator.getitem and node.args[0] in self.sizes and node.args[1] == 0)
 
     def _misfit(self, node: fx.Node, problem: str) -> EngineMisfit:
-        return EngineMisfit(f"cannot be lanes because layer {_name_of(node)} {problem}")
-
-    def _describe(self, node: fx.Node) -> Layer | None:
-        try:
-            if node.op == "call_module":
-                return self._describe_module(node)
-            return self._describe_call(node)
-        except EngineMisfit:
-            raise
-        except (ValueError, TypeError) as error:
-            raise self._misfit(node, str(error)) from None
+        name = node.target if node.op == "call_module" else node.name
+        return EngineMisfit(f"cannot be lanes because layer {name} {problem}")
 
     def _describe_module(self, node: fx.Node) -> Layer | None:
         name = str(node.target)
@@ -169,10 +151,7 @@ class _Reader:
             raise ValueError(f"is approximated by {module.approximate}")
         if type(module) in ACTIVATIONS:
             return ActivationLayer(ACTIVATIONS[type(module)], self.shape)
-        describe = _MODULES.get(type(module))
-        if describe is None:
-            raise self._misfit(node, f"is a {type(module).__name__}")
-        return describe(name, module, self.shape)
+        return _describe_layer(name, module, self.shape)
 
     def _describe_call(self, node: fx.Node) -> Layer | None:
         target = node.target
@@ -201,10 +180,6 @@ class _Reader:
         raise self._misfit(node, "is none of the layers that lanes know")
 
 
-def _name_of(node: fx.Node) -> str:
-    return str(node.target) if node.op == "call_module" else node.name
-
-
 def _bind(node: fx.Node, **defaults: Any) -> list[Any]:
     """The arguments of a call after its first, in the order of `defaults`."""
     values = dict(zip(defaults, node.args[1:], strict=False)) | dict(node.kwargs)
@@ -213,58 +188,42 @@ def _bind(node: fx.Node, **defaults: Any) -> list[Any]:
     return [values.get(name, default) for name, default in defaults.items()]
 
 
-def _describe_batch_norm(name: str, module: Any, shape: Shape) -> Layer:
-    expected = 3 if isinstance(module, nn.BatchNorm2d) else 1
-    if len(shape) != expected or shape[0] != module.num_features:
-        raise ValueError(f"expects {module.num_features} features, and gets {list(shape)}")
-    if module.running_mean is None:
-        raise ValueError("has no running statistics")
-    return BatchNormLayer(name, shape, module.eps, module.momentum, module.affine)
-
-
-def _describe_linear(name: str, module: nn.Linear, shape: Shape) -> Layer:
-    if shape != (module.in_features,):
-        raise ValueError(f"expects {module.in_features} features, and gets {list(shape)}")
-    return LinearLayer(name, shape, module.out_features, module.bias is not None)
-
-
-def _describe_layer_norm(name: str, module: nn.LayerNorm, shape: Shape) -> Layer:
-    if tuple(module.normalized_shape) != shape or len(shape) != 1:
-        raise ValueError(f"normalises {list(module.normalized_shape)} of {list(shape)}")
-    return LayerNormLayer(name, shape, module.eps, module.weight is not None, module.bias is not None)
-
-
-def _describe_average(_: str, module: nn.AvgPool2d, shape: Shape) -> Layer:
-    if module.divisor_override:
-        raise ValueError("has a divisor_override")
-    options = (module.kernel_size, module.stride, module.padding, 1, module.ceil_mode, module.count_include_pad)
-    return PoolLayer.of("mean", shape, *options)
-
-
-def _describe_dropout(_: str, module: nn.Dropout | nn.Dropout2d, shape: Shape) -> Layer | None:
-    drops_channels = isinstance(module, nn.Dropout2d)
-    if drops_channels and len(shape) != 3:
-        raise ValueError("drops channels of what is no image")
-    return DropoutLayer(module.p, shape, drops_channels) if module.p else None
-
-
-def _describe_largest(_: str, module: nn.MaxPool2d, shape: Shape) -> Layer:
-    if module.return_indices:
-        raise ValueError("returns indices")
-    options = (module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
-    return PoolLayer.of("max", shape, *options)
-
-
-_MODULES: dict[type[nn.Module], Callable[[str, Any, Shape], Layer | None]] = {
-    nn.Conv2d: ConvLayer.of,
-    nn.MaxPool2d: _describe_largest,
-    nn.AvgPool2d: _describe_average,
-    nn.AdaptiveAvgPool2d: lambda _, module, shape: PoolLayer.of_adaptive(shape, module.output_size),
-    nn.BatchNorm1d: _describe_batch_norm,
-    nn.BatchNorm2d: _describe_batch_norm,
-    nn.LayerNorm: _describe_layer_norm,
-    nn.Linear: _describe_linear,
-    nn.Dropout: _describe_dropout,
-    nn.Dropout2d: _describe_dropout,
-    nn.Flatten: lambda _, module, shape: FlattenLayer.of(shape, module.start_dim, module.end_dim),
-}
+def _describe_layer(name: str, module: Any, shape: Shape) -> Layer | None:
+    """Describe a layer of torch.nn; None where it does nothing. Raises ValueError, which says what is wrong."""
+    match type(module):
+        case nn.Conv2d:
+            return ConvLayer.of(name, module, shape)
+        case nn.MaxPool2d:
+            if module.return_indices:
+                raise ValueError("returns indices")
+            sizes = (module.kernel_size, module.stride, module.padding, module.dilation)
+            return PoolLayer.of("max", shape, *sizes, module.ceil_mode)
+        case nn.AvgPool2d:
+            if module.divisor_override:
+                raise ValueError("has a divisor_override")
+            sizes = (module.kernel_size, module.stride, module.padding, 1)
+            return PoolLayer.of("mean", shape, *sizes, module.ceil_mode, module.count_include_pad)
+        case nn.AdaptiveAvgPool2d:
+            return PoolLayer.of_adaptive(shape, module.output_size)
+        case nn.BatchNorm1d | nn.BatchNorm2d:
+            if len(shape) != (3 if isinstance(module, nn.BatchNorm2d) else 1) or shape[0] != module.num_features:
+                raise ValueError(f"expects {module.num_features} features, and gets {list(shape)}")
+            if module.running_mean is None:
+                raise ValueError("has no running statistics")
+            return BatchNormLayer(name, shape, module.eps, module.momentum, module.affine)
+        case nn.LayerNorm:
+            if tuple(module.normalized_shape) != shape or len(shape) != 1:
+                raise ValueError(f"normalises {list(module.normalized_shape)} of {list(shape)}")
+            return LayerNormLayer(name, shape, module.eps, module.weight is not None, module.bias is not None)
+        case nn.Linear:
+            if shape != (module.in_features,):
+                raise ValueError(f"expects {module.in_features} features, and gets {list(shape)}")
+            return LinearLayer(name, shape, module.out_features, module.bias is not None)
+        case nn.Dropout | nn.Dropout2d:
+            drops_channels = isinstance(module, nn.Dropout2d)
+            if drops_channels and len(shape) != 3:
+                raise ValueError("drops channels of what is no image")
+            return DropoutLayer(module.p, shape, drops_channels) if module.p else None
+        case nn.Flatten:
+            return FlattenLayer.of(shape, module.start_dim, module.end_dim)
+    raise ValueError(f"is a {type(module).__name__}")

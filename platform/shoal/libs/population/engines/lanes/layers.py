@@ -1,4 +1,4 @@
-"""Descriptions of the layers that can be lanes: sizes of one sample, without the batch, and options.
+"""Descriptions of the layers that can be lanes: sizes of one sample, without the batch, and options; and their blocks.
 
 Read from a module by `layer_graph`; the sources and the head are made from them. A misfit is a ValueError that says
 what the layer is or has. Legend: C channels, H, W image, F features.
@@ -6,9 +6,11 @@ what the layer is or has. Legend: C channels, H, W image, F features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Self
+
+from shoal.libs.population.engines.engine import EngineMisfit
 
 Shape = tuple[int, ...]
 Pair = tuple[int, int]
@@ -121,17 +123,10 @@ def _slide(shape: Shape, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
     return height, width
 
 
-@dataclass(frozen=True)
-class ActivationLayer:
-    """kind: "relu", "tanh", "sigmoid", "gelu" or "silu"."""
+class _SameShape:
+    """A layer whose output has the shape of its input."""
 
-    kind: str
     input_shape: Shape
-
-    @property
-    def needs_input(self) -> bool:
-        """Whether its gradient is a function of what it was given, not of what it gave."""
-        return self.kind in ("gelu", "silu")
 
     @property
     def output_shape(self) -> Shape:
@@ -139,7 +134,15 @@ class ActivationLayer:
 
 
 @dataclass(frozen=True)
-class BatchNormLayer:
+class ActivationLayer(_SameShape):
+    """kind: "relu", "tanh", "sigmoid", "gelu" or "silu"."""
+
+    kind: str
+    input_shape: Shape
+
+
+@dataclass(frozen=True)
+class BatchNormLayer(_SameShape):
     """momentum: None for the mean over all batches."""
 
     name: str
@@ -148,22 +151,14 @@ class BatchNormLayer:
     momentum: float | None
     is_affine: bool
 
-    @property
-    def output_shape(self) -> Shape:
-        return self.input_shape
-
 
 @dataclass(frozen=True)
-class LayerNormLayer:
+class LayerNormLayer(_SameShape):
     name: str
     input_shape: Shape
     epsilon: float
     has_weight: bool
     has_bias: bool
-
-    @property
-    def output_shape(self) -> Shape:
-        return self.input_shape
 
 
 @dataclass(frozen=True)
@@ -179,20 +174,12 @@ class LinearLayer:
 
 
 @dataclass(frozen=True)
-class DropoutLayer:
+class DropoutLayer(_SameShape):
     """drops_channels: all numbers of a channel together."""
 
     probability: float
     input_shape: Shape
     drops_channels: bool = False
-
-    @property
-    def mask_shape(self) -> Shape:
-        return (self.input_shape[0], 1, 1) if self.drops_channels else self.input_shape
-
-    @property
-    def output_shape(self) -> Shape:
-        return self.input_shape
 
 
 @dataclass(frozen=True)
@@ -227,3 +214,110 @@ Layer = (
     | DropoutLayer
     | FlattenLayer
 )
+
+
+# -- blocks, which the generated source computes, and a head, which torch computes
+#
+# A block is a convolution, a batch norm and one more operation, each of which may be missing; its input is stored for
+# the whole batch. Max-pooling and ReLU are one operation in either order: they commute. The head begins where images
+# become features: its layers are matrix products and elementwise operations of stacked tensors.
+
+
+@dataclass(frozen=True)
+class LayerChain:
+    """The layers of a model in their order, for samples of `input_shape` (without the batch)."""
+
+    input_shape: Shape
+    layers: tuple[Layer, ...]
+
+    @property
+    def output_shape(self) -> Shape:
+        return self.layers[-1].output_shape if self.layers else self.input_shape
+
+
+Operation = PoolLayer | ActivationLayer | DropoutLayer
+
+
+@dataclass(frozen=True)
+class LaneBlock:
+    """conv, norm and operation, in this order. is_rectified: ReLU follows the operation, a max-pooling."""
+
+    input_shape: Shape
+    conv: ConvLayer | None = None
+    norm: BatchNormLayer | None = None
+    operation: Operation | None = None
+    is_rectified: bool = False
+
+    @property
+    def middle_shape(self) -> Shape:
+        """The shape of what the operation gets."""
+        return self.conv.output_shape if self.conv else self.input_shape
+
+    @property
+    def output_shape(self) -> Shape:
+        return self.operation.output_shape if self.operation else self.middle_shape
+
+    @property
+    def padding(self) -> int:
+        """Columns of zeros left and right with which its input is stored."""
+        return self.conv.padding[1] if self.conv else 0
+
+
+@dataclass(frozen=True)
+class NetworkPlan:
+    input_shape: Shape
+    blocks: tuple[LaneBlock, ...]
+    head: tuple[Layer, ...]
+    output_shape: Shape
+
+    @property
+    def feature_shape(self) -> Shape:
+        """The shape of what the last block gives."""
+        return self.blocks[-1].output_shape
+
+
+def plan_blocks(chain: LayerChain) -> NetworkPlan:
+    """Raises EngineMisfit where there is no convolution: stacked matrix products are as fast as lanes then."""
+    if len(chain.input_shape) != 3:
+        raise EngineMisfit(f"cannot be lanes because its samples are no images [C, H, W]: {list(chain.input_shape)}")
+    layers = list(chain.layers)
+    first = next((at for at, each in enumerate(layers) if isinstance(each, FlattenLayer)), len(layers))
+    while 0 < first < len(layers):
+        last = layers[first - 1]
+        if not isinstance(last, DropoutLayer) or last.drops_channels:
+            break
+        first -= 1  # single numbers are dropped: the same on features
+    blocks = _merge(layers[:first], chain.input_shape)
+    if not any(block.conv for block in blocks):
+        raise EngineMisfit("cannot be lanes because it has no convolution: stacked members are as fast")
+    return NetworkPlan(chain.input_shape, tuple(blocks), tuple(layers[first:]), chain.output_shape)
+
+
+def _merge(layers: list[Layer], shape: Shape) -> list[LaneBlock]:
+    blocks: list[LaneBlock] = []
+    current = LaneBlock(shape)
+
+    def begin() -> LaneBlock:
+        if current.conv or current.norm or current.operation:
+            blocks.append(current)
+        return LaneBlock(current.output_shape)
+
+    for layer in layers:
+        operation = current.operation
+        if isinstance(layer, ConvLayer):
+            current = replace(begin(), conv=layer)
+        elif isinstance(layer, BatchNormLayer):
+            current = replace(begin() if current.norm or operation else current, norm=layer)
+        elif _is_relu(layer) and isinstance(operation, PoolLayer) and operation.kind == "max":
+            current = replace(current, is_rectified=True)
+        elif _is_relu(operation) and isinstance(layer, PoolLayer) and layer.kind == "max":
+            current = replace(current, operation=layer, is_rectified=True)
+        else:
+            assert isinstance(layer, Operation)
+            current = replace(begin() if operation else current, operation=layer)
+    begin()
+    return blocks
+
+
+def _is_relu(layer: Layer | None) -> bool:
+    return isinstance(layer, ActivationLayer) and layer.kind == "relu"

@@ -1,1 +1,0 @@
-"""Commands that start a run, and what they share."""

@@ -1,0 +1,360 @@
+"""A run that a command starts: a cluster if needed, the job and its actors, shown until the end.
+
+It owns the processes that it starts and always ends them all; an existing cluster stays. Called by `shoal run` and
+`shoal sweep`.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+import shoal
+import shoal.runs
+from shoal.cli.commands.runs import is_resumable
+from shoal.cli.display import run_view, train_display
+from shoal.cli.display.panels import RunView
+from shoal.cli.support.console import make_literal_console
+from shoal.cli.support.jobs import (
+    JobLogReader,
+    describe_failure,
+    find_job,
+    follow_lines,
+    ignore_further_interrupts,
+    interrupt_on_termination,
+    job_environment,
+    new_run_id,
+    split_secret_overrides,
+    validate_overrides,
+)
+from shoal.cluster import jobs as ray_jobs
+from shoal.cluster.attach import find_cluster
+from shoal.cluster.cluster_handle import ClusterHandle
+from shoal.cluster.embedded_cluster import start_cluster
+from shoal.cluster.job_main import ACTORS_INFERENCE
+from shoal.cluster.runtime_env import JobEnvironment
+from shoal.config import format_override, last_override
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
+from shoal.flows.actor_processes import ActorProcesses
+from shoal.home import load_access_token
+from shoal.runs import Run, Status
+from shoal.runs.formatting import format_duration, format_number
+from shoal.runs.record.provenance import format_masked_command, make_command_variable
+
+ACTORS_END_S = 10.0
+REMOTE_TIMEOUT_S = 7 * 24 * 3600.0  # a job on a remote cluster
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """The typed arguments, as far as they define the run."""
+
+    job: str
+    overrides: tuple[str, ...]
+    num_actors: int
+    address: str | None = None
+    num_environments: int = 1  # of an actor
+    inference: str = "local"
+    environment: JobEnvironment = field(default_factory=JobEnvironment)
+    environment_options: tuple[str, ...] = ()  # as typed, without values of variables
+
+    @property
+    def has_remote_inference(self) -> bool:
+        """Whether it starts actors whose policy runs at the gateway."""
+        return self.num_actors > 0 and self.inference == "remote"
+
+    def to_command_line(self) -> str:
+        """The command that starts the same run again, without secrets."""
+        actors = ["--actors", str(self.num_actors)] if self.num_actors else []
+        actors += ["--envs", str(self.num_environments)] if self.num_environments > 1 else []
+        actors += ["--inference", self.inference] if self.inference != "local" else []
+        address = ["--address", self.address] if self.address else []
+        options = [*actors, *self.environment_options, *address]
+        return format_masked_command(["shoal", "run", self.job, *options, *self.overrides])
+
+
+def launch_run(typed: RunArguments, *, plain: bool) -> None:
+    """Run the job to its end, and show it. Exits with 130 when interrupted.
+
+    Raises ConfigError, RunError when the job failed, and ClusterError.
+    """
+    interrupt_on_termination()
+    console = make_literal_console()
+    session: RunSession | None = None
+    with ExitStack() as stack:
+        try:
+            path = find_job(typed.job)
+            if typed.has_remote_inference and typed.num_environments > 1:
+                problem, remedy = "is for actors that run the policy themselves", "with --inference remote: --actors"
+                raise ConfigError("envs", typed.num_environments, problem, remedy)
+            cluster = find_cluster(typed.address)
+            if cluster is not None and not cluster.is_local:
+                _run_remote(cluster, typed, path, console)
+                return
+            session = RunSession(typed, path, console, plain or not console.is_terminal)
+            session.run(cluster, stack)
+        except KeyboardInterrupt:
+            ignore_further_interrupts()
+            console.print("stopping what was started for this run ...")
+            stack.close()
+            console.print(f"stopped. {session.format_resume_hint() if session else ''}".rstrip())
+            sys.exit(130)
+
+
+class RunSession:
+    """One run on a cluster of this machine: its processes and its display."""
+
+    def __init__(self, typed: RunArguments, path: Path, console: Console, plain: bool) -> None:
+        self._typed, self._path, self._overrides, self._num_actors = typed, path, typed.overrides, typed.num_actors
+        self._console, self._plain = console, plain
+        resumed = last_override(self._overrides, "resume")
+        if not resumed and any(override.startswith("resume=") for override in self._overrides):
+            raise ConfigError("resume", "", "names no run", "`shoal runs` lists them")
+        before = shoal.runs.load(resumed) if resumed else None
+        self.run_id = before.id if before else new_run_id()
+        self._incarnation_before = before.incarnation if before else 0
+        self._resumed = before is not None
+        self._actors: ActorProcesses | None = None
+        self._notes: list[str] = []
+        self._printed_notes: list[str] = []  # the live display shows all notes all the time
+        self._view: RunView | None = None
+        self._record: Run | None = None
+        self._job: ray_jobs.JobHandle | None = None
+        self._line_throttle = run_view.LineThrottle()
+        self._job_log: JobLogReader | None = None
+
+    def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
+        """Start everything, show it, and report how it ended. Raises RunError when the job failed."""
+        self._console.print(f"run {self.run_id}: {self._path.stem} {format_masked_command(self._overrides)}".rstrip())
+        environment = {ACTORS_INFERENCE: self._typed.inference} if self._typed.has_remote_inference else {}
+        added = self._typed.environment
+        env = job_environment(self.run_id, self._typed.to_command_line())
+        added.require_combinable(env | environment, is_uploaded=False)
+        environment |= added.to_variables()
+        if cluster is None:
+            # On a running cluster, the job itself validates just as soon; in another Python, it alone can.
+            if not added.has_own_python:
+                environment |= validate_overrides(self._path, self._overrides, environment)
+            self._console.print("starting a Ray cluster for this run ...")
+            embedded = start_cluster()
+            stack.callback(embedded.stop)
+            cluster = embedded
+        overrides = [each for each in self._overrides if not each.startswith("resume=")]
+        overrides += [format_override("resume", self.run_id)] if self._resumed else []
+        shown, secrets = split_secret_overrides(self._path, overrides)
+        self._job = ray_jobs.JobHandle(cluster, ray_jobs.new_submission_id())
+        self._job_log = JobLogReader(self._job)
+        stack.callback(self._job.stop_quietly)  # before the submission: an interruption may come at any moment
+        stack.callback(self._end_actors)
+        entrypoint = ["python" if added.has_own_python else sys.executable, str(self._path), *shown]
+        env |= secrets | environment
+        ray_jobs.submit(cluster, entrypoint, env=env, submission_id=self._job.submission_id, runtime_env=added.fields)
+        try:
+            outcome = self._follow()
+        except (ClusterError, ConnectionLost) as error:
+            lost = (f"the cluster has ended, or does not answer: {error}", self.format_resume_hint())
+            raise RunError("\n".join(lost).rstrip()) from None
+        notes = self._take_new_notes()  # of actors that ended by themselves, before the others are stopped
+        if self._actors is not None:
+            self._actors.finish(ACTORS_END_S)
+        if outcome is not ray_jobs.JobStatus.SUCCEEDED:
+            lines = (
+                added.mask(describe_failure(self._job, f"the job of run {self.run_id}", outcome)),
+                *notes,
+                self.format_resume_hint(),
+            )
+            raise RunError("\n".join(lines).rstrip())
+        self._print_summary()
+
+    def format_resume_hint(self) -> str:
+        """The command that resumes the run, if its record can be resumed, or that shows how it finished."""
+        if self._record is None and not self._resumed:
+            return ""
+        # The record has the overrides, unless this attempt failed before writing them there.
+        others = [] if self._record else [each for each in self._overrides if not each.startswith("resume=")]
+        record = shoal.runs.load(self.run_id)
+        if record.status is Status.FINISHED and not others:
+            return f"The run has finished: shoal runs {record.id}"
+        if not (self._resumed or is_resumable(record)):
+            return ""
+        return f"Go on with: {replace(self._typed, overrides=(f'resume={self.run_id}', *others)).to_command_line()}"
+
+    # -- while it runs --------------------------------------------------------------------------------------------
+
+    def _follow(self) -> ray_jobs.JobStatus:
+        if self._plain:
+            while (outcome := self._poll()) is None:
+                self._print_plain()
+            return outcome
+        with Live(console=self._console, refresh_per_second=4, transient=True) as live:
+            while (outcome := self._poll()) is None:
+                if self._view is not None:
+                    live.update(run_view.render(self._view, self._console.width))
+        return outcome
+
+    def _poll(self) -> ray_jobs.JobStatus | None:
+        """Read the run; returns the job's final state when it is over.
+
+        Raises RunError when all started actors have failed before the run received any experience.
+        """
+        assert self._job is not None
+        time.sleep(run_view.REFRESH_S)
+        self._read_record()
+        outcome = self._job.poll_outcome()  # first, so that the job's last output is not missed
+        if self._view is None or not (self._view.metrics or self._view.phase == train_display.TRAINING):
+            assert self._job_log is not None
+            for line in self._job_log.read_new_lines(is_over=outcome is ray_jobs.JobStatus.SUCCEEDED):
+                self._console.print(self._typed.environment.mask(line))  # not every job records metrics
+            if outcome is None and self._actors is not None and self._actors.are_all_dead:
+                lost = "no actor is left, and none has sent anything"
+                raise RunError("\n".join((lost, *self._take_new_notes(), self.format_resume_hint())))
+        return outcome
+
+    def _read_record(self) -> None:
+        try:
+            record = shoal.runs.load(self.run_id)
+        except RunError:
+            return  # the job has not begun to record yet
+        if record.incarnation <= self._incarnation_before:
+            return  # still the record of the earlier attempt
+        self._record = record
+        addresses = {point.kind: point.address for point in self._record.endpoints() if point.state == "ready"}
+        if "gateway" in addresses and self._actors is None and self._num_actors:
+            self._start_actors(self._record)
+        notes = self._notes + self._describe_dead_actors()
+        self._view = run_view.make_view(record, self._view, notes)
+
+    def _print_plain(self) -> None:
+        if self._view is None:
+            return
+        for note in self._take_new_notes():
+            self._console.print(note)
+        if line := self._line_throttle.format_if_due(self._view):
+            self._console.print(line)
+
+    def _take_new_notes(self) -> list[str]:
+        """The problems not printed yet."""
+        seen = self._view.notes if self._view is not None else ()
+        new = [
+            note
+            for note in dict.fromkeys((*self._notes, *self._describe_dead_actors(), *seen))
+            if note not in self._printed_notes
+        ]
+        self._printed_notes += new
+        return new
+
+    # -- actors ---------------------------------------------------------------------------------------------------
+
+    def _start_actors(self, record: Run) -> None:
+        details = record.last_events(since_resumed=True)["gateway_ready"]
+        # Actors find modules next to the job's file, as the job does.
+        places = [os.environ.get("PYTHONPATH", ""), str(self._path.parent)]
+        variables = {"SHOAL_TOKEN": load_access_token(), "PYTHONPATH": os.pathsep.join(filter(None, places))}
+        options = ["--envs", str(self._typed.num_environments), "--inference", self._typed.inference]
+        self._actors = ActorProcesses(record.folder, variables)
+        options += [f"--ignore={each}" for each in details.get("ignore", ())]
+        self._actors.start(
+            self._num_actors,
+            details.get("bound") or details.get("connect") or details["address"],
+            details["env"],
+            details["server_key"],
+            options,
+        )
+
+    def _describe_dead_actors(self) -> list[str]:
+        return self._actors.describe_dead() if self._actors is not None else []
+
+    def _end_actors(self) -> None:
+        if self._actors is not None:
+            self._actors.end()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _print_summary(self) -> None:
+        try:
+            record = shoal.runs.load(self.run_id)
+        except RunError:
+            return  # a program without a record: its output was shown
+        events, registered = record.last_events(since_resumed=True), record.models()
+        models = registered[registered["time"] >= record.last_started_at() - record.created_at].to_dict("records")
+        say = self._console.print
+        if "trained" in events:
+            trained = events["trained"]
+            ended = f" after {format_duration(trained['seconds'])}, step {trained['kept']:,} kept"
+            say(Text.assemble((trained["detail"], "green"), ended))
+            measured = [
+                Text.assemble(f"{name} ", (format_number(value), "bold")) for name, value in trained["metrics"].items()
+            ]
+            say(Text("evaluated ") + Text(", ").join(measured) if measured else "there was no validation data")
+        if (shown := run_view.render_record(record)) is not None:
+            say(shown[1])
+        if "solved" in events:
+            seconds, steps = events["solved"]["seconds"], events["solved"]["steps"]
+            details = f" {seconds:.1f} s after the first segment, with {steps:,} environment steps"
+            say(Text.assemble(("solved", "green"), details))
+        for model in models:
+            ref = (f"{model['name']}@{model['version']}", "bold")
+            aliases = f" ({', '.join(model['aliases'])})" if model["aliases"] else ""
+            say(Text.assemble("registered ", ref, aliases))
+        if "evaluated" in events:
+            played = events["evaluated"]
+            details = f" over {len(played['returns'])} episodes played through the endpoint's HTTP interface"
+            mean = (f"{played['mean_return']:.1f}", "bold")
+            say(Text.assemble("mean return ", mean, f"{details} ({played['requests']} requests)"))
+        if "policies_evaluated" in events:
+            for name, returns in events["policies_evaluated"]["returns"].items():
+                mean = (f"{statistics.fmean(returns):.3g}", "bold")
+                details = f" over {len(returns)} episodes played through the endpoint"
+                say(Text.assemble(f"mean return of {name} ", mean, details))
+        say(f"run folder      {record.folder}")
+        for label, name in (("report", "report.html"), ("learning curve", "learning_curve.png")):
+            if (record.folder / name).exists():
+                say(f"{label:<15} {record.folder / name}")
+        say("what next:")
+        say(f"  shoal runs {record.id}")
+        say(f"  tensorboard --logdir {record.folder / 'tensorboard'}")
+        for model in models:
+            say(f"  shoal models show {model['name']}@{model['version']}")
+
+
+def _run_remote(cluster: ClusterHandle, typed: RunArguments, path: Path, console: Console) -> None:
+    """Submit to a remote cluster, which has the record, and follow the output."""
+    if typed.num_actors:
+        remedy = "start actors by hand, with the command that the job prints"
+        raise ConfigError("actors", typed.num_actors, "cannot be started for a cluster on another machine", remedy)
+    folder = Path.cwd().resolve()
+    if not path.is_relative_to(folder):
+        remedy = "run from the folder that holds it, or copy it here"
+        raise ConfigError("job", str(path), f"lies outside {folder}", remedy)
+    shown, secrets = split_secret_overrides(path, typed.overrides)
+    entrypoint = ["python", str(path.relative_to(folder)), *shown]
+    env = make_command_variable(typed.to_command_line()) | secrets
+    typed.environment.require_combinable(env, is_uploaded=True)
+    env |= typed.environment.to_variables()
+    fields = typed.environment.fields
+    job = ray_jobs.JobHandle(cluster, ray_jobs.new_submission_id())
+    try:
+        ray_jobs.submit(
+            cluster, entrypoint, env=env, working_dir=folder, submission_id=job.submission_id, runtime_env=fields
+        )
+        console.print(f"job {job.submission_id} on {cluster.dashboard_url}")
+        for line in follow_lines(job, REMOTE_TIMEOUT_S):
+            console.print(typed.environment.mask(line))
+    except KeyboardInterrupt:
+        ignore_further_interrupts()
+        job.stop_quietly()
+        console.print("stopped")
+        sys.exit(130)
+    outcome = job.status()
+    if outcome is not ray_jobs.JobStatus.SUCCEEDED:
+        ended = "was stopped by another" if outcome is ray_jobs.JobStatus.STOPPED else "failed"
+        raise RunError(f"job {job.submission_id} {ended}")

@@ -1,1 +1,0 @@
-"""The processes of a run of replicas: started, placed, replaced and ended."""

@@ -1,0 +1,231 @@
+"""`shoal serve simulate`: the latency of a model under a load, computed from its forward times; with `--trace`, what
+`endpoint.scale` would have cost on recorded arrivals.
+
+Parse, call, print. The forward times are measured by a live endpoint, or given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Column, Table
+
+from shoal.batching.latency_model import ForwardTime
+from shoal.cli.support.console import make_table, print_json
+from shoal.cli.support.options import SECONDS, FiniteRange, ca_option
+from shoal.client import Client, ModelStatus
+from shoal.client.discovery import find_endpoint, token_for
+from shoal.config import Spec
+from shoal.errors import ConfigError, DataError
+from shoal.libs.capacity.simulation import SimulatedLoad, simulate
+from shoal.libs.capacity.trace_replay import MAX_REQUESTS, read_trace, replay_fixed, replay_policy
+from shoal.serve.scaling.policy import ScalePolicy
+from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S
+from shoal.serve.spec.scale import MAX_REPLICAS, ScaleSpec
+
+TIMEOUT_S = 5.0
+DEFAULT_MAX_BATCH = 64  # that of ModelOptions
+DEFAULT_MAX_REPLICAS = 4
+DEFAULT_START_S = 6.0  # a replica of a small model on a processor (benchmarks/serving/autoscaling.py)
+MAX_PERIODS_S = 10_000_000.0  # four months
+LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, without --rate
+
+
+@click.command("simulate")
+@click.argument("model", required=False, metavar="[NAME]")
+@click.option("--latency", metavar="ROWS:SECONDS,...", help="Forward times, instead of a live model's.")
+@click.option("--rate", "rates", multiple=True, type=FiniteRange(min=0, min_open=True), help="Requests/s.")
+@click.option("--deadline", "deadline_s", type=SECONDS, help="Of each request, seconds.")
+@click.option(
+    "--max-batch", type=click.IntRange(1, 1_000_000), help="Rows of a forward at most.  [default: the model's, or 64]"
+)
+@click.option("--replicas", type=click.IntRange(1, MAX_REPLICAS), help="Replicas.  [default: the endpoint's, or 1]")
+@click.option("--trace", type=click.Path(path_type=Path), help="Replay these arrivals: CSV or Parquet.")
+@click.option("--scale", "scale_overrides", multiple=True, metavar="A=B", help="With --trace: max=4, floors={...}, ...")
+@click.option(
+    "--start-s",
+    type=FiniteRange(min=0),
+    help="With --trace: seconds until a new replica answers.  [default: 6]",
+)
+@click.option(
+    "--requests", default=20_000, show_default=True, type=click.IntRange(100, MAX_REQUESTS), help="To simulate."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@click.option("--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]")
+@ca_option
+def simulate_verb(
+    model: str | None,
+    latency: str | None,
+    rates: tuple[float, ...],
+    deadline_s: float | None,
+    max_batch: int | None,
+    replicas: int | None,
+    trace: Path | None,
+    scale_overrides: tuple[str, ...],
+    start_s: float | None,
+    requests: int,
+    as_json: bool,
+    endpoint: str | None,
+) -> None:
+    """Show the latency of requests at a rate, computed from the model's forward times.
+
+    The batcher's own scheduler runs on a simulated clock with Poisson arrivals of one row each; parsing and network
+    are not included. Without --rate: from a quarter of the model's capacity to nearly all of it.
+
+    With --trace: what `endpoint.scale` would have cost, in replica-hours, and the share of requests within its
+    objective, beside fixed numbers of replicas. The file has a column `time` with a row for each request, or `time` and
+    `count` with a row for each minute.
+
+    \b
+    Examples:
+      shoal serve simulate fashion --rate 500 --rate 2000
+      shoal serve simulate fashion --rate 5000 --deadline 0.05 --replicas 2
+      shoal serve simulate --latency 1:0.0205,32:0.036 --max-batch 32 --rate 200 --deadline 0.1
+      shoal serve simulate fashion --trace last_week.csv --scale max=4 --scale objective_s=0.2
+    """
+    if trace is None and (scale_overrides or start_s is not None):
+        raise ConfigError(
+            "scale" if scale_overrides else "start-s", scale_overrides or start_s, "needs a trace", "give --trace"
+        )
+    if trace is not None and rates:
+        raise ConfigError("rate", rates[0], "a trace has its own rates", "leave --rate or --trace out")
+    if (model is None) == (latency is None):
+        raise ConfigError("model", model, "one of a model and --latency is needed", "name one of both")
+    if latency is not None:
+        points, most, count = _parse_latency(latency), max_batch or DEFAULT_MAX_BATCH, replicas or 1
+    else:
+        status, num_replicas = _fetch_model_status(str(model), endpoint)
+        points, most = status.latency, max_batch or status.max_batch_rows
+        count, deadline_s = replicas or num_replicas, deadline_s or status.deadline_s
+    if trace is not None:
+        _replay_trace(trace, points, most, replicas, deadline_s, scale_overrides, start_s, as_json)
+        return
+    capacity_per_s = ForwardTime(points).capacity_per_s(most) * count
+    loads = [
+        (rate, simulate(points, rate / count, max_batch_rows=most, deadline_s=deadline_s, num_requests=requests))
+        for rate in rates or tuple(capacity_per_s * share for share in LOADS)
+    ]
+    if as_json:
+        of_all = (  # replicas together
+            asdict(load) | {"requests_per_s": rate, "goodput_per_s": load.goodput_per_s * count} for rate, load in loads
+        )
+        rows = [_without_nan(each) for each in of_all]
+        print_json({"capacity_per_s": capacity_per_s, "replicas": count, "loads": rows})
+        return
+    Console(highlight=False).print(_build_table(loads, count, deadline_s))
+    plural = "replicas" if count > 1 else "replica"
+    capacity = f"forwards of {count} {plural} take {capacity_per_s:,.0f} requests/s, in batches of up to {most}"
+    click.echo(f"{capacity}; what parsing and sending take comes on top")
+    if (largest := max(rows for rows, _ in points)) < most:
+        click.echo(f"forwards were measured up to {largest} rows: what larger batches take is a guess")
+
+
+def _parse_latency(latency: str) -> list[tuple[int, float]]:
+    """`1:0.02,32:0.036`."""
+    try:
+        pairs = [point.split(":") for point in latency.split(",")]
+        points = [(int(rows), float(seconds)) for rows, seconds in pairs]
+    except ValueError:
+        raise ConfigError("latency", latency, "is not ROWS:SECONDS,...", "for example 1:0.0205,32:0.036") from None
+    if any(rows < 1 or not 0 < seconds < math.inf for rows, seconds in points):
+        raise ConfigError("latency", latency, "rows and seconds must be above zero, and finite")
+    if len(dict(points)) < len(points):
+        raise ConfigError("latency", latency, "has a number of rows twice", "give each once")
+    return points
+
+
+def _fetch_model_status(model: str, endpoint: str | None) -> tuple[ModelStatus, int]:
+    """The model's status and the number of replicas. Raises ConfigError for a model without measurements."""
+    address = find_endpoint(endpoint)
+    with Client(address.url, token=token_for(address.url), timeout_s=TIMEOUT_S) as client:
+        status = client.status()
+    models = {each.name: each for each in status.models}
+    if model not in models:
+        raise ConfigError("model", model, f"is not served by {address.name}", f"models: {', '.join(models)}")
+    if not models[model].latency:
+        remedy = f"send it requests (shoal predict {model} ...), or say --latency"
+        raise ConfigError("model", model, "has no measured forward yet", remedy)
+    return models[model], max(1, len(status.replicas))
+
+
+def _without_nan(values: Mapping[str, object]) -> dict[str, object]:
+    """For JSON, which has null for it."""
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
+
+
+def _build_table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadline_s: float | None) -> Table:
+    in_time = "answered/s" if deadline_s is None else f"within {deadline_s:g} s"
+    headings = ("requests/s", "p50", "p90", "p99", in_time, "refused", "busy", "batch")
+    rows = (
+        (
+            f"{rate:,.0f}",
+            *(_format_milliseconds(seconds) for seconds in (load.p50_s, load.p90_s, load.p99_s)),
+            f"{load.goodput_per_s * replicas:,.0f}",
+            f"{load.refused / load.requests:.1%}",
+            f"{load.utilisation:.0%}",
+            "-" if math.isnan(load.mean_batch_rows) else f"{load.mean_batch_rows:.1f}",
+        )
+        for rate, load in loads
+    )
+    return make_table(*(Column(heading, justify="right") for heading in headings), rows=rows)
+
+
+def _format_milliseconds(seconds: float) -> str:
+    return "-" if math.isnan(seconds) else f"{seconds * 1000:.4g} ms"
+
+
+def _replay_trace(
+    path: Path,
+    measured: Sequence[tuple[int, float]],
+    max_batch: int,
+    replicas: int | None,
+    deadline_s: float | None,
+    scale_overrides: Iterable[str],
+    start_s: float | None,
+    as_json: bool,
+) -> None:
+    """Print the replay of a trace with `scale` and with fixed numbers of replicas: the given one, or 1 to its maximum.
+
+    Raises ConfigError for a `scale` or a trace that does not fit.
+    """
+    overrides = [f"scale.{each}" for each in scale_overrides]
+    spec = _Scaled(scale=ScaleSpec(max=replicas or DEFAULT_MAX_REPLICAS)).override(overrides).scale
+    objective_s = spec.objective_s or deadline_s or DEFAULT_OBJECTIVE_S
+    arrivals_s = read_trace(path)
+    span_s = float(arrivals_s[-1] - arrivals_s[0])
+    if span_s > MAX_PERIODS_S:
+        problem = f"spans {span_s / 86400:,.0f} days, and a simulation at most {MAX_PERIODS_S / 86400:,.0f}"
+        raise DataError("trace", str(path), problem, "give a part of it; times are in seconds")
+    seconds = ForwardTime(measured).tabulate(max_batch)
+    policy, start_s = ScalePolicy(spec, objective_s), DEFAULT_START_S if start_s is None else start_s
+    replays = {
+        "scale": replay_policy(arrivals_s, policy, seconds, objective_s, start_s=start_s, initial=spec.min),
+    }
+    for number in range(1, spec.max + 1) if replicas is None else (replicas,):
+        replays[str(number)] = replay_fixed(arrivals_s, number, seconds, objective_s)
+    if as_json:
+        print_json({"objective_s": objective_s, "requests": len(arrivals_s), "span_s": span_s,
+                    "replays": {name: _without_nan(asdict(each)) for name, each in replays.items()}})  # fmt: skip
+        return
+    headings = ("replicas", "replica-hours", f"within {objective_s:g} s", "p50", "p99", "rejected")
+    rows = (
+        (
+            f"{spec.min} to {spec.max}, by load" if name == "scale" else name,
+            f"{each.replica_s / 3600:,.2f}",
+            f"{each.within:.2%}",
+            *map(_format_milliseconds, (each.p50_s, each.p99_s)),
+            f"{each.rejected / each.requests:.1%}",
+        )
+        for name, each in replays.items()
+    )
+    Console(highlight=False).print(make_table(*(Column(each, justify="right") for each in headings), rows=rows))
+    click.echo(f"{len(arrivals_s):,} requests in {span_s / 3600:,.1f} hours; parsing and sending take more time")
+
+
+class _Scaled(Spec):
+    scale: ScaleSpec

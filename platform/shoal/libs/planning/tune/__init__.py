@@ -1,1 +1,0 @@
-"""Finders of learning rate and batch size, and ablation."""

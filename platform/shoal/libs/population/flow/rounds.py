@@ -1,0 +1,327 @@
+"""The rounds of a population, of a Task's members or of learners: what both kinds of runs have in common.
+
+    restore ► (train ► scores ► decisions ► copies and changes ► checkpoint ► record) for each round ► register
+
+Owns the run's record, the order of events and the state between rounds. `PopulationTrainer` and `RLPopulation` say how
+members are trained, copied and changed. Imports no Ray, starts no process.
+Legend: K members.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import shoal.runs
+from shoal import checkpoint
+from shoal.cluster.job_main import expected_run_id
+from shoal.config import last_override
+from shoal.errors import ConfigError, SpecMismatch
+from shoal.libs.population.evolution import ARCHITECTURE, Decisions, ShrinkAndPerturb, build_evolution
+from shoal.libs.population.lineage import Lineage, rank_members
+from shoal.random_state import preserve_rng
+from shoal.registry import Registry
+from shoal.runs import RunKind, RunRecorder, Status
+from shoal.runs.report.event_messages import NO_CHECKPOINT
+from shoal.train.reporting.console import ConsoleLog
+from shoal.train.reporting.event_log import EventLog
+from shoal.weights import WeightSnapshot
+
+if TYPE_CHECKING:
+    from shoal.libs.population.flow.ray_members import RayMembers
+    from shoal.libs.population.loop.members import LoopMembers
+    from shoal.libs.population.loop.spec import RLPopulationSpec
+    from shoal.libs.population.population import Population
+    from shoal.libs.population.spec import PopulationSpec
+
+FRESH = -1  # in a line of descent: new weights, of no other member
+
+
+SpecT = TypeVar("SpecT", bound="PopulationSpec | RLPopulationSpec")
+EitherSpec = TypeVar("EitherSpec", "PopulationSpec", "RLPopulationSpec")
+
+
+def choose_spec(recipe: EitherSpec, overrides: Sequence[str]) -> EitherSpec:
+    """The resumed run's spec, or the recipe, with `overrides`.
+
+    Raises ConfigError for a fixed value of what the space has too: it would have no effect.
+    """
+    resumed = last_override(overrides, "resume")
+    spec = type(recipe).from_record(shoal.runs.load(resumed).spec, overrides) if resumed else recipe.override(overrides)
+    for path in spec.space:
+        if fixed := last_override(overrides, path):
+            raise ConfigError(path, fixed, "differs from member to member, by the space", f"add space.{path}=null")
+    return spec
+
+
+def require_continuation(spec: PopulationSpec | RLPopulationSpec, unchanged: Sequence[str]) -> None:
+    """Raise ConfigError for a run that has ended, SpecMismatch for one in which a field of `unchanged` differs."""
+    before = shoal.runs.load(spec.resume)
+    recorded = type(spec).from_record(before.spec)
+    if before.status is Status.FINISHED and spec.rounds <= recorded.rounds:
+        problem = f"has ended already, after {recorded.rounds} rounds"
+        raise ConfigError("resume", before.id, problem, f"say when it ends now, as in rounds={2 * recorded.rounds}")
+    for name in unchanged:
+        if getattr(spec, name) != getattr(recorded, name):
+            problem = f"the run has {getattr(recorded, name)!r}"
+            raise SpecMismatch(name, getattr(spec, name), problem, "leave it out, or begin a new run")
+
+
+@contextmanager
+def recorded_population(spec: PopulationSpec | RLPopulationSpec, job: str) -> Iterator[RunRecorder]:
+    """The record of a run while it lasts; writes the report at its end."""
+    with shoal.runs.recording(
+        spec.to_record(),
+        job,
+        begun="population",
+        kind=RunKind.POPULATION,
+        resumed=spec.resume,
+        run_id=expected_run_id(),
+    ) as recorder:
+        yield recorder
+    shoal.runs.write_report_at_end(recorder.id)
+
+
+class RoundLog(ConsoleLog):
+    """Prints a line for each round, and every problem. scores: what its scores are called."""
+
+    def __init__(self, log: EventLog, scores: str = "scores") -> None:
+        super().__init__(log, print_line)
+        self._scores = scores
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._event_log.log(step, values)
+
+    def record_event(self, kind: str, /, **details: Any) -> None:
+        super().record_event(kind, **details)
+        if kind == "round":
+            finite = [score for score in details["scores"] if score is not None]
+            scores = f"{min(finite):.4g} to {max(finite):.4g}" if finite else "none finite"
+            self._say(f"round {details['round']:3} | step {details['step']:,} | {self._scores} {scores}")
+
+
+def print_line(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
+
+
+@dataclass
+class PopulationState:
+    """What a run consists of between two rounds, apart from the members' numbers. Its only tensors are the best's.
+
+    round:     rounds that are over
+    values:    of the space, for each member, in the next round
+    ancestors: of each member, [round, source] of each copy in its line of descent, oldest first
+    rounds:    the details of each round's event, as the record has them
+    best:      the best member of any round: {round, member, score, hyper_parameters, ancestors, weights}; {} at first
+    seconds:   of all rounds, over all attempts
+    """
+
+    round: int
+    values: list[dict[str, Any]]
+    ancestors: list[list[list[int]]]
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class PopulationRun(ABC, Generic[SpecT]):
+    """The rounds of one run. `state` is that of the newest good checkpoint, or of a new population.
+
+    folder:     of the run; it has the checkpoints
+    population: the members, which a subclass makes
+    """
+
+    population: Population | RayMembers | LoopMembers
+
+    def __init__(self, spec: SpecT, folder: Path, log: EventLog) -> None:
+        self.spec: SpecT = spec
+        self._log, self._folder = log, folder / "checkpoints"
+        self._evolution = build_evolution(
+            spec.evolution, spec.search_space, spec.members, num_rounds=spec.rounds, seed=spec.seed
+        )
+        self.state = PopulationState(0, self._evolution.sample(), [[] for _ in range(spec.members)])
+        self._saved_members: dict[str, Any] = {}  # what `save_members` gave to the checkpoint
+        loaded = checkpoint.load_latest(self._folder)
+        if loaded is not None:
+            saved = dict(loaded.state)
+            self._evolution.load_state_dict(saved.pop("evolution"))
+            self.state = PopulationState(**{each.name: saved.pop(each.name) for each in fields(PopulationState)})
+            self._saved_members = saved
+            log.record_event("restored", step=loaded.step, damaged=loaded.damaged)
+        elif spec.resume:
+            log.record_event(NO_CHECKPOINT)
+
+    # -- what a kind of members says ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def describe_members(self) -> dict[str, Any]:
+        """Details of the event `population`: device, parameters of a member, order of its batches."""
+
+    @abstractmethod
+    def train_round(self, step: int) -> list[float]:
+        """Train all members until `step`, and log. Returns their scores; NaN for those that have failed."""
+
+    @abstractmethod
+    def begin_afresh(self, member: int, mixture: ShrinkAndPerturb | None) -> None:
+        """Give the member new weights, drawn from torch's generator, or its own mixed with such."""
+
+    @abstractmethod
+    def save_members(self) -> dict[str, Any]:
+        """Their part of a checkpoint."""
+
+    @abstractmethod
+    def load_members(self, saved: dict[str, Any]) -> None:
+        """Go on from what `save_members` gave."""
+
+    # -- rounds ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> PopulationState:
+        """Train to the last round. An interruption loses the present round only.
+
+        Raises TrainError when no member has a finite score, and what the members and the disk raise.
+        """
+        spec, state = self.spec, self.state
+        saved, self._saved_members = self._saved_members, {}
+        if saved:
+            self.load_members(saved)
+        self._log.record_event(
+            "population",
+            step=state.round * spec.steps_per_round,
+            members=spec.members,
+            rounds=spec.rounds,
+            total_steps=spec.total_steps,
+            metric=spec.metric,
+            is_higher_better=spec.is_higher_better,
+            space=spec.search_space.describe(),
+            **self.describe_members(),
+        )
+        if saved:  # perhaps the earlier attempt died between the checkpoint and the event
+            self._log.record_event("round", **state.rounds[-1])
+        while state.round < spec.rounds:
+            self._run_round()
+        return state
+
+    def _run_round(self) -> None:
+        began_s, state = time.monotonic(), self.state
+        step = (state.round + 1) * self.spec.steps_per_round
+        scores = self.train_round(step)
+        state.round += 1
+        details = {
+            "round": state.round,
+            "step": step,
+            "scores": [score if math.isfinite(score) else None for score in scores],
+            "hyper_parameters": {path: [values[path] for values in state.values] for path in state.values[0]},
+            "ancestors": [list(map(list, each)) for each in state.ancestors],
+        }
+        self._remember_best(scores)
+        signed = scores if self.spec.is_higher_better else [-score for score in scores]
+        decisions = self._evolution.next(state.round, signed, state.values)
+        self._apply(decisions)
+        state.rounds.append(details | describe_decisions(decisions))
+        state.seconds += time.monotonic() - began_s
+        self._log.flush()
+        saved = {each.name: getattr(state, each.name) for each in fields(state)}
+        saved |= {"evolution": self._evolution.state_dict(), **self.save_members()}
+        checkpoint.save(self._folder, step, saved, self.spec.keep_checkpoints)
+        self._log.record_event("round", **state.rounds[-1])
+
+    def _remember_best(self, scores: Sequence[float]) -> None:
+        """Keep the best member of all rounds: a restart may leave every later one worse."""
+        is_higher_better, state = self.spec.is_higher_better, self.state
+        member = rank_members(scores, is_higher_better)[0]
+        score, before = scores[member], state.best.get("score")
+        if not math.isfinite(score):
+            return
+        if before is None or (score > before if is_higher_better else score < before):
+            state.best = {
+                "round": state.round,
+                "member": member,
+                "score": score,
+                "hyper_parameters": dict(state.values[member]),
+                "ancestors": [list(each) for each in state.ancestors[member]],
+                "weights": self.population.member_state_dict(member),
+            }
+
+    def _apply(self, decisions: Decisions) -> None:
+        """Copies, new weights, a restart, changes and stops, in this order."""
+        state, restart, population = self.state, decisions.restart, self.population
+        population.exploit(decisions.copies)
+        before = [list(each) for each in state.ancestors]
+        for loser, winner in decisions.copies:
+            state.ancestors[loser] = [*before[winner], [state.round, winner]]
+        for member in decisions.fresh:
+            state.ancestors[member] = [*before[member], [state.round, FRESH]]
+        renewed: list[tuple[int, ShrinkAndPerturb | None]] = [(member, None) for member in decisions.fresh]
+        renewed += [(member, restart) for member in (restart.members if restart else ())]
+        for member, mixture in renewed:
+            with preserve_rng((self.spec.seed + (state.round << 32) + member) % 2**63):  # another for each round
+                self.begin_afresh(member, mixture)
+        for member, values in decisions.changes.items():
+            state.values[member] = dict(values)
+            changed = {path: value for path, value in values.items() if not path.startswith(ARCHITECTURE)}
+            population.set_hyper_parameters(member, changed)  # an architecture never changes
+        for member in decisions.stopped:
+            population.retire(member)
+
+    def get_scores(self) -> list[float]:
+        """List those of each member, after the last round; NaN for those without one."""
+        return [math.nan if score is None else score for score in self.state.rounds[-1]["scores"]]
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def record_best(self, metrics: Mapping[str, float]) -> None:
+        """Record the best member of any round, with its metrics."""
+        best = {key: value for key, value in self.state.best.items() if key != "weights"}
+        self._log.record_event("evolved", metrics=metrics, **best)
+
+    def trace_best(self) -> dict[str, Any]:
+        """The best member and its schedule, with its ancestors', oldest first: who was trained in which rounds, with
+        which values."""
+        best = self.state.best
+        ancestry = Lineage(self.state.rounds).trace_ancestry(best["member"], best["round"])
+        schedule = [
+            {"member": each.member, "first_round": each.begin + 1, "last_round": each.end, **each.values}
+            for each in ancestry
+        ]
+        return {"member": best["member"], "round": best["round"], "schedule": schedule}
+
+    def register(self, recorder: RunRecorder, name: str, snapshot: WeightSnapshot, **entry: Any) -> None:
+        """Register weights as the next version of `name`, and record that. entry: further arguments of the registry."""
+        version = Registry().register(name, snapshot, run_id=recorder.id, aliases=self.spec.aliases, **entry)
+        recorder.record_model(version.name, version.version, version.aliases)
+
+    def record_end(self, members: str, metrics: Mapping[str, float]) -> str:
+        """Record how the run ended, and return it in words. members: what they are called."""
+        spec, best = self.spec, self.state.best
+        best_one = f"member {best['member']} of round {best['round']} is best"
+        detail = f"{spec.rounds} rounds of {spec.members} {members}, {best_one}"
+        self._log.record_event(
+            "trained",
+            reason="rounds",
+            detail=detail,
+            steps=spec.total_steps,
+            kept=best["round"] * spec.steps_per_round,
+            seconds=self.state.seconds,
+            metrics=metrics,
+        )
+        return detail
+
+
+def describe_decisions(decisions: Decisions) -> dict[str, Any]:
+    """Describe them for the record."""
+    described: dict[str, Any] = {
+        "copies": [list(pair) for pair in decisions.copies],
+        "fresh": list(decisions.fresh),
+        "retired": list(decisions.retired),
+        "stopped": list(decisions.stopped),
+    }
+    if decisions.restart is not None:
+        described["restart"] = {"every": decisions.restart.rounds, "best": decisions.restart.best}
+    return described

@@ -1,0 +1,116 @@
+"""What IMPALA and PPO have in common: the model, its optimizer, their state, and the step on the gradients of a loss.
+
+Legend: N steps, S segments laid end to end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.models.recurrent_actor_critic import AnyActorCritic
+from shoal.rl.algorithm_config import AlgorithmConfig, ImpalaConfig, PPOConfig
+from shoal.rl.algorithms.algorithm import (
+    Algorithm,
+    NonFiniteLoss,
+    build_model,
+    find_device,
+    restore_optimizer,
+    set_learning_rate,
+)
+from shoal.rl.algorithms.normalization import Normalizer
+from shoal.rl.algorithms.segments import MOMENTS, compute_log_ratios, explain_variance, to_tensors
+from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.learner_group import LearnerGroup
+from shoal.rl.spec import RLSpec
+from shoal.wire import ExperienceSpec
+
+
+class Losses(NamedTuple):
+    """Scalars; `total` is minimised. Sums over the N steps divided by those of all learners: means, where it is one.
+
+    moments: [4], of the values' errors and targets, for `explain_variance`
+    """
+
+    total: Tensor
+    policy: Tensor
+    value: Tensor
+    entropy: Tensor
+    clip_fraction: Tensor
+    kl: Tensor
+    moments: Tensor
+
+
+class ActorCriticAlgorithm(Algorithm):
+    """A policy and its values, trained together by Adam."""
+
+    adam_epsilon: ClassVar[float] = 1e-8
+    _config: ImpalaConfig | PPOConfig
+
+    def __init__(self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> None:
+        assert isinstance(spec.algorithm, ImpalaConfig | PPOConfig)
+        self._config = spec.algorithm
+        self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
+        self.model: AnyActorCritic = build_model(spec, experience)
+        self.model.to(self.device)
+        rate = self._config.learning_rate
+        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=rate, eps=self.adam_epsilon, fused=True)
+
+    def compute_gradients(self, losses: Losses, num_mine: int, num_steps: int, group: LearnerGroup) -> dict[str, float]:
+        """Store the clipped gradients of a loss over `num_mine` steps in the model; returns a step's metrics.
+
+        num_steps: of which the other learners of the group have the others
+        """
+        self.model.zero_grad(set_to_none=True)
+        losses.total.backward()
+        metrics = {
+            "learner/loss": losses.total,
+            "learner/policy_loss": losses.policy,
+            "learner/value_loss": losses.value,
+            "learner/entropy": losses.entropy,
+            "learner/clip_fraction": losses.clip_fraction,
+            "learner/kl": losses.kl,
+            **dict(zip(MOMENTS, losses.moments, strict=True)),
+        }
+        sums = group.sum_gradients(self.model.parameters(), metrics, num_mine, num_steps)
+        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
+        explained = explain_variance(*(sums.pop(each) for each in MOMENTS))
+        return {**sums, "learner/explained_variance": explained, "learner/grad_norm": grad_norm.item()}
+
+    def take_step(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Take the step of these gradients. Raises NonFiniteLoss, leaving the weights as they were."""
+        if bad := find_non_finite(metrics):
+            raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower algorithm.learning_rate or check the rewards")
+        self._optimizer.step()
+        return metrics
+
+    def compute_log_ratios(self, batch: ExperienceBatch) -> np.ndarray:
+        return compute_log_ratios(self.model, to_tensors(batch, self.device))
+
+    def configure(self, config: AlgorithmConfig) -> None:
+        assert isinstance(config, type(self._config))
+        self._config = config
+        set_learning_rate(self._optimizer, config.learning_rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "normalizer": self.normalizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.normalizer.load_state_dict(state.get("normalizer", {}))
+        restore_optimizer(self._optimizer, state["optimizer"], self._config.learning_rate)
+
+
+def find_non_finite(metrics: Mapping[str, float]) -> list[str]:
+    """The names of the metrics that are NaN or infinite."""
+    return [name for name, value in metrics.items() if not math.isfinite(value)]

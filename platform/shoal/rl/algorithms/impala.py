@@ -1,0 +1,92 @@
+"""IMPALA: one learner, many actors that lag behind it (Espeholt et al., arXiv:1802.01561).
+
+Read top to bottom: the loss as a pure function, then the algorithm as the learner knows it. Knows no clock, run or Ray.
+Legend: N steps, S segments laid end to end, B = S segments padded to T = the longest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shoal.models.action_distribution import Categorical, MultiCategorical, SquashedGaussian
+from shoal.rl.algorithm_config import ImpalaConfig
+from shoal.rl.algorithms.actor_critic import ActorCriticAlgorithm, Losses, find_non_finite
+from shoal.rl.algorithms.algorithm import Metrics
+from shoal.rl.algorithms.segments import (
+    SegmentBatch,
+    compute_moments,
+    evaluate_rows,
+    get_discounts,
+    make_grid,
+    to_tensors,
+)
+from shoal.rl.algorithms.vtrace import vtrace
+from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.learner_group import SINGLE, LearnerGroup, standardize
+
+
+def impala_loss(
+    outputs: Tensor,
+    values: Tensor,
+    batch: SegmentBatch,
+    config: ImpalaConfig,
+    distribution: Categorical | MultiCategorical | SquashedGaussian,
+    num_steps: int | None = None,
+    group: LearnerGroup = SINGLE,
+) -> Losses:
+    """The loss of §4.2: policy gradient with V-trace advantages, squared error to V-trace targets, entropy bonus.
+
+    Of experience that is k versions old, a step beyond 1 ± ε/k in the direction of its advantage has no policy gradient
+    (the trust region of PPO, 1707.06347): ρ = 1 would push it on with each batch until the effect of the first is seen.
+
+    outputs [N+S, ...] of the distribution and values [N+S] are the learner's, for every observation; differentiable in
+    both. num_steps: of the `group` of learners, if the batch is a share of one
+    """
+    num_steps = num_steps or len(batch.rewards)
+    grid = make_grid(batch.lengths_B)
+    log_pi, entropies = distribution.evaluate(outputs.index_select(0, grid.step_rows), batch.actions)
+    entropy = entropies.sum() / num_steps
+
+    discounts = get_discounts(batch, config.discount)
+    log_ratios = log_pi.detach() - batch.log_probabilities
+    per_step = torch.stack([log_ratios, discounts, batch.rewards, torch.ones_like(batch.rewards)])
+    values_T1B = grid.spread_rows(values.detach())
+    log_rhos_TB, discounts_TB, rewards_TB, mask_TB = grid.spread(per_step)
+    trace = vtrace(
+        log_rhos_TB, discounts_TB, rewards_TB, values_T1B, mask_TB, config.rho_bar, config.c_bar, config.lambda_
+    )
+    advantages = grid.collect(trace.advantages_TB)
+    if config.normalize_advantages:
+        advantages = standardize(advantages, group)
+    ratios = log_ratios.exp()
+    reach = config.clip / (1 if batch.ages is None else batch.ages.clamp(min=1))
+    is_clipped = torch.where(advantages > 0, ratios > 1 + reach, ratios < 1 - reach)
+    policy_loss = -(advantages * ~is_clipped * log_pi).sum() / num_steps
+    targets, values = grid.collect(trace.targets_TB), values.index_select(0, grid.step_rows)
+    value_loss = 0.5 * (targets - values).square().sum() / num_steps
+    total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
+    moments = compute_moments(values, targets, num_steps)
+    kl = (ratios - 1 - log_ratios).sum() / num_steps
+    return Losses(total, policy_loss, value_loss, entropy, is_clipped.sum() / num_steps, kl, moments)
+
+
+class Impala(ActorCriticAlgorithm):
+    """One step of Adam for each batch."""
+
+    _config: ImpalaConfig
+
+    def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
+        _, num_steps = self.group.locate(batch)
+        yield self.take_step(self._compute_metrics(batch, num_steps, self.group))
+
+    def is_usable(self, segment: ExperienceBatch) -> bool:
+        return not find_non_finite(self._compute_metrics(segment, segment.num_steps, SINGLE))
+
+    def _compute_metrics(self, batch: ExperienceBatch, num_steps: int, group: LearnerGroup) -> dict[str, float]:
+        tensors, config = to_tensors(batch, self.device), self._config
+        outputs, values = evaluate_rows(self.model, tensors)
+        losses = impala_loss(outputs, values, tensors, config, self.model.distribution, num_steps, group)
+        return self.compute_gradients(losses, batch.num_steps, num_steps, group)

@@ -1,1 +1,0 @@
-"""IMPALA (1802.01561): configuration, loss and update."""

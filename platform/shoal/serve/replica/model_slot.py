@@ -1,0 +1,315 @@
+"""One model of the plan on one replica, from its first load until its last answer.
+
+Made by the model manager, on its event loop. Loads missing versions one after the other, and lets the plan's versions
+answer as soon as they are loaded. A model that the plan no longer has is drained, then closed.
+
+    COLD ─load─► STAGING ─loaded─► SERVING ◄─switch─ NEXT        SERVING, NEXT ─retire─► DRAINING ─idle─► RETIRED
+                                      └────loaded under other options──▲
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from shoal.batching.batcher import Batcher
+from shoal.serve.messages.desired_state import ModelPlan
+from shoal.serve.messages.inference import InferCall, Outputs, ServedModelProtocol
+from shoal.serve.messages.replica_report import ModelReport, RejectedVersion
+from shoal.serve.model.predictor import Predictor
+from shoal.serve.replica.cold_models import OnDemandRequests
+from shoal.serve.replica.live_follower import LiveFollower
+from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
+from shoal.serve.replica.model_memory import ModelMemory
+from shoal.serve.replica.served_model import ServedModel
+from shoal.serve.replica.version_router import BatchGroup
+from shoal.serve.replica.watchers import ControllerClient
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.model_source import LiveModel, RegisteredModel
+
+if TYPE_CHECKING:
+    from shoal.serve.protocol.tracing import Tracer
+
+DRAIN_POLL_S = 0.02
+Options = dict[str, Any]  # as the plan has them
+
+
+class SlotState(Enum):
+    """What a slot's model does."""
+
+    COLD = "cold"  # nothing is loaded
+    STAGING = "staging"  # its first version is being loaded
+    SERVING = "serving"  # it answers, or is to answer
+    NEXT = "next"  # it answers, and is loaded under other options too, which will replace it
+    DRAINING = "draining"  # it gets no new calls, and answers its pending ones
+    RETIRED = "retired"  # it is closed
+
+
+@dataclass
+class SlotHost:
+    """What the slots of a replica share.
+
+    live:       the models that follow the weights of a run, by name
+    on_changed: called when there is something to report
+    """
+
+    batcher: Batcher[BatchGroup, InferCall, Outputs]
+    loader: VersionLoader
+    memory: ModelMemory
+    on_demand: OnDemandRequests
+    controller: ControllerClient
+    live: Mapping[str, LiveModel]
+    show_errors: bool
+    tracer: Tracer | None = None
+    on_changed: Callable[[], None] = lambda: None
+
+
+class ModelSlot:
+    """`plan` is the newest of the model, None if this replica is not to have it; `served` answers, None before a first
+    version is loaded; `rejected` is the last version that could not be loaded."""
+
+    def __init__(self, name: str, host: SlotHost) -> None:
+        self.name, self._host = name, host
+        self.plan: ModelPlan | None = None
+        self.served: ServedModel | None = None
+        self.follower: LiveFollower | None = None  # of a live model
+        self.rejected: RejectedVersion | None = None
+        self._next: ServedModel | None = None  # under other options; answers nothing before it replaces `served`
+        self._loading: asyncio.Task[None] | None = None
+        self._draining: set[asyncio.Task[None]] = set()
+        self._is_retired = False
+
+    @property
+    def state(self) -> SlotState:
+        if self._is_retired:
+            return SlotState.DRAINING if self._draining else SlotState.RETIRED
+        if self.served is not None:
+            return SlotState.SERVING if self._next is None else SlotState.NEXT
+        return SlotState.COLD if self._loading is None else SlotState.STAGING
+
+    @property
+    def is_answering(self) -> bool:
+        return self.served is not None and self.served.version > 0
+
+    @property
+    def failed_version(self) -> int:
+        """The version that could not be loaded; 0 for none."""
+        return self.rejected.version if self.rejected is not None else 0
+
+    @property
+    def answering(self) -> ServedModel | None:
+        """The model, once it answers as planned: a replica that takes over a canary needs both versions for that."""
+        served, plan = self.served, self.plan
+        if served is None or plan is None or not served.version:
+            return None
+        return served if plan.candidate in (0, self.failed_version, *served.versions) else None
+
+    @property
+    def has_staged(self) -> bool:
+        """Whether all planned versions are loaded, except a failed candidate; of a live model, a pinned one."""
+        served, plan = self.served, self.plan
+        assert plan is not None
+        if not plan.registry:
+            return self.follower is not None and self.follower.has(plan)
+        if served is not None and served.plan_options != plan.options:
+            return False
+        loaded = served.versions if served is not None else []
+        return (self.is_answering or not plan.staged) and {*plan.staged} <= {*loaded, self.failed_version}
+
+    @property
+    def startup_error(self) -> str:
+        """The reason why the model can never answer; "" when it may."""
+        plan, served, rejected = self.plan, self.served, self.rejected
+        assert plan is not None
+        if plan.reason:
+            return f"model {self.name!r}: {plan.reason}"
+        if served is not None and served.version and served.plan_options == plan.options:
+            return ""  # rejected under other options, which no replica takes then
+        if rejected is not None and plan.staged[:1] in ((), (rejected.version,)):  # the first must answer
+            return f"model {self.name!r} cannot be served: {rejected.reason}"
+        return ""
+
+    def report(self, report: ModelReport | None = None) -> ModelReport | None:
+        """The model's report, in place of that of one of its name that is being drained; None for nothing to report."""
+        if self._is_retired:  # without a version: the next model of its name does not wait for it
+            return replace(self.served.report(), version=0, staged=()) if self.served is not None else None
+        if self.served is not None:
+            report = self.served.report()
+            if self._next is not None:
+                report = replace(report, next_staged=max(self._next.versions, default=0))
+        if self.rejected is not None:
+            report = replace(report or ModelReport(), rejected=(self.rejected,))
+        return report
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def apply(self, plan: ModelPlan) -> None:
+        """Apply a plan as far as its versions are loaded, and begin to load the others."""
+        self.plan = plan
+        if plan.registry:
+            self._reconcile(plan)
+        elif self.follower is not None:
+            self.follower.apply(plan)
+        elif self._loading is None and self.rejected is None:
+            self._loading = self._start(self._serve_live(plan))
+
+    def retire(self, cold: ServedModelProtocol | None) -> None:
+        """Give the model no new calls, and close it once it has answered its pending ones.
+
+        cold: answers late calls for a model that made way for others
+        """
+        self.plan, self._is_retired = None, True
+        self._drop_next()
+        if self.follower is not None:
+            self.follower.close(timeout_s=0.0)
+        if self.served is not None:
+            self.served.cold = cold
+            self._drain(self.served)
+
+    def close(self) -> None:
+        """Stop loading and following, and fail queued requests. Idempotent."""
+        if self.follower is not None:
+            self.follower.close(timeout_s=2.0)
+        for task in filter(None, (self._loading, *self._draining)):
+            task.cancel()
+        for served in filter(None, (self.served, self._next)):
+            served.close()
+
+    def _reconcile(self, plan: ModelPlan) -> None:
+        """Let the planned versions answer, as far as they are loaded, and load the missing ones."""
+        if self.rejected is not None and self.rejected.attempt != plan.attempt:
+            self.rejected = None
+        version, options = self._find_next(plan)
+        if self._next is not None and (self._next.plan_options != options or version not in self._next.versions):
+            self._drop_next()
+        if self.served is not None and self._next is not None and self._next.plan_options == plan.options:
+            former, self.served, self._next = self.served, self._next, None
+            former.successor = self.served
+            self._drain(former)
+        if self.served is not None and self.served.plan_options == plan.options:
+            self.served.apply(plan)
+            self._host.memory.account(self.served, len(self.served.versions) * plan.size_bytes)
+        self._host.on_demand.notify()
+        if self._loading is None and self._find_missing() is not None:
+            self._loading = self._start(self._load_missing())
+
+    def _find_next(self, plan: ModelPlan) -> tuple[int, Options]:
+        """The version that is to be loaded alongside under other options, and these; 0 for none."""
+        if self.served is not None and self.served.plan_options != plan.options:
+            return max(plan.staged[:1], default=0), plan.options  # it has missed the staging, and still answers
+        return plan.next_version, plan.next_options
+
+    def _find_missing(self) -> tuple[int, Options] | None:
+        """The version to load next, and its options; None for none."""
+        plan, served = self.plan, self.served
+        if plan is None:
+            return None
+        loaded = served.versions if served is not None else []
+        has_other_options = served is not None and served.plan_options != plan.options
+        missing = [] if has_other_options else [(each, plan.options) for each in plan.staged if each not in loaded]
+        if not (loaded or has_other_options):
+            missing = missing[:1]  # the others are checked against it
+        elif self._next is None:
+            missing.append(self._find_next(plan))
+        return next((each for each in missing if each[0] not in (0, self.failed_version)), None)
+
+    # -- loads --------------------------------------------------------------------------------------------------------
+
+    async def _load_missing(self) -> None:
+        while (missing := self._find_missing()) is not None:
+            await self._load(*missing)
+            if self.plan is not None:  # it may have changed
+                self._reconcile(self.plan)
+            self._host.on_changed()
+        self._loading = None
+
+    async def _load(self, version: int, plan_options: Options) -> None:
+        plan, served, host = self.plan, self.served, self._host
+        assert plan is not None
+        source, options = RegisteredModel(self.name, plan.registry), ModelOptions.parse(plan_options)
+        signature, built = (served.signature, served.built) if served is not None else (None, None)
+        wanted = version, plan_options
+        async with host.memory.reserve(version, lambda: self.plan if self._find_missing() == wanted else None) as fits:
+            try:
+                if fits:
+                    self._add(await host.loader.load_version(source, version, options, signature, built), plan_options)
+            except StagingError as error:
+                if self.plan is not None:
+                    self.rejected = RejectedVersion(version, str(error), plan.attempt)
+
+    def _add(self, staged: StagedVersion, options: Options) -> None:
+        """Add a loaded version, if the plan still wants it."""
+        plan, served, version = self.plan, self.served, staged.loaded.version
+        if plan is None:
+            return
+        predictor = staged.built.predictor
+        if options == plan.options and version in plan.staged and (served is None or served.plan_options == options):
+            target = self.served = served or self._make_served(predictor, options)
+        elif served is not None and (version, options) == self._find_next(plan):
+            target = self._next = self._next or self._make_served(predictor, options)
+        else:
+            return
+        target.built, target.predictor = staged.built, predictor
+        target.router.add(staged.loaded)
+        self._host.memory.add(target, plan, staged.load_s)
+
+    async def _serve_live(self, plan: ModelPlan) -> None:
+        host, model = self._host, self._host.live[self.name]
+        try:
+            options = ModelOptions.parse(plan.options)
+            predictor = await host.loader.build_predictor(model.factory, model.signature, options)
+        except StagingError as error:
+            if self.plan is not None:
+                self.rejected = RejectedVersion(0, str(error), plan.attempt)
+        else:
+            if self.plan is not None:
+                self.served = self._make_served(predictor, plan.options, is_live=True)
+                assert self.served.live is not None
+                self.follower = LiveFollower(
+                    self.name, self.served.live, model.weights, host.controller, self.plan, lambda: host.on_changed()
+                )
+        self._loading = None
+
+    def _make_served(self, predictor: Predictor, options: Options, *, is_live: bool = False) -> ServedModel:
+        host = self._host
+        counts = self.served.counts if self.served is not None else None
+        if self.name in host.on_demand.models:
+            counts = host.on_demand.get_use(self.name).counts
+        served = ServedModel(
+            self.name, predictor, host.batcher, is_live=is_live, tracer=host.tracer, show_errors=host.show_errors,
+            counts=counts,
+        )  # fmt: skip
+        served.plan_options = options
+        return served
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _drop_next(self) -> None:
+        if self._next is not None:
+            self._close_served(self._next)
+            self._next = None
+
+    def _drain(self, served: ServedModel) -> None:
+
+        async def drain() -> None:
+            while not served.is_idle:
+                await asyncio.sleep(DRAIN_POLL_S)
+            self._close_served(served)
+            self._draining.discard(task)
+            if served is self.served:
+                self.served = None
+            self._host.on_changed()
+
+        task = self._start(drain())
+        self._draining.add(task)
+
+    def _close_served(self, served: ServedModel) -> None:
+        served.close()
+        self._host.memory.account(served, 0)
+
+    @staticmethod
+    def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(work)

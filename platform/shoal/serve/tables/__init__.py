@@ -1,1 +1,0 @@
-"""Runs a model over tables: columns in, columns out."""
