@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -116,13 +116,7 @@ def start_cluster(
     ):
         ports = dict(zip(_PORTS, free, strict=True)) | ({"dashboard_port": block[0]} if block else {})
         on_failure.callback(end_cluster, cluster_id, temp_dir, grace_s=0.5)  # an interruption may come at any moment
-        temp_dir.mkdir(0o700)
-        (temp_dir / "cluster-id").write_text(cluster_id)
-        (temp_dir / "tmp").mkdir()
-        serve = serve_environment(temp_dir) | limit_replica_ports(block[1:])
-        if detached:  # it may serve what Ray's own `serve deploy` brings, which does not prepare; `deploy` does
-            with contextlib.suppress(ClusterError):
-                prepare_ingress(serve)
+        serve = _prepare_folder(temp_dir, cluster_id, block[1:], detached)
         options = {
             "temp_dir": str(temp_dir),
             "ports": ports,
@@ -151,6 +145,18 @@ def start_cluster(
             atexit.register(cluster.stop)
         on_failure.pop_all()
     return cluster
+
+
+def _prepare_folder(temp_dir: Path, cluster_id: str, ports: Sequence[int], detached: bool) -> dict[str, str]:
+    """Make the cluster's folder; returns the environment of its endpoints, whose replicas have these ports."""
+    temp_dir.mkdir(0o700)
+    (temp_dir / "cluster-id").write_text(cluster_id)
+    (temp_dir / "tmp").mkdir()
+    serve = serve_environment(temp_dir) | limit_replica_ports(ports)
+    if detached:  # it may serve what Ray's own `serve deploy` brings, which does not prepare; `deploy` does
+        with contextlib.suppress(ClusterError):
+            prepare_ingress(serve)
+    return serve
 
 
 def _can_fork() -> bool:

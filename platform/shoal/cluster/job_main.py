@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -71,19 +71,16 @@ def job_main(
         check(chosen)
         if CHECK in words:
             return
-        signal.signal(signal.SIGTERM, _raise_interrupt)
         has_json = getattr(chosen, "logs", TEXT) == JSON
         if has_json:
             write_json_lines()
-        if not needs_cluster and not os.environ.get("RAY_ADDRESS"):
+        with ExitStack() as connected:
+            if needs_cluster or os.environ.get("RAY_ADDRESS"):
+                signal.signal(signal.SIGTERM, _raise_interrupt)
+                connect(has_json=has_json)
+                connected.callback(disconnect)
+            signal.signal(signal.SIGTERM, _raise_interrupt)  # ray.init replaces the handler
             run(chosen, job)
-            return
-        connect(has_json=has_json)
-        signal.signal(signal.SIGTERM, _raise_interrupt)  # ray.init replaces the handler
-        try:
-            run(chosen, job)
-        finally:
-            disconnect()
     except (ShoalError, OSError) as error:  # an OSError such as a full disk
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)

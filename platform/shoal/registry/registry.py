@@ -108,8 +108,7 @@ class Registry:
         require_name("name", name)
         require_aliases(tuple(aliases))
         find_format(model.format)
-        check = snapshot.check if model.format == "module" else snapshot.verify
-        check()  # rejects damage now instead of when the model is served
+        snapshot.check() if model.format == "module" else snapshot.verify()  # rejects damage now
         try:
             self.require_distinct_name("name", name)
             version = self._claim_number(name)
@@ -137,8 +136,9 @@ class Registry:
                     self.store.write(f"{name}/{version}/{file}", content)
                 described = manifest.model_dump_json(indent=2, exclude=None if parts else {"parts"})
                 self.store.create(f"{name}/{version}/{_MANIFEST}", described.encode())  # the last one
+                now_s = time.time()
                 self._update_aliases(
-                    name, lambda now: now.with_version(version).with_promotion(version, aliases, time.time())
+                    name, lambda now: now.with_version(version).with_promotion(version, aliases, now_s)
                 )
         except OSError as error:
             raise RegistryError(f"{name!r} cannot be registered in {self.location}: {error}") from error

@@ -39,7 +39,7 @@ EpisodeReply = Future[EpisodeAnswer | EpisodeRejection]
 
 
 @dataclass(eq=False)
-class _UserTurn:
+class _OpenStep:
     """What the user of an episode has given since its last action, and waits for.
 
     reward:     None: none was given
@@ -68,7 +68,7 @@ class UserEpisodes:
         self._spec, self._inference = state.setting.experience, inference.start()
         state.queue.ledger.open_account(self.key)
         self._episodes = inference.add_client(self.key, state.actors.join(self.key), MAX_USER_EPISODES).episodes
-        self._turns: dict[int, _UserTurn] = {}  # by the number of the episode
+        self._turns: dict[int, _OpenStep] = {}  # by the number of the episode
         self._requests: deque[tuple[EpisodeRequest, EpisodeReply]] = deque()  # from other threads
         self._num_started = self._num_finished = self._num_expired = 0
 
@@ -173,13 +173,13 @@ class UserEpisodes:
         number = self._num_started
         self._inference.take_act(self.key, ActMessage(number, 0), [observation])
         self._num_started += 1
-        self._turns[number] = _UserTurn(f"{self.key[1]}-{number}-{secrets.token_hex(8)}", reply)
+        self._turns[number] = _OpenStep(f"{self.key[1]}-{number}-{secrets.token_hex(8)}", reply)
         return None
 
     def _act(
         self,
         episode: RemoteEpisode,
-        turn: _UserTurn,
+        turn: _OpenStep,
         observation: bytes,
         reply: EpisodeReply | None,
         is_last: bool,
