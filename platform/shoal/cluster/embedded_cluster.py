@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -147,7 +147,7 @@ def start_cluster(
     return cluster
 
 
-def _prepare_folder(temp_dir: Path, cluster_id: str, ports: Sequence[int], detached: bool) -> dict[str, str]:
+def _prepare_folder(temp_dir: Path, cluster_id: str, ports: range, detached: bool) -> dict[str, str]:
     """Make the cluster's folder; returns the environment of its endpoints, whose replicas have these ports."""
     temp_dir.mkdir(0o700)
     (temp_dir / "cluster-id").write_text(cluster_id)

@@ -136,10 +136,8 @@ class Registry:
                     self.store.write(f"{name}/{version}/{file}", content)
                 described = manifest.model_dump_json(indent=2, exclude=None if parts else {"parts"})
                 self.store.create(f"{name}/{version}/{_MANIFEST}", described.encode())  # the last one
-                now_s = time.time()
-                self._update_aliases(
-                    name, lambda now: now.with_version(version).with_promotion(version, aliases, now_s)
-                )
+                promotion = version, aliases, time.time()
+                self._update_aliases(name, lambda now: now.with_version(version).with_promotion(*promotion))
         except OSError as error:
             raise RegistryError(f"{name!r} cannot be registered in {self.location}: {error}") from error
         return self.get(f"{name}@{version}")

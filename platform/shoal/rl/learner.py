@@ -86,10 +86,8 @@ class Learner:
         self._published: tuple[int, Skipped] = 0, ()  # at the checkpoint: the newest version, the skipped ones
         has_moved = self._restore(folder / VERSIONS_FILE) and not used_version
         after = max(self._restored_version, used_version, len(spec.self_play.opponents))
-        versions_file = folder / VERSIONS_FILE
-        self._versions = PublishedVersions(
-            sink, versions_file, after, bool(used_version), self.updates, *self._published
-        )
+        numbering = folder / VERSIONS_FILE, after, bool(used_version), self.updates
+        self._versions = PublishedVersions(sink, *numbering, *self._published)
         # Actors that do not pause fill one half of the queue while the learner has the other.
         max_segments = max(1, spec.gateway.queue_capacity // (1 if spec.algorithm.pauses_actors else 2))
         request = BatchRequest(*spec.batch_limits, max_segments, spec.take_timeout_s, position=self._log_position)
