@@ -55,6 +55,12 @@ def test_every_folder_of_tests_is_in_one_stage() -> None:
     assert sorted(named) == sorted({f"tests/{path.relative_to(ROOT / 'tests').parts[0]}" for path in files})
 
 
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by it, and refuses the second one where both are run."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 def test_the_twenty_slowest_tests_are_listed_from_the_slowest_on() -> None:
     seconds = {f"tests/unit/test_it.py::test_{number:02}": float(number) for number in range(1, 30)}
     lines = suite.describe([suite.Stage("-n 2 tests/unit", 31.4, 0, 50.2, False, 190, seconds)]).splitlines()

@@ -176,7 +176,7 @@ def a_full_disk_on_one_rank(rank: int, folder: Path) -> None:
         checkpointer.save(1, state_in("rows"))
         checkpointer.wait()
         if rank == 2:
-            patch.setattr("shoal.checkpoint.shard_plan.shard_name", lambda rank, size: "/dev/full")
+            patch.setattr("shoal.checkpoint.checkpointer.shard_name", lambda rank, size: "/dev/full")
         checkpointer.save(2, state_in("columns"))
         with pytest.raises(CheckpointError, match=r"step 2 could not be saved.*No space left on device"):
             checkpointer.wait()

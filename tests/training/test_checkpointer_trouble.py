@@ -121,15 +121,6 @@ def test_steps_of_ten_digits_come_after_those_of_nine(checkpointer: Checkpointer
     assert newest(checkpointer).step == 1_000_000_000
 
 
-def test_a_best_one_that_was_noted_without_its_manifest_stays_the_best_one(checkpointer: Checkpointer) -> None:
-    checkpointer.save(1, state_of(1), best=True)
-    checkpointer.wait()
-    (checkpointer.folder / "best.json").write_text('{"step": 1}')
-    for step in (2, 3, 4):
-        checkpointer.save(step, state_of(step))
-    assert best_step(checkpointer) == 1
-
-
 def test_nothing_but_damage_is_an_error(checkpointer: Checkpointer) -> None:
     checkpointer.save(1, state_of(1))
     (newest(checkpointer).path / "index.json").unlink()
@@ -145,7 +136,7 @@ def test_a_full_disk_is_said_by_the_next_save_and_the_older_checkpoint_stays(
     checkpointer.wait()
     with monkeypatch.context() as patch:  # a file of which the kernel says that there is no space left
         if full == "shard":
-            patch.setattr("shoal.checkpoint.shard_plan.shard_name", lambda rank, size: "/dev/full")
+            patch.setattr("shoal.checkpoint.checkpointer.shard_name", lambda rank, size: "/dev/full")
         else:
             name = "INDEX" if full == "index.json" else "MANIFEST"
             patch.setattr(f"shoal.checkpoint.manifest.{name}", "/dev/full")
