@@ -120,7 +120,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
 def on_two_hosts(world: World, what: str) -> list[bool]:
     """Ranks that cannot share memory, for a reason that all of them know, or that only one meets."""
     if what == "host" and world.rank == 1:
-        shm_rendezvous._host_id = lambda: "elsewhere"
+        shm_rendezvous.identify_host = lambda: "elsewhere"
     if what == "refused" and world.rank == 1:
 
         def refused(*args: Any) -> Any:

@@ -39,10 +39,7 @@ def rendezvous(
         listener = closing.enter_context(socket.socket(socket.AF_UNIX, kind))
         listener.bind("")  # an abstract name, chosen by Linux, without a file
         listener.listen(dist.get_world_size(group))
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            # Equal for two processes that can reach each other's sockets and memory.
-            host = f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-        ranks = _all_gather((host, listener.getsockname(), secrets.token_bytes(16)), group)
+        ranks = _all_gather((identify_host(), listener.getsockname(), secrets.token_bytes(16)), group)
         if len({host for host, _, _ in ranks}) > 1:
             return None
         result: T | None = None
@@ -83,6 +80,12 @@ def set_socket_timeouts(peers: Peers) -> None:
     for peer in peers.values():
         peer.settimeout(None)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(TIMEOUT_S), 0))
+
+
+def identify_host() -> str:
+    """An id that is equal for two processes that can reach each other's sockets and memory."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _all_gather(value: T, group: dist.ProcessGroup) -> list[T]:
