@@ -172,6 +172,7 @@ def test_a_name_is_taken_once(run_id: str) -> None:
     assert f"endpoint.name = {MODEL!r}: is the name of an endpoint of {find_owner()} on this cluster" in str(error)
 
 
+@pytest.mark.soak
 def test_a_folder_is_predicted_beside_the_endpoint(run_id: str, tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     for part in range(3):

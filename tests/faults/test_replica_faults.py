@@ -28,7 +28,7 @@ HELD_S = 400.0
 NUM_SMALL, NUM_LARGE = 8, 4
 SIZES = (1_000, 1_000_000)
 COME_AGAIN = (503, "1")
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")

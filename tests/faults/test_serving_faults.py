@@ -29,7 +29,7 @@ STATE_TIMEOUT_S = 400.0
 RATE = 80.0
 SECONDS = 3.0
 REPLICA, SERVE_CONTROLLER, HAPROXY = "ray::ServeReplica", "ray::ServeController", "haproxy.cfg"
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")

@@ -175,6 +175,7 @@ def test_a_job_runs_with_our_python_in_the_given_folder(cluster: EmbeddedCluster
     assert jobs.list_jobs(cluster)[0].submission_id == job.submission_id
 
 
+@pytest.mark.soak
 def test_a_job_that_is_uploaded_brings_its_folder_and_the_whole_package(
     cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +321,7 @@ def test_an_interrupted_start_leaves_nothing(folders: list[Path]) -> None:
     assert [folder.exists() for folder in folders] == [False]
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("no_fork_server")
 def test_a_start_that_fails_says_why_and_leaves_nothing(folders: list[Path]) -> None:
     mark = uuid.uuid4().hex

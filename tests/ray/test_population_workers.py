@@ -66,6 +66,7 @@ def test_a_state_of_other_workers_is_rejected() -> None:
         members.close()
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("cluster")
 def test_one_worker_goes_on_with_the_state_of_members_in_this_process() -> None:
     """A run that is resumed on a cluster with another number of GPUs: members on one are in a worker."""

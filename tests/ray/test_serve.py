@@ -9,6 +9,7 @@ import socket
 import stat
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import grpc
@@ -179,15 +180,16 @@ def test_a_body_without_a_length_that_is_too_large_is_refused(endpoint: Endpoint
     client.close()
 
 
-def test_twenty_swaps_under_load_fail_nothing_and_mix_nothing(endpoint: EndpointProcess, version: int) -> None:
-    first = version + 1
+@pytest.mark.parametrize("num_swaps", [4, pytest.param(20, marks=pytest.mark.soak)])
+def test_swaps_under_load_fail_nothing_and_mix_nothing(endpoint: EndpointProcess, version: int, num_swaps: int) -> None:
+    newer = range(version + 1, version + 1 + num_swaps)
     with Load(endpoint.url, num_clients=4) as load:
-        for newer in range(first, first + 20):
-            publish_and_wait(endpoint, newer)
-            wait_for(lambda newer=newer: newer in load.versions, STATE_TIMEOUT_S, "answer by the newest")
+        for each in newer:
+            publish_and_wait(endpoint, each)
+            wait_for(lambda each=each: each in load.versions, STATE_TIMEOUT_S, "answer by the newest")
     assert load.hung == 0
     assert list(load.counts) == ["answered"], load.surprises[:3]
-    assert set(range(first, first + 20)) <= load.versions
+    assert set(newer) <= load.versions
 
 
 def answered(endpoint: EndpointProcess) -> dict[int, int]:
@@ -233,8 +235,12 @@ def champion_and_another(endpoint: EndpointProcess) -> tuple[int, int]:
     return champion, champion % NUM_REGISTERED + 1
 
 
-def test_the_controller_dies_and_comes_back_with_what_it_knew(endpoint: EndpointProcess) -> None:
+def test_a_killed_controller_comes_back_with_what_it_knew_and_a_killed_replica_costs_no_request(
+    endpoint: EndpointProcess,
+) -> None:
+    """What the replica had in hand is asked of the other one."""
     client = Client(endpoint.url)
+    victim = min(answered(endpoint))
     _, candidate = champion_and_another(endpoint)
     client.change(action="canary", model="steps", version=candidate, percent=0)
     with Load(endpoint.url, num_clients=4, model="steps") as load:
@@ -244,10 +250,19 @@ def test_the_controller_dies_and_comes_back_with_what_it_knew(endpoint: Endpoint
         assert client.request("GET", "/shoal/v1/status")[2]["models"][1]["phase"] == "canary"
         client.change(action="promote", model="steps")
         wait_for(lambda: candidate in load.versions, STATE_TIMEOUT_S)
+        os.kill(victim, signal.SIGKILL)
+        wait_for(lambda: len(now := replica_pids(endpoint)) == 2 and victim not in now, STATE_TIMEOUT_S, "another")
     assert load.hung == 0
     assert list(load.counts) == ["answered"], load.surprises[:3]
     assert endpoint.command("champion") == candidate
     client.close()
+
+
+def replica_pids(endpoint: EndpointProcess) -> set[int]:
+    """Of those that answer; none while one of them is being replaced."""
+    with suppress(RuntimeError):
+        return set(answered(endpoint))
+    return set()
 
 
 def controller_pid(endpoint: EndpointProcess) -> int:
