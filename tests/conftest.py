@@ -22,6 +22,7 @@ from xdist.remote import Producer
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 import suite
+from libraries import find_missing_libraries
 from session_end import at_session_end
 from waiting import wait_for as _wait_for
 
@@ -97,6 +98,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """The whole suite ends by saying where its time went."""
     if suite.DURATIONS in os.environ and not hasattr(config, "workerinput"):
         config.pluginmanager.register(suite.Durations(Path(os.environ[suite.DURATIONS])))
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Tests of a library that has been deleted are not collected."""
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    return True if is_test and find_missing_libraries(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

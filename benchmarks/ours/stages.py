@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.talk import say
+from shoal.libs.planning.predict.simulate_pipeline import simulate_step
 from shoal.models.decoder import Decoder
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.pipeline.model import PipelineModel, build_pipeline
-from shoal.parallel.pipeline.simulate import simulate_step
 from shoal.parallel.pipeline.stages import StageClock
 
 BATCH, MICRO_BATCHES, LENGTH, VOCABULARY = 128, 16, 64, 256

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +19,16 @@ from click.testing import CliRunner
 from test_local_loop import actor
 from torch import Tensor
 
+import shoal.runs
 from rl_setting import EXPERIENCE as OTHER_MODEL
 from rl_setting import TOKEN
 from shoal.cli import cli
 from shoal.data.loader import Loader
 from shoal.errors import ConfigError
+from shoal.extend.contracts import AlgorithmContract
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.registry.model_format import FORMATS, ModelFormat
+from shoal.rl.algorithm_config import find_algorithm_config_type
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, policy_spec
 from shoal.serve.model.predictor import Predictor
@@ -65,6 +69,33 @@ def test_an_algorithm_of_a_file_learns(folder: Path) -> None:
     for thread in actors:
         thread.join(60)
     assert loop.learner.counts["consumed"] > 0
+
+
+def test_an_algorithm_of_a_file_keeps_the_contract(folder: Path) -> None:
+    class TestReinforce(AlgorithmContract):
+        config = find_algorithm_config_type("reinforce.py:ReinforceConfig")()
+
+    contract = TestReinforce()
+    contract.test_a_step_changes_the_weights_and_has_finite_metrics()
+    contract.test_a_batch_without_a_finite_loss_changes_no_weights()
+    contract.test_a_restored_algorithm_takes_the_same_step()
+
+
+def test_a_kind_of_run_of_a_file_has_a_record_and_a_report(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fit_curve.py", "degree=4"])
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    runpy.run_path("fit_curve.py", run_name="__main__")
+    run = shoal.runs.load("latest")
+    assert (run.kind, run.status, run.latest_step) == ("curve", shoal.runs.Status.FINISHED, 4)
+    assert "fit/error" in (run.folder / "report.html").read_text()
+    shown = CliRunner().invoke(cli, ["runs", run.id])
+    assert shown.exit_code == 0, shown.output
+    monkeypatch.setattr(sys, "argv", ["fit_curve.py", "degree=60"])
+    with pytest.raises(SystemExit):
+        runpy.run_path("fit_curve.py", run_name="__main__")
+    assert "use points=61 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

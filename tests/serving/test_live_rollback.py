@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import msgspec
@@ -11,14 +12,18 @@ import pytest
 
 from serving.faulty_models import NAN, RAISE, SHAPE, moody
 from serving.live_set import LiveSet, everywhere, infer, live
-from serving.replica_set import until
+from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, register, until
 from shoal.batching.batcher import Batch
 from shoal.cli.display.serve_display import format_plain_lines, format_shares
 from shoal.client.endpoint_status import EndpointStatus
-from shoal.errors import InferenceError
+from shoal.errors import InferenceError, ShoalError
+from shoal.serve.model.predictor import Predictor
+from shoal.serve.replica.loader import VersionLoader
+from shoal.serve.replica.model_slot import SlotState
 from shoal.serve.replica.replica import START_POLL_S
 from shoal.serve.spec.model_options import GuardOptions
-from shoal.weights import WeightSnapshot
+from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
+from shoal.weights import WeightSnapshot, WeightStore
 
 
 @pytest.mark.parametrize(("mood", "word"), [(RAISE, "on purpose"), (SHAPE, "expected FP32")])
@@ -252,3 +257,65 @@ async def test_what_makes_no_sense_for_a_live_model_is_refused_with_a_remedy(end
             await endpoint.administer(model="moody", **change)
         assert (caught.value.status, endpoint.entries()) == (409, [])
     await endpoint.publish(moody(2))  # it follows its run still
+
+
+def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, load = threading.Event(), Predictor.load
+
+    def hangs(predictor: Predictor, snapshot: WeightSnapshot) -> Any:
+        if snapshot.version == 2:
+            release.wait(60)
+        return load(predictor, snapshot)
+
+    monkeypatch.setattr(Predictor, "load", hangs)
+
+    async def body() -> None:
+        store = WeightStore()
+        store.publish(constant(1))
+        async with ReplicaSet(EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
+            [replica] = await endpoint.start()
+            monkeypatch.setattr(
+                "shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05
+            )  # to start may well take longer
+            follower = replica.manager.followers["live"]
+            await until(lambda: not follower.thread.busy_s)
+            replica.check_health()
+            store.publish(constant(2))
+            await until(lambda: follower.thread.busy_s > 0.05)
+            with pytest.raises(ShoalError, match="has been loading for"):
+                replica.check_health()
+            release.set()
+            await until(lambda: endpoint.versions("live") == [2] and not follower.thread.busy_s)
+            replica.check_health()
+        store.close()
+
+    asyncio.run(body())
+
+
+def test_a_live_model_that_is_deleted_while_it_is_built_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    build = VersionLoader.build_predictor
+
+    async def slowly(stager: VersionLoader, *args: Any) -> Any:
+        await asyncio.to_thread(release.wait, 10)
+        return await build(stager, *args)
+
+    async def body() -> None:
+        store = WeightStore()
+        store.publish(constant(1))
+        monkeypatch.setattr(VersionLoader, "build_predictor", slowly)
+        register()
+        live = EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))
+        async with ReplicaSet(model_from_ref("linear@1"), live) as endpoint:
+            replica = endpoint.add()
+            starting = asyncio.create_task(replica.start(10.0))
+            await until(lambda: "live" in replica.manager._slots)
+            await endpoint.administer(action="delete", model="live")
+            await starting
+            release.set()
+            await until(lambda: replica.manager._slots["live"].state is SlotState.COLD)
+            assert [model.name for model in replica.manager.list_models()] == ["linear"]
+            assert replica.manager.followers == {}
+        store.close()
+
+    asyncio.run(body())

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import math
+import threading
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from pydantic import SecretStr
 
 from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, ask, constant, infer, register, until
-from shoal.errors import ConfigError, ShoalError
+from serving.test_replica_rollout import everywhere, rollout
+from shoal.errors import ConfigError, InferenceError, ShoalError
 from shoal.flows.serving_spec import ServingSpec, check
 from shoal.serve.model import device, predictor
 from shoal.serve.model.formats.template import Arrays, Forward, Template
-from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
+from shoal.serve.replica.loader import BuiltModel, StagedVersion, VersionLoader
+from shoal.serve.replica.served_model import ServedModel
+from shoal.serve.spec.model_options import GuardOptions
+from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel, model_from_ref
 from shoal.weights import WeightSnapshot, WeightStore
 
 
@@ -213,3 +222,115 @@ def test_a_replica_whose_gpu_fails_for_good_is_replaced(is_lost: bool, monkeypat
         asyncio.run(body())
     finally:
         device.device_lost.clear()
+
+
+def weights_of(endpoint: ReplicaSet, version: int) -> weakref.ref[Any]:
+    """Those of a version that the only replica has loaded."""
+    [replica] = endpoint.replicas.values()
+    loaded = replica.manager.get_model("linear").router.choose_track(version, "", "").loaded
+    assert loaded is not None
+    return weakref.ref(loaded)
+
+
+def are_gone(*held: weakref.ref[Any]) -> bool:
+    gc.collect()
+    return all(each() is None for each in held)
+
+
+def test_versions_that_are_left_are_forgotten_and_so_is_a_model_that_is_deleted() -> None:
+    for _ in range(3):
+        register(aliases=["champion"])
+
+    async def body() -> None:
+        async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
+            [replica] = await endpoint.start()
+            await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+            tried = weights_of(endpoint, 2)
+            await endpoint.administer(action="rollback", model="linear")
+            await until(lambda: are_gone(tried), "a candidate that went")
+            await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+            first, second = weights_of(endpoint, 1), weights_of(endpoint, 2)
+            await endpoint.administer(action="promote", model="linear")
+            await until(lambda: are_gone(first), "what was stable before")
+            await endpoint.administer(action="deploy", model="linear", version=3)
+            await until(lambda: are_gone(second), "a candidate that was promoted")
+            assert (await infer(replica)).version == 3
+            third, hosted = weights_of(endpoint, 3), weakref.ref(replica.manager.get_model("linear"))
+            await endpoint.administer(action="delete", model="linear")
+            await until(lambda: are_gone(third, hosted), "a model that was deleted")
+
+    asyncio.run(body())
+
+
+def test_a_replica_that_starts_during_a_canary_measures_the_candidate_by_the_stable_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for _ in range(2):
+        register(aliases=["champion"])
+    staged: list[tuple[int, bool, bool]] = []
+
+    class Watched(VersionLoader):
+        async def load_version(
+            self, source: Any, version: int, options: Any, signature: Any, last: BuiltModel | None
+        ) -> StagedVersion:
+            staged.append((version, signature is not None, last is not None))
+            return await super().load_version(source, version, options, signature, last)
+
+    async def body() -> None:
+        async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
+            await endpoint.start()
+            await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+            monkeypatch.setattr("shoal.serve.replica.model_manager.VersionLoader", Watched)
+            [late] = await endpoint.start()
+            await until(lambda: late.manager.get_model("linear").versions == [1, 2])
+            assert staged == [(1, False, False), (2, True, True)]
+
+    asyncio.run(body())
+
+
+@rollout(1)
+async def test_a_replica_that_missed_a_deletion_serves_a_model_as_it_was_deployed_anew(endpoint: ReplicaSet) -> None:
+    register("other")
+    await endpoint.administer(action="deploy", model="other")
+    cut_off = endpoint.replicas["r3"]
+    endpoint.dead.add("r3")  # for longer than its lease, and back when all is done
+    endpoint.controller._last_seen_s["r3"] = -math.inf
+    cut_off._follower._apply = lambda plan: None  # also for what it has asked before
+    await until(lambda: list(endpoint.controller.reports) == ["r1", "r2"])
+    await endpoint.administer(action="delete", model="other")
+    await endpoint.administer(action="deploy", model="other", options={"max_batch_size": 2})
+    cut_off._follower._apply, cut_off._follower._known_generation = cut_off.manager.apply, -1
+    endpoint.dead.discard("r3")
+    await until(lambda: cut_off.manager._plan == endpoint.controller.plan and cut_off.manager.is_staged)
+    assert [(await infer(each, "other", rows=3)).status for each in endpoint.replicas.values()] == [422] * 3
+    assert await everywhere(endpoint) == {1: 120}
+
+
+@rollout(1, replicas=2)
+async def test_what_still_answers_of_a_model_that_was_deleted_is_not_taken_for_the_next_of_its_name(
+    endpoint: ReplicaSet,
+) -> None:
+    register("other")
+    await endpoint.administer(action="deploy", model="other")
+    release, load = threading.Event(), RegisteredModel.load_package
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServedModel, "is_idle", property(lambda hosted: release.is_set()))
+        with pytest.raises(InferenceError, match="still answering"):
+            await endpoint.administer(action="delete", model="other", timeout_s=0.2)
+        patch.setattr(
+            RegisteredModel, "load_package", lambda source, version: release.wait(60) and load(source, version)
+        )
+        deploying = asyncio.create_task(endpoint.administer(action="deploy", model="other", timeout_s=0.5))
+        with pytest.raises(InferenceError, match="was not ready after"):  # since no replica has it
+            await deploying
+        release.set()
+    await endpoint.administer(action="deploy", model="other", options={"max_batch_size": 2})
+    assert [(await infer(each, "other", rows=3)).status for each in endpoint.replicas.values()] == [422] * 2
+
+
+@rollout(1, replicas=1, guard=GuardOptions(max_latency_ratio=5.0), max_batch_size=8)
+async def test_options_of_one_model_leave_what_they_do_not_name_as_the_endpoint_has_it(endpoint: ReplicaSet) -> None:
+    register("other")
+    await endpoint.administer(action="deploy", model="other", options={"guard": {"min_requests": 10}})
+    options = endpoint.replicas["r1"].manager.get_model("other").options
+    assert (options.guard.min_requests, options.guard.max_latency_ratio, options.max_batch_size) == (10, 5.0, 8)

@@ -130,9 +130,10 @@ def test_the_weights_that_are_left_are_those_that_were_evaluated(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "extras", [{}, {"average": 0.9}, {"clip_norm": 0.5, "schedule": {"name": "one_cycle"}}], ids=str
+    ("stopped_at", "extras"),
+    [(5, {}), (8, {"average": 0.9}), (13, {"clip_norm": 0.5, "schedule": {"name": "one_cycle"}})],
+    ids=str,
 )
-@pytest.mark.parametrize("stopped_at", [5, 8, 13])
 def test_a_resumed_run_has_the_losses_of_the_undisturbed_one_to_the_bit(
     tmp_path: Path, stopped_at: int, extras: dict[str, Any]
 ) -> None:

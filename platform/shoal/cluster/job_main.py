@@ -37,11 +37,13 @@ def job_main(
     check: Callable[[SpecT], object] = lambda spec: None,
     arguments: Sequence[str] | None = None,
     renamed: Mapping[str, str] = NOT_RENAMED,
+    needs_cluster: bool = True,
 ) -> None:
     """Run `run(spec with overrides applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError or OSError.
 
     spec:    what the words change, or a function that finds it by looking at them
     renamed: fields' old names -> their names; a word with an old one is taken, with a warning
+    needs_cluster: False where, without $RAY_ADDRESS, this process is enough
 
     `--help` prints the fields. `--check` validates the overrides, runs `check` and exits. `resume=RUN` takes every
     field without an override from that run's record.
@@ -73,6 +75,9 @@ def job_main(
         has_json = getattr(chosen, "logs", TEXT) == JSON
         if has_json:
             write_json_lines()
+        if not needs_cluster and not os.environ.get("RAY_ADDRESS"):
+            run(chosen, job)
+            return
         connect(has_json=has_json)
         signal.signal(signal.SIGTERM, _raise_interrupt)  # ray.init replaces the handler
         try:

@@ -59,18 +59,18 @@ def train_main(
     spec:      what the overrides change, or a function that finds it by looking at them
     arguments: the overrides; None: those of the command line
     """
-    found: list[ValidatedRun | None] = []
+    checks: list[ValidatedRun | None] = []
 
     def check_chosen(chosen: TrainSpec) -> None:
         if CHECK in sys.argv:
             check_once(chosen)
             return
-        found.append(find_check(chosen))
-        if found[0] is None:
+        checks.append(find_check(chosen))
+        if checks[0] is None:
             validate_spec(chosen)
 
     def run(chosen: TrainSpec, job: str) -> str:
-        return run_training(chosen, job, found.pop())
+        return run_training(chosen, job, checks.pop())
 
     if not isinstance(spec, TrainSpec):
         job_main(spec, run, job=JOB, check=check_chosen, arguments=arguments)

@@ -73,7 +73,7 @@ class JsonLines(io.TextIOBase):
 
 
 def log_json() -> None:
-    """Let this process's log be lines of JSON, by a handler of its own alone."""
+    """Let this process's log be lines of JSON, by one handler in place of all others."""
     target = sys.stderr.target if isinstance(sys.stderr, JsonLines) else sys.stderr
     handler = logging.StreamHandler(target)
     handler.setFormatter(JsonFormatter())

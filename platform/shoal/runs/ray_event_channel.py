@@ -1,7 +1,7 @@
 """Rank 0's messages to the driver: kept in a mailbox, a Ray worker on the driver's node.
 
 Rank 0 numbers messages from 0. A sender or reader without an answer asks again; nothing is lost or duplicated.
-Called by `train.launch.ray_train`; knows nothing of training, and loads no torch: the mailbox is a process of its own.
+Called by `train.launch.ray_train`; knows nothing of training, and loads no torch: the mailbox is a separate process.
 """
 
 from __future__ import annotations

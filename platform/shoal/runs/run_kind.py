@@ -15,7 +15,7 @@ import yaml
 
 
 class RunKind(StrEnum):
-    """The kind of a run; OTHER is a user's own job."""
+    """The kind of a run: one of these, or `RunKind("curve")` of a `RunFlow`. OTHER is a job that says none."""
 
     LOOP = "loop"
     TRAINING = "training"
@@ -28,8 +28,10 @@ class RunKind(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> RunKind:
-        """A kind that a later Shoal recorded."""
-        return cls.OTHER
+        """The kind of a library or of a user, or one that a later Shoal recorded."""
+        kind = str.__new__(cls, value)
+        kind._name_ = kind._value_ = str(value)
+        return kind
 
 
 # The fields that a spec of the kind has, whatever else it has; the first match counts.

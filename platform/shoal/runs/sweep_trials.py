@@ -170,7 +170,7 @@ def _apply_event(trial: SweepTrial | None, kind: str, details: dict[str, Any]) -
 
 
 def _complete(trial: SweepTrial, latest: Mapping[str, float], is_running: bool) -> SweepTrial:
-    """With the newest evaluation of a trial that has not ended."""
+    """Add the newest evaluation to a trial that has not ended."""
     if trial.state is not TrialState.RUNNING:
         return trial
     start = _prefix(trial.number)

@@ -162,12 +162,12 @@ def _make_variant(kind: str, **fields: object) -> SyncConfig:
 
 def find_sync_config_type(kind: object) -> type[SyncConfig]:
     """The configuration of the synchronizer `kind`. Raises ValueError."""
-    found = find_extension(str(kind), GROUP, CONFIGS)
-    if not (isinstance(found, type) and issubclass(found, SyncConfig)):
+    config_type = find_extension(str(kind), GROUP, CONFIGS)
+    if not (isinstance(config_type, type) and issubclass(config_type, SyncConfig)):
         raise ValueError(f"{kind} is no subclass of shoal.extend.SyncConfig")
-    if not isinstance(getattr(found, "synchronizer", None), str):
+    if not isinstance(getattr(config_type, "synchronizer", None), str):
         raise ValueError(f"{kind} does not say what its synchronizer is: synchronizer: ClassVar[str] = 'module:Class'")
-    return found
+    return config_type
 
 
 def _advise(kind: object, config_type: type[SyncConfig], name: str) -> str:

@@ -63,17 +63,17 @@ class CurveKeys(NamedTuple):
 
 
 def _make_socket(kind: int, keys: CurveKeys | None) -> zmq.Socket[bytes]:
-    made: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    made.setsockopt(zmq.LINGER, 0)
-    made.setsockopt(zmq.SNDHWM, 0)
-    made.setsockopt(zmq.RCVHWM, 0)
+    opened: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    opened.setsockopt(zmq.LINGER, 0)
+    opened.setsockopt(zmq.SNDHWM, 0)
+    opened.setsockopt(zmq.RCVHWM, 0)
     if keys is not None:
-        made.curve_publickey, made.curve_secretkey = keys
-        made.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
-        made.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
-        made.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S)
-    return made
+        opened.curve_publickey, opened.curve_secretkey = keys
+        opened.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
+        opened.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        opened.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
+        opened.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S)
+    return opened
 
 
 class CallId(NamedTuple):
@@ -266,12 +266,12 @@ class RpcClient:
 
     def has_reconnected(self) -> bool:
         """Whether another connection has replaced one since the last time, so that messages may have been lost."""
-        found = False
+        is_replaced = False
         while self._monitor is not None and self._monitor.poll(0):
             recv_monitor_message(self._monitor)
             self._num_connections += 1
-            found = found or self._num_connections > 1
-        return found
+            is_replaced = is_replaced or self._num_connections > 1
+        return is_replaced
 
     def call(self, request: Request[R]) -> R:
         """The answer. Raises as `receive`."""

@@ -187,17 +187,17 @@ class AllReduce(Synchronizer):
 
 def make_synchronizer(replica: Replica) -> Synchronizer:
     """The synchronizer that the replica's configuration names. Raises ConfigError."""
-    made: object = find_synchronizer(replica.config)(replica)
-    if not isinstance(made, Synchronizer):
-        problem = f"{replica.config.synchronizer} makes a {type(made).__name__}"
+    synchronizer: object = find_synchronizer(replica.config)(replica)
+    if not isinstance(synchronizer, Synchronizer):
+        problem = f"{replica.config.synchronizer} makes a {type(synchronizer).__name__}"
         raise ConfigError("sync.kind", replica.config.kind, problem, "name a subclass of shoal.extend.Synchronizer")
-    return made
+    return synchronizer
 
 
 def find_synchronizer(config: SyncConfig) -> Callable[[Replica], Synchronizer]:
     """What makes the synchronizer of a kind. Raises ConfigError when it cannot be imported."""
     try:
-        found: Callable[[Replica], Synchronizer] = load_reference(config.synchronizer)
+        factory: Callable[[Replica], Synchronizer] = load_reference(config.synchronizer)
     except ValueError as error:
         raise ConfigError("sync.kind", config.kind, str(error), "see `synchronizer` of its configuration") from error
-    return found
+    return factory

@@ -83,11 +83,13 @@ def read_state_dict(init: str) -> Mapping[str, Tensor]:
 
         return open_dcp(path)
     if not init.endswith(SUFFIXES) and "/" not in init:
-        found = Registry().get(init)
-        if found.manifest.model.format != "module":
-            problem = f"{found.ref} is a program of the format {found.manifest.model.format}, which has no state dict"
+        version = Registry().get(init)
+        if version.manifest.model.format != "module":
+            problem = (
+                f"{version.ref} is a program of the format {version.manifest.model.format}, which has no state dict"
+            )
             raise ConfigError("init", init, problem, "name a model that a run has registered")
-        file = found.weight_file()
+        file = version.weight_file()
         return open_weight_file(file) if file.has_index else read_tensors(file)
     if path.is_dir():
         return open_folder(path)

@@ -182,12 +182,12 @@ def find_task(reference: str) -> TaskFactory:
     location, _, name = reference.partition(":")
     module = _load_module(reference, location)
     if name:
-        found = getattr(module, name, None)
-        if not callable(found):
+        candidate = getattr(module, name, None)
+        if not callable(candidate):
             raise ConfigError(
                 "task", reference, f"{location} has no Task {name!r}", _suggest_name(name, _find_tasks(module))
             )
-        factory: TaskFactory = found
+        factory: TaskFactory = candidate
         return factory
     tasks = _find_tasks(module)
     if len(tasks) != 1:
@@ -221,23 +221,23 @@ def make_task(reference: str, args: Mapping[str, Any]) -> Task:
 def load_data(task: Task, reference: str) -> Data:
     """Call `task.data()`. Raises ConfigError when the result is not a Data, and DataError."""
     try:
-        found: object = task.data()
+        data: object = task.data()
     except OSError as error:
         problem = f"{type(task).__name__}.data could not read it: {type(error).__name__}: {error}"
         raise DataError("task", reference, problem, f"paths are looked up from {Path.cwd()}") from error
-    if not isinstance(found, Data):
-        problem = f"{type(task).__name__}.data gave a {type(found).__name__}"
+    if not isinstance(data, Data):
+        problem = f"{type(task).__name__}.data gave a {type(data).__name__}"
         raise ConfigError("task", reference, problem, "return shoal.data.Data(train=...)")
-    return found
+    return data
 
 
 def build_model(task: Task, reference: str) -> nn.Module:
     """Call `task.model()`. Raises ConfigError when the result is not a module."""
-    found: object = task.model()
-    if not isinstance(found, nn.Module):
-        problem = f"{type(task).__name__}.model gave a {type(found).__name__}"
+    model: object = task.model()
+    if not isinstance(model, nn.Module):
+        problem = f"{type(task).__name__}.model gave a {type(model).__name__}"
         raise ConfigError("task", reference, problem, "return a torch.nn.Module")
-    return found
+    return model
 
 
 def find_source_file(reference: str) -> Path | None:
@@ -368,8 +368,8 @@ def _import_module(reference: str, location: str) -> ModuleType:
 
 def _find_tasks(module: ModuleType) -> dict[str, type[Task]]:
     """The Task classes that the module itself defines."""
-    found = {name: value for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Task)}
-    return {name: value for name, value in found.items() if value.__module__ == module.__name__ and name[0] != "_"}
+    tasks = {name: value for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Task)}
+    return {name: value for name, value in tasks.items() if value.__module__ == module.__name__ and name[0] != "_"}
 
 
 def _suggest_name(name: str, known: Iterable[str]) -> str:

@@ -45,7 +45,7 @@ CASES = [
     ("Transformer", ThreadLauncher, 3, "pipeline"),
     ("ConvNet", ThreadLauncher, 2, "pipeline"),
     ("Transformer", ProcessLauncher, 2, "tensor"),
-    ("ConvNet", ProcessLauncher, 2, "tensor"),
+    pytest.param("ConvNet", ProcessLauncher, 2, "tensor", marks=pytest.mark.soak),
 ]
 
 

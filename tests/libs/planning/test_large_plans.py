@@ -71,6 +71,7 @@ def test_plans_are_counted_and_what_does_not_fit_has_its_number(file: Path, monk
     assert plans["ddp=2 x pipeline=2, 4 micro-batches"]["bubble_s"] > 0
 
 
+@pytest.mark.soak
 def test_derived_plans_are_near_those_that_are_read(file: Path) -> None:
     spec = spec_from_overrides([f"task={file}:Text", "device=cpu", "batch_size=32"])
     made = planner._choose_planner(make_task(spec.task, {}), spec, HardwareSpec().override(HARDWARE), lambda line: None)

@@ -98,7 +98,7 @@ def test_one_process_by_hand() -> None:
 @pytest.mark.parametrize(
     ("plan", "sent", "held"),
     [
-        ("ddp", 4 * PARAMETERS, 1.0),  # 2 (n - 1)/n of the gradients
+        pytest.param("ddp", 4 * PARAMETERS, 1.0, marks=pytest.mark.soak),  # 2 (n - 1)/n of the gradients
         ("fsdp", 4 * PARAMETERS * 2, 0.5),  # gathered twice, all but the root's; Gloo reduces all of it to scatter
         ("pipeline", 4 * BATCH * WIDTH, 0.7),  # what the first stage hands on
     ],

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.parallel.deferred.build import build_deferred, pause_recording
 from shoal.parallel.deferred.weights import DeferredWeights
 from shoal.parallel.state.module_snapshot import freeze_parameters, restore_parameters
-from shoal.parallel.state.skeleton import lend_values
+from shoal.parallel.state.skeleton import build_skeleton, lend_values
 from shoal.train.initial_weights import load_initial_weights
 
 CPU = torch.device("cpu")
@@ -467,3 +467,7 @@ def test_arbitrary_values_without_a_number_are_refused() -> None:
     with lend_values(model, CPU), pytest.raises(ValueError, match="no numbers"):
         model(torch.ones(1, 4))
     assert not model._forward_hooks
+
+
+def test_a_skeleton_of_a_plain_layer_has_no_memory() -> None:
+    assert all(each.is_meta for each in build_skeleton(lambda: nn.Linear(4, 4)).parameters())

@@ -307,6 +307,7 @@ def own_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(processes, "_START", 'exec "$@"')  # at the test's own priority
     monkeypatch.delitem(sys.modules, "my_tracker", raising=False)  # of another test's folder
     (tmp_path / "work" / "my_tracker.py").write_text(OWN_TRACKER)
     return tmp_path / "work"

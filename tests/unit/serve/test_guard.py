@@ -1,5 +1,7 @@
 """What rolls a candidate back by itself, and what does not."""
 
+from __future__ import annotations
+
 from math import comb
 from typing import Any
 
@@ -14,7 +16,7 @@ from shoal.serve.controller.canary_guard import (
     latency_ratio,
 )
 from shoal.serve.messages.replica_report import ForwardMedians, ModelReport, ReplicaReport, merge_forward_medians
-from shoal.serve.replica.model_statistics import ModelStatistics
+from shoal.serve.replica.model_statistics import ForwardTimes, ModelStatistics
 from shoal.serve.spec.model_options import GuardOptions
 
 GUARD = GuardOptions(min_requests=100, max_disagreement=0.1, metric="reward", min_value=5.0)
@@ -149,3 +151,20 @@ def test_evidence_begins_when_the_candidate_is_opened_and_survives_a_replica() -
     evidence = book.build_evidence([heard("a")], {}, 0)  # b has died
     assert (evidence.requests, evidence.errors) == (11, 3)
     assert (evidence.stable_requests, evidence.stable_errors) == (9, 2)
+
+
+class Busy(ForwardTimes):
+    """A batch of a version that nobody has asked for yet ends while the times are read, as in a forward's thread."""
+
+    def get_medians(self, version: int) -> ForwardMedians:
+        found = super().get_medians(version)
+        self.add(version + 100, 1, 0.1)
+        return found
+
+
+def test_a_batch_of_a_new_version_may_end_while_times_are_read() -> None:
+    times = Busy()
+    for version in (1, 2):
+        for seconds in (0.3, 0.1, 0.2):
+            times.add(version, 5, seconds)
+    assert times.retain_medians([1, 2, 3]) == {1: {2: (3, 0.2)}, 2: {2: (3, 0.2)}}

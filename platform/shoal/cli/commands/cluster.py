@@ -183,8 +183,8 @@ def _as_dict(
 
 @dataclass(frozen=True)
 class _LoopCounts:
-    """Of a run of the loop: connected actors, environment steps, dropped segments by reason, and segments and messages
-    that were rejected by actor and reason."""
+    """Counts of a run of the loop: connected actors, environment steps, dropped segments by reason, and segments and
+    messages that were rejected by actor and reason."""
 
     actors: int
     steps: int

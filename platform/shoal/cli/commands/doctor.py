@@ -65,7 +65,7 @@ class Finding:
 
     @classmethod
     def grade(cls, check: str, value: float, detail: str, remedy: str, *, warn_below: float, fail_below: float) -> Self:
-        """Of an amount that should be large enough."""
+        """Judge an amount that should be large enough."""
         level = Level.FAIL if value < fail_below else Level.WARN if value < warn_below else Level.OK
         return cls(check, level, detail, "" if level is Level.OK else remedy)
 

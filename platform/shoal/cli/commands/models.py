@@ -87,7 +87,7 @@ def list_models(name: str | None, as_json: bool) -> None:
 
 
 def _open_registry() -> Registry:
-    """For verbs that only read: a store that does not answer is reported at once, and not after a minute."""
+    """Open it for verbs that only read: a store that does not answer is reported at once, and not after a minute."""
     registry = Registry()
     registry.store = registry.store.without_waiting()
     return registry

@@ -170,7 +170,7 @@ def _show(signature: ModelMetadata, answers: Sequence[Answer], output: str) -> N
 
 
 def _to_json_value(value: Any) -> Any:
-    """For JSON: non-finite numbers become null, bytes become text."""
+    """Convert to JSON: non-finite numbers become null, bytes become text."""
     if isinstance(value, np.ndarray):
         return [_to_json_value(each) for each in value]
     if isinstance(value, bytes):
@@ -181,7 +181,7 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _format_value(value: Any) -> str:
-    """For people: a few digits; of many values the first ones, and the index of the largest."""
+    """Format for people: a few digits; of many values the first ones, and the index of the largest."""
     if not isinstance(value, np.ndarray) or value.ndim == 0:
         if isinstance(value, bytes):
             return value.decode(errors="replace")

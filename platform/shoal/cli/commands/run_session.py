@@ -69,7 +69,7 @@ class RunArguments:
 
     @property
     def has_remote_inference(self) -> bool:
-        """Whether it starts actors whose policy runs at the gateway."""
+        """Whether it starts actors that let the gateway run their policy."""
         return self.num_actors > 0 and self.inference == "remote"
 
     def to_command_line(self) -> str:

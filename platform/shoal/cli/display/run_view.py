@@ -33,7 +33,7 @@ DISPLAYS: dict[str, str] = {
     RunKind.LOOP: "shoal.cli.display.rl_display",
     RunKind.TRAINING: "shoal.cli.display.train_display",
 }
-# The alternative for a kind of run that has no picture.
+# The alternative for a kind of run that has no picture; OTHER's for all that are not here.
 KINDS_WITHOUT_DISPLAY = {
     RunKind.SERVING: "look at it with shoal serve status",
     RunKind.PREDICTION: "its command says how far it is",
@@ -43,14 +43,12 @@ KINDS_WITHOUT_DISPLAY = {
 
 
 def _find_display(kind: RunKind) -> ModuleType | None:
-    if kind in KINDS_WITHOUT_DISPLAY:
-        return None
     displays = {kind: module for library in find_libraries() for kind, module in library.displays.items()} | DISPLAYS
-    return importlib.import_module(displays[kind])
+    return importlib.import_module(displays[kind]) if kind in displays else None
 
 
 def make_view(record: Run, before: RunView | None, notes: Sequence[str] = ()) -> RunView | None:
-    """The present view of the run; `before` is the last one. None for a kind WITHOUT_DISPLAY."""
+    """The present view of the run; `before` is the last one. None for a kind without a display."""
     display = _find_display(record.kind)
     view: RunView | None = None if display is None else display.make_view(record, before, notes)
     return view
@@ -64,7 +62,7 @@ def render_record(record: Run) -> tuple[str, RenderableType] | None:
 
 
 def render(view: RunView, width: int) -> RenderableType:
-    """For a terminal of this width."""
+    """Draw the view for a terminal of this width."""
     return _Wrapped(view.render(), width - len("^C"))  # which the terminal echoes
 
 
@@ -97,14 +95,10 @@ class LineThrottle:
 
 
 def follow_run(record: Run, console: Console) -> Run:
-    """Show a run until it is over, and return it. Raises ConfigError for a kind WITHOUT_DISPLAY."""
-    if record.kind in KINDS_WITHOUT_DISPLAY:
-        raise ConfigError(
-            "follow",
-            record.id,
-            f"is of the job {record.job!r}, which has no curves",
-            KINDS_WITHOUT_DISPLAY[record.kind],
-        )
+    """Show a run until it is over, and return it. Raises ConfigError for a kind without a display."""
+    if _find_display(record.kind) is None:
+        remedy = KINDS_WITHOUT_DISPLAY.get(record.kind, KINDS_WITHOUT_DISPLAY[RunKind.OTHER])
+        raise ConfigError("follow", record.id, f"is of the job {record.job!r}, which has no curves", remedy)
     view, lines = None, LineThrottle()
     with ExitStack() as stack:
         live = None

@@ -52,7 +52,7 @@ def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
 
 
 def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
-    """For a log file: a line for the endpoint, for each version of each model, and for each unusual state."""
+    """List lines for a log: one for the endpoint, for each version of each model, and for each unusual state."""
     at = f"{_format_state(status)} at {_format_address(status, url)}"
     lines = [f"{status.endpoint}: {at}, replicas {_format_ready_count(status)}"]
     for model in status.models:

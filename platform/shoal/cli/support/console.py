@@ -34,7 +34,7 @@ def make_table(*columns: Column | str, rows: Iterable[Iterable[str | Text]] = ()
 
 
 def make_number_column(heading: str) -> Column:
-    """A column of a table whose numbers stand below each other, and are not cut."""
+    """A column of a table: its numbers stand below each other, and are not cut."""
     return Column(heading, justify="right", no_wrap=True)
 
 
@@ -54,7 +54,7 @@ _ANY_LENGTH = 1_000
 
 
 class CommandGroup(click.Group):
-    """A group whose list keeps full sentences; click would cut them at the line's end."""
+    """A group with a list of full sentences; click would cut them at the line's end."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -88,7 +88,7 @@ class ExtensibleCommandGroup(CommandGroup):
 
 
 class DefaultCommandGroup(CommandGroup):
-    """A group whose command `default` has the words that begin with no command's name."""
+    """A group with a command `default` for words that begin with no command's name."""
 
     default = "show"
 

@@ -205,10 +205,6 @@ INITIALIZERS: dict[str, Callable[[Any], None]] = {
 }
 
 
-if __name__ == "__main__":
-    main()
-
-
 class PreloadedModuleFinder(MetaPathFinder, Loader):
     """Modules in memory, hidden until they are imported.
 
@@ -250,3 +246,7 @@ def _is_same_module(ours: ModuleSpec | None, found: ModuleSpec | None) -> bool:
     if ours is None or found is None or ours.origin != found.origin:
         return False
     return set(ours.submodule_search_locations or ()) <= set(found.submodule_search_locations or ())
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter
 from shoal.cost.measure import collective_bytes, flop_formulas
 from shoal.cost.measure.memory import MemoryGrowth, now_us, storages_of
 
-RELEASE_S = 0.005  # after a collective: Gloo's thread wakes the caller first
+RELEASE_S = 0.015  # after a collective: Gloo's thread wakes the caller first
 
 
 @dataclass

@@ -131,8 +131,8 @@ class Clock:
         if incarnation == 0:
             self._expected.discard(worker)
             return self._close_round()
-        found = self._workers.get(worker)
-        if found is None or found.incarnation != incarnation:
+        present = self._workers.get(worker)
+        if present is None or present.incarnation != incarnation:
             return []
         del self._workers[worker]
         self._prepared.pop(worker, None)

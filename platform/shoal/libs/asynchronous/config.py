@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shoal.sync.config import SyncConfig
+from shoal.extend.sync import SyncConfig
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -10,10 +10,8 @@ import time
 from typing import NoReturn
 
 from shoal.errors import WorkerDeparted
+from shoal.extend.sync import Connection, RankSignals, RpcClient, Synchronizer
 from shoal.libs.asynchronous.messages import ExchangeSignals, LeaveRun, StopRun
-from shoal.sync.rank_signals import RankSignals
-from shoal.sync.rpc import RpcClient
-from shoal.sync.synchronizer import Connection, Synchronizer
 
 EXCHANGE_S = 0.25  # between two exchanges of signals
 CHIEF = 0

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
+from shoal.extend.sync import LATER, CallId, CurveKeys, RankSignals, RpcService, SyncConfig, answers, list_handlers
 from shoal.libs.asynchronous.clock import Clock, Push, Update
 from shoal.libs.asynchronous.messages import (
     ExchangeSignals,
@@ -23,9 +24,6 @@ from shoal.libs.asynchronous.messages import (
     WorkerCount,
 )
 from shoal.plugins.find import load_reference
-from shoal.sync.config import SyncConfig
-from shoal.sync.rank_signals import RankSignals
-from shoal.sync.rpc import LATER, CallId, CurveKeys, RpcService, answers, list_handlers
 
 PEERS = "shoal.libs.asynchronous.peers:PeerController"
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.extend.sync import EVICTED_BYTES, Connection, CostProbe, ServerCosts, SyncConfig
 from shoal.libs.asynchronous.clock import Clock, Push, Update
 from shoal.libs.asynchronous.config import ParameterServerConfig, ServersConfig
 from shoal.libs.asynchronous.controller import ControllerSetting
@@ -24,9 +25,6 @@ from shoal.libs.asynchronous.parameter_server.partition import plan_partition
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.libs.asynchronous.parameter_server.server_service import ServerService
 from shoal.libs.asynchronous.parameter_server.worker import ParameterServerSync
-from shoal.sync.config import SyncConfig
-from shoal.sync.costs import EVICTED_BYTES, CostProbe, ServerCosts
-from shoal.sync.synchronizer import Connection
 
 NUM_UPDATES = 7
 TIMEOUT_S = 120.0

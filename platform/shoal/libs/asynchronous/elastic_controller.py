@@ -20,13 +20,12 @@ import msgspec
 import numpy as np
 
 from shoal.errors import TrainError
+from shoal.extend.sync import LATER, CallId, Request, SyncConfig, answers
 from shoal.libs.asynchronous.clock import Clock, Push, Update
 from shoal.libs.asynchronous.config import ElasticConfig
 from shoal.libs.asynchronous.controller import Controller, ControllerSetting
 from shoal.libs.asynchronous.messages import SetSteps, StopRun
 from shoal.libs.asynchronous.shared_memory import RunAddress, RunMemory, require_message
-from shoal.sync.config import SyncConfig
-from shoal.sync.rpc import LATER, CallId, Request, answers
 
 CHIEF = 0
 

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from shoal.errors import ConfigError, TrainError, WorkerDeparted
+from shoal.extend.sync import Connection, Replica, ReplicaState
 from shoal.libs.asynchronous.clock import Push
 from shoal.libs.asynchronous.controlled import ControlledSync
 from shoal.libs.asynchronous.elastic_controller import (
@@ -28,7 +29,6 @@ from shoal.libs.asynchronous.elastic_controller import (
 from shoal.libs.asynchronous.messages import SetSteps
 from shoal.libs.asynchronous.parameter_server.partition import describe_parameters
 from shoal.libs.asynchronous.shared_memory import RunAddress, RunMemory, decode_state, encode_state, require_message
-from shoal.sync.synchronizer import Connection, Replica, ReplicaState
 
 
 class ElasticSync(ControlledSync):

@@ -19,12 +19,10 @@ from torch import Tensor
 
 from shoal.cpu_count import count_usable_cores
 from shoal.errors import ConfigError, RankLost, TrainError
-from shoal.parallel import World
+from shoal.extend.parallel import World
+from shoal.extend.sync import RankSignals, RankSync, Replica, Synchronizer
+from shoal.extend.train import TrainComponents, TrainReplica, build_components, make_task
 from shoal.random_state import preserve_rng
-from shoal.sync.rank_signals import RankSignals, RankSync
-from shoal.sync.synchronizer import Replica, Synchronizer
-from shoal.train.loop.components import TrainComponents, TrainReplica, build_components
-from shoal.train.task import make_task
 
 PAUSE_TIMEOUT_S, END_TIMEOUT_S = 300.0, 30.0  # for the step that a lane is in
 

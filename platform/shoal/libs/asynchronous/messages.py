@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
+from shoal.extend.sync import RankSignals, Request
 from shoal.libs.asynchronous.clock import Push, Update
 from shoal.libs.asynchronous.parameter_server.update_log import GradientKey
 from shoal.libs.asynchronous.shared_memory import MemoryAddress
-from shoal.sync.rank_signals import RankSignals
-from shoal.sync.rpc import Request
 
 # -- the controller's, by workers
 

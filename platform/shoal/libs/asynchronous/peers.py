@@ -17,13 +17,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from shoal.extend.sync import CallId, Replica, Request, SyncConfig, answers
 from shoal.libs.asynchronous.clock import Clock, Push, Update
 from shoal.libs.asynchronous.controlled import ControlledSync
 from shoal.libs.asynchronous.controller import Controller, ControllerSetting
 from shoal.libs.asynchronous.messages import Join, RunPosition, SetSteps
-from shoal.sync.config import SyncConfig
-from shoal.sync.rpc import CallId, Request, answers
-from shoal.sync.synchronizer import Replica
 
 
 class PublishWeights(Request[None], frozen=True):

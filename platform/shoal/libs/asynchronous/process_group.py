@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from shoal.errors import RankLost, TrainError
+from shoal.extend.sync import RpcClient
+from shoal.extend.train import EventLog
 from shoal.libs.asynchronous.messages import GetWorkers, LeaveRun
-from shoal.sync.rpc import RpcClient
-from shoal.train.reporting.event_log import EventLog
 
 ANCHORED = ("worker 0", "server 0")
 END_TIMEOUT_S = 10.0
@@ -175,8 +175,8 @@ class ProcessGroup:
         """In a run with a range of workers: record who has joined, and that the run waits. Raises TrainError."""
         if self._min_workers is None:
             return
-        found = self._controller.call(GetWorkers())
-        present, is_short = found.workers, found.is_short
+        count = self._controller.call(GetWorkers())
+        present, is_short = count.workers, count.is_short
         for index in sorted(set(present) - self._present):
             self._journal.record_event("worker_joined", index=index, workers=len(present))
         self._present = set(present)

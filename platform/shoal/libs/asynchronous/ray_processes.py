@@ -16,9 +16,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import ConnectionLost, TrainError, summarize_error
+from shoal.extend.train import TrainSpec
 from shoal.libs.asynchronous.process_group import Host, ReplicaPlacement
 from shoal.network_address import is_loopback
-from shoal.train.spec import TrainSpec
 
 
 class _Worker:

@@ -26,6 +26,28 @@ import torch
 
 from shoal.atomic_file import make_folder
 from shoal.errors import ConnectionLost, RankLost, ShoalError, TrainError, WorkerDeparted
+from shoal.extend.parallel import World
+from shoal.extend.sync import (
+    CallId,
+    Connection,
+    CurveKeys,
+    Request,
+    RpcClient,
+    RpcService,
+    Traffic,
+    answers,
+    list_handlers,
+)
+from shoal.extend.train import (
+    EventLog,
+    NullLog,
+    Trainer,
+    TrainResult,
+    TrainSpec,
+    build_model,
+    make_optimizer,
+    make_task,
+)
 from shoal.libs.asynchronous.config import ServersConfig
 from shoal.libs.asynchronous.controller import ControllerSetting, make_controller
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
@@ -39,16 +61,7 @@ from shoal.libs.asynchronous.process_group import (
     end_with_parent,
 )
 from shoal.network_address import find_local_address
-from shoal.parallel import World
 from shoal.random_state import seed_everything
-from shoal.sync.rpc import CallId, CurveKeys, Request, RpcClient, RpcService, answers, list_handlers
-from shoal.sync.synchronizer import Connection, Traffic
-from shoal.train.loop.trainer import Trainer
-from shoal.train.optim.optimizers import make_optimizer
-from shoal.train.reporting.event_log import EventLog, NullLog
-from shoal.train.reporting.result import TrainResult
-from shoal.train.spec import TrainSpec
-from shoal.train.task import build_model, make_task
 
 CALL_TIMEOUT_S = 120.0
 WAIT_TIMEOUT_S = 900.0  # the same for a worker that may have to wait for others to join, or for the loss of a host

@@ -13,24 +13,28 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from shoal.cli.support.console import make_literal_console
-from shoal.cli.support.jobs import (
+from shoal.config import format_override
+from shoal.errors import ConfigError, RunError
+from shoal.extend.cli import (
     describe_failure,
     ignore_further_interrupts,
     interrupt_on_termination,
     job_environment,
+    make_literal_console,
     new_run_id,
     read_job_lines,
 )
-from shoal.cluster.attach import find_cluster
-from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.embedded_cluster import start_cluster
-from shoal.cluster.jobs import JobHandle, JobStatus, new_submission_id, submit
-from shoal.config import format_override
-from shoal.errors import ConfigError, RunError
+from shoal.extend.cluster import (
+    ClusterHandle,
+    JobHandle,
+    JobStatus,
+    find_cluster,
+    new_submission_id,
+    start_cluster,
+    submit,
+)
+from shoal.extend.runs import escape_text, format_masked_command, make_command_variable
 from shoal.libs.batch_predict.flow import BatchPredictSpec, check
-from shoal.runs.record.provenance import format_masked_command, make_command_variable
-from shoal.runs.record.serialization import escape_text
 from shoal.store import is_url
 
 POLL_S = 0.2

@@ -16,16 +16,13 @@ from pathlib import Path
 from pydantic import Field
 
 import shoal.runs
-from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.config import Spec
 from shoal.errors import DataError, needs_extra
+from shoal.extend.cluster import expected_run_id, job_main
+from shoal.extend.registry import ModelVersion, Registry, TensorSignature
+from shoal.extend.serve import BatchLayout, GpuCount, ModelOptions, RegisteredModel
 from shoal.libs.batch_predict.output import BucketOutput
 from shoal.open_inference.tables import choose_columns, infer_csv_types, parse_columns
-from shoal.registry import ModelVersion, Registry, TensorSignature
-from shoal.serve.spec.batch_layout import BatchLayout
-from shoal.serve.spec.endpoint import GpuCount
-from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.model_source import RegisteredModel
 from shoal.store import is_url, locate, open_source, require_location
 
 with needs_extra("data"):

@@ -26,9 +26,10 @@ import ray.util.annotations
 from ray.data.block import Block, BlockAccessor, BlockMetadata
 from ray.data.datasource import WriteResult
 
-from shoal.cluster.capacity import GPU_GRAINS, gpu_share, gpus_by_host, require_gpus, wait_for_resource
 from shoal.device_memory import limit_device_memory
 from shoal.errors import ClusterError, DataError, RunError, error_summary
+from shoal.extend.cluster import GPU_GRAINS, gpu_share, gpus_by_host, require_gpus, wait_for_resource
+from shoal.extend.serve import ModelOptions, RegisteredModel
 from shoal.libs.batch_predict.output import (
     BucketOutput,
     Part,
@@ -39,8 +40,6 @@ from shoal.libs.batch_predict.output import (
     verify_row_count,
 )
 from shoal.libs.batch_predict.table_predictor import TablePredictor
-from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.model_source import RegisteredModel
 from shoal.store import BucketPath, fetch
 
 BLOCK_ROWS = 4096  # sent to a worker together

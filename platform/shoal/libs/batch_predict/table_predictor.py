@@ -15,10 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from shoal.errors import ConfigError, DataError, InferenceError
+from shoal.extend.serve import ModelOptions, ModelPackage, Predictor
 from shoal.open_inference.tables import build_inputs, choose_columns, column_type, split_by_length, to_column
-from shoal.serve.model.predictor import Predictor
-from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.model_source import ModelPackage
 
 OutputPart = tuple[int, dict[str, np.ndarray] | None]  # the number of rows, and their outputs; None for a failed one
 VERSION_COLUMN = "model_version"

@@ -16,17 +16,14 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from shoal.batching.latency_model import ForwardTime
-from shoal.cli.support.console import make_table, print_json
-from shoal.cli.support.options import SECONDS, FiniteRange, ca_option
 from shoal.client import Client, ModelStatus
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.config import Spec
 from shoal.errors import ConfigError, DataError
+from shoal.extend.cli import SECONDS, FiniteRange, ca_option, make_table, print_json
+from shoal.extend.serve import DEFAULT_OBJECTIVE_S, MAX_REPLICAS, ScalePolicy, ScaleSpec
 from shoal.libs.capacity.simulation import SimulatedLoad, simulate
 from shoal.libs.capacity.trace_replay import MAX_REQUESTS, read_trace, replay_fixed, replay_policy
-from shoal.serve.scaling.policy import ScalePolicy
-from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S
-from shoal.serve.spec.scale import MAX_REPLICAS, ScaleSpec
 
 TIMEOUT_S = 5.0
 DEFAULT_MAX_BATCH = 64  # that of ModelOptions

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import DataError, needs_extra
+from shoal.extend.serve import EndpointLoad, ReplicaLoad, ScalePolicy
 from shoal.frame import find_names, to_floats
 from shoal.libs.capacity.replica_set import ReplicaSet
-from shoal.serve.scaling.policy import EndpointLoad, ReplicaLoad, ScalePolicy
 
 TICK_S = 1.0
 METRICS_LAG_S = 1.0  # what a replica counts reaches the policy so much later

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError, WeightsError, summarize_error
+from shoal.extend.registry import ModelVersion
+from shoal.extend.serve import ModelOptions, name_dynamic_axes, trace_to_onnx
 from shoal.libs.export.examples import Example
-from shoal.registry import ModelVersion
-from shoal.serve.model.onnx_trace import name_dynamic_axes, trace_to_onnx
-from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ def convert_to_onnx(version: ModelVersion, snapshot: WeightSnapshot, options: Mo
     """Convert the model, traced with this example. Raises ConfigError, with the reason."""
     import torch
 
-    from shoal.serve.model.formats.onnx import read_signature
+    from shoal.extend.serve import read_signature
 
     signature, parent = version.manifest.signature, version.manifest.lineage.get("parent")
     remedy = f"export {parent}, from which it was made" if parent else "use operations that ONNX has, or register ONNX"
@@ -55,9 +54,7 @@ def _open_module(version: ModelVersion, snapshot: WeightSnapshot) -> nn.Module:
     """Open the model as a module whose inputs and outputs are in the signature's order."""
     from torch import fx, nn
 
-    from shoal.serve.model.formats.exported import bind_constants, flatten_program, load_program
-    from shoal.serve.model.formats.torch_forward import select_outputs
-    from shoal.serve.model.formats.torchscript import load_module
+    from shoal.extend.serve import bind_constants, flatten_program, load_module, load_program, select_outputs
     from shoal.weights.tensor_files import read_tensors
 
     kind, signature = version.manifest.model.format, version.manifest.signature

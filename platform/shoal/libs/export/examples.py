@@ -14,14 +14,11 @@ import msgspec
 import numpy as np
 
 from shoal.errors import ConfigError, InferenceError, summarize_error
+from shoal.extend.registry import ModelVersion, Signature
+from shoal.extend.serve import DEFAULT_VARIABLE_SIZE, BatchLayout, HttpCodec, ModelOptions, make_example
 from shoal.libs.export.runtime.model import ModelDescription, measure_difference
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.json_tensors import to_json
-from shoal.registry import ModelVersion, Signature
-from shoal.serve.http.codec import HttpCodec
-from shoal.serve.model.warm_up import DEFAULT_VARIABLE_SIZE, make_example
-from shoal.serve.spec.batch_layout import BatchLayout
-from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 # Rows, and the size of variable dimensions: what a conversion fixes by mistake shows in one of them.
@@ -89,7 +86,7 @@ def read_examples(files: list[str], description: ModelDescription) -> list[Examp
 
 def load_registered(version: ModelVersion, snapshot: WeightSnapshot, options: ModelOptions) -> Predict:
     """Load the registered model as an endpoint does, in torch. Raises ConfigError, WeightsError."""
-    from shoal.serve.model.predictor import Predictor
+    from shoal.extend.serve import Predictor
 
     predictor = Predictor(version.manifest.model, version.manifest.signature, options)
     loaded, layout = predictor.load(snapshot), predictor.layout

@@ -17,6 +17,8 @@ from pydantic import Field
 from shoal.atomic_file import draft_folder
 from shoal.config import Spec
 from shoal.errors import ConfigError
+from shoal.extend.registry import FORMATS, ModelVersion, Registry, TensorSignature
+from shoal.extend.serve import BatchLayout, ModelOptions
 from shoal.libs.export import texts
 from shoal.libs.export.convert import convert_to_onnx
 from shoal.libs.export.examples import (
@@ -39,10 +41,6 @@ from shoal.libs.export.folder import (
 from shoal.libs.export.runtime.model import DESCRIPTION_FILE, FORMAT, MODEL_FILE, FolderModel, ModelDescription
 from shoal.libs.export.runtime.self_test import EXAMPLES_FILE
 from shoal.open_inference.messages import TensorMetadata
-from shoal.registry import ModelVersion, Registry, TensorSignature
-from shoal.registry.model_format import FORMATS
-from shoal.serve.spec.batch_layout import BatchLayout
-from shoal.serve.spec.model_options import ModelOptions
 
 MAX_LAMBDA_BYTES = 250 * 1024 * 1024  # of a function and its layers, unzipped
 MAX_STORED_BYTES = 1 << 20  # of an example; one is stored at any size

@@ -20,14 +20,10 @@ from contextlib import suppress
 import numpy as np
 
 from shoal.errors import ClusterError, ConfigError, ShoalError
+from shoal.extend.serve import Arrays, BatchLayout, Forward, GangSplit, TemplateConfig, find_hook, make_example
 from shoal.libs.gang.messages import BuildModel, DropVersion, LoadVersion, RunBatch
 from shoal.libs.gang.plan import find_plan
 from shoal.libs.gang.team import GangLost, Launcher, StartedWorkers, Team
-from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
-from shoal.serve.model.hooks import find_hook
-from shoal.serve.model.warm_up import make_example
-from shoal.serve.spec.batch_layout import BatchLayout
-from shoal.serve.spec.endpoint import GangSplit
 from shoal.weights import WeightFile, WeightSnapshot
 
 logger = logging.getLogger(__name__)

@@ -31,6 +31,8 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.errors import InferenceError, ModelError, WeightsError
+from shoal.extend.parallel import TIMEOUT_S, set_network_interface
+from shoal.extend.serve import TemplateConfig, name_all_outputs, select_outputs, to_array
 from shoal.libs.gang.messages import (
     Address,
     BuildModel,
@@ -47,9 +49,6 @@ from shoal.libs.gang.messages import (
 )
 from shoal.libs.gang.plan import build_model, to_inputs
 from shoal.libs.gang.shard import Shard, load_shard
-from shoal.parallel.comm.world import TIMEOUT_S, set_network_interface
-from shoal.serve.model.formats.template import TemplateConfig
-from shoal.serve.model.formats.torch_forward import name_all_outputs, select_outputs, to_array
 
 logger = logging.getLogger(__name__)
 ACTIVATIONS = 2

@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.extend.registry import ModelFactory
+from shoal.extend.serve import TemplateConfig
 from shoal.libs.gang.plan import GangPlan
 from shoal.network_address import watch_host
-from shoal.registry.manifest import ModelFactory
-from shoal.serve.model.formats.template import TemplateConfig
 from shoal.weights import WeightFile
 
 Address = tuple[str, int]

@@ -16,15 +16,20 @@ from torch.utils import _pytree as pytree
 
 from shoal.batch_tree import tensors_of
 from shoal.errors import ConfigError, PlanError, ShoalError, summarize_error
-from shoal.parallel.loss import Loss
-from shoal.parallel.pipeline.partition import StagePartition, find_partition
-from shoal.parallel.pipeline.stage_forward import StageForward, build_stage_slices
-from shoal.parallel.state.skeleton import build_skeleton, make_constant, set_parameters
-from shoal.parallel.tensor.plan import TensorPlan, find_tensor_plan
-from shoal.registry.manifest import ModelFactory
-from shoal.serve.model.formats.template import Arrays
-from shoal.serve.model.formats.torch_forward import to_tensor
-from shoal.serve.spec.endpoint import GangSplit
+from shoal.extend.parallel import (
+    Loss,
+    StageForward,
+    StagePartition,
+    TensorPlan,
+    build_skeleton,
+    build_stage_slices,
+    find_partition,
+    find_tensor_plan,
+    make_constant,
+    set_parameters,
+)
+from shoal.extend.registry import ModelFactory
+from shoal.extend.serve import Arrays, GangSplit, to_tensor
 
 _READS = frozenset({"__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy", "equal"})
 _READS |= {"__dlpack__", "allclose", "is_nonzero"}

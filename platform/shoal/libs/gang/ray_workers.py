@@ -14,10 +14,10 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from shoal.errors import ClusterError, summarize_error
+from shoal.extend.serve import EndpointSpec
 from shoal.libs.gang.gang import Gang
 from shoal.libs.gang.messages import Address
 from shoal.libs.gang.team import GangLost
-from shoal.serve.spec.endpoint import EndpointSpec
 
 START_S = 60.0
 

@@ -16,12 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shoal.errors import WeightsError
+from shoal.extend.parallel import set_parameters, split_layers
+from shoal.extend.serve import TemplateConfig, check_finite, check_names, check_shape, choose_kernels
 from shoal.libs.gang.plan import GangPlan, Stage, build_model, make_absent
-from shoal.parallel.state.skeleton import set_parameters
-from shoal.parallel.tensor.apply import split_layers
-from shoal.serve.model.formats.module import check_finite, check_names, check_shape
-from shoal.serve.model.formats.template import TemplateConfig
-from shoal.serve.model.formats.torch_forward import choose_kernels
 from shoal.weights import WeightFile
 from shoal.weights.tensor_files import VersionTensors
 

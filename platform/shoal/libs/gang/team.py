@@ -17,8 +17,8 @@ from secrets import token_bytes
 from typing import Any, NamedTuple, Protocol
 
 from shoal.errors import InferenceError
+from shoal.extend.serve import GangSplit
 from shoal.libs.gang.messages import Address, JoinGang, LoadVersion, WorkerAnswer, close, connect
-from shoal.serve.spec.endpoint import GangSplit
 
 logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1.0

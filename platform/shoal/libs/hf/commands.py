@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 
+from shoal.extend.registry import Registry
 from shoal.libs.hf.transfer import KINDS
 from shoal.libs.hf.transfer import pull as register_folder
 from shoal.libs.hf.transfer import push as write_version
-from shoal.registry import Registry
 
 
 @click.command()

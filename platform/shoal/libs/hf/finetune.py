@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 from shoal.config import last_override
 from shoal.errors import ConfigError
+from shoal.extend.train import TrainSpec, spec_from_overrides
 from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.source import make_absolute, make_model_name
 from shoal.libs.hf.transfer import KINDS
-from shoal.train import TrainSpec
-from shoal.train.launch.overrides import spec_from_overrides
 
 LORA_RATE, FULL_RATE = 2e-4, 2e-5
 _ARGS = (

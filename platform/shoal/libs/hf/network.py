@@ -18,10 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
+from shoal.extend.parallel import freeze_parameters, pause_recording
+from shoal.extend.train import SINGLE, open_folder
 from shoal.libs.hf.source import hash_files, make_cached_folder, make_config
-from shoal.parallel.deferred.build import pause_recording
-from shoal.parallel.state.module_snapshot import freeze_parameters
-from shoal.train.initial_weights import SINGLE, open_folder
 from shoal.weights.tensor_files import TensorFiles
 
 _ADAPTER = "lora_"

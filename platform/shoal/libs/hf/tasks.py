@@ -18,19 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from shoal.data import Data
-from shoal.data.formats import ImageFolder
 from shoal.errors import ConfigError
+from shoal.extend.data import Data, ImageFolder
+from shoal.extend.parallel import Loss, Mean
+from shoal.extend.registry import Registry, Signature, TensorSignature
+from shoal.extend.train import Registration, load_initial_weights, read_state_dict
 from shoal.libs.hf import texts
 from shoal.libs.hf.network import LoraSpec, MergedWeights, add_adapters, build_network, find_weights, is_fake
 from shoal.libs.hf.pictures import make_picture_transform
 from shoal.libs.hf.source import find_folder, load_tokenizer, make_absolute, make_config, read_companions, read_config
 from shoal.libs.hf.texts import IGNORED, Record, TextSpec, TokenRows, TokenSample
 from shoal.libs.hf.transfer import Transferable, register_base, unpack_version
-from shoal.parallel.loss import Loss, Mean
-from shoal.registry import Registry, Signature, TensorSignature
-from shoal.train.initial_weights import load_initial_weights, read_state_dict
-from shoal.train.task import Registration
 
 _POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # modules of learnt positions
 _DATATYPES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16", "float64": "FP64"}

@@ -18,6 +18,18 @@ from torch import Tensor, nn
 
 from shoal.atomic_file import make_folder, replace_synced
 from shoal.errors import ConfigError
+from shoal.extend.parallel import build_skeleton
+from shoal.extend.registry import ModelFactory, ModelVersion, Registry
+from shoal.extend.train import (
+    SINGLE,
+    Task,
+    build,
+    find_initial_weights,
+    infer_signature,
+    load_initial_weights,
+    make_task,
+    read_state_dict,
+)
 from shoal.home import home
 from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.source import (
@@ -29,12 +41,6 @@ from shoal.libs.hf.source import (
     make_model_name,
     read_config,
 )
-from shoal.parallel.state.skeleton import build_skeleton
-from shoal.registry import ModelFactory, ModelVersion, Registry
-from shoal.train.export.model_entry import build
-from shoal.train.export.signature import infer_signature
-from shoal.train.initial_weights import SINGLE, find_initial_weights, load_initial_weights, read_state_dict
-from shoal.train.task import Task, make_task
 from shoal.weights.tensor_files import TensorTypes, make_weight_file, write_tensors
 
 _TASKS = "shoal.libs.hf.tasks"

@@ -11,16 +11,16 @@ import click
 import yaml
 
 from shoal.atomic_file import create_private
-from shoal.cli.support.jobs import find_job, validate_overrides
 from shoal.config import format_override, last_override, merge, parse_overrides
 from shoal.errors import ConfigError
-from shoal.flows.serving_spec import ServingSpec
+from shoal.extend.cli import find_job, validate_overrides
+from shoal.extend.flows import ServingSpec
+from shoal.extend.registry import split_ref
+from shoal.extend.runs import split_secrets
 from shoal.home import load_access_token, ray_token_path
 from shoal.libs.kube.manifests import Document, make_cluster, make_endpoint, make_job, make_secret
 from shoal.libs.kube.spec import MAX_NAME_CHARS, KubeSpec
 from shoal.recipes import recipe_folder
-from shoal.registry import split_ref
-from shoal.runs.record.provenance import split_secrets
 
 PREFIX = "kube."
 RECIPES = "/opt/shoal/jobs"  # in the image

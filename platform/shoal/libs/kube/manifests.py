@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from shoal.errors import ConfigError
+from shoal.extend.serve import EndpointSpec
 from shoal.libs.kube.spec import DRIVER_GROUP, SPOT_NODES, KubeSpec, PodSpec, WorkerGroup
-from shoal.serve.spec.endpoint import EndpointSpec
 
 Document = dict[str, Any]
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from shoal.data import Data
 from shoal.errors import ConfigError
-from shoal.train import Callback, Task, TrainingState
+from shoal.extend.data import Data
+from shoal.extend.train import Callback, Task, TrainingState
 
 Interval = Literal["epoch", "step"]
 

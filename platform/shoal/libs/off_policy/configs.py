@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from shoal.rl.algorithm_config import AlgorithmConfig
+from shoal.extend.rl import AlgorithmConfig
 from shoal.wire.experience_spec import PolicySpec
 
 

@@ -12,17 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.extend.models import mask_logits
+from shoal.extend.rl import (
+    ExperienceBatch,
+    NonFiniteLoss,
+    Normalizer,
+    RLSpec,
+    SampleShare,
+    find_device,
+    network_kwargs,
+    to_observations,
+)
 from shoal.libs.off_policy.configs import DQNConfig
 from shoal.libs.off_policy.q_learning import QLearning, StepLoss, make_ring_options
 from shoal.libs.off_policy.q_network import QNetwork
 from shoal.libs.off_policy.replay import Replay, ReplaySample, SegmentRows, sum_returns
-from shoal.models.action_distribution import mask_logits
-from shoal.rl.algorithms.algorithm import NonFiniteLoss, find_device
-from shoal.rl.algorithms.normalization import Normalizer
-from shoal.rl.algorithms.segments import to_observations
-from shoal.rl.experience.queue import ExperienceBatch
-from shoal.rl.learner_group import SampleShare
-from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import MASKS
 

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.models.action_distribution import SquashedGaussian
-from shoal.models.frame_encoder import FrameEncoder
-from shoal.models.own_network import OwnNetwork
+from shoal.extend.models import FrameEncoder, OwnNetwork, SquashedGaussian
 
 
 class GaussianActor(nn.Module):

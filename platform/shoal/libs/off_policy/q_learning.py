@@ -17,13 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import RunError
+from shoal.extend.rl import Algorithm, ExperienceBatch, Metrics, SampleShare, restore_optimizer
 from shoal.libs.off_policy.configs import QLearningConfig, SACConfig
 from shoal.libs.off_policy.q_network import QNetwork, RecurrentQNetwork
 from shoal.libs.off_policy.replay import Replay
 from shoal.libs.off_policy.sequence_replay import SequenceReplay
-from shoal.rl.algorithms.algorithm import Algorithm, Metrics, restore_optimizer
-from shoal.rl.experience.queue import ExperienceBatch
-from shoal.rl.learner_group import SampleShare
 
 
 class StepLoss(NamedTuple):

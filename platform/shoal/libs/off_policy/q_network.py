@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.models.action_distribution import mask_logits
-from shoal.models.frame_encoder import FrameEncoder, RecurrentLayer
-from shoal.models.own_network import OwnNetwork
+from shoal.extend.models import FrameEncoder, OwnNetwork, RecurrentLayer, mask_logits
 
 
 class QNetwork(nn.Module):

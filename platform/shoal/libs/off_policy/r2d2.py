@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.extend.models import mask_logits
+from shoal.extend.rl import ExperienceBatch, NonFiniteLoss, Normalizer, RLSpec, SampleShare, find_device, network_kwargs
 from shoal.libs.off_policy.configs import R2D2Config
 from shoal.libs.off_policy.q_learning import QLearning, StepLoss, make_ring_options
 from shoal.libs.off_policy.q_network import RecurrentQNetwork
@@ -26,12 +28,6 @@ from shoal.libs.off_policy.sequence_replay import (
     find_starts,
     split_segments,
 )
-from shoal.models.action_distribution import mask_logits
-from shoal.rl.algorithms.algorithm import NonFiniteLoss, find_device
-from shoal.rl.algorithms.normalization import Normalizer
-from shoal.rl.experience.queue import ExperienceBatch
-from shoal.rl.learner_group import SampleShare
-from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.wire import ExperienceSpec
 from shoal.wire.experience_spec import STATE
 

@@ -17,16 +17,23 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RunError
+from shoal.extend.rl import (
+    ExperienceBatch,
+    Metrics,
+    NonFiniteLoss,
+    Normalizer,
+    RLSpec,
+    SampleShare,
+    describe_encoder,
+    find_device,
+    network_kwargs,
+    restore_optimizer,
+    to_observations,
+)
 from shoal.libs.off_policy.configs import SACConfig
 from shoal.libs.off_policy.gaussian_actor import GaussianActor, TwinCritic
 from shoal.libs.off_policy.q_learning import ReplayAlgorithm, make_ring_options
 from shoal.libs.off_policy.replay import Replay, ReplaySample, SegmentRows, sum_returns
-from shoal.rl.algorithms.algorithm import Metrics, NonFiniteLoss, find_device, restore_optimizer
-from shoal.rl.algorithms.normalization import Normalizer
-from shoal.rl.algorithms.segments import to_observations
-from shoal.rl.experience.queue import ExperienceBatch
-from shoal.rl.learner_group import SampleShare
-from shoal.rl.spec import RLSpec, describe_encoder, network_kwargs
 from shoal.wire import ExperienceSpec
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shoal.extend.rl import ExperienceBatch
 from shoal.libs.off_policy.ring import Ring
-from shoal.rl.experience.queue import ExperienceBatch
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import MASKS
 

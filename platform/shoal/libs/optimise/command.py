@@ -18,17 +18,15 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from shoal.cli.support.console import make_number_column, make_table
-from shoal.cli.support.output_files import prepare_output_folder, to_json_value, write_files
-from shoal.cost.cost_table import format_quantity
 from shoal.errors import ConfigError, needs_extra
+from shoal.extend.cli import make_number_column, make_table, prepare_output_folder, to_json_value, write_files
+from shoal.extend.cost import format_quantity
+from shoal.extend.runs import INK, LINE, MARK, MUTED, RULE, format_number, format_size, make_figure, to_png
 from shoal.libs.optimise.choice import MaxDrop, find_front, is_within
 from shoal.libs.optimise.request import OptimiseRequest
 from shoal.libs.optimise.search import Outcome
 from shoal.libs.optimise.search import optimise as search
 from shoal.libs.optimise.steps import STEPS
-from shoal.runs.formatting import format_number, format_size
-from shoal.runs.report.plots import INK, LINE, MARK, MUTED, RULE, make_figure, to_png
 
 COSTS = ("latency", "batch", "size", "flops")
 NONE = "none"

@@ -14,15 +14,12 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.data import Data
 from shoal.errors import ConfigError
+from shoal.extend.data import Data
+from shoal.extend.parallel import Loss, Mean
+from shoal.extend.registry import ModelFactory, Registry, Signature
+from shoal.extend.train import Callback, StatefulMetric, Task, make_task
 from shoal.libs.optimise.entry import build_network, read_payload
-from shoal.parallel.loss import Loss, Mean
-from shoal.registry import ModelFactory, Registry, Signature
-from shoal.train import Task
-from shoal.train.callback import Callback
-from shoal.train.stateful_metric import StatefulMetric
-from shoal.train.task import make_task
 
 
 class Distillation(Task):

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
-from shoal.registry import ModelFactory
-from shoal.registry.code_import import load_source
-from shoal.registry.manifest import find_callable
-from shoal.serve.model.precision import PrecisionConverter
-from shoal.train.task import Hook
+from shoal.extend.registry import ModelFactory, find_callable, load_source
+from shoal.extend.serve import PrecisionConverter
+from shoal.extend.train import Hook
 from shoal.weights import WeightFile, WeightSnapshot
 from shoal.weights.tensor_files import read_tensors
 

@@ -15,17 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.cost.measure.op_counter import count_ops
-from shoal.data import Data, Loader
+from shoal.extend.cost import count_ops
+from shoal.extend.data import Data, Loader
+from shoal.extend.parallel import ParallelSpec, SingleProcessModel, World
+from shoal.extend.registry import Signature
+from shoal.extend.serve import Forward, ModelOptions, TemplateConfig, open_template
+from shoal.extend.train import MetricSet, Task, evaluate
 from shoal.libs.optimise.steps import Model
-from shoal.parallel import ParallelSpec, World
-from shoal.parallel.spmd.base import SingleProcessModel
-from shoal.registry import Signature
-from shoal.serve.model.formats import Forward, TemplateConfig, open_template
-from shoal.serve.spec.model_options import ModelOptions
-from shoal.train.loop.evaluation import evaluate
-from shoal.train.stateful_metric import MetricSet
-from shoal.train.task import Task
 from shoal.weights import WeightSnapshot
 
 Arrays = dict[str, np.ndarray]

@@ -14,23 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import format_override
-from shoal.data import Data
-from shoal.data.loader import load_first_batch
 from shoal.errors import ConfigError, MissingExtra, summarize_error
+from shoal.extend.data import Data, load_first_batch
+from shoal.extend.parallel import compute_loss_and_metrics
+from shoal.extend.registry import ModelVersion, Registry, require_alias
+from shoal.extend.runs import infer_direction
+from shoal.extend.train import Task, TrainSpec, choose_metric, load_data, make_task, spec_from_overrides
 from shoal.libs.optimise.choice import Cost, MaxDrop
 from shoal.libs.optimise.distil import list_tensors
 from shoal.libs.optimise.entry import build_network, name_outputs, read_payload
 from shoal.libs.optimise.measure import count_network_flops
 from shoal.libs.optimise.steps import STEPS, Model, Step, require_step
 from shoal.libs.optimise.student import TASK_FACTORY, Student, choose_default_student, parse_student
-from shoal.parallel.model import compute_loss_and_metrics
-from shoal.registry import ModelVersion, Registry
-from shoal.registry.aliases import require_alias
-from shoal.runs.run_reader import infer_direction
-from shoal.train.launch.overrides import spec_from_overrides
-from shoal.train.launch.validate import choose_metric
-from shoal.train.spec import TrainSpec
-from shoal.train.task import Task, load_data, make_task
 
 Say = Callable[[str], None]
 _OWN_FIELDS = {

@@ -11,18 +11,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.data.fingerprint import fingerprint
 from shoal.errors import ConfigError, InferenceError, WeightsError, summarize_error
+from shoal.extend.data import fingerprint
+from shoal.extend.registry import ModelVersion, Registry
+from shoal.extend.train import TrainSpec, fit_locally, validate_run
 from shoal.libs.optimise import distil, measure
 from shoal.libs.optimise.choice import Measurement, choose
 from shoal.libs.optimise.entry import build_network, read_payload
 from shoal.libs.optimise.request import OptimiseRequest, Say, Subject, choose_steps, choose_students, open_subject
 from shoal.libs.optimise.steps import Model, Step, apply_step
 from shoal.libs.optimise.student import Student
-from shoal.registry import ModelVersion, Registry
-from shoal.train.launch.local import fit_locally
-from shoal.train.launch.validate import validate_run
-from shoal.train.spec import TrainSpec
 from shoal.weights import WeightSnapshot
 from shoal.weights.tensor_files import make_weight_file
 

@@ -16,12 +16,9 @@ import torch
 from torch import nn
 
 from shoal.errors import ConfigError, needs_extra
+from shoal.extend.registry import ModelFactory, Signature
+from shoal.extend.serve import ModelOptions, PrecisionConverter, name_dynamic_axes, read_signature, trace_to_onnx
 from shoal.libs.optimise import entry
-from shoal.registry import ModelFactory, Signature
-from shoal.serve.model.formats.onnx import read_signature
-from shoal.serve.model.onnx_trace import name_dynamic_axes, trace_to_onnx
-from shoal.serve.model.precision import PrecisionConverter
-from shoal.serve.spec.model_options import ModelOptions
 
 Step = Literal["int8", "bf16", "onnx", "onnx-int8"]
 STEPS: tuple[Step, ...] = ("int8", "bf16", "onnx", "onnx-int8")

@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import ConfigError
+from shoal.extend.models import read_source
+from shoal.extend.registry import ModelFactory, activate_code, find_callable
+from shoal.extend.train import Task, model_entry
 from shoal.libs.optimise import entry
-from shoal.models.network_source import read_source
-from shoal.registry import ModelFactory
-from shoal.registry.code_import import activate_code
-from shoal.registry.manifest import find_callable
-from shoal.train.export import model_entry
-from shoal.train.task import Task
 from shoal.yaml_text import parse_yaml
 
 TASK_FACTORY = f"{model_entry.__name__}:build"

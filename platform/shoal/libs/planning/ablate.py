@@ -18,9 +18,17 @@ import click
 from rich.table import Column, Table
 from rich.text import Text
 
-from shoal.cli.support.console import make_literal_console, make_number_column, make_table, strip_task_key
-from shoal.cli.support.output_files import prepare_output_folder, write_files
 from shoal.config import format_override
+from shoal.extend.cli import (
+    make_literal_console,
+    make_number_column,
+    make_table,
+    prepare_output_folder,
+    strip_task_key,
+    write_files,
+)
+from shoal.extend.runs import format_duration, format_number, format_size
+from shoal.extend.train import choose_metric, fit_locally, spec_from_overrides, validate_run
 from shoal.libs.planning.ablation import (
     COSTS,
     MEMORY,
@@ -34,10 +42,6 @@ from shoal.libs.planning.ablation import (
 )
 from shoal.libs.planning.ablation import ablate as measure
 from shoal.libs.planning.plots import plot_ablation
-from shoal.runs.formatting import format_duration, format_number, format_size
-from shoal.train.launch.local import fit_locally
-from shoal.train.launch.overrides import spec_from_overrides
-from shoal.train.launch.validate import choose_metric, validate_run
 
 LABELS = {STEP_S: "s per step", MEMORY: "memory", PARAMETERS: "parameters"}
 JOB = "ablate"

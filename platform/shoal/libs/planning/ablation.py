@@ -14,12 +14,8 @@ from dataclasses import dataclass, field
 
 import shoal.runs
 from shoal.errors import ConfigError, TrainError
+from shoal.extend.train import TRAINING_S, TrainResult, TrainSpec, find_task, validate_run
 from shoal.libs.planning.finders import measure_footprint
-from shoal.train.launch.validate import validate_run
-from shoal.train.reporting.result import TrainResult
-from shoal.train.reporting.time_to_accuracy import TRAINING_S
-from shoal.train.spec import TrainSpec
-from shoal.train.task import find_task
 
 BASELINE = "whole"
 STEP_S, MEMORY, PARAMETERS = "step_s", "memory_bytes", "parameters"

@@ -24,16 +24,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import TrainError
-from shoal.parallel import World
-from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
-from shoal.parallel.comm.world import set_network_interface
-from shoal.sync.config import find_sync_config_type
-from shoal.sync.costs import EVICTED_BYTES, CostProbe, load_probe
-from shoal.sync.rpc import Request, RpcClient, RpcService
-from shoal.train.loop.components import TrainComponents, build_components
-from shoal.train.optim.optimizers import make_optimizer
-from shoal.train.spec import TrainSpec
-from shoal.train.task import build_model, make_task
+from shoal.extend.parallel import ShmAllReduce, World, set_network_interface
+from shoal.extend.sync import (
+    EVICTED_BYTES,
+    CostProbe,
+    Request,
+    RpcClient,
+    RpcService,
+    find_sync_config_type,
+    load_probe,
+)
+from shoal.extend.train import TrainComponents, TrainSpec, build_components, build_model, make_optimizer, make_task
 
 TIMEOUT_S = 120.0
 NUM_ROUNDS, STEPS_S, LEAST_STEPS = 3, 0.3, 3  # steps of the Task: for so long, and at least so many

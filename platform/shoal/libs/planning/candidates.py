@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shoal.config import last_override
 from shoal.errors import ConfigError
-from shoal.sync.config import find_sync_config_type
+from shoal.extend.sync import find_sync_config_type
 
 CHOSEN = ("workers", "parallel", "sync", "sync.kind", "sync.staleness")  # by the plan
 CHOSEN_DEGREES = tuple(f"parallel.{name}" for name in ("data", "replicate", "shard", "tensor", "pipeline"))

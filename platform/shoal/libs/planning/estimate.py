@@ -10,12 +10,12 @@ from typing import Any
 import click
 
 from shoal.config import format_override
-from shoal.cost.cost_table import format_quantity
 from shoal.errors import ShoalError, summarize_error
+from shoal.extend.cost import format_quantity
+from shoal.extend.train import TrainSpec
 from shoal.libs.planning.candidates import Candidate
 from shoal.libs.planning.predict.fake_plan import NOTE
 from shoal.libs.planning.step_time import StepTime
-from shoal.train.spec import TrainSpec
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,19 @@ import click
 from rich.console import Console
 from rich.table import Column
 
-from shoal.cli.support.console import CommandGroup, make_number_column, make_table, strip_task_key
-from shoal.cli.support.output_files import prepare_output_folder, to_json_value, write_files
 from shoal.config import format_override
 from shoal.errors import ConfigError
+from shoal.extend.cli import (
+    CommandGroup,
+    make_number_column,
+    make_table,
+    prepare_output_folder,
+    strip_task_key,
+    to_json_value,
+    write_files,
+)
+from shoal.extend.runs import format_number, format_size
+from shoal.extend.train import Task, TrainSpec, make_task, spec_from_overrides
 from shoal.libs.planning.finders import (
     BatchSizeResult,
     LearningRateResult,
@@ -28,10 +37,6 @@ from shoal.libs.planning.finders import (
     find_learning_rate,
 )
 from shoal.libs.planning.plots import plot_batch_size, plot_learning_rate
-from shoal.runs.formatting import format_number, format_size
-from shoal.train.launch.overrides import spec_from_overrides
-from shoal.train.spec import TrainSpec
-from shoal.train.task import Task, make_task
 
 NUM_ROWS = 12
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}

@@ -19,20 +19,22 @@ import psutil
 import torch
 
 from shoal.batch_tree import count_samples, tensors_of
-from shoal.cost.measure.memory import bytes_of, state_of, track_growth
-from shoal.cost.measure.op_counter import count_ops
 from shoal.cpu_count import count_usable_cores
-from shoal.data.dataset import length_of
-from shoal.data.loader import load_first_batch
 from shoal.errors import ConfigError, OutOfMemory
+from shoal.extend.cost import bytes_of, count_ops, state_of, track_growth
+from shoal.extend.data import length_of, load_first_batch
+from shoal.extend.parallel import World
+from shoal.extend.runs import format_size as in_bytes
+from shoal.extend.train import (
+    ScheduleSpec,
+    TrainComponents,
+    TrainSpec,
+    build_components,
+    is_out_of_memory,
+    make_task,
+    set_learning_rate,
+)
 from shoal.libs.planning.predict.single_device import preserve_process
-from shoal.parallel import World
-from shoal.runs.formatting import format_size as in_bytes
-from shoal.train.loop.components import TrainComponents, build_components
-from shoal.train.loop.oom import is_out_of_memory
-from shoal.train.optim.optimizers import set_learning_rate
-from shoal.train.spec import ScheduleSpec, TrainSpec
-from shoal.train.task import make_task
 
 SMOOTHED_SHARE = 0.03  # of the sweep: the width of the window in which losses are averaged
 DIVERGENCE_FACTOR = 4.0  # times the best loss

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.errors import PlanError
+from shoal.extend.parallel import ParallelDims, ParallelSpec, check_plan
+from shoal.extend.train import TrainSpec
 from shoal.libs.planning import step_time
 from shoal.libs.planning.calibration import Calibration, LinkCost, StepTimes
 from shoal.libs.planning.candidates import Candidate
@@ -20,9 +22,6 @@ from shoal.libs.planning.predict.dry_run import CollectiveTraffic
 from shoal.libs.planning.predict.fake_plan import make_pipeline
 from shoal.libs.planning.predict.fake_step import NUM_BLOCKS, STATES, FakeStep, FakeTask, StepByDepth
 from shoal.libs.planning.step_time import Machine, StepTime
-from shoal.parallel import ParallelDims, ParallelSpec
-from shoal.parallel.validate import check_plan
-from shoal.train.spec import TrainSpec
 
 OF_SAMPLES = ("flops_rank", "flops_forward", "flops_backward", "memory_activations", "bytes_tensor")
 NOTHING = StepTimes(0.0, 0.0, 0.0)

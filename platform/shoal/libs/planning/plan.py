@@ -12,8 +12,8 @@ from contextlib import redirect_stdout
 import click
 from rich.console import Console
 
-from shoal.cli.support.console import print_json, strip_task_key
 from shoal.config import format_override
+from shoal.extend.cli import print_json, strip_task_key
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing torch: else its profiler prints remarks
 
@@ -34,12 +34,11 @@ def plan(task: str, overrides: tuple[str, ...], as_json: bool) -> None:
       shoal plan lenet hosts=4 devices=8 network=10Gbit
       shoal plan my_task.py:MyTask args.width=512 batch_size=256 devices=2 device_memory=8GB --json
     """
+    from shoal.extend.train import make_task, spec_from_overrides
     from shoal.libs.planning.candidates import require_open_choices
     from shoal.libs.planning.estimate import print_choice, print_plans, to_json
     from shoal.libs.planning.hardware import HardwareSpec
     from shoal.libs.planning.planner import rank_plans
-    from shoal.train.launch.overrides import spec_from_overrides
-    from shoal.train.task import make_task
 
     names = HardwareSpec.model_fields
     hardware_overrides = [override for override in overrides if override.partition("=")[0] in names]

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
-from shoal.cost.fake_tensors import ModelTooLarge, build_small_model
-from shoal.cost.measure.peak_flops import measure_peak_flops
 from shoal.cpu_count import count_usable_cores
 from shoal.errors import ConfigError, ShoalError, summarize_error
+from shoal.extend.cost import ModelTooLarge, build_small_model, measure_peak_flops
+from shoal.extend.parallel import choose_device
+from shoal.extend.sync import find_sync_config_type, load_probe
+from shoal.extend.train import Task, TrainSpec, build_model, make_optimizer
 from shoal.libs.planning import step_time
 from shoal.libs.planning.calibration import Calibration, calibrate
 from shoal.libs.planning.candidates import Candidate, enumerate_candidates
@@ -27,12 +29,6 @@ from shoal.libs.planning.predict.fake_plan import open_task
 from shoal.libs.planning.predict.predict import DryPlan, dry_run_plan, simulate_pipeline
 from shoal.libs.planning.predict.single_device import preserve_process
 from shoal.libs.planning.step_time import Machine, StepTime
-from shoal.parallel.comm.world import choose_device
-from shoal.sync.config import find_sync_config_type
-from shoal.sync.costs import load_probe
-from shoal.train.optim.optimizers import make_optimizer
-from shoal.train.spec import TrainSpec
-from shoal.train.task import Task, build_model
 
 CALIBRATED_STEP_S = 0.2  # a longer step is calibrated on fewer samples
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shoal.runs.formatting import format_number
-from shoal.runs.formatting import format_size as in_bytes
-from shoal.runs.report.plots import INK, LINE, MARK, MUTED, RULE, make_figure, to_png
+from shoal.extend.runs import INK, LINE, MARK, MUTED, RULE, format_number, make_figure, to_png
+from shoal.extend.runs import format_size as in_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shoal.extend.sync import ServerCosts
 from shoal.libs.planning.calibration import Calibration, LinkCost
 from shoal.libs.planning.predict.dry_run import CollectiveTraffic
-from shoal.sync.costs import ServerCosts
 
 BACKWARD_SHARE = 2 / 3  # of computing: two products for each one of the forward pass
 

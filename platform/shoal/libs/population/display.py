@@ -14,11 +14,9 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from shoal.cli.display.panels import RunView, extend_history, find_phase, render_fact
-from shoal.cli.support.console import make_number_column, make_table
+from shoal.extend.cli import RunView, extend_history, find_phase, make_number_column, make_table, render_fact
+from shoal.extend.runs import Run, format_number
 from shoal.libs.population.lineage import rank_members
-from shoal.runs import Run
-from shoal.runs.formatting import format_number
 
 MAX_ROWS = 15  # members in the table: the best ones
 EVOLVING = "evolving"

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.batch_tree import map_tensors
+from shoal.extend.registry import ModelFactory
 from shoal.libs.population.objective import stack_trees
-from shoal.registry import ModelFactory
 
 LOWEST, HIGHEST = 1e-2, 1e2  # of the inverse temperatures that are tried
 NUM_BISECTIONS = 40

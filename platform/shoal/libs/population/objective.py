@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.batch_tree import count_samples, map_tensors, tensors_of
 from shoal.errors import ConfigError, summarize_error
-from shoal.parallel.loss import Loss, get_value, split_mean
+from shoal.extend.parallel import Loss, get_value, split_mean
 
 LossFunction = Callable[[Any, Any], Loss]
 InputsFunction = Callable[[Any], tuple[Any, ...]]

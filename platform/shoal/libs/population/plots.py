@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shoal.runs.report.plots import (
+from shoal.extend.runs import (
     LINE,
     MUTED,
     RULE,

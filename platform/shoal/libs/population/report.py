@@ -6,12 +6,18 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from shoal.extend.runs import (
+    ReportPanels,
+    Run,
+    Section,
+    build_ranked_table,
+    find_logarithmic,
+    format_number,
+    format_value,
+    to_svg,
+)
 from shoal.libs.population import plots
 from shoal.libs.population.lineage import ROUND, Lineage, Stretch, rank_members
-from shoal.runs import Run
-from shoal.runs.formatting import format_number, format_value
-from shoal.runs.report.panels import ReportPanels, Section, build_ranked_table, find_logarithmic
-from shoal.runs.report.plots import to_svg
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -13,11 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from shoal.config import Spec
+from shoal.extend.registry import AliasNames
+from shoal.extend.runs import LogFormat, TrackerNames, infer_direction
 from shoal.libs.population.evolution import ARCHITECTURE, EvolutionSpec
-from shoal.registry import AliasNames
-from shoal.runs.json_lines import LogFormat
-from shoal.runs.run_reader import infer_direction
-from shoal.runs.tracking.tracker import TrackerNames
 from shoal.search.space import Options, SearchSpace
 
 AUGMENTATION = "augmentation."

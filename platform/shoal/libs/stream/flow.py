@@ -9,7 +9,6 @@ Endpoints follow the alias of the registered versions.
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 import threading
@@ -22,19 +21,15 @@ import torch
 
 import shoal.runs
 from shoal.atomic_file import create_private
-from shoal.cluster.job_main import CHECK, HELP, expected_run_id, job_main
-from shoal.config import last_override
-from shoal.errors import RecordUnwritable, RegistryError, ShoalError
+from shoal.errors import RecordUnwritable, RegistryError
+from shoal.extend.cluster import expected_run_id, job_main
+from shoal.extend.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.extend.runs import RunRecorder, format_number
+from shoal.extend.train import ConsoleLog, RecordLog, shutdown_event
 from shoal.libs.stream.loop import StreamLoop
 from shoal.libs.stream.spec import OnlineSpec, StreamSpec
 from shoal.libs.stream.trainer import OnlineTrainer
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.runs import RunRecorder
-from shoal.runs.formatting import format_number
 from shoal.sources import StreamSource
-from shoal.train.launch.training_run import shutdown_event
-from shoal.train.reporting.console import ConsoleLog
-from shoal.train.reporting.event_log import RecordLog
 from shoal.weights import WeightSnapshot
 
 JOB = "stream"
@@ -44,24 +39,8 @@ MAX_SHOWN_SENSORS = 5
 
 
 def stream_main(recipe: StreamSpec) -> None:
-    """The main function of jobs/stream.py: a job of the cluster of $RAY_ADDRESS, or without one a run of this process.
-
-    Exits 1 on a ShoalError or OSError, 130 after a signal.
-    """
-    overrides = sys.argv[1:]
-    if os.environ.get("RAY_ADDRESS") or not {CHECK, *HELP}.isdisjoint(overrides):
-        job_main(recipe, run_stream, JOB, check_stream)
-        return
-    try:
-        resumed = last_override(overrides, "resume")
-        base = StreamSpec.from_record(shoal.runs.load(resumed).spec, overrides) if resumed else recipe
-        run_stream(base.override(overrides))
-    except (ShoalError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr, flush=True)
-        sys.exit(130)
+    """The main function of jobs/stream.py: a job of the cluster of $RAY_ADDRESS, or a run of this process."""
+    job_main(recipe, run_stream, JOB, check_stream, needs_cluster=False)
 
 
 def check_stream(spec: StreamSpec) -> None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from shoal.atomic_file import make_folder
-from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError
+from shoal.extend.cluster import find_free_port
 from shoal.libs.stream.messages import MessageParser
 from shoal.libs.stream.spec import SensorTopicSpec
 from shoal.sources.mqtt import PUBLISHER, SEQUENCE, MqttSource

@@ -1,6 +1,6 @@
 """The titles of a stream's metrics in the report."""
 
-from shoal.runs.report.panels import ReportPanels
+from shoal.extend.runs import ReportPanels
 
 PANELS = ReportPanels(
     titles={

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from shoal.config import Spec
-from shoal.registry import AliasNames
-from shoal.runs.json_lines import LogFormat
-from shoal.runs.tracking.tracker import TrackerNames
+from shoal.extend.registry import AliasNames
+from shoal.extend.runs import LogFormat, TrackerNames
 from shoal.sources import MqttSpec
 
 

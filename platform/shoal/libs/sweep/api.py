@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.api import attachment, load_run, make_train_spec
+from shoal.extend.runs import Sweep, load_sweep
 from shoal.libs.sweep.loop_spec import is_loop_recipe, load_loop_recipe
 from shoal.libs.sweep.spec import SweepSpec, check_sweep, remove_target
-from shoal.runs.sweep_trials import Sweep, load_sweep
 from shoal.search.space import SearchSpace
 
 if TYPE_CHECKING:
-    from shoal.train import Task, TrainSpec
+    from shoal.extend.train import Task, TrainSpec
 
 
 def sweep(

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 import click
 
-from shoal.cli.commands.run_session import RunArguments, launch_run
-from shoal.cli.support.console import strip_task_key
-from shoal.cli.support.jobs import find_job
 from shoal.config import format_override, last_override
 from shoal.errors import ConfigError
-from shoal.flows.actor_learner_spec import is_loop_job
-from shoal.runs.record.provenance import format_masked_command
+from shoal.extend.cli import RunArguments, find_job, launch_run, strip_task_key
+from shoal.extend.flows import is_loop_job
+from shoal.extend.runs import format_masked_command
 from shoal.search.space import SearchSpace
 
 JOB = "sweep"

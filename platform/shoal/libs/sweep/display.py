@@ -13,12 +13,8 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from shoal.cli.display.panels import RunView, render_cells
-from shoal.cli.support.console import make_number_column, make_table
-from shoal.runs import Run
-from shoal.runs.formatting import format_number
-from shoal.runs.report.event_messages import WAITING
-from shoal.runs.sweep_trials import SWEEPING, Sweep, SweepTrial, TrialState, load_sweep
+from shoal.extend.cli import RunView, make_number_column, make_table, render_cells
+from shoal.extend.runs import SWEEPING, WAITING, Run, Sweep, SweepTrial, TrialState, format_number, load_sweep
 
 MAX_ROWS = 16  # of a live table
 MAX_FAILURE_LENGTH = 48  # letters; the run of the trial has all of it

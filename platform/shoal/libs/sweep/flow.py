@@ -12,16 +12,13 @@ from pathlib import Path
 import numpy as np
 
 import shoal.runs
-from shoal.cluster.job_main import expected_run_id, job_main
 from shoal.errors import RunError, needs_extra
+from shoal.extend.cluster import expected_run_id, job_main
+from shoal.extend.runs import SWEEPING, RunKind, RunRecorder, SweepTrial, TrialLog, load_sweep
+from shoal.extend.train import fetch_weights, register_model, validate_run
 from shoal.home import home
 from shoal.libs.sweep.spec import CheckedSweep, SweepSpec, check_sweep, sweep_from_overrides
 from shoal.libs.sweep.trial import PlannedTrial, TrialSetting, load_result
-from shoal.runs import RunKind, RunRecorder
-from shoal.runs.sweep_trials import SWEEPING, SweepTrial, TrialLog, load_sweep
-from shoal.train.export.model_entry import register_model
-from shoal.train.launch.finalize import fetch_weights
-from shoal.train.launch.validate import validate_run
 
 JOB = "sweep"
 

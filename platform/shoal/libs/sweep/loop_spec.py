@@ -14,13 +14,12 @@ from pydantic import Field
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
-from shoal.flows.actor_learner_spec import ActorLearnerSpec, is_loop_job
-from shoal.flows.local_run import MEAN_RETURN
+from shoal.extend.flows import MEAN_RETURN, ActorLearnerSpec, is_loop_job
+from shoal.extend.registry import AliasNames
+from shoal.extend.rl import RLSpec
+from shoal.extend.train import find_source_file, load_task_file, unload_if_changed
 from shoal.network_address import is_loopback
-from shoal.registry import AliasNames
-from shoal.rl.spec import RLSpec
 from shoal.search.space import SearchSpace
-from shoal.train.task import find_source_file, load_task_file, unload_if_changed
 
 # Where a trial runs, how long, and what it leaves.
 _SAME = (
@@ -128,6 +127,6 @@ def add_module_folders(recipe: str) -> None:
 def check_loop(spec: LoopTrialSpec) -> None:
     """Raise ConfigError for an environment that cannot be created or learned from, by a trial with these values."""
     add_module_folders(spec.recipe)
-    from shoal.flows.rl_policy import inspect_environment  # it imports what a run of the loop needs
+    from shoal.extend.flows import inspect_environment
 
     inspect_environment(spec)

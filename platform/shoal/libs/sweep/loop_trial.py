@@ -17,14 +17,19 @@ from typing import Any
 import shoal.runs
 from shoal import atomic_file
 from shoal.errors import RecordUnwritable, RunError
-from shoal.flows.local_run import MEAN_RETURN, LocalRun
-from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler
-from shoal.flows.rl_policy import describe_policy_model, inspect_environment
+from shoal.extend.flows import (
+    MEAN_RETURN,
+    ActorLearnerMetrics,
+    HistorySampler,
+    LocalRun,
+    describe_policy_model,
+    inspect_environment,
+)
+from shoal.extend.registry import Registry
+from shoal.extend.runs import RunKind, RunRecorder, Status
+from shoal.extend.train import find_source_file
 from shoal.libs.sweep.loop_spec import LoopTrialSpec
 from shoal.libs.sweep.trial import JOB, Trial, TrialReport, find_trial
-from shoal.registry import Registry
-from shoal.runs import RunKind, RunRecorder, Status
-from shoal.train.task import find_source_file
 from shoal.weights import WeightSnapshot
 
 LEARNED = "learned"  # the event at the end of a trial

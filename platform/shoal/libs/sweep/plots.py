@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shoal.errors import needs_extra
-from shoal.runs.report.plots import (
+from shoal.extend.runs import (
     INK,
     LINE,
     MAX_HEADING_LENGTH,
@@ -28,7 +28,7 @@ from shoal.runs.report.plots import (
     make_figure,
     to_numbers,
 )
-from shoal.runs.report.plots import truncate_middle as shorten
+from shoal.extend.runs import truncate_middle as shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,12 +17,10 @@ from ray.tune.callback import Callback
 from ray.tune.experiment import Trial
 
 import shoal.runs
-from shoal.cluster.admission import RunAdmission
-from shoal.cluster.cluster_handle import set_environment
-from shoal.cluster.growth import find_growth
-from shoal.cluster.job_main import print_too
-from shoal.cluster.run_queue import format_needs
 from shoal.errors import PlanError
+from shoal.extend.cluster import RunAdmission, find_growth, format_needs, print_too, set_environment
+from shoal.extend.runs import Run, Status, TrialLog, TrialState, load_history, load_sweep
+from shoal.extend.train import resolve_device
 from shoal.libs.sweep.ray_search import TuneSearcher, make_scheduler
 from shoal.libs.sweep.ray_trial import (
     FAILURE,
@@ -36,9 +34,6 @@ from shoal.libs.sweep.ray_trial import (
 )
 from shoal.libs.sweep.spec import SweepSpec
 from shoal.libs.sweep.trial import STOP_POLL_S, PlannedTrial, TrialSetting, find_trial, make_run_id
-from shoal.runs import Run, Status
-from shoal.runs.sweep_trials import TrialLog, TrialState, load_history, load_sweep
-from shoal.train.launch.ray_capacity import resolve_device
 
 NUM_RETRIES = 2  # of a trial whose process has died; it goes on from its checkpoint
 STOP_TIMEOUT_S = 10.0  # for the trials to save, before Ray kills the job

@@ -15,15 +15,11 @@ from typing import Any
 from ray.tune import Trainable
 
 from shoal.device_memory import limit_device_memory
+from shoal.extend.runs import RunRecorder
+from shoal.extend.train import JOBS, Backend, EventLog, TrainSpec, validate_run
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.libs.sweep.loop_spec import add_module_folders
 from shoal.libs.sweep.trial import Trial, TrialRun, TrialSetting, is_remote, make_run_id
-from shoal.runs import RunRecorder
-from shoal.train.launch.training_run import Backend
-from shoal.train.launch.validate import validate_run
-from shoal.train.reporting.event_log import EventLog
-from shoal.train.spec import TrainSpec
-from shoal.train.task import JOBS
 
 # Of a result, beside the metrics of an evaluation, whose names have a prefix.
 PROGRESS, STEP, FAILURE, VALUE = "progress", "step", "failure", "value/"
@@ -82,8 +78,8 @@ class TuneTrial(Trainable):
         def make_ray_backend(
             spec: TrainSpec, recorder: RunRecorder, log: EventLog, should_stop: Callable[[], bool]
         ) -> Backend:
-            from shoal.flows.training import RayBackend
-            from shoal.train.launch.ray_capacity import resolve_device
+            from shoal.extend.flows import RayBackend
+            from shoal.extend.train import resolve_device
 
             return RayBackend(resolve_device(spec), recorder, log, should_stop)
 

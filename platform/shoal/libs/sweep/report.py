@@ -7,12 +7,20 @@ from collections.abc import Sequence
 import pandas
 
 from shoal.errors import MissingExtra
+from shoal.extend.runs import (
+    SWEEPING,
+    ReportPanels,
+    Run,
+    Section,
+    Sweep,
+    build_ranked_table,
+    find_logarithmic,
+    format_number,
+    format_value,
+    load_sweep,
+    to_svg,
+)
 from shoal.libs.sweep import plots
-from shoal.runs import Run
-from shoal.runs.formatting import format_number, format_value
-from shoal.runs.report.panels import ReportPanels, Section, build_ranked_table, find_logarithmic
-from shoal.runs.report.plots import to_svg
-from shoal.runs.sweep_trials import SWEEPING, Sweep, load_sweep
 
 MAX_PATHS = 12
 

@@ -16,7 +16,17 @@ from pydantic import Field
 import shoal.runs
 from shoal.config import Spec, last_override
 from shoal.errors import ConfigError, MissingExtra
-from shoal.flows.local_run import MEAN_RETURN
+from shoal.extend.flows import MEAN_RETURN
+from shoal.extend.runs import LogFormat, RunKind, TrackerNames, infer_direction
+from shoal.extend.train import (
+    Direction,
+    TrainSpec,
+    ValidatedRun,
+    check_once,
+    choose_metric,
+    resolve_total_steps,
+    spec_from_overrides,
+)
 from shoal.libs.sweep.loop_spec import (
     LoopTrialSpec,
     check_loop,
@@ -24,16 +34,7 @@ from shoal.libs.sweep.loop_spec import (
     require_loop_fields,
     require_loop_search,
 )
-from shoal.runs import RunKind
-from shoal.runs.json_lines import LogFormat
-from shoal.runs.run_reader import infer_direction
-from shoal.runs.tracking.tracker import TrackerNames
 from shoal.search.space import Options, SearchSpace, nest
-from shoal.train.launch.checked_run import check_once
-from shoal.train.launch.overrides import spec_from_overrides
-from shoal.train.launch.validate import ValidatedRun, choose_metric
-from shoal.train.optim.lr_schedule import resolve_total_steps
-from shoal.train.spec import Direction, TrainSpec
 
 Search = Literal["random", "optuna", "bohb", "pbt"]
 Scheduler = Literal["auto", "none", "asha"]

@@ -26,17 +26,21 @@ import shoal.runs
 from shoal.checkpoint.directory import checkpoint_path, list_newest_first
 from shoal.checkpoint.stored import StoredCheckpoints, open_run_store
 from shoal.errors import CheckpointError, ConfigError, RunError, ShoalError
+from shoal.extend.parallel import World
+from shoal.extend.runs import RunKind, RunRecorder, Status
+from shoal.extend.train import (
+    Backend,
+    EventLog,
+    LocalBackend,
+    RecordLog,
+    TrainingRun,
+    TrainResult,
+    TrainSpec,
+    ValidatedRun,
+    set_threads,
+)
 from shoal.home import home
 from shoal.libs.sweep.spec import CheckedSweep, SweepSpec
-from shoal.parallel import World
-from shoal.runs import RunKind, RunRecorder, Status
-from shoal.train.launch.local import LocalBackend
-from shoal.train.launch.training_run import Backend, TrainingRun
-from shoal.train.launch.validate import ValidatedRun
-from shoal.train.loop.components import set_threads
-from shoal.train.reporting.event_log import EventLog, RecordLog
-from shoal.train.reporting.result import TrainResult
-from shoal.train.spec import TrainSpec
 from shoal.weights.tensor_files import list_with_index
 
 JOB = "sweep"

@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.extend.runs import Status, Tracker, list_facts, list_models, list_parameters
 from shoal.home import file_lock, home
-from shoal.runs.run_status import Status
-from shoal.runs.tracking.tracker import Tracker, list_facts, list_models, list_parameters
 
 if TYPE_CHECKING:
-    from shoal.runs.run_reader import MetricValue, Run
+    from shoal.extend.runs import MetricValue, Run
 
 PROJECT = "shoal"  # unless the tracker's own variable names another
 _MAKING_S = 60.0  # of a database, by another process
@@ -111,7 +110,7 @@ def _make_database(path: Path) -> None:
 
 
 class WandbTracker(Tracker):
-    """A run of Weights & Biases, whose id is Shoal's.
+    """A run of Weights & Biases, with Shoal's id.
 
     W&B drops a value of an earlier step than its own counter, which a restarted run would log: the steps are a metric
     of their own, the x-axis of all others. The library uploads in the background, from files in the run's folder.

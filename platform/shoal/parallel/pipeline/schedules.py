@@ -1,14 +1,12 @@
-"""The pipeline schedules of torch.distributed.pipelining by Shoal's names: their requirements and their order of work.
+"""The pipeline schedules of torch.distributed.pipelining by Shoal's names: their classes and requirements.
 
-Called by `model`, which runs them, and by `simulate`, which predicts them. Forms no group and runs nothing.
+Called by `model`, which runs them, and by what predicts them. Forms no group and runs nothing.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from torch import nn
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -37,14 +35,6 @@ SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")  # separate gra
 IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")  # work in rounds of about one micro-batch for each rank
 
 
-class ComputeAction(NamedTuple):
-    """One action of a rank: `F`orward, full `B`ackward, or separate backward of `I`nputs and of `W`eights."""
-
-    stage: int
-    kind: Literal["F", "B", "I", "W"]
-    micro_batch: int
-
-
 def get_stage_ranks(schedule: ScheduleName, num_ranks: int) -> list[int]:
     once = list(range(num_ranks))
     if schedule in SINGLE_STAGE:
@@ -66,36 +56,3 @@ def check_schedule(schedule: ScheduleName, num_ranks: int, micro_batches: int, i
     if schedule in IN_ROUNDS and micro_batches % rounds:
         problem = f"the schedule {schedule} cannot divide them into {rounds} rounds"
         raise PlanError("parallel.micro_batches", micro_batches, problem, f"use a multiple of {num_ranks}")
-
-
-def plan_actions(schedule: ScheduleName, num_ranks: int, micro_batches: int) -> list[list[ComputeAction]]:
-    """Each rank's actions in order, as the schedule's own class plans them."""
-    check_schedule(schedule, num_ranks, micro_batches)
-    if schedule == "1f1b":  # torch 2.13 runs it from code; its displayed order starts the last rank with 1 for 0
-        return [_plan_1f1b(rank, num_ranks, micro_batches) for rank in range(num_ranks)]
-    ranks = get_stage_ranks(schedule, num_ranks)
-    sizes = {"num_stages": len(ranks), "group_size": num_ranks, "group_rank": 0, "submod": nn.Identity()}
-    stages = [SimpleNamespace(**sizes, stage_index=stage) for stage, rank in enumerate(ranks) if rank == 0]
-    planned = SCHEDULE_CLASSES[schedule](stages[0] if schedule in SINGLE_STAGE else stages, micro_batches)
-    orders = (planned.pipeline_order[rank] for rank in range(num_ranks))
-    return [[work for action in order for work in _flatten_action(action)] for order in orders]
-
-
-def _plan_1f1b(rank: int, num_ranks: int, micro_batches: int) -> list[ComputeAction]:
-    ahead = min(micro_batches, num_ranks - rank)
-    works = [ComputeAction(rank, "F", index) for index in range(ahead)]
-    for index in range(micro_batches):
-        works.append(ComputeAction(rank, "B", index))
-        if ahead + index < micro_batches:
-            works.append(ComputeAction(rank, "F", ahead + index))
-    return works
-
-
-def _flatten_action(action: Any) -> list[ComputeAction]:
-    if action is None:
-        return []
-    if action.sub_actions is not None:
-        return [work for each in action.sub_actions for work in _flatten_action(each)]
-    if not action.is_compute_op:
-        return []
-    return [ComputeAction(action.stage_index, action.computation_type.value, action.microbatch_index)]

@@ -50,7 +50,7 @@ def create(
     command: what would start the run again; the command line of this process when None
     kind:    what the run does; inferred from the fields of its spec when None
 
-    Raises ConfigError for an id that cannot name a folder, and for a tracker in `spec` whose library is missing;
+    Raises ConfigError for an id that cannot name a folder, and for a tracker in `spec` without its library;
     RunError for an id in use, or an unwritable record.
     """
     now = time.time()

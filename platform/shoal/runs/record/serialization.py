@@ -68,7 +68,7 @@ def validate_integer(field: str, value: int) -> int:
 
 
 def to_json(details: Mapping[str, object]) -> str:
-    """As JSON; values that JSON cannot hold become text."""
+    """Write as JSON; values that JSON cannot hold become text."""
     try:
         text = json.dumps(details, default=str, ensure_ascii=False)
     except (TypeError, ValueError):  # a key that is not text, or a value that contains itself

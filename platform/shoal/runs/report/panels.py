@@ -1,4 +1,4 @@
-"""What the report shows of one kind of run: metrics of every kind are named here, a library brings those of its own.
+"""What the report shows of one kind of run: metrics of every kind are named here, a library adds those of its runs.
 
 A library names its `ReportPanels` by the kind of run in its extensions, in the group GROUP.
 """

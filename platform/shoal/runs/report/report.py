@@ -232,7 +232,7 @@ def _render_learning_curve(read: _ReportData) -> list[str]:
 
 
 def _choose_panels(read: _ReportData, metric: str) -> list[plots.Panel]:
-    """Of training the losses and the headline metric; of several policies each mean return; else the metric alone."""
+    """Choose the losses and the metric of training, each mean return of several policies, or the metric alone."""
     if read.is_training:
         losses = [("training", read.make_curve(TRAINING_LOSS)), ("validation", read.make_curve(VALIDATION_LOSS))]
         panels = [plots.Panel("loss", "step", [(name, curve) for name, curve in losses if len(curve.x)])]

@@ -29,7 +29,7 @@ _REFERENCE = re.compile(r"[\w./-]+:\w+")  # module:name or file.py:name
 
 
 class Tracker(ABC):
-    """One run at a tracker, in a process of its own that nothing waits for.
+    """One run at a tracker, in a process that nothing waits for.
 
     Each method may raise any exception: it is then called again later, `begin` first where it has not returned yet.
     """

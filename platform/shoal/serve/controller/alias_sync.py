@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.errors import ConfigError, RegistryError
-from shoal.serve.controller.rollout import Phase, Rollout
+from shoal.serve.controller.rollout import AbandonRollout, Phase, Rollout
 from shoal.serve.controller.state import Deployment, ModelState
 from shoal.serve.spec.model_source import Catalogue
 
@@ -44,13 +44,6 @@ class BeginRollout:
 
 
 @dataclass(frozen=True)
-class AbandonStaging:
-    """The alias no longer names the version that is being staged."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class PromoteCandidate:
     """The alias names the canary's candidate: the controller promotes it."""
 
@@ -67,13 +60,13 @@ def is_following_alias(model: ModelState) -> bool:
     return rollout.phase is Phase.VACANT or not (is_pinned or not deployment.version)
 
 
-def next_for_alias(model: ModelState) -> BeginRollout | AbandonStaging | PromoteCandidate | None:
+def next_for_alias(model: ModelState) -> BeginRollout | AbandonRollout | PromoteCandidate | None:
     """The action for the version that the alias names (`model.meant`). A rejected version is not tried again until the
     alias has moved."""
     deployment, rollout, meant = model.deployment, model.rollout, model.meant
     ref = f"{deployment.name}@{deployment.version}" if deployment.version else deployment.name
     if rollout.phase is Phase.STAGING:
-        return AbandonStaging(f"{ref} is version {meant} now") if meant != rollout.candidate else None
+        return AbandonRollout(f"{ref} is version {meant} now") if meant != rollout.candidate else None
     if meant in (rollout.stable, rollout.refused, *model.rejected):
         return None
     if rollout.phase is Phase.CANARY:

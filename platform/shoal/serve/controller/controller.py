@@ -198,7 +198,7 @@ class EndpointController:
             model.meant, model.rejected = meant, []
             self.adjust_rollout(name, rollout)
         match alias_sync.next_for_alias(model):
-            case alias_sync.AbandonStaging(reason):
+            case AbandonRollout(reason):
                 self.abandon_candidate(name, "registry", reason)
             case alias_sync.PromoteCandidate(why) if self.has_candidate(name):
                 self.adjust_rollout(name, replace(model.rollout, kind="promote", by="registry", why=why))

@@ -219,12 +219,14 @@ class ModelSlot:
     # -- loads --------------------------------------------------------------------------------------------------------
 
     async def _load_missing(self) -> None:
-        while (missing := self._find_missing()) is not None:
-            await self._load(*missing)
-            if self.plan is not None:  # it may have changed
-                self._reconcile(self.plan)
-            self._host.on_changed()
-        self._loading = None
+        try:
+            while (missing := self._find_missing()) is not None:
+                await self._load(*missing)
+                if self.plan is not None:  # it may have changed
+                    self._reconcile(self.plan)
+                self._host.on_changed()
+        finally:
+            self._loading = None
 
     async def _load(self, version: int, plan_options: Options) -> None:
         plan, served, host = self.plan, self.served, self._host
@@ -293,6 +295,7 @@ class ModelSlot:
             self._next = None
 
     def _drain(self, served: ServedModel) -> None:
+        """Close a model once it has answered its pending calls."""
 
         async def drain() -> None:
             while not served.is_idle:

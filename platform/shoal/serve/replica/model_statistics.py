@@ -15,6 +15,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from shoal.serve.messages.metrics_snapshot import (
     ModelSnapshot,
     VersionSnapshot,
     add_versions,
-)  # fmt: skip
+)
 from shoal.serve.messages.replica_report import MAX_FORWARDS, ForwardMedians
 
 if TYPE_CHECKING:
@@ -36,11 +37,6 @@ if TYPE_CHECKING:
 MAX_VERSIONS = 32
 SECONDS = tuple(0.00025 * 2**power for power in range(17))  # 0.25 ms to 16.4 s, each twice the one before
 ROWS = tuple(float(2**power) for power in range(11))  # 1 to 1024
-
-_COUNTERS = (
-    "batches", "compared", "compute_ns", "disagreed", "fail", "fail_ns", "failed_on_both", "queue_ns", "rows",
-    "shadow_failed", "success", "success_ns",
-)  # fmt: skip
 
 
 class Histogram:
@@ -59,31 +55,30 @@ class Histogram:
         return {"bounds": list(self._bounds), "counts": list(self._counts), "sum": self._sum}
 
 
+@dataclass(slots=True)
 class _VersionCounts:
-    """The counts of one version. `batches` and `sizes` are written by forward threads, the rest by the event loop."""
+    """The counts of one version. `batches` and `sizes` are written by forward threads, the rest by the event loop.
 
-    __slots__ = (*_COUNTERS, "last_ms", "request_s", "sizes", "statuses", "used")
+    sizes: by rows of a batch: (batches, ns)
+    """
 
-    batches: int
-    compared: int
-    compute_ns: int
-    disagreed: int
-    fail: int
-    fail_ns: int
-    failed_on_both: int
-    queue_ns: int
-    rows: int
-    shadow_failed: int
-    success: int
-    success_ns: int
-
-    def __init__(self) -> None:
-        for name in _COUNTERS:
-            setattr(self, name, 0)
-        self.last_ms = self.used = 0
-        self.statuses: Counter[int] = Counter()
-        self.sizes: dict[int, tuple[int, int]] = {}  # rows -> (batches, ns)
-        self.request_s = Histogram(SECONDS)
+    batches: int = 0
+    compared: int = 0
+    compute_ns: int = 0
+    disagreed: int = 0
+    fail: int = 0
+    fail_ns: int = 0
+    failed_on_both: int = 0
+    queue_ns: int = 0
+    rows: int = 0
+    shadow_failed: int = 0
+    success: int = 0
+    success_ns: int = 0
+    last_ms: int = 0
+    used: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    sizes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    request_s: Histogram = field(default_factory=lambda: Histogram(SECONDS))
 
     def snapshot(self) -> VersionSnapshot:
         return {

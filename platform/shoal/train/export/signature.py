@@ -71,7 +71,7 @@ def _describe_postprocessed(task: Task, postprocess: Hook, outputs: Mapping[str,
         raise refused(f"raised {type(error).__name__}: {error}") from error
     if not isinstance(answers, Mapping) or not answers:
         raise refused(f"gave a {type(answers).__name__}" if not isinstance(answers, Mapping) else "gave nothing")
-    found = []
+    described = []
     for name, answer in answers.items():
         datatype = None
         if isinstance(answer, np.ndarray):
@@ -83,8 +83,8 @@ def _describe_postprocessed(task: Task, postprocess: Hook, outputs: Mapping[str,
             raise refused(f"gave {name!r} as a {kind}")
         if answer.shape[:1] != (num_rows,):
             raise refused(f"gave {name!r} with the shape {[*answer.shape]} for {num_rows} samples")
-        found.append(TensorSignature(name=str(name), datatype=datatype, shape=[-1, *answer.shape[1:]]))
-    return found
+        described.append(TensorSignature(name=str(name), datatype=datatype, shape=[-1, *answer.shape[1:]]))
+    return described
 
 
 def _make_array(value: Tensor) -> np.ndarray:

@@ -25,10 +25,10 @@ def find_check(spec: TrainSpec) -> ValidatedRun | None:
     """The facts of an earlier check of the same run; None without one."""
     given = os.environ.get(VARIABLE, "")
     if given not in ("", PRINT):
-        found = json.loads(given)
-        if found.pop("key") == _make_key(spec):
+        facts = json.loads(given)
+        if facts.pop("key") == _make_key(spec):
             file = find_source_file(spec.task)
-            return _from_json(found, *(() if file is None else [file.parent]))
+            return _from_json(facts, *(() if file is None else [file.parent]))
     return None
 
 

@@ -57,8 +57,12 @@ def finalize_run(
     if target is not None:
         run = shoal.runs.load(recorder.id)
         rows = get_evaluations(run.metrics(), f"validation/{target.metric}")
-        found = find_target_reached(rows, target, find_attempts(run.events(), spec.workers), spec.price_per_device_hour)
-        if found is not None:
-            recorder.record_event("target_reached", step=found.step, training_s=found.training_s, money=found.money)
+        reached = find_target_reached(
+            rows, target, find_attempts(run.events(), spec.workers), spec.price_per_device_hour
+        )
+        if reached is not None:
+            recorder.record_event(
+                "target_reached", step=reached.step, training_s=reached.training_s, money=reached.money
+            )
     if registers:
         register_model(spec, outcome, checked.factory, checked.signature, checked.fingerprint, recorder)

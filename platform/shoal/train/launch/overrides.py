@@ -27,10 +27,10 @@ def load_recipe(task: str) -> TrainSpec:
     path = find_source_file(task)
     if path is None or not path.is_file():
         return TrainSpec(task=task)
-    made = getattr(load_task_file(path, task), "spec", None)
-    if made is None:
+    make_spec = getattr(load_task_file(path, task), "spec", None)
+    if make_spec is None:
         return TrainSpec(task=task)
-    found = made()
-    if not isinstance(found, TrainSpec):
-        raise ConfigError("task", task, f"{path.name}'s spec() gave a {type(found).__name__}", "return a TrainSpec")
-    return found.model_copy(update={"task": task})
+    spec = make_spec()
+    if not isinstance(spec, TrainSpec):
+        raise ConfigError("task", task, f"{path.name}'s spec() gave a {type(spec).__name__}", "return a TrainSpec")
+    return spec.model_copy(update={"task": task})

@@ -70,8 +70,8 @@ class WorkerPlacement:
 
     def get_state(self) -> str:
         """PENDING or CREATED, in Ray's terms; "" while there is none."""
-        found = [state for name, state in self._get_states().items() if name not in self._earlier]
-        return next((state for state in ("CREATED", "PENDING") if state in found), "")
+        states = [state for name, state in self._get_states().items() if name not in self._earlier]
+        return next((state for state in ("CREATED", "PENDING") if state in states), "")
 
     def _get_states(self) -> dict[str, str]:
         return {name: each["state"] for name, each in placement_group_table().items() if name.endswith(self._job)}

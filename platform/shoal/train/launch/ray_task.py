@@ -83,13 +83,13 @@ def _start(function: Callable[[TrainSpec], T], spec: TrainSpec, options: Mapping
 
 def _get(answer: ray.ObjectRef[Any], spec: TrainSpec, timeout_s: float | None = None) -> Any:
     try:
-        found, error = ray.get(answer, timeout=timeout_s)
+        answered, error = ray.get(answer, timeout=timeout_s)
     except RayError as failure:
         problem = f"the worker that looked at {spec.task} died, or is late: {summarize_error(failure, line=-1)}"
         raise TrainError(problem) from failure
     if error is not None:
         raise error
-    return found
+    return answered
 
 
 def _run_here(folder: Path, function: Callable[[TrainSpec], T], spec: TrainSpec) -> tuple[T | None, ShoalError | None]:

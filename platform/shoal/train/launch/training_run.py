@@ -78,8 +78,8 @@ class LaunchReplicas(Protocol):
 
 def find_launcher(spec: TrainSpec) -> LaunchReplicas:
     """What launches a run of replicas. Raises ValueError when it cannot be imported."""
-    found: LaunchReplicas = find_extension(spec.applied_sync.launch, LAUNCHERS, {})
-    return found
+    launch: LaunchReplicas = find_extension(spec.applied_sync.launch, LAUNCHERS, {})
+    return launch
 
 
 @dataclass

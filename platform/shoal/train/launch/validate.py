@@ -232,9 +232,9 @@ def _require_sync_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
 
 def _require_inputs(task: Task, spec: TrainSpec, batch: object) -> None:
     """A tensor would be taken for its rows, and a dict for its keys."""
-    found: object = task.inputs(batch)
-    if not isinstance(found, tuple | list):
-        problem = f"{type(task).__name__}.inputs gave a {type(found).__name__}"
+    inputs: object = task.inputs(batch)
+    if not isinstance(inputs, tuple | list):
+        problem = f"{type(task).__name__}.inputs gave a {type(inputs).__name__}"
         remedy = "return a tuple of the model's arguments, as in (batch['x'],)"
         raise ConfigError("task", spec.task, problem, remedy)
 
@@ -248,11 +248,11 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
             problem = f"{type(task).__name__}.metrics gave a {type(metrics).__name__}"
             raise ConfigError("task", spec.task, problem, "return a dict of scalar tensors by name, {} for none")
         loss: dict[str, object] = {"loss": task.loss(outputs, batch)} if task.has_loss else {}
-        found = {**loss, **metrics}
+        measured = {**loss, **metrics}
     if "loss" in metrics:
         problem = f"{type(task).__name__}.metrics has a 'loss', which would take the place of the loss itself"
         raise ConfigError("task", spec.task, problem, "give it another name")
-    for name, value in found.items():
+    for name, value in measured.items():
         if isinstance(value, Mean):
             require_loss(value, f"{type(task).__name__}.{'loss' if name == 'loss' else f'metrics: {name!r}'}")
             continue
@@ -263,7 +263,7 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
             problem = f"{type(task).__name__}.{called} gave {kind}"
             remedy = "return a scalar tensor, the mean over the samples, or a shoal.Mean(total, count)"
             raise ConfigError("task", spec.task, problem, remedy)
-    return [*found, *task.stateful_metrics()]
+    return [*measured, *task.stateful_metrics()]
 
 
 def _require_watched_metrics(spec: TrainSpec, data: Data, measured: list[str]) -> None:

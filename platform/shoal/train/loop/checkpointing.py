@@ -88,31 +88,31 @@ class CheckpointManager:
         Raises ConfigError, on every rank, when not all of them can read what others save.
         """
         self._checkpointer.require_durable()
-        found = self._checkpointer.latest()
-        if found is None:  # without a copy to allocate memory for, the optimiser need not have its state yet
+        newest = self._checkpointer.latest()
+        if newest is None:  # without a copy to allocate memory for, the optimiser need not have its state yet
             is_copied = self._spec.asynchronous
             self._checkpointer.prepare(self._components.state() if is_copied else self._components.network_state())
             return None
         state = self._components.state(to_fill=True)
-        extras = self._load(found, state)
+        extras = self._load(newest, state)
         self._components.load_state(state)
         if self._components.average is not None and AVERAGE in extras.absent:
-            self._event_log.record_event("average_begun", step=found.step)
+            self._event_log.record_event("average_begun", step=newest.step)
         own = extras.own["position"] if extras.own else None
         self._components.load_position(extras.extras["position"], own)
         if "counts" in extras.extras:  # missing in older checkpoints
             self._components.load_counts(extras.extras["counts"])
         # The waiting samples belong to this rank's share of the data.
-        if own is not None and found.plan == self._components.degrees.description:
+        if own is not None and newest.plan == self._components.degrees.description:
             self._components.load_selective(own)
         elif self._components.selective is not None:
-            self._event_log.record_event("selective_backprop_emptied", step=found.step, plan=found.plan)
+            self._event_log.record_event("selective_backprop_emptied", step=newest.step, plan=newest.plan)
         if extras.own is not None:  # otherwise the number of ranks has changed, and each has its own random state
             set_random_state(extras.own["random"])
         self._checkpointer.prepare(self._components.state())
         progress = TrainProgress(**extras.extras["progress"])
         self._saved_step, self._saved_elapsed_s = progress.step, progress.elapsed_s
-        return Restored(progress, found.damaged)
+        return Restored(progress, newest.damaged)
 
     def _load(self, found: Found, state: dict[str, Any]) -> Extras:
         """Fill `state`; entries that the checkpoint lacks are removed from it."""
@@ -200,10 +200,10 @@ class CheckpointManager:
         """The newest good checkpoint as a text for a message, or None. Collective."""
         try:
             self.wait()
-            found = self._checkpointer.latest()
+            newest = self._checkpointer.latest()
         except CheckpointError:
             return None
-        return str(found.path) if found is not None else None
+        return str(newest.path) if newest is not None else None
 
     def best_step(self) -> int | None:
         """The step retained as the best one, or None. Collective."""
@@ -212,11 +212,11 @@ class CheckpointManager:
 
     def load_best(self) -> TrainProgress | None:
         """Load the network that was saved as the best one; None if there is none. Collective."""
-        found = self._checkpointer.best()
-        if found is None:
+        best = self._checkpointer.best()
+        if best is None:
             return None
         state = self._components.network_state()
-        extras = self._load(found, state)
+        extras = self._load(best, state)
         self._components.load_network_state(state)
         return TrainProgress(**extras.extras["progress"])
 

@@ -28,10 +28,10 @@ def evaluate(model: ParallelModel, loader: Loader, stateful: MetricSet | None = 
     """
     sums: dict[str, Tensor] = {}
     for batch in loader:
-        found = model.evaluate(batch, loader.num_samples, None if stateful is None else stateful.observe)
-        if sums and found.keys() != sums.keys():
-            raise _make_uneven_metrics_error(sorted(found.keys() ^ sums.keys()))
-        sums = {name: found[name] + sums.get(name, 0.0) for name in sums or found}
+        measured = model.evaluate(batch, loader.num_samples, None if stateful is None else stateful.observe)
+        if sums and measured.keys() != sums.keys():
+            raise _make_uneven_metrics_error(sorted(measured.keys() ^ sums.keys()))
+        sums = {name: measured[name] + sums.get(name, 0.0) for name in sums or measured}
     further = {} if stateful is None else stateful.compute()
     names = sorted(sums)
     if not names:

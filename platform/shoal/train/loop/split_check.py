@@ -65,9 +65,9 @@ class SplitLossCheck:
         is_split = count_samples(few) > 1
         halves = split_micro_batches(few, 2, is_even=False) if is_split else [few, few]  # as often on every rank
         with preserve_rng():
-            found = [self._model.measure_loss(each) for each in (few, few, *halves)]
-        losses = [each for each in found if each is not None]
-        if len(losses) < len(found):
+            measured = [self._model.measure_loss(each) for each in (few, few, *halves)]
+        losses = [each for each in measured if each is not None]
+        if len(losses) < len(measured):
             return "no scalar"
         whole, again, *parts = (float(each.value) for each in losses)
         weights = [

@@ -176,9 +176,9 @@ def write_histograms(journal: EventLog, model: ParallelModel, step: int) -> None
         return
     for name, parameter in model.named_parameters():
         for kind, tensor in (("weights", parameter), ("gradients", parameter.grad)):
-            found = None if tensor is None else compute_histogram(tensor)
-            if found is not None:
-                journal.log_histogram(step, f"{kind}/{name}", *found)
+            histogram = None if tensor is None else compute_histogram(tensor)
+            if histogram is not None:
+                journal.log_histogram(step, f"{kind}/{name}", *histogram)
 
 
 def compute_histogram(tensor: Tensor, num_bins: int = NUM_BINS) -> tuple[np.ndarray, np.ndarray] | None:

@@ -315,9 +315,9 @@ class Trainer:
     def _raise_not_finite(self) -> None:
         """Name the step, and the samples of ranks with a non-finite loss: other ranks have it only by their
         gradients."""
-        found = [each for each in self.world.gather(self._losses.find_not_finite()) if each is not None]
-        step, is_gradient, _ = min(found, key=lambda each: each[:2])
-        guilty = [indices or [] for at, only, indices in found if (at, only) == (step, is_gradient)]
+        reported = [each for each in self.world.gather(self._losses.find_not_finite()) if each is not None]
+        step, is_gradient, _ = min(reported, key=lambda each: each[:2])
+        guilty = [indices or [] for at, only, indices in reported if (at, only) == (step, is_gradient)]
         indices = sorted({index for each in guilty for index in each})
         what = "the gradient" if is_gradient else "the loss"
         raise NotFinite(what, step + 1, indices or None, self._checkpoints.describe_newest())
@@ -378,19 +378,25 @@ class Trainer:
         self._callbacks.end(stop.step)
         self._save(must=stop.reason == "interrupted")
         self._checkpoints.wait(must=stop.reason == "interrupted")
-        progress, kept = self._progress, stop.keep_step
+        progress, retained_step = self._progress, stop.keep_step
         if stop.reason == "interrupted":
-            outcome = TrainResult(self._run_id, stop.reason, stop.detail, progress.step, kept, progress.elapsed_s)
+            outcome = TrainResult(
+                self._run_id, stop.reason, stop.detail, progress.step, retained_step, progress.elapsed_s
+            )
             self._event_log.record_event("stopped", reason=stop.reason, detail=stop.detail, step=stop.step)
             self._checkpoints.finish_uploads(INTERRUPTED_UPLOAD_S)
             return outcome
         metrics = progress.metrics
-        if kept != progress.step:
+        if retained_step != progress.step:
             best = self._checkpoints.load_best()
-            kept = best.step if best is not None else progress.step
+            retained_step = best.step if best is not None else progress.step
             metrics = best.metrics if best is not None else metrics
-        self._event_log.record_event("stopped", reason=stop.reason, detail=stop.detail, step=stop.step, kept=kept)
-        ended = TrainResult(self._run_id, stop.reason, stop.detail, progress.step, kept, progress.elapsed_s, metrics)
+        self._event_log.record_event(
+            "stopped", reason=stop.reason, detail=stop.detail, step=stop.step, kept=retained_step
+        )
+        ended = TrainResult(
+            self._run_id, stop.reason, stop.detail, progress.step, retained_step, progress.elapsed_s, metrics
+        )
         ended = replace(ended, weights=self._write_weights())
         self._checkpoints.finish_uploads(UPLOAD_TIMEOUT_S)
         return ended

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
+from shoal.extend.sync import LATER, CallId, Request, RpcClient, SyncConfig, answers
 from shoal.libs.asynchronous.clock import Clock, RoundClock, Update
 from shoal.libs.asynchronous.config import LocalStepsConfig, ServersConfig
 from shoal.libs.asynchronous.controller import Controller, ControllerSetting
@@ -33,8 +34,6 @@ from shoal.libs.asynchronous.messages import (
     TakeSnapshot,
     WatchRound,
 )
-from shoal.sync.config import SyncConfig
-from shoal.sync.rpc import LATER, CallId, Request, RpcClient, answers
 
 SMOOTHING = 0.5  # the newest measurement's share of a worker's average time
 

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.extend.sync import Connection, Replica, RpcClient
 from shoal.libs.asynchronous.clock import Settings
 from shoal.libs.asynchronous.config import LocalStepsConfig
 from shoal.libs.asynchronous.messages import WatchRound
 from shoal.libs.asynchronous.parameter_server.partition import divide_fragments
 from shoal.libs.asynchronous.parameter_server.worker import ParameterServerSync
-from shoal.sync.rpc import RpcClient
-from shoal.sync.synchronizer import Connection, Replica
 
 
 class LocalStepsSync(ParameterServerSync):

@@ -52,8 +52,8 @@ class Partition:
 
     def find_range(self, server: int, chosen: range) -> tuple[int, int]:
         """Where the server's vector has these parameters: its first element, and the one after the last."""
-        found = [piece for piece in self.pieces[server] if piece.parameter in chosen]
-        return (found[0].offset, found[-1].offset + found[-1].size) if found else (0, 0)
+        pieces = [piece for piece in self.pieces[server] if piece.parameter in chosen]
+        return (pieces[0].offset, pieces[-1].offset + pieces[-1].size) if pieces else (0, 0)
 
     def read(self, server: int, vector: Tensor, parameters: Sequence[Tensor], chosen: range | None = None) -> int:
         """Copy the server's vector into the parameters, or into the chosen ones; returns the bytes."""
@@ -93,7 +93,18 @@ def divide(sizes: Sequence[int], num_servers: int, *, by_parameter: bool) -> Par
     if num_servers > most:
         what = "parameters, and this optimiser needs each whole" if by_parameter else "elements"
         raise ConfigError("sync.servers", num_servers, f"is more than the model has {what}", f"at most {most}")
-    return _divide_parameters(sizes, num_servers) if by_parameter else _divide_elements(sizes, num_servers)
+    if by_parameter:
+        return _divide_parameters(sizes, num_servers)
+    total, first = sum(sizes), 0
+    pieces: list[list[ParameterSlice]] = [[] for _ in range(num_servers)]
+    bounds = [total * server // num_servers for server in range(num_servers + 1)]
+    for index, size in enumerate(sizes):
+        for server in range(num_servers):
+            begin, end = max(first, bounds[server]), min(first + size, bounds[server + 1])
+            if begin < end:
+                pieces[server].append(ParameterSlice(index, begin - first, end - first, begin - bounds[server]))
+        first += size
+    return Partition(tuple(map(tuple, pieces)))
 
 
 def divide_fragments(sizes: Sequence[int], num_fragments: int) -> list[range]:
@@ -107,19 +118,6 @@ def divide_fragments(sizes: Sequence[int], num_fragments: int) -> list[range]:
         possible = range(ends[-1] + 1, len(sizes) - num_fragments + fragment + 1)
         ends.append(min(possible, key=lambda end: abs(until[end - 1] - wanted)))
     return [range(begin, end) for begin, end in pairwise([*ends, len(sizes)])]
-
-
-def _divide_elements(sizes: Sequence[int], num_servers: int) -> Partition:
-    total, first = sum(sizes), 0
-    pieces: list[list[ParameterSlice]] = [[] for _ in range(num_servers)]
-    bounds = [total * server // num_servers for server in range(num_servers + 1)]
-    for index, size in enumerate(sizes):
-        for server in range(num_servers):
-            begin, end = max(first, bounds[server]), min(first + size, bounds[server + 1])
-            if begin < end:
-                pieces[server].append(ParameterSlice(index, begin - first, end - first, begin - bounds[server]))
-        first += size
-    return Partition(tuple(map(tuple, pieces)))
 
 
 def _divide_parameters(sizes: Sequence[int], num_servers: int) -> Partition:
@@ -176,17 +174,6 @@ def plan_partition(optimizer: Optimizer, num_servers: int) -> Partition:
     Raises ConfigError for parameters that are not float32, for more servers than there is to divide, and for an
     optimiser that no server can step.
     """
-    _require_plain_step(optimizer)
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    for each in parameters:
-        if each.dtype != torch.float32:
-            problem = f"has a parameter of the type {each.dtype}, and servers keep float32"
-            raise ConfigError("sync.kind", "parameter_server", f"the model {problem}", "use sync=all_reduce")
-    return divide([each.numel() for each in parameters], num_servers, by_parameter=not is_elementwise(optimizer))
-
-
-def _require_plain_step(optimizer: Optimizer) -> None:
-    """A server has dense gradients and no loss. Raises ConfigError for an optimiser that needs anything else."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     problem = "takes sparse gradients" if isinstance(optimizer, SparseAdam) else ""
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -194,6 +181,12 @@ def _require_plain_step(optimizer: Optimizer) -> None:
     if problem:
         kind = f"the optimiser {type(optimizer).__name__} {problem}, and a server has dense gradients alone"
         raise ConfigError("sync.kind", "parameter_server", kind, "use sync=all_reduce")
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for each in parameters:
+        if each.dtype != torch.float32:
+            problem = f"has a parameter of the type {each.dtype}, and servers keep float32"
+            raise ConfigError("sync.kind", "parameter_server", f"the model {problem}", "use sync=all_reduce")
+    return divide([each.numel() for each in parameters], num_servers, by_parameter=not is_elementwise(optimizer))
 
 
 def describe_parameters(optimizer: Optimizer) -> list[list[int]]:

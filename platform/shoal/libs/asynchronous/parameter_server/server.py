@@ -8,7 +8,6 @@ Called by the process that serves it; knows no sockets. Elements are float32.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,17 +172,15 @@ class ParameterServer:
             state |= {LATE: self._late, LATE_WEIGHTS: torch.tensor(self._late_weights, dtype=torch.double)}
         for index, view in enumerate(self._views):
             values = self._optimizer.state.get(view, {})
-            _require_tensors(values)
+            for name, value in values.items():
+                if not isinstance(value, Tensor):
+                    problem = f"stores {name!r} as a {type(value).__name__}, and only tensors can be divided and saved"
+                    raise ConfigError(
+                        "sync.kind", "parameter_server", f"the optimiser {problem}", "use sync=all_reduce"
+                    )
             state |= {f"{index}.{name}": each.reshape(-1) if each.ndim else each for name, each in values.items()}
         return state
 
     def close(self) -> None:
         """Release the memory. Idempotent."""
         self.memory.close()
-
-
-def _require_tensors(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            problem = f"stores {name!r} as a {type(value).__name__}, and only tensors can be divided and saved"
-            raise ConfigError("sync.kind", "parameter_server", f"the optimiser {problem}", "use sync=all_reduce")

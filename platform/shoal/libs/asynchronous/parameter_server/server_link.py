@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.extend.sync import RpcClient
 from shoal.libs.asynchronous.config import ServersConfig
 from shoal.libs.asynchronous.messages import AppendGradient, FetchWeights, GetAddress, PushGradient
 from shoal.libs.asynchronous.parameter_server.compression import GradientCompressor, count_payload_bytes
 from shoal.libs.asynchronous.parameter_server.partition import Partition
 from shoal.libs.asynchronous.parameter_server.update_log import GradientKey
 from shoal.libs.asynchronous.shared_memory import SharedWeights
-from shoal.sync.rpc import RpcClient
 
 
 class ServerLink:
@@ -48,17 +48,17 @@ class ServerLink:
         Raises ConfigError when the memory must be shared and cannot be.
         """
         self.close_memory()
-        found = self.client.call(GetAddress())
-        self.incarnation = found.incarnation
+        server = self.client.call(GetAddress())
+        self.incarnation = server.incarnation
         if self._spec.transport != "frames":
             try:
-                self.memory = SharedWeights.open(found.memory)
+                self.memory = SharedWeights.open(server.memory)
             except OSError as error:
                 if self._spec.transport == "shared_memory":
                     problem = f"worker {self._worker} cannot open the memory of server {self._server} ({error})"
                     remedy = "use sync.transport=auto when they are on different hosts"
                     raise ConfigError("sync.transport", "shared_memory", problem, remedy) from error
-        return found.parameters
+        return server.parameters
 
     # -- a gradient
 

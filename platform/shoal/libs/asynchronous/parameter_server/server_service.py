@@ -18,6 +18,7 @@ import torch
 
 from shoal.atomic_file import replace_synced
 from shoal.errors import RankLost
+from shoal.extend.sync import LATER, CallId, CurveKeys, RpcClient, RpcService, answers, list_handlers
 from shoal.libs.asynchronous.clock import Update
 from shoal.libs.asynchronous.messages import (
     AppendGradient,
@@ -38,7 +39,6 @@ from shoal.libs.asynchronous.messages import (
 from shoal.libs.asynchronous.parameter_server.compression import decompress
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.libs.asynchronous.parameter_server.update_log import GradientKey, UpdateLog
-from shoal.sync.rpc import LATER, CallId, CurveKeys, RpcClient, RpcService, answers, list_handlers
 
 
 class ServerService:
@@ -67,12 +67,10 @@ class ServerService:
         self._controller = RpcClient(controller, timeout_s, keys=keys)
         self._log = UpdateLog(file) if file is not None and server.spec.durable else None
         self._incarnation = 0
-        self._pulls: dict[CallId, PullVersions] = {}  # those that wait
-        self._dumps: dict[CallId, DumpState] = {}  # those that wait
+        self._waiting: dict[CallId, tuple[int, Callable[[], object]]] = {}  # calls for a version still to come
         self._snapshot_at = -1
         self._snapshot = b""  # the state of the version `_snapshot_at`, as safetensors
         self._stored: dict[int, tuple[int, bytes]] = {}  # by worker: the weights of a version
-        self._fetches: dict[CallId, FetchWeights] = {}  # those that wait
         self._incarnations: dict[int, int] = {}  # by worker, of its newest push
         self._written_s, self._written_version = time.monotonic(), -1
         self._saved_version = self._noted_version = -1  # that is on the disk; that the controller knows to be there
@@ -145,8 +143,7 @@ class ServerService:
     @answers(PullVersions)
     def pull(self, caller: CallId, request: PullVersions) -> object:
         if self._server.version < request.needed:
-            self._pulls[caller] = request
-            return LATER
+            return self._wait_for(request.needed, caller, lambda: self.pull(caller, request))
         self._server.remember_pull(request.worker, self._server.weights)
         return PulledVersions(self._incarnation, self._server.memory.get_versions())
 
@@ -174,7 +171,7 @@ class ServerService:
     def store_weights(self, caller: CallId, request: StoreWeights) -> object:
         if self._server.version == request.version:  # else updates were lost on the way, and come again
             self._stored[request.worker] = request.version, self._server.copy_weights()
-            self._answer_fetches()
+            self._answer_waiting()
         return LATER
 
     @answers(FetchWeights)
@@ -190,14 +187,18 @@ class ServerService:
         if self._server.version == version:
             self._stored[worker] = version, self._server.copy_weights()
             return self.fetch(caller, request)
-        self._fetches[caller] = request
+        return self._wait_for(version, caller, lambda: self.fetch(caller, request))
+
+    def _wait_for(self, version: int, caller: CallId, answer: Callable[[], object]) -> object:
+        """Answer a call once there is this version."""
+        self._waiting[caller] = version, answer
         return LATER
 
-    def _answer_fetches(self) -> None:
-        for waiting, request in list(self._fetches.items()):
-            if request.version <= self._server.version:
-                del self._fetches[waiting]
-                self.service.reply(waiting, self.fetch(waiting, request))
+    def _answer_waiting(self) -> None:
+        for caller, (version, answer) in list(self._waiting.items()):
+            if version <= self._server.version:
+                del self._waiting[caller]
+                self.service.reply(caller, answer())
 
     @answers(CommitUpdate)
     def commit(self, caller: CallId, request: CommitUpdate) -> object:
@@ -206,15 +207,7 @@ class ServerService:
         except Exception as error:
             self._report(error)
             raise
-        for waiting, pull in list(self._pulls.items()):
-            if pull.needed <= self._server.version:
-                del self._pulls[waiting]
-                self.service.reply(waiting, self.pull(waiting, pull))
-        self._answer_fetches()
-        for waiting, dump in list(self._dumps.items()):
-            if dump.version <= self._server.version:
-                del self._dumps[waiting]
-                self.service.reply(waiting, self.dump(waiting, dump))
+        self._answer_waiting()
         if self._file is not None and time.monotonic() - self._written_s > self._every_s:
             self._write(self._file)
         self._forget_saved()
@@ -234,8 +227,7 @@ class ServerService:
             return None
         if self._server.version == request.version:
             return safetensors.torch.save(self._server.dump())
-        self._dumps[caller] = request
-        return LATER
+        return self._wait_for(request.version, caller, lambda: self.dump(caller, request))
 
     def _write(self, file: Path) -> None:
         """Write the present state in the background, unless the last one is still being written."""

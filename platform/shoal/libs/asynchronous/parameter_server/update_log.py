@@ -42,7 +42,8 @@ class UpdateLog:
         self._positions: dict[GradientKey, _Position] = {}
         self._newest: dict[int, GradientKey] = {}  # by worker
         self._applied: dict[GradientKey, int] = {}  # the version with it
-        numbers = sorted(int(path.suffixes[-2][1:]) for path in _find_segments(file))
+        paths = file.parent.glob(f"{file.stem}.*.log")
+        numbers = sorted(int(path.suffixes[-2][1:]) for path in paths if path.suffixes[-2][1:].isdigit())
         for number in numbers:
             self._index(number)
         self._segments = numbers
@@ -54,7 +55,9 @@ class UpdateLog:
         head = _HEADER.pack(*key, len(gradient))
         offset = os.lseek(self._descriptor, 0, os.SEEK_END)
         for part in (head, gradient):
-            _write_all(self._descriptor, part)
+            rest = memoryview(part)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
         os.fdatasync(self._descriptor)
         self._positions[key] = _Position(self._segments[-1], offset + _HEADER.size, len(gradient))
         self._newest[key.worker] = key
@@ -79,18 +82,18 @@ class UpdateLog:
 
     def remove_until(self, version: int) -> None:
         """The state of `version` is on the disk: remove the segments that no later update needs."""
-        needed = {position.segment for key, position in self._positions.items() if self._is_needed(key, version)}
+        needed = {
+            position.segment
+            for key, position in self._positions.items()
+            # A worker's newest gradient may still become an update.
+            if (self._applied[key] > version if key in self._applied else key == self._newest[key.worker])
+        }
         gone = {number for number in self._segments[:-1] if number not in needed}
         for number in gone:
             self._path(number).unlink(missing_ok=True)
         self._segments = [number for number in self._segments if number not in gone]
-        kept = {key: position for key, position in self._positions.items() if position.segment not in gone}
-        self._positions = kept
-        self._applied = {key: at for key, at in self._applied.items() if key in kept}
-
-    def _is_needed(self, key: GradientKey, version: int) -> bool:
-        """Whether an update after `version` has it, or may have it: a worker's newest gradient may still become one."""
-        return self._applied[key] > version if key in self._applied else key == self._newest[key.worker]
+        self._positions = {key: each for key, each in self._positions.items() if each.segment not in gone}
+        self._applied = {key: version for key, version in self._applied.items() if key in self._positions}
 
     def _index(self, number: int) -> None:
         path = self._path(number)
@@ -123,13 +126,3 @@ def remove_earlier(file: Path) -> None:
     for path in file.parent.glob(f"{server}[-.]*"):
         if not path.name.startswith(f"{file.stem}."):
             path.unlink(missing_ok=True)
-
-
-def _find_segments(file: Path) -> list[Path]:
-    return [path for path in file.parent.glob(f"{file.stem}.*.log") if path.suffixes[-2][1:].isdigit()]
-
-
-def _write_all(descriptor: int, part: bytes | memoryview) -> None:
-    left = memoryview(part)
-    while left:
-        left = left[os.write(descriptor, left) :]

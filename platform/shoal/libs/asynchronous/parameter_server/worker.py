@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import SpecMismatch, TrainError
+from shoal.extend.sync import Connection, Replica, RpcClient, Traffic
 from shoal.libs.asynchronous.clock import Push, Settings
 from shoal.libs.asynchronous.config import ServersConfig
 from shoal.libs.asynchronous.controlled import ControlledSync
@@ -42,8 +43,6 @@ from shoal.libs.asynchronous.parameter_server.server import SETTINGS
 from shoal.libs.asynchronous.parameter_server.server_link import ServerLink
 from shoal.libs.asynchronous.parameter_server.update_log import GradientKey
 from shoal.libs.asynchronous.shared_memory import WRITING
-from shoal.sync.rpc import RpcClient
-from shoal.sync.synchronizer import Connection, Replica, Traffic
 
 
 class ParameterServerSync(ControlledSync):

@@ -15,19 +15,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shoal.cost.measure.memory import allocate_averages
-from shoal.cost.step_profiler import profile_step
-from shoal.data import Data
-from shoal.data.loader import load_first_batch
+from shoal.extend.cost import allocate_averages, profile_step
+from shoal.extend.data import Data, load_first_batch
+from shoal.extend.parallel import ParallelDims, ParallelModel, ParallelSpec, PipelineModel, StagePartition, parallelize
+from shoal.extend.train import Task, TrainSpec, make_optimizer
 from shoal.libs.planning.predict.fake_process_group import MessageCosts, SimulatedRanks, fake_world
-from shoal.parallel import ParallelDims, ParallelSpec
-from shoal.parallel.build import parallelize
-from shoal.parallel.model import ParallelModel
-from shoal.parallel.pipeline.model import PipelineModel
-from shoal.parallel.pipeline.partition import StagePartition
-from shoal.train.optim.optimizers import make_optimizer
-from shoal.train.spec import TrainSpec
-from shoal.train.task import Task
 
 MAX_TIMED_STEPS, TIMING_BUDGET_S = 5, 0.2
 MIN_PIPELINE_STEPS = 3

@@ -11,19 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shoal.cost.cost_table import CostTable, combine_ranks
-from shoal.cost.fake_tensors import use_fake_tensors
-from shoal.cost.measure.peak_flops import measure_peak_flops
 from shoal.errors import PlanError
+from shoal.extend.cost import CostTable, combine_ranks, measure_peak_flops, use_fake_tensors
+from shoal.extend.parallel import ParallelDims, ParallelSpec, PlacementRow, ScheduleName, build_placement, check_plan
+from shoal.extend.train import Task, TrainSpec
 from shoal.libs.planning.predict.fake_step import MIN_BLOCKS, FakeStep, FakeTask, StepByDepth, find_repeated_blocks
+from shoal.libs.planning.predict.simulate_pipeline import SimulatedStep, TransferTime, simulate_step
 from shoal.libs.planning.predict.single_device import preserve_process
-from shoal.parallel import ParallelDims, ParallelSpec
-from shoal.parallel.pipeline.simulate import SimulatedStep, TransferTime, simulate_step
-from shoal.parallel.placement import PlacementRow, build_placement
-from shoal.parallel.spec import ScheduleName
-from shoal.parallel.validate import check_plan
-from shoal.train.spec import TrainSpec
-from shoal.train.task import Task
 
 NOTE = "counted on fake tensors, since the model is large; nothing was run"
 

@@ -25,9 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shoal.errors import PlanError
-from shoal.parallel import World
-from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
-from shoal.parallel.comm.shm_p2p import ShmP2P
+from shoal.extend.parallel import ShmAllReduce, ShmP2P, World
 
 T = TypeVar("T")
 

@@ -16,13 +16,29 @@ import torch
 from torch import nn
 
 from shoal.batch_tree import tensors_of
-from shoal.cost.fake_tensors import FakeMode, copy_model, use_fake_tensors
-from shoal.cost.measure.collective_bytes import assume_cuda
-from shoal.cost.measure.memory import allocate_averages, bytes_of
-from shoal.cost.measure.op_counter import OpCounts
-from shoal.cost.step_profiler import profile_step
-from shoal.data import Data
-from shoal.data.loader import load_first_batch
+from shoal.extend.cost import (
+    FakeMode,
+    OpCounts,
+    allocate_averages,
+    assume_cuda,
+    bytes_of,
+    copy_model,
+    profile_step,
+    use_fake_tensors,
+)
+from shoal.extend.data import Data, load_first_batch
+from shoal.extend.parallel import (
+    ParallelDims,
+    ParallelSpec,
+    TaskProtocol,
+    TensorPlan,
+    World,
+    apply,
+    fsdp_layout,
+    parallelize,
+    plan,
+)
+from shoal.extend.train import Task, TrainSpec, make_optimizer
 from shoal.libs.planning.predict.dry_run import (
     CollectiveTraffic,
     collect_traffic,
@@ -30,15 +46,6 @@ from shoal.libs.planning.predict.dry_run import (
     run_step,
 )
 from shoal.libs.planning.predict.fake_process_group import SimulatedRanks, fake_world
-from shoal.parallel import ParallelDims, ParallelSpec, World
-from shoal.parallel.build import parallelize
-from shoal.parallel.model import TaskProtocol
-from shoal.parallel.spmd import fsdp_layout
-from shoal.parallel.tensor import apply, plan
-from shoal.parallel.tensor.plan import TensorPlan
-from shoal.train.optim.optimizers import make_optimizer
-from shoal.train.spec import TrainSpec
-from shoal.train.task import Task
 
 NUM_BLOCKS = (4, 6)  # of the two short models: with fewer, FSDP has not all of its buffers at once
 MIN_BLOCKS = 8  # of a model that is shortened

@@ -19,12 +19,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.cost.cost_table import CostTable, combine_ranks
-from shoal.cost.fake_tensors import ModelTooLarge, build_small_model
 from shoal.cpu_count import count_usable_cores
-from shoal.data import Data
-from shoal.data.loader import load_first_batch
 from shoal.errors import ShoalError, summarize_error
+from shoal.extend.cost import CostTable, ModelTooLarge, build_small_model, combine_ranks
+from shoal.extend.data import Data, load_first_batch
+from shoal.extend.parallel import (
+    ParallelDims,
+    PlacementRow,
+    ShmP2P,
+    build_placement,
+    choose_device,
+    find_tensor_plan,
+    get_stage_ranks,
+)
+from shoal.extend.train import Task, TrainSpec
 from shoal.libs.planning.predict.dry_run import (
     DryRun,
     dry_run,
@@ -32,20 +40,17 @@ from shoal.libs.planning.predict.dry_run import (
 )
 from shoal.libs.planning.predict.fake_plan import predict_on_fake_tensors
 from shoal.libs.planning.predict.fake_process_group import NotYetSent, SimulatedRanks
+from shoal.libs.planning.predict.simulate_pipeline import (
+    SimulatedStep,
+    TransferTime,
+    plan_actions,
+    simulate_step,
+)
 from shoal.libs.planning.predict.single_device import (
     SingleDeviceProfile,
     preserve_process,
     profile_single_device,
 )
-from shoal.parallel.comm.shm_p2p import ShmP2P
-from shoal.parallel.comm.world import choose_device
-from shoal.parallel.pipeline.schedules import get_stage_ranks, plan_actions
-from shoal.parallel.pipeline.simulate import SimulatedStep, TransferTime, simulate_step
-from shoal.parallel.placement import PlacementRow, build_placement
-from shoal.parallel.spec import ParallelDims
-from shoal.parallel.tensor.plan import find_tensor_plan
-from shoal.train.spec import TrainSpec
-from shoal.train.task import Task
 
 NUM_PIPELINE_ROUNDS = 2  # dry runs of each rank
 BUDGET_S = 1.5  # for a step of a dry run; a longer one is scaled

@@ -14,15 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.cost.measure.op_counter import count_ops
-from shoal.data import Batch, Data
-from shoal.data.loader import load_first_batch
-from shoal.parallel.comm.world import read_clock_s
-from shoal.parallel.loss import get_value
-from shoal.parallel.state.module_snapshot import eval_mode
-from shoal.parallel.task_step import get_train_step, sum_losses
+from shoal.extend.cost import count_ops
+from shoal.extend.data import Batch, Data, load_first_batch
+from shoal.extend.parallel import eval_mode, get_train_step, get_value, read_clock_s, sum_losses
+from shoal.extend.train import Task
 from shoal.random_state import preserve_rng
-from shoal.train.task import Task
 
 NUM_LATENCIES = 20
 LATENCY_BUDGET_S = 0.2

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
+from shoal.extend.parallel import get_value
 from shoal.libs.population.engines.engine import MemberChunk, MemberEngine
 from shoal.libs.population.engines.member_dropout import replace_dropout
 from shoal.libs.population.member_rows import MemberRows
 from shoal.libs.population.objective import MemberBatch, Objective, stack_trees
-from shoal.parallel.loss import get_value
 
 _process_generator = threading.Lock()
 

@@ -16,14 +16,13 @@ from torch import Generator, Tensor, nn
 
 from shoal import checkpoint
 from shoal.errors import CheckpointError, ConfigError
+from shoal.extend.runs import load
+from shoal.extend.train import Task, build_model, load_initial_weights, make_task
 from shoal.libs.population import Population
 from shoal.libs.population.augmentation import augment_batch
 from shoal.libs.population.evolution import ARCHITECTURE
 from shoal.libs.population.row_optimizer import RowOptimizer
 from shoal.libs.population.spec import PopulationSpec
-from shoal.runs import load
-from shoal.train.initial_weights import load_initial_weights
-from shoal.train.task import Task, build_model, make_task
 
 Values = Sequence[Mapping[str, Any]]  # of the space, for each member
 

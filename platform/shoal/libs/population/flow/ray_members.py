@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_map_only
 from shoal.batch_tree import map_tensors
 from shoal.cpu_count import count_usable_cores
 from shoal.errors import RankLost, SpecMismatch
+from shoal.extend.parallel import choose_device
+from shoal.extend.train import make_task
 from shoal.libs.population.engines.select_engine import EngineChoice
 from shoal.libs.population.flow.build import Values, build_population, divide_members
 from shoal.libs.population.population import ChunkResult, Population
 from shoal.libs.population.spec import PopulationSpec
-from shoal.parallel.comm.world import choose_device
-from shoal.train.task import make_task
 
 Row = dict[str, Tensor]
 

@@ -20,17 +20,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import shoal.runs
 from shoal import checkpoint
-from shoal.cluster.job_main import expected_run_id
 from shoal.config import last_override
 from shoal.errors import ConfigError, SpecMismatch
+from shoal.extend.cluster import expected_run_id
+from shoal.extend.registry import Registry
+from shoal.extend.runs import NO_CHECKPOINT, RunKind, RunRecorder, Status
+from shoal.extend.train import ConsoleLog, EventLog
 from shoal.libs.population.evolution import ARCHITECTURE, Decisions, ShrinkAndPerturb, build_evolution
 from shoal.libs.population.lineage import Lineage, rank_members
 from shoal.random_state import preserve_rng
-from shoal.registry import Registry
-from shoal.runs import RunKind, RunRecorder, Status
-from shoal.runs.report.event_messages import NO_CHECKPOINT
-from shoal.train.reporting.console import ConsoleLog
-from shoal.train.reporting.event_log import EventLog
 from shoal.weights import WeightSnapshot
 
 if TYPE_CHECKING:

@@ -19,9 +19,25 @@ import torch
 from torch import Tensor, nn
 
 from shoal.batch_tree import tensors_of
-from shoal.cluster.job_main import is_connected, job_main
 from shoal.config import last_override
 from shoal.errors import ConfigError
+from shoal.extend.cluster import is_connected, job_main
+from shoal.extend.parallel import choose_device, get_value, split_mean
+from shoal.extend.registry import ModelFactory
+from shoal.extend.runs import RunRecorder
+from shoal.extend.train import (
+    RecordLog,
+    Task,
+    TrainSpec,
+    ValidatedRun,
+    format_metrics,
+    load_data,
+    make_factory,
+    make_model_name,
+    make_task,
+    unload_if_changed,
+    validate_run,
+)
 from shoal.libs.population.ensemble import Ensemble, make_ensemble_factory
 from shoal.libs.population.evolution import build_evolution, list_architectures
 from shoal.libs.population.flow.build import Values, build_network, make_member_tasks
@@ -38,20 +54,10 @@ from shoal.libs.population.member_rows import RowLayout
 from shoal.libs.population.row_optimizer import RowOptimizer
 from shoal.libs.population.row_store import plan_resident
 from shoal.libs.population.spec import PopulationSpec
-from shoal.parallel.comm.world import choose_device
-from shoal.parallel.loss import get_value, split_mean
-from shoal.registry import ModelFactory
-from shoal.runs import RunRecorder
-from shoal.train import TrainSpec
-from shoal.train.export.model_entry import make_factory, make_model_name
-from shoal.train.launch.validate import ValidatedRun, validate_run
-from shoal.train.reporting.console import format_metrics
-from shoal.train.reporting.event_log import RecordLog
-from shoal.train.task import Task, load_data, make_task, unload_if_changed
 from shoal.weights import WeightSnapshot
 
 if TYPE_CHECKING:
-    from shoal.cluster.admission import RunAdmission
+    from shoal.extend.cluster import RunAdmission
     from shoal.libs.population.flow.ray_members import RayMembers
 
 JOB = "population"
@@ -152,7 +158,7 @@ def run_population(spec: PopulationSpec, job: str = JOB, *, registers: bool = Tr
         with ExitStack() as stack:
             admission = None
             if is_connected():
-                from shoal.cluster.admission import RunAdmission  # imports ray
+                from shoal.extend.cluster import RunAdmission
 
                 admission = stack.enter_context(RunAdmission(recorder.id))
             log = RoundLog(RecordLog(recorder, admission.mark_running if admission else None))
@@ -175,8 +181,8 @@ def _choose_workers(
     """
     if admission is None:
         return spec, choose_device(spec.device, 0), None
+    from shoal.extend.train import require_capacity, resolve_device
     from shoal.libs.population.flow.ray_members import RayMembers
-    from shoal.train.launch.ray_capacity import require_capacity, resolve_device
 
     train = resolve_device(to_train_spec(spec).model_copy(update={"workers": spec.workers}))
     spec, here = spec.model_copy(update={"device": train.device}), torch.device("cpu")

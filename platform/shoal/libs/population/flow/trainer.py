@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal.data import Data, Loader
+from shoal.extend.data import Data, Loader
+from shoal.extend.train import BatchStream, EventLog, Task, build_model
 from shoal.libs.population.evolution import ShrinkAndPerturb
 from shoal.libs.population.flow.build import Values, build_network, build_population, make_member_tasks
 from shoal.libs.population.flow.rounds import PopulationRun
@@ -26,9 +27,6 @@ from shoal.libs.population.objective import stack_trees
 from shoal.libs.population.population import Population
 from shoal.libs.population.spec import PopulationSpec
 from shoal.random_state import seed_everything
-from shoal.train.loop.components import BatchStream
-from shoal.train.reporting.event_log import EventLog
-from shoal.train.task import Task, build_model
 
 if TYPE_CHECKING:
     from shoal.libs.population.flow.ray_members import RayMembers

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.flows.local_run import LocalRun
+from shoal.extend.flows import LocalRun
+from shoal.extend.rl import RLSpec, make_algorithm
 from shoal.libs.population.loop.spec import RLPopulationSpec
-from shoal.rl.algorithms.algorithm import make_algorithm
-from shoal.rl.spec import RLSpec
 from shoal.wire import ExperienceSpec
 
 LearnerState = dict[str, Any]  # of an algorithm: `model`, `optimizer`

@@ -14,8 +14,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from shoal.cluster.job_main import job_main
-from shoal.flows.rl_policy import describe_policy_model, inspect_environment
+from shoal.extend.cluster import job_main
+from shoal.extend.flows import describe_policy_model, inspect_environment
+from shoal.extend.runs import RunRecorder
+from shoal.extend.train import RecordLog
 from shoal.libs.population.evolution import ShrinkAndPerturb, build_evolution
 from shoal.libs.population.flow.rounds import (
     PopulationRun,
@@ -27,8 +29,6 @@ from shoal.libs.population.flow.rounds import (
 )
 from shoal.libs.population.loop.members import LoopMember, LoopMembers, shrink_and_perturb
 from shoal.libs.population.loop.spec import RLPopulationSpec, require_local
-from shoal.runs import RunRecorder
-from shoal.train.reporting.event_log import RecordLog
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
 

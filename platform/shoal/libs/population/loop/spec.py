@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator, model_validator
 
 from shoal.errors import ConfigError
-from shoal.flows.local_run import MEAN_RETURN
+from shoal.extend.flows import MEAN_RETURN
+from shoal.extend.registry import AliasNames
+from shoal.extend.rl import RLSpec
 from shoal.libs.population.evolution.spec import EvolutionSpec
 from shoal.libs.population.spec import flatten_space
 from shoal.network_address import is_loopback
-from shoal.registry import AliasNames
-from shoal.rl.spec import RLSpec
 from shoal.search.space import Options, SearchSpace, nest
 
 ALGORITHM = "algorithm."

@@ -1,16 +1,26 @@
 """How long the ranks of a pipeline wait for each other: simulates a step's schedule with given times.
 
-Pure arithmetic over the order of torch's own schedules. Called by `cost`, for its prediction, and by tests.
+Pure arithmetic over the order of torch's own schedules. Called by `predict` and `fake_plan`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
 
-from shoal.parallel.pipeline.schedules import ComputeAction, get_stage_ranks, plan_actions
-from shoal.parallel.spec import ScheduleName
+from torch import nn
+
+from shoal.extend.parallel import SCHEDULE_CLASSES, SINGLE_STAGE, ScheduleName, check_schedule, get_stage_ranks
+
+
+class ComputeAction(NamedTuple):
+    """One action of a rank: `F`orward, full `B`ackward, or separate backward of `I`nputs and of `W`eights."""
+
+    stage: int
+    kind: Literal["F", "B", "I", "W"]
+    micro_batch: int
 
 
 @dataclass(frozen=True)
@@ -128,3 +138,36 @@ def _duration_s(
     if work.stage == 0:  # without gradients of inputs: all of the backward pass is for the weights
         return backward_s[0] if work.kind == "W" else 0.0
     return backward_s[work.stage] * (weight_share if work.kind == "W" else 1.0 - weight_share)
+
+
+def plan_actions(schedule: ScheduleName, num_ranks: int, micro_batches: int) -> list[list[ComputeAction]]:
+    """Each rank's actions in order, as the schedule's own class plans them."""
+    check_schedule(schedule, num_ranks, micro_batches)
+    if schedule == "1f1b":  # torch 2.13 runs it from code; its displayed order starts the last rank with 1 for 0
+        return [_plan_1f1b(rank, num_ranks, micro_batches) for rank in range(num_ranks)]
+    ranks = get_stage_ranks(schedule, num_ranks)
+    sizes = {"num_stages": len(ranks), "group_size": num_ranks, "group_rank": 0, "submod": nn.Identity()}
+    stages = [SimpleNamespace(**sizes, stage_index=stage) for stage, rank in enumerate(ranks) if rank == 0]
+    planned = SCHEDULE_CLASSES[schedule](stages[0] if schedule in SINGLE_STAGE else stages, micro_batches)
+    orders = (planned.pipeline_order[rank] for rank in range(num_ranks))
+    return [[work for action in order for work in _flatten_action(action)] for order in orders]
+
+
+def _plan_1f1b(rank: int, num_ranks: int, micro_batches: int) -> list[ComputeAction]:
+    ahead = min(micro_batches, num_ranks - rank)
+    works = [ComputeAction(rank, "F", index) for index in range(ahead)]
+    for index in range(micro_batches):
+        works.append(ComputeAction(rank, "B", index))
+        if ahead + index < micro_batches:
+            works.append(ComputeAction(rank, "F", ahead + index))
+    return works
+
+
+def _flatten_action(action: Any) -> list[ComputeAction]:
+    if action is None:
+        return []
+    if action.sub_actions is not None:
+        return [work for each in action.sub_actions for work in _flatten_action(each)]
+    if not action.is_compute_op:
+        return []
+    return [ComputeAction(action.stage_index, action.computation_type.value, action.microbatch_index)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import PlanError
-from shoal.parallel.pipeline.schedules import SCHEDULE_CLASSES, SINGLE_STAGE, get_stage_ranks, plan_actions
-from shoal.parallel.pipeline.simulate import TransferTime, simulate_step
+from shoal.libs.planning.predict.simulate_pipeline import TransferTime, plan_actions, simulate_step
+from shoal.parallel.pipeline.schedules import SCHEDULE_CLASSES, SINGLE_STAGE, get_stage_ranks
 
 
 @pytest.mark.parametrize("schedule", SINGLE_STAGE)

@@ -1,0 +1,31 @@
+"""The command line, for libraries: commands and displays."""
+
+from typing import TYPE_CHECKING
+
+from shoal.plugins.lazy import load_on_demand
+
+if TYPE_CHECKING:
+    from shoal.cli.commands.run_session import RunArguments, launch_run
+    from shoal.cli.display.panels import RunView, extend_history, find_phase, render_cells, render_fact
+    from shoal.cli.support.console import (
+        CommandGroup,
+        make_literal_console,
+        make_number_column,
+        make_table,
+        print_json,
+        strip_task_key,
+    )
+    from shoal.cli.support.jobs import (
+        describe_failure,
+        find_job,
+        ignore_further_interrupts,
+        interrupt_on_termination,
+        job_environment,
+        new_run_id,
+        read_job_lines,
+        validate_overrides,
+    )
+    from shoal.cli.support.options import SECONDS, FiniteRange, ca_option
+    from shoal.cli.support.output_files import prepare_output_folder, to_json_value, write_files
+
+__getattr__ = load_on_demand(__name__)

@@ -1,0 +1,16 @@
+"""Costs, for libraries: counts of operations, memory and time."""
+
+from typing import TYPE_CHECKING
+
+from shoal.plugins.lazy import load_on_demand
+
+if TYPE_CHECKING:
+    from shoal.cost.cost_table import CostTable, combine_ranks, format_quantity
+    from shoal.cost.fake_tensors import FakeMode, ModelTooLarge, build_small_model, copy_model, use_fake_tensors
+    from shoal.cost.measure.collective_bytes import assume_cuda
+    from shoal.cost.measure.memory import allocate_averages, bytes_of, state_of, track_growth
+    from shoal.cost.measure.op_counter import OpCounts, count_ops
+    from shoal.cost.measure.peak_flops import measure_peak_flops
+    from shoal.cost.step_profiler import profile_step
+
+__getattr__ = load_on_demand(__name__)

@@ -1,0 +1,23 @@
+"""Reinforcement learning, for libraries: algorithms, specs and normalization."""
+
+from typing import TYPE_CHECKING
+
+from shoal.plugins.lazy import load_on_demand
+
+if TYPE_CHECKING:
+    from shoal.rl.algorithm_config import AlgorithmConfig
+    from shoal.rl.algorithms.algorithm import (
+        Algorithm,
+        Metrics,
+        NonFiniteLoss,
+        find_device,
+        make_algorithm,
+        restore_optimizer,
+    )
+    from shoal.rl.algorithms.normalization import Normalizer
+    from shoal.rl.algorithms.segments import to_observations
+    from shoal.rl.experience.queue import ExperienceBatch
+    from shoal.rl.learner_group import SampleShare
+    from shoal.rl.spec import RLSpec, describe_encoder, network_kwargs
+
+__getattr__ = load_on_demand(__name__)

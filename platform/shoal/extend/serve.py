@@ -1,0 +1,34 @@
+"""Endpoints, for libraries: predictors, formats and specs of endpoints."""
+
+from typing import TYPE_CHECKING
+
+from shoal.plugins.lazy import load_on_demand
+
+if TYPE_CHECKING:
+    from shoal.serve.http.codec import HttpCodec
+    from shoal.serve.model.formats import open_template
+    from shoal.serve.model.formats.exported import bind_constants, flatten_program, load_program
+    from shoal.serve.model.formats.module import check_finite, check_names, check_shape
+    from shoal.serve.model.formats.onnx import read_signature
+    from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
+    from shoal.serve.model.formats.torch_forward import (
+        choose_kernels,
+        name_all_outputs,
+        select_outputs,
+        to_array,
+        to_tensor,
+    )
+    from shoal.serve.model.formats.torchscript import load_module
+    from shoal.serve.model.hooks import find_hook
+    from shoal.serve.model.onnx_trace import name_dynamic_axes, trace_to_onnx
+    from shoal.serve.model.precision import PrecisionConverter
+    from shoal.serve.model.predictor import Predictor
+    from shoal.serve.model.warm_up import DEFAULT_VARIABLE_SIZE, make_example
+    from shoal.serve.scaling.policy import EndpointLoad, ReplicaLoad, ScalePolicy
+    from shoal.serve.spec.batch_layout import BatchLayout
+    from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S, EndpointSpec, GangSplit, GpuCount
+    from shoal.serve.spec.model_options import ModelOptions
+    from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
+    from shoal.serve.spec.scale import MAX_REPLICAS, ScaleSpec
+
+__getattr__ = load_on_demand(__name__)

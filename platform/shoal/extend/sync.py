@@ -1,0 +1,14 @@
+"""Synchronizers, for libraries: synchronizers and typed calls between processes."""
+
+from typing import TYPE_CHECKING
+
+from shoal.plugins.lazy import load_on_demand
+
+if TYPE_CHECKING:
+    from shoal.sync.config import SyncConfig, find_sync_config_type
+    from shoal.sync.costs import EVICTED_BYTES, CostProbe, ServerCosts, load_probe
+    from shoal.sync.rank_signals import RankSignals, RankSync
+    from shoal.sync.rpc import LATER, CallId, CurveKeys, Request, RpcClient, RpcService, answers, list_handlers
+    from shoal.sync.synchronizer import Connection, Replica, ReplicaState, Synchronizer, Traffic
+
+__getattr__ = load_on_demand(__name__)

@@ -1,0 +1,45 @@
+"""Names of a module that are imported at their first use, listed once.
+
+    if TYPE_CHECKING:
+        from shoal.train.task import Task
+
+    __getattr__ = load_on_demand(__name__)
+
+The imports under `if TYPE_CHECKING:` are the list: a type checker reads them as ever, and this module reads them from
+the source when a name is asked for.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from shoal.plugins.library import collect_extensions
+
+
+@cache
+def list_exports(module: str) -> dict[str, str]:
+    """The module that each name comes from."""
+    spec = sys.modules[module].__spec__
+    source = spec.loader.get_source(module)  # type: ignore[union-attr]
+    blocks = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def load_on_demand(module: str, group: str = "") -> Callable[[str], Any]:
+    """Make the `__getattr__` of the module. group: of the extensions by which libraries add names to it"""
+
+    def load(name: str) -> Any:
+        home = None if name.startswith("__") else list_exports(module).get(name)
+        if home is None and group and not name.startswith("_"):
+            home, _, _ = collect_extensions(group).get(name, "").partition(":")
+        if not home:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(home), name)
+
+    return load
