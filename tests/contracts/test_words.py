@@ -95,7 +95,7 @@ def test_names_have_no_words_of_our_own() -> None:
         if name not in EXCEPTIONS and (file, name) not in FIXED
         for word in words_of(name) & REFUSED.keys()
     ]
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_exception_is_needed() -> None:

@@ -61,7 +61,7 @@ def test_every_command_of_the_pages_is_understood() -> None:
             parse(command)
         except (AssertionError, click.ClickException) as error:
             wrong.append(f"{command}: {error}")
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_make_target_of_the_readme_exists() -> None:
