@@ -19,7 +19,8 @@ from shoal_program import ROOT, STATE_S, Program, ended
 if TYPE_CHECKING:
     from shoal.cluster.embedded_cluster import EmbeddedCluster
 
-pytestmark = pytest.mark.timeout(1800)
+# e2e/test_training.py submits a job too, and a policy that is taught on hosts/test_hosts.py finishes.
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.soak]
 
 
 def submit_and_play(cluster: EmbeddedCluster, folder: Path, job: str, *overrides: str) -> shoal.runs.Run:
@@ -57,7 +58,6 @@ def test_ray_job_submit_runs_the_same_job(cluster: EmbeddedCluster, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("shared_home")
-@pytest.mark.soak
 def test_several_policies_learn_in_one_run(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     words = ["max_wall_s=4", "endpoint.name=yard", "policies.prey.algorithm=dqn", "eval_episodes=3"]
     run = submit_and_play(cluster, tmp_path, "tag", *words)

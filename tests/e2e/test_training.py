@@ -190,6 +190,7 @@ def test_ray_job_submit_trains_and_ray_job_stop_saves(cluster: EmbeddedCluster, 
     assert f"shoal run train resume={run_id}" in shown
 
 
+@pytest.mark.soak
 def test_a_dataset_of_ray_data_trains_and_is_read_once_an_epoch(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     from shoal.flows.training import run_training
 

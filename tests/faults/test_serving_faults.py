@@ -97,13 +97,6 @@ def healthy(endpoint: EndpointProcess) -> bool:
         return False
 
 
-def test_a_killed_replica(endpoint: EndpointProcess, tmp_path: Path) -> None:
-    victims: list[int] = []
-    outcome = under_load(endpoint, tmp_path, lambda: victims.append(kill(endpoint, REPLICA)))
-    assert outcome.failures == {}  # what it had in hand was asked of the other
-    wait_for(lambda: healthy(endpoint) and victims[0] not in processes(endpoint, REPLICA), STATE_TIMEOUT_S)
-
-
 def test_killed_controllers_cost_nothing(endpoint: EndpointProcess, client: Client, tmp_path: Path) -> None:
     """Nor is forgotten what was changed before: here a candidate, for those who ask for it."""
     client.change(action="canary", model="steps", version=2, percent=0)
