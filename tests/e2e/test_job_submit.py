@@ -19,8 +19,7 @@ from shoal_program import ROOT, STATE_S, Program, ended
 if TYPE_CHECKING:
     from shoal.cluster.embedded_cluster import EmbeddedCluster
 
-# e2e/test_training.py submits a job too, and a policy that is taught on hosts/test_hosts.py finishes.
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.soak]
+pytestmark = pytest.mark.timeout(1800)
 
 
 def submit_and_play(cluster: EmbeddedCluster, folder: Path, job: str, *overrides: str) -> shoal.runs.Run:
@@ -57,6 +56,7 @@ def test_ray_job_submit_runs_the_same_job(cluster: EmbeddedCluster, tmp_path: Pa
     assert versions == list(range(1, len(versions) + 1))
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("shared_home")
 def test_several_policies_learn_in_one_run(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     words = ["max_wall_s=4", "endpoint.name=yard", "policies.prey.algorithm=dqn", "eval_episodes=3"]

@@ -157,6 +157,7 @@ def _go_on_here(run_id: str) -> str:
     return run_training(spec_from_overrides([f"resume={run_id}", "args.fault="]), "train")
 
 
+@pytest.mark.soak
 def test_ray_job_submit_trains_and_ray_job_stop_saves(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     environment = {
         **os.environ,

@@ -313,6 +313,7 @@ def test_closed_it_is_gone_and_closing_twice_is_harmless(endpoint: EndpointProce
     wait_for(refused, STATE_TIMEOUT_S)
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Serve's own specs
 def test_an_endpoint_that_cannot_start_says_why_and_leaves_nothing(cluster: EmbeddedCluster) -> None:
     from ray import serve
