@@ -54,45 +54,56 @@ def parse(path: Path) -> ast.Module:
 
 
 @cache
+def import_statements_of(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Also those inside functions and for type checking."""
+    return [node for node in ast.walk(parse(path)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+@cache
 def imports_of(path: Path) -> set[str]:
-    """Every module that a file imports, also inside functions and for type checking."""
-    found: set[str] = set()
-    for node in ast.walk(parse(path)):
+    """Every module that a file imports."""
+    names: set[str] = set()
+    for node in import_statements_of(path):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+            names |= {alias.name for alias in node.names}
+        elif node.module and not node.level:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def test_platform_is_a_folder_and_never_a_package() -> None:
     assert not (ROOT / "platform" / "__init__.py").exists()  # it would hide the standard library's platform
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_down(path: Path) -> None:
-    room = room_of(path)
-    if room == "__init__":
-        return
-    for name in imports_of(path):
-        parts = name.split(".")
-        if parts[0] != "shoal" or len(parts) < 2 or parts[1] == room or parts[1] not in LEVEL:
-            continue
-        assert LEVEL[parts[1]] > LEVEL[room], f"{room} may not import {name}"
+def test_imports_point_down() -> None:
+    """A room that is not in LEVELS fails here too."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)} may not import {name}"
+        for path in FILES
+        if (room := room_of(path)) != "__init__"
+        for name in sorted(imports_of(path))
+        if name.startswith("shoal.") and (there := name.split(".")[1]) in LEVEL and there != room
+        if LEVEL[there] <= LEVEL[room]
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "libs").rglob("*.py")), ids=lambda path: str(path))
-def test_a_library_imports_no_other(path: Path) -> None:
-    own = path.relative_to(PACKAGE / "libs").parts[0]
-    others = {name.split(".")[2] for name in imports_of(path) if name.startswith("shoal.libs.")} - {own}
-    assert not others, f"{own} may not import {others}"
+def test_a_library_imports_no_other() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)} may not import {name}"
+        for path in FILES
+        if room_of(path) == "libs"
+        for name in sorted(imports_of(path))
+        if name.startswith("shoal.libs.") and name.split(".")[2] != path.relative_to(PACKAGE / "libs").parts[0]
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_shells_and_the_cluster_import_ray(path: Path) -> None:
-    if path.name.startswith("ray_") or path.parent.name == "on_ray" or room_of(path) == "cluster":
-        return
-    assert not {name for name in imports_of(path) if name.partition(".")[0] == "ray"}
+def test_only_shells_and_the_cluster_import_ray() -> None:
+    shells = {path for path in FILES if path.name.startswith("ray_") or path.parent.name == "on_ray"}
+    others = [path for path in FILES if path not in shells and room_of(path) != "cluster"]
+    importing = [path for path in others if any(name.partition(".")[0] == "ray" for name in imports_of(path))]
+    assert not importing, "\n".join(map(str, importing))
 
 
 # Within a room: its folders, and where their order needs it the files beside them, from the top down. One line does not
@@ -180,14 +191,14 @@ def circles_in(graph: dict[str, set[str]]) -> list[list[str]]:
 
 def imported_modules(path: Path) -> set[str]:
     """The modules of ours that a file imports: `from shoal.data import loader` imports the module, not its package."""
-    found = set()
-    for node in ast.walk(parse(path)):
+    modules = set()
+    for node in import_statements_of(path):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules |= {alias.name for alias in node.names}
+        elif node.module:
             members = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (members & MODULES.keys()) | ({node.module} if members - MODULES.keys() else set())
-    return found & MODULES.keys()
+            modules |= (members & MODULES.keys()) | ({node.module} if members - MODULES.keys() else set())
+    return modules & MODULES.keys()
 
 
 def test_no_circle_between_modules() -> None:
@@ -213,72 +224,72 @@ def test_jobs_and_serve_apps_are_imported_by_nobody() -> None:
 
 LOADED_BY = """
 import importlib, json, runpy, sys
-heavy, names = json.loads(sys.argv[1])
 found = {}
-for name in names:
-    runpy.run_path(name) if name.endswith('.py') else importlib.import_module(name)
-    if loaded := [each for each in heavy if each in sys.modules]:
-        found[name] = loaded
+for heavy, names in json.loads(sys.argv[1]):
+    for name in names:
+        runpy.run_path(name) if name.endswith('.py') else importlib.import_module(name)
+        if loaded := [each for each in heavy if each in sys.modules]:
+            found[name] = loaded
 print(json.dumps(found))
 """
 
 
-def loaded_by(names: Sequence[str], heavy: Sequence[str]) -> dict[str, list[str]]:
-    """Which of `heavy` are loaded when a fresh process has imported these modules, or files, one after the other: where
-    none is, no module of them loads one by itself."""
-    command = [sys.executable, "-c", LOADED_BY, json.dumps([heavy, names])]
+def loaded_by(*groups: tuple[Sequence[str], Sequence[str]]) -> dict[str, list[str]]:
+    """Which of the first names, the heavy ones, are loaded when a fresh process has imported the second, modules or
+    files, one after the other: where none is, no module of them loads one by itself."""
+    command = [sys.executable, "-c", LOADED_BY, json.dumps(groups)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     found: dict[str, list[str]] = json.loads(done.stdout)
     return found
 
 
-def test_a_game_client_loads_neither_torch_nor_ray_nor_the_platforms_libraries() -> None:
-    heavy = ["torch", "ray", "pydantic", "pandas", "click", "rich", "yaml"]
-    names = ["shoal", "shoal.wire", "shoal.actor", "shoal.weights", "shoal.home"]
-    assert loaded_by(names, heavy) == {}
-
-
-def test_a_client_of_an_endpoint_loads_neither_torch_nor_ray() -> None:
-    heavy = ["torch", "ray", "pydantic", "pandas", "pyarrow", "yaml", "shoal.runs", "shoal.serve"]
-    assert loaded_by(["shoal.client"], heavy) == {}
-
-
-def test_the_loop_loads_nothing_of_training() -> None:
-    """A run has a dozen processes: a second of imports in each of them is what a user waits for at its start."""
-    heavy = ["torch.distributed.checkpoint", "sympy", "matplotlib", "shoal.train", "shoal.data"]
-    names = ["shoal.rl.learner", "shoal.serve.replica.replica", "shoal.registry"]
-    assert loaded_by(names, heavy) == {}
-
-
-def test_workers_that_compute_nothing_and_the_drivers_load_no_torch() -> None:
-    """Gateway, weight store, mailbox, endpoint controller: two seconds of a core and 200 MB each, for nothing."""
-    names = [
+# Neither torch nor Ray nor the platform's libraries.
+GAME_CLIENT = (
+    ["torch", "ray", "pydantic", "pandas", "click", "rich", "yaml"],
+    ["shoal", "shoal.wire", "shoal.actor", "shoal.weights", "shoal.home"],
+)
+ENDPOINT_CLIENT = (
+    ["torch", "ray", "pydantic", "pandas", "pyarrow", "yaml", "shoal.runs", "shoal.serve"],
+    ["shoal.client"],
+)
+# Gateway, weight store, mailbox, endpoint controller, and drivers: two seconds of a core and 200 MB each, for nothing.
+COMPUTES_NOTHING = (
+    ["torch", "shoal.flows"],
+    [
         "shoal.rl.ray_workers",
         "shoal.weights.ray_weight_store",
         "shoal.runs.ray_event_channel",
         "shoal.serve.on_ray.deployment",
-    ]
-    assert loaded_by(names, ["torch", "shoal.flows"]) == {}
-
-
-@pytest.mark.parametrize(
-    ("programs", "heavy"),
-    [
-        (
-            ["jobs/actor_learner.py", "serve_apps/live_policy.py", "serve_apps/registered_model.py"],
-            ["torch", "ray.serve"],
-        ),
-        (["jobs/train.py"], ["ray.train", "ray.serve", "torch.distributed.tensor", "sympy"]),
     ],
 )
-def test_words_are_checked_before_what_only_a_run_needs_is_loaded(programs: list[str], heavy: list[str]) -> None:
-    """Whoever mistypes a word waits for this, and so does every run that starts its own cluster."""
-    assert loaded_by(programs, heavy) == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_every_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(parse(path))
+def test_clients_and_workers_that_compute_nothing_load_no_torch() -> None:
+    assert loaded_by(GAME_CLIENT, ENDPOINT_CLIENT, COMPUTES_NOTHING) == {}
+
+
+# Words are checked before what only a run needs is loaded: whoever mistypes one waits for this, and so does every run
+# that starts its own cluster.
+PROGRAMS = (
+    ["torch", "ray.serve"],
+    ["jobs/actor_learner.py", "serve_apps/live_policy.py", "serve_apps/registered_model.py"],
+)
+TRAINING = (["ray.train", "ray.serve", "torch.distributed.tensor", "sympy"], ["jobs/train.py"])
+# A run has a dozen processes: a second of imports in each of them is what a user waits for at its start.
+LOOP = (
+    ["torch.distributed.checkpoint", "sympy", "matplotlib", "shoal.train", "shoal.data"],
+    ["shoal.rl.learner", "shoal.serve.replica.replica", "shoal.registry"],
+)
+
+
+@pytest.mark.parametrize("groups", [[PROGRAMS, LOOP], [TRAINING]], ids=["loop", "training"])
+def test_a_run_loads_only_what_it_needs(groups: list[tuple[list[str], list[str]]]) -> None:
+    assert loaded_by(*groups) == {}
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [path for path in FILES if not ast.get_docstring(parse(path))]
+    assert not silent, "\n".join(map(str, silent))
 
 
 def test_every_room_is_in_the_layout_that_the_package_names() -> None:

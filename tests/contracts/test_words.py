@@ -11,11 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "platform" / "shoal"
-FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 # Each with the field's words for it.
 REFUSED = {
@@ -71,7 +69,7 @@ def words_of(name: str) -> set[str]:
 
 def names_of(path: Path) -> Iterator[str]:
     yield path.stem
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[path]):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.arg(arg=name):
                 yield name
@@ -87,24 +85,28 @@ def names_of(path: Path) -> Iterator[str]:
                 yield name
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_names_have_no_words_of_our_own(path: Path) -> None:
-    file = str(path.relative_to(PACKAGE))
-    names = {name for name in names_of(path) if name not in EXCEPTIONS and (file, name) not in FIXED}
-    found = {name: words_of(name) & REFUSED.keys() for name in names}
-    assert {name: [f"{word}: {REFUSED[word]}" for word in words] for name, words in found.items() if words} == {}
+NAMES = {(str(path.relative_to(PACKAGE)), name) for path in TREES for name in names_of(path)}
+
+
+def test_names_have_no_words_of_our_own() -> None:
+    wrong = [
+        f"{file}: {name} has {word}: {REFUSED[word]}"
+        for file, name in sorted(NAMES)
+        if name not in EXCEPTIONS and (file, name) not in FIXED
+        for word in words_of(name) & REFUSED.keys()
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_exception_is_needed() -> None:
-    names = {(str(path.relative_to(PACKAGE)), name) for path in FILES for name in names_of(path)}
-    assert set(FIXED) <= names
-    assert set(EXCEPTIONS) <= {name for _, name in names}
+    assert set(FIXED) <= NAMES
+    assert set(EXCEPTIONS) <= {name for _, name in NAMES}
 
 
 def test_no_class_name_is_given_twice() -> None:
     homes = defaultdict(list)
-    for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+    for path, tree in TREES.items():
+        for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(str(path.relative_to(PACKAGE)))
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}

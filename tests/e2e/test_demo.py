@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
 import shoal.runs
+from shoal.cli import cli
 from shoal.cluster.processes import find_cluster_processes
+from shoal.errors import RunError
 from shoal.flows.policy_connection import InferenceConnection, wait_for_version
 from shoal.models.actor_critic import ActorCritic
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
@@ -80,6 +83,7 @@ def _accounting(run: shoal.runs.Run) -> dict[str, Any]:
     return details
 
 
+@pytest.mark.soak
 def test_the_demo_from_start_to_finish(home: Path, nothing_stays: None) -> None:
     status, output = shoal_command(*DEMO)
     assert status == 0, output
@@ -113,6 +117,7 @@ def test_the_demo_from_start_to_finish(home: Path, nothing_stays: None) -> None:
         assert run.id in output
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "phase", [pytest.param("starting a Ray cluster", marks=pytest.mark.soak), "starting the endpoint"]
 )
@@ -174,16 +179,6 @@ def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(cluster: 
     assert _accounting(again)["received"] > received
 
 
-def test_an_environment_that_does_not_fit_is_refused_before_anything_starts(home: Path, nothing_stays: None) -> None:
-    status, output = shoal_command("run", "actor_learner", "env=Pendulum-v1", "algorithm=dqn")
-    assert status == 1
-    assert "starting a Ray cluster" not in output  # it is looked at before anything starts
-    assert "error: env = 'Pendulum-v1'" in output
-    assert "Discrete" in output
-    assert "algorithm=sac" in output  # which fits
-    assert "Traceback" not in output
-
-
 @pytest.mark.soak
 def test_the_champion_is_served_until_ctrl_c_and_follows_its_alias(cluster: EmbeddedCluster, shared_home: Path) -> None:
     registry = Registry()
@@ -222,7 +217,17 @@ def _register_constant(registry: Registry, value: float) -> None:
     registry.register("constant", WeightSnapshot.of(1, model_arrays(model)), model=factory, signature=signature)
 
 
-def test_a_wrong_word_is_refused_before_anything_starts(home: Path) -> None:
-    status, output = shoal_command("run", "actor_learner", "learner.batch_stepz=1")
-    assert status == 1
-    assert "did you mean 'batch_steps'?" in output
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["env=Pendulum-v1", "algorithm=dqn"], ["env = 'Pendulum-v1'", "Discrete", "algorithm=sac"]),
+        (["learner.batch_stepz=1"], ["did you mean 'batch_steps'?"]),
+    ],
+    ids=["an environment that does not fit", "a wrong word"],
+)
+def test_what_is_wrong_is_said_before_anything_starts(home: Path, words: list[str], said: list[str]) -> None:
+    result = CliRunner().invoke(cli, ["run", "actor_learner", *words])
+    assert isinstance(result.exception, RunError)
+    assert [each for each in said if each not in str(result.exception)] == []
+    assert "starting a Ray cluster" not in result.output
+    assert "Traceback" not in str(result.exception)

@@ -13,6 +13,7 @@ import pytest
 import shoal.runs
 from shoal.cluster.jobs import JobHandle
 from shoal.home import load_access_token
+from shoal.registry import Registry
 from shoal_program import ROOT, STATE_S, Program, ended
 
 if TYPE_CHECKING:
@@ -48,10 +49,15 @@ def submit_and_play(cluster: EmbeddedCluster, folder: Path, job: str, *overrides
 def test_ray_job_submit_runs_the_same_job(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     run = submit_and_play(cluster, tmp_path, "actor_learner", "target_return=40", "endpoint.name=submitted")
     assert run.models()["name"].tolist() == ["submitted"]
+    assert Registry().get("submitted@champion").manifest.run_id == run.id
+    assert {endpoint.state for endpoint in run.endpoints()} == {"closed"}
+    assert [each["balanced"] for _, each in run.list_events("accounting")] == [True]
+    versions = run.versions()["version"].tolist()
+    assert versions == list(range(1, len(versions) + 1))
 
 
-@pytest.mark.usefixtures("shared_home")
 @pytest.mark.soak
+@pytest.mark.usefixtures("shared_home")
 def test_several_policies_learn_in_one_run(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     words = ["max_wall_s=4", "endpoint.name=yard", "policies.prey.algorithm=dqn", "eval_episodes=3"]
     run = submit_and_play(cluster, tmp_path, "tag", *words)

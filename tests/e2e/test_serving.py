@@ -172,6 +172,7 @@ def test_a_name_is_taken_once(run_id: str) -> None:
     assert f"endpoint.name = {MODEL!r}: is the name of an endpoint of {find_owner()} on this cluster" in str(error)
 
 
+@pytest.mark.soak
 def test_a_folder_is_predicted_beside_the_endpoint(run_id: str, tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     for part in range(3):
@@ -190,6 +191,7 @@ def test_a_folder_is_predicted_beside_the_endpoint(run_id: str, tmp_path: Path) 
     assert shoal.runs.load("latest").last_events()["predicted"]["rows"] == 30
 
 
+@pytest.mark.soak
 def test_a_bad_row_ends_it_with_its_own_words_and_leaves_nothing(run_id: str, tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("a,b,c,d\n1,2,3,4\n1,2,,4\n")
     spec = BatchPredictSpec(model=MODEL, input=str(tmp_path / "rows.csv"), output=str(tmp_path / "out"))

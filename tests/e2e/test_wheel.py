@@ -82,6 +82,7 @@ print(metadata["License-Expression"], metadata["Author"], metadata["License-File
     ]
 
 
+@pytest.mark.soak
 def test_it_trains_a_recipe_in_an_empty_folder(installed: Path, empty: Path) -> None:
     words = [str(installed / "shoal"), "run", "lenet", "stop.steps=3", "batch_size=32"]
     with Program(words, cwd=empty) as program:

@@ -135,6 +135,7 @@ def test_a_killed_learner_resumes_from_its_checkpoint_and_what_it_held_is_counte
     assert set(segments["dropped"]) <= {*ORDINARY, "learner_crash"}
 
 
+@pytest.mark.soak
 def test_a_learner_of_two_is_killed_and_another_takes_its_place(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     words = ["learner.replicas=2", "learner.num_cpus=0.25"]
     with Loop(tmp_path / "run", f"faults-{os.getpid()}-replicas", *words) as loop:
@@ -154,6 +155,7 @@ def test_a_learner_of_two_is_killed_and_another_takes_its_place(cluster: Embedde
     assert set(segments["dropped"]) <= {*ORDINARY, "learner_crash"}
 
 
+@pytest.mark.soak
 def test_two_runs_learn_on_one_cluster_at_once(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     words = ["learner.num_cpus=0.25", "algorithm=ppo", "algorithm.synchronous=true"]
     with (
@@ -174,6 +176,7 @@ def test_two_runs_learn_on_one_cluster_at_once(cluster: EmbeddedCluster, tmp_pat
             assert set(segments["dropped"]) <= set(ORDINARY)
 
 
+@pytest.mark.soak
 def test_an_actor_that_is_killed_returns_as_a_new_incarnation(loop: Loop) -> None:
     first = loop.start_actor("phoenix")
     loop.learn_on()
@@ -193,6 +196,7 @@ def test_an_actor_that_is_killed_returns_as_a_new_incarnation(loop: Loop) -> Non
     assert_balanced(loop.close())
 
 
+@pytest.mark.soak
 def test_a_killed_weight_store_is_filled_again(loop: Loop) -> None:
     import ray
 

@@ -28,7 +28,7 @@ HELD_S = 400.0
 NUM_SMALL, NUM_LARGE = 8, 4
 SIZES = (1_000, 1_000_000)
 COME_AGAIN = (503, "1")
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")
@@ -77,67 +77,6 @@ def test_killing_one_of_two_replicas_loses_no_request_silently(endpoint: Endpoin
     assert load.hung == 0
     # What the victim had in hand was asked of the other, and a small answer leaves a replica in one piece.
     assert list(load.counts) == ["answered"], load.surprises[:3]
-
-
-def test_what_a_killed_replica_had_in_hand_is_asked_of_the_other(endpoint: EndpointProcess, tmp_path: Path) -> None:
-    """As long as no byte of the answer was there. What is too large to be kept by HAProxy is a 503, to come again."""
-    hold = tmp_path / "hold"
-    hold.touch()
-    Registry(endpoint.registry).register("faulty", weights(1), model=factory(str(hold)), signature=SIGNATURE)
-    client = Client(endpoint.url)
-    status, _, body = client.request("POST", "/v2/repository/models/faulty/load", "{}")
-    assert status == 200, body
-    client.close()
-    wait_for(lambda: both_are_asked(endpoint), STATE_TIMEOUT_S, "answer of each replica")
-    with ThreadPoolExecutor(NUM_SMALL + NUM_LARGE) as pool, let_go(hold):
-        small = [pool.submit(infer, endpoint) for _ in range(NUM_SMALL)]
-        wait_for(lambda: sorted(in_hand(endpoint).values()) == [NUM_SMALL // 2] * 2, STATE_TIMEOUT_S)
-        large = [pool.submit(infer, endpoint, padding=" " * BUFFER_BYTES) for _ in range(NUM_LARGE)]
-        wait_for(lambda: sorted(in_hand(endpoint).values()) == [(NUM_SMALL + NUM_LARGE) // 2] * 2, STATE_TIMEOUT_S)
-        victim = min(in_hand(endpoint))
-        os.kill(victim, signal.SIGKILL)
-        survivors = NUM_SMALL + NUM_LARGE // 2
-        wait_for(lambda: survivors in in_hand(endpoint).values(), STATE_TIMEOUT_S)
-        hold.unlink()
-        assert [each.result(STATE_TIMEOUT_S) for each in small] == [(200, None)] * NUM_SMALL
-        become = sorted(each.result(STATE_TIMEOUT_S) for each in large)
-        assert become == [(200, None)] * (NUM_LARGE // 2) + [(503, "1")] * (NUM_LARGE // 2)
-    wait_for(lambda: len(now := recovered(endpoint)) == 2 and victim not in now, STATE_TIMEOUT_S)
-    wait_for(lambda: len(set(versions(endpoint))) == 1, STATE_TIMEOUT_S)
-
-
-@contextmanager
-def let_go(hold: Path) -> Iterator[None]:
-    """What it holds at last, so that nobody waits for that when the block fails."""
-    try:
-        yield
-    finally:
-        hold.unlink(missing_ok=True)
-
-
-def both_are_asked(endpoint: EndpointProcess) -> bool:
-    """Ask once, of two replicas; has HAProxy by now passed requests to both? It hears of a new one after Serve does."""
-    assert infer(endpoint, FINE) == (200, None)
-    answered = [each["models"]["faulty"]["batcher"]["answered"] for each in endpoint.stats()]
-    return len(answered) == 2 and all(answered)
-
-
-def infer(endpoint: EndpointProcess, value: float = HANG, padding: str = "") -> tuple[int, str | None]:
-    """The status of an answer to a row, by default to one that hangs, and when to come again."""
-    tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [value, 1.0]}
-    client = Client(endpoint.url, HELD_S)
-    status, headers, _ = client.request("POST", "/v2/models/faulty/infer", json.dumps({"inputs": [tensor]}) + padding)
-    client.close()
-    return status, headers["retry-after"]
-
-
-def in_hand(endpoint: EndpointProcess) -> dict[int, int]:
-    """By replica, how many requests of the faulty model it has taken in and not answered; of those that say so."""
-    try:
-        counts = {each["pid"]: each["models"]["faulty"]["batcher"] for each in endpoint.stats()}
-    except (RuntimeError, KeyError):  # one of them has just died, or is not as far
-        return {}
-    return {pid: count["submitted"] - count["answered"] for pid, count in counts.items()}
 
 
 def recovered(endpoint: EndpointProcess) -> set[int]:
@@ -205,9 +144,12 @@ class Held:
         return [each["models"]["slow"]["batcher"][name] for each in self.process.stats()]
 
     def num_in_hand(self) -> list[int]:
-        """By replica, requests that it has taken in and not answered."""
-        counts = zip(self.counts("submitted"), self.counts("answered"), strict=True)
-        return [submitted - answered for submitted, answered in counts]
+        """By replica, requests that it has taken in and not answered; empty while one is being replaced."""
+        try:
+            counts = [each["models"]["slow"]["batcher"] for each in self.process.stats()]
+        except (RuntimeError, KeyError):  # it has just died, or is not as far
+            return []
+        return [each["submitted"] - each["answered"] for each in counts]
 
     def answers(self) -> bool:
         return self.ask() == (200, None)
@@ -247,13 +189,40 @@ class Held:
 
 
 @pytest.fixture(scope="module")
-def held(endpoint: EndpointProcess, tmp_path_factory: pytest.TempPathFactory) -> Held:
+def slow(endpoint: EndpointProcess, tmp_path_factory: pytest.TempPathFactory) -> Held:
+    return Held(endpoint, tmp_path_factory.mktemp("held"))
+
+
+def test_what_a_killed_replica_had_in_hand_is_asked_of_the_other(slow: Held) -> None:
+    """As long as no byte of the answer was there. What is too large to be kept by HAProxy is a 503, to come again."""
+    before = slow.pids()
+    assert len(before) == 2
+    # HAProxy hears of a new replica after Serve does.
+    wait_for(lambda: slow.answers() and all(slow.counts("answered")), STATE_TIMEOUT_S, "answer of each replica")
+    with ThreadPoolExecutor(NUM_SMALL + NUM_LARGE) as pool, slow.blocked(slow.hold):
+        small = [pool.submit(slow.ask, HANG) for _ in range(NUM_SMALL)]
+        wait_for(lambda: slow.num_in_hand() == [NUM_SMALL // 2] * 2, STATE_TIMEOUT_S)
+        large = [pool.submit(slow.ask, HANG, BUFFER_BYTES + 1_000) for _ in range(NUM_LARGE)]
+        wait_for(lambda: slow.num_in_hand() == [(NUM_SMALL + NUM_LARGE) // 2] * 2, STATE_TIMEOUT_S)
+        victim = min(before)
+        os.kill(victim, signal.SIGKILL)
+        survivors = NUM_SMALL + NUM_LARGE // 2
+        wait_for(lambda: survivors in slow.num_in_hand(), STATE_TIMEOUT_S)
+        slow.hold.unlink()
+        assert [each.result(STATE_TIMEOUT_S) for each in small] == [(200, None)] * NUM_SMALL
+        become = sorted(each.result(STATE_TIMEOUT_S) for each in large)
+        assert become == [(200, None)] * (NUM_LARGE // 2) + [COME_AGAIN] * (NUM_LARGE // 2)
+    wait_for(lambda: len(now := recovered(slow.process)) == 2 and victim not in now, STATE_TIMEOUT_S)
+    wait_for(lambda: len(set(versions(slow.process))) == 1, STATE_TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def held(slow: Held) -> Held:
     """With one replica from then on."""
-    held = Held(endpoint, tmp_path_factory.mktemp("held"))
-    before = held.ingresses()
-    change(held, 1)
-    wait_for(lambda: held.has_displaced(before), STATE_TIMEOUT_S, "end of ingresses that know the other replica")
-    return held
+    before = slow.ingresses()
+    change(slow, 1)
+    wait_for(lambda: slow.has_displaced(before), STATE_TIMEOUT_S, "end of ingresses that know the other replica")
+    return slow
 
 
 def call(channel: grpc.Channel, value: float) -> grpc.Future:

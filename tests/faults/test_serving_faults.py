@@ -29,7 +29,7 @@ STATE_TIMEOUT_S = 400.0
 RATE = 80.0
 SECONDS = 3.0
 REPLICA, SERVE_CONTROLLER, HAPROXY = "ray::ServeReplica", "ray::ServeController", "haproxy.cfg"
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +95,6 @@ def healthy(endpoint: EndpointProcess) -> bool:
         return len(endpoint.stats()) == 2
     except RuntimeError:
         return False
-
-
-def test_a_killed_replica(endpoint: EndpointProcess, tmp_path: Path) -> None:
-    victims: list[int] = []
-    outcome = under_load(endpoint, tmp_path, lambda: victims.append(kill(endpoint, REPLICA)))
-    assert outcome.failures == {}  # what it had in hand was asked of the other
-    wait_for(lambda: healthy(endpoint) and victims[0] not in processes(endpoint, REPLICA), STATE_TIMEOUT_S)
 
 
 def test_killed_controllers_cost_nothing(endpoint: EndpointProcess, client: Client, tmp_path: Path) -> None:

@@ -191,6 +191,7 @@ def test_the_death_of_the_mailbox_is_a_loss_of_workers(
     assert losses_of(run) == undisturbed  # what was not delivered is said again
 
 
+@pytest.mark.soak
 def test_an_error_of_the_users_own_comes_out_once_with_its_traceback(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     from shoal.flows.training import run_training
 

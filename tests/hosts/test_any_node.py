@@ -18,7 +18,7 @@ from network import Host, network, start_ray, why_none
 from shoal.registry import Registry
 from shoal_program import ROOT
 
-pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600), pytest.mark.soak]
 DASHBOARD = "http://127.0.0.1:8265"
 LEARNING_S = 1500.0
 TASK = """\
@@ -85,7 +85,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     "words",
     [
         pytest.param(("parallel=ddp", "workers=2"), id="ranks"),
-        pytest.param(("workers=[1,2]",), id="elastic", marks=pytest.mark.soak),
+        pytest.param(("workers=[1,2]",), id="elastic"),
     ],
 )
 def test_a_driver_on_a_head_without_cpus_builds_no_model_and_reads_no_data(
@@ -105,7 +105,6 @@ def test_an_error_of_the_check_is_the_drivers(cluster: Cluster) -> None:
         assert "error: stop.target.metric = 'accuracy': is not evaluated. there is loss" in failing.said
 
 
-@pytest.mark.soak
 def test_a_driver_beside_the_workers_predicts_a_batch(cluster: Cluster) -> None:
     (cluster.head.project / "rows.csv").write_text("x\n" + "\n".join(map(str, range(100))))
     output = cluster.shared / "predicted"
@@ -115,7 +114,6 @@ def test_a_driver_beside_the_workers_predicts_a_batch(cluster: Cluster) -> None:
     assert list(output.glob("*.parquet"))
 
 
-@pytest.mark.soak
 def test_a_driver_beside_the_workers_teaches_a_policy(cluster: Cluster) -> None:
     """The gateway is on the driver's node, and the evaluation plays through the ingress on the head's loopback."""
     words = ["target_return=40", "gateway.host=0.0.0.0", "gateway.curve=true", "endpoint.num_cpus=0.3"]

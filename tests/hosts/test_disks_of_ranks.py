@@ -13,7 +13,7 @@ from network import why_none
 from shoal_program import STATE_S
 
 NEEDS_HOSTS = pytest.mark.skipif(bool(why_none()), reason=why_none())
-pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(3600), pytest.mark.soak]
+pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(3600)]
 
 
 def test_ranks_of_ddp_go_on_from_their_checkpoint(tmp_path: Path) -> None:
@@ -26,6 +26,7 @@ def test_ranks_of_ddp_go_on_from_their_checkpoint(tmp_path: Path) -> None:
         assert stopped["step"] == STEPS
 
 
+@pytest.mark.soak
 def test_a_trial_of_a_sweep_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Both trials are on the host that is lost."""
     words = [f"train.{word}" for word in TRAINING] + ["trials=2", "concurrent=2", "metric=loss", "direction=min"]

@@ -27,6 +27,7 @@ def assert_in_order(said: str, *lines: str) -> None:
         at = found.end()
 
 
+@pytest.mark.soak
 def test_what_has_no_place_waits_for_nodes_that_come() -> None:
     assert_in_order(
         rehearse("short"),

@@ -70,6 +70,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield there
 
 
+@pytest.mark.soak
 def test_ranks_of_two_hosts_train_as_one_process(cluster: Cluster) -> None:
     said = cluster.shoal("run", "tabular", "parallel=ddp", "workers=4", "stop.steps=40", "--address", DASHBOARD)
     rays_own = ("dashboard_sdk.py", "packaging.py", "working_dir.py", "job_manager.py")
@@ -85,6 +86,7 @@ def _loss(said: str) -> float:
     return float(found[-1].rstrip("."))
 
 
+@pytest.mark.soak
 def test_an_actor_elsewhere_teaches_a_policy_that_both_hosts_serve(cluster: Cluster) -> None:
     words = ["target_return=40", "gateway.host=0.0.0.0", "gateway.curve=true", "endpoint.num_replicas=4"]
     command = ["shoal", "run", "actor_learner", *words, "endpoint.num_cpus=0.3", "--address", DASHBOARD]
@@ -165,7 +167,8 @@ def _sign(cluster: Cluster) -> CertificateFiles:
     return cluster.authority.sign(names=(cluster.head.address, cluster.worker.address))
 
 
-@pytest.mark.parametrize("num_messages", [4, pytest.param(80, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("num_messages", [4, 80])
 def test_a_replica_of_another_host_is_removed_and_cuts_nothing(
     cluster: Cluster, endpoint: Endpoint, num_messages: int
 ) -> None:

@@ -17,7 +17,7 @@ from network import why_none
 from shoal_program import ROOT, STATE_S
 from waiting import wait_for
 
-pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600), pytest.mark.soak]
 SERVERS = ["workers=2", "sync.kind=parameter_server", "sync.servers=2", "sync.durable=true"]
 LOOP = ["gateway.host=0.0.0.0", "gateway.curve=true", "endpoint.num_cpus=0.3", "learner.num_cpus=4"]
 LOOP += ["target_return=1000", "max_wall_s=3600", "learner.checkpoint_every_s=1"]  # the target is beyond reach
@@ -71,7 +71,6 @@ def test_runs_go_on_from_their_checkpoints_when_a_host_is_lost_with_its_disk(clu
         cluster.trained = ranks.id
 
 
-@pytest.mark.soak
 def test_a_run_goes_on_when_the_host_of_its_gateway_and_its_learner_is_lost(tmp_path: Path) -> None:
     """The head has no CPU. What was acknowledged is learnt on another host, and the actor follows there."""
     with bucket_cluster(tmp_path, num_cpus=6, num_head_cpus=0) as made, ExitStack() as stack:

@@ -490,6 +490,7 @@ def call_grpc(address: str, key: str, *metadata: tuple[str, str]) -> grpc.Status
     return grpc.StatusCode.OK
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Serve's own specs
 def test_endpoints_share_a_cluster_and_none_disturbs_another(cluster: EmbeddedCluster) -> None:
     from shoal.serve.on_ray import deployment, ownership

@@ -174,6 +174,7 @@ def test_a_folder_is_looked_into_that_was_not_there_for_an_earlier_worker(
     assert start(script, server[1], **words)[1]["parent"] != server[0].pid
 
 
+@pytest.mark.soak
 def test_a_library_that_was_replaced_is_imported_as_it_is_now(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ NUM_CLIENTS = 3
 REQUEST_TIMEOUT_S = 100.0  # more than any part of the endpoint waits
 pytestmark = [
     pytest.mark.timeout(1500),
+    pytest.mark.soak,  # hosts/test_hosts.py has one that answers, loses a host, and is whole again
     pytest.mark.skipif("pipeline" not in collect_extensions(PREDICTORS), reason="no library shares models"),
 ]
 
@@ -91,7 +92,6 @@ def test_its_answers_are_those_of_one_process(expected: tuple[Client, np.ndarray
     np.testing.assert_allclose(client.infer("chat", {"tokens": TOKENS})["logits"], answer, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.soak
 def test_a_new_version_is_taken_by_all_workers(expected: tuple[Client, np.ndarray]) -> None:
     """As the alias moves to it, and back."""
     client, answer = expected
@@ -177,7 +177,6 @@ def list_controllers(cluster: EmbeddedCluster) -> list[int]:
     return [*pids_of(cluster, "ray::ControllerWorker"), *pids_of(cluster, "ray::ServeController")]
 
 
-@pytest.mark.soak
 def test_killed_controllers_cost_a_gang_nothing(cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]) -> None:
     client, answer = expected
     workers, replicas = list_workers(cluster), list_ready(client)
@@ -197,7 +196,6 @@ def scale_to_two(client: Client) -> set[int]:
     return wait_for(lambda: len(ready := list_ready(client)) == 2 and ready, what="two replicas")
 
 
-@pytest.mark.soak
 def test_a_gang_that_hangs_is_replaced_with_all_its_workers(
     cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]
 ) -> None:
@@ -214,7 +212,6 @@ def test_a_gang_that_hangs_is_replaced_with_all_its_workers(
     assert {200, 504} <= {*statuses} <= {200, 503, 504}
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("state", ["computing", "replacing its workers"])
 def test_a_gang_that_is_not_wanted_answers_what_it_has_and_leaves_nothing(
     state: str, cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]

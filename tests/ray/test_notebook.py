@@ -111,10 +111,10 @@ PAIRS = [
 @pytest.mark.parametrize(
     "cells",
     [
-        ["serve", "loop", "connect", "fit"],
+        ["loop", "connect", "fit"],
         pytest.param([*PAIRS, *PAIRS, KINDS[0]], marks=pytest.mark.soak),
     ],
-    ids=["mixed", "pairs"],
+    ids=["without Ray", "pairs"],
 )
 def test_what_a_cell_sets_is_undone_when_it_ends(cells: list[str], tmp_path: Path) -> None:
     program = tmp_path / "kernel.py"

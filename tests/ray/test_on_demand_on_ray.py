@@ -25,6 +25,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.soak
 def test_two_replicas_answer_for_four_models_and_a_killed_one_is_replaced(cluster: EmbeddedCluster) -> None:
     from shoal.client import Client
     from shoal.errors import ClusterError

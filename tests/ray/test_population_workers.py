@@ -55,17 +55,7 @@ def test_members_in_workers_are_those_of_one_process(order: str) -> None:
     assert any(loser in mine and winner not in mine for loser, winner in copies for mine in shares)  # between workers
 
 
-@pytest.mark.usefixtures("cluster")
-def test_a_state_of_other_workers_is_rejected() -> None:
-    spec = PopulationSpec.parse({**FIELDS, "workers": 2})
-    members = RayMembers(spec, [{"optimizer.learning_rate": 0.1}] * 5)
-    try:
-        with pytest.raises(SpecMismatch, match="use workers=3"):
-            members.load_state_dict({"shares": [{}, {}, {}]})
-    finally:
-        members.close()
-
-
+@pytest.mark.soak
 @pytest.mark.usefixtures("cluster")
 def test_one_worker_goes_on_with_the_state_of_members_in_this_process() -> None:
     """A run that is resumed on a cluster with another number of GPUs: members on one are in a worker."""
@@ -80,7 +70,7 @@ def test_one_worker_goes_on_with_the_state_of_members_in_this_process() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_worker_whose_members_are_all_retired_trains_and_scores_none() -> None:
+def test_a_worker_whose_members_are_all_retired_trains_and_scores_none_and_a_state_of_others_is_rejected() -> None:
     spec = PopulationSpec.parse({**FIELDS, "workers": 2})
     members = RayMembers(spec, [{"optimizer.learning_rate": 0.1}] * 5)
     batch = (torch.randn(8, 8), torch.arange(8), torch.arange(8) % 3)
@@ -90,6 +80,8 @@ def test_a_worker_whose_members_are_all_retired_trains_and_scores_none() -> None
         results = list(members.train([batch]))
         assert sorted(member for each in results for member in each.members) == [2, 3, 4]
         assert members.evaluate([batch])["loss"].isnan().tolist() == [True, True, False, False, False]
+        with pytest.raises(SpecMismatch, match="use workers=3"):
+            members.load_state_dict({"shares": [{}, {}, {}]})
     finally:
         members.close()
 

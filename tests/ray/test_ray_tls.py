@@ -34,6 +34,7 @@ def say(*words: str) -> str:
     return result.output
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_an_endpoint_that_is_reached_over_tls(
     cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -53,6 +53,7 @@ def ask_status(endpoint: EndpointProcess) -> EndpointStatus:
         return client.status()
 
 
+@pytest.mark.soak
 def test_an_idle_endpoint_sleeps_and_answers_all_that_wake_it(endpoint: EndpointProcess) -> None:
     def is_asleep() -> bool:
         # Of the ingress, which is told last, and of the controller.

@@ -9,6 +9,7 @@ import socket
 import stat
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import grpc
@@ -68,15 +69,6 @@ def test_before_the_first_weights_it_is_live_and_says_so(endpoint: EndpointProce
     client.close()
 
 
-def test_published_weights_answer(endpoint: EndpointProcess, version: int) -> None:
-    client = Client(endpoint.url)
-    status, headers, body = client.infer()
-    assert (status, headers["shoal-model-version"], body["model_version"]) == (200, str(version), str(version))
-    assert body["outputs"] == [{"name": "y", "shape": [1, NUM_OUTPUTS], "datatype": "FP32", "data": [version] * 2}]
-    assert client.request("GET", "/v2/models/linear")[2]["inputs"][0]["shape"] == [-1, NUM_FEATURES]
-    client.close()
-
-
 def test_errors_keep_the_protocol_through_the_whole_stack(endpoint: EndpointProcess) -> None:
     client = Client(endpoint.url)
     for expected, method, path, body in [
@@ -89,12 +81,8 @@ def test_errors_keep_the_protocol_through_the_whole_stack(endpoint: EndpointProc
     ]:
         status, _, content = client.request(method, path, body)
         assert (status, list(content)) == (expected, ["error"])
-    client.close()
-
-
-def test_the_status_says_which_port_grpc_was_given(endpoint: EndpointProcess) -> None:
-    client = Client(endpoint.url)
-    assert client.request("GET", "/shoal/v1/status")[2]["grpc"] == endpoint.grpc
+    client._connection.request("POST", INFER, iter([b"x" * 50_000] * 5))  # too large, and of no length that is named
+    assert client._connection.getresponse().status == 413
     client.close()
 
 
@@ -120,7 +108,16 @@ def infer(channel: grpc.Channel, request: pb.ModelInferRequest) -> grpc.Call:
     return future
 
 
-def test_grpc_answers_with_the_same_weights(channel: grpc.Channel, version: int) -> None:
+def test_published_weights_answer_over_http_and_grpc(
+    endpoint: EndpointProcess, channel: grpc.Channel, version: int
+) -> None:
+    client = Client(endpoint.url)
+    status, headers, body = client.infer()
+    assert (status, headers["shoal-model-version"], body["model_version"]) == (200, str(version), str(version))
+    assert body["outputs"] == [{"name": "y", "shape": [1, NUM_OUTPUTS], "datatype": "FP32", "data": [version] * 2}]
+    assert client.request("GET", "/v2/models/linear")[2]["inputs"][0]["shape"] == [-1, NUM_FEATURES]
+    assert client.request("GET", "/shoal/v1/status")[2]["grpc"] == endpoint.grpc
+    client.close()
     call = infer(channel, tensor_request(3))
     answer = call.result()  # type: ignore[attr-defined]
     assert (answer.model_name, answer.model_version) == ("linear", str(version))
@@ -172,22 +169,16 @@ def test_requests_and_answers_larger_than_any_buffer(endpoint: EndpointProcess, 
     client.close()
 
 
-def test_a_body_without_a_length_that_is_too_large_is_refused(endpoint: EndpointProcess) -> None:
-    client = Client(endpoint.url)
-    client._connection.request("POST", INFER, iter([b"x" * 50_000] * 5))
-    assert client._connection.getresponse().status == 413
-    client.close()
-
-
-def test_twenty_swaps_under_load_fail_nothing_and_mix_nothing(endpoint: EndpointProcess, version: int) -> None:
-    first = version + 1
+@pytest.mark.parametrize("num_swaps", [4, pytest.param(20, marks=pytest.mark.soak)])
+def test_swaps_under_load_fail_nothing_and_mix_nothing(endpoint: EndpointProcess, version: int, num_swaps: int) -> None:
+    newer = range(version + 1, version + 1 + num_swaps)
     with Load(endpoint.url, num_clients=4) as load:
-        for newer in range(first, first + 20):
-            publish_and_wait(endpoint, newer)
-            wait_for(lambda newer=newer: newer in load.versions, STATE_TIMEOUT_S, "answer by the newest")
+        for each in newer:
+            publish_and_wait(endpoint, each)
+            wait_for(lambda each=each: each in load.versions, STATE_TIMEOUT_S, "answer by the newest")
     assert load.hung == 0
     assert list(load.counts) == ["answered"], load.surprises[:3]
-    assert set(range(first, first + 20)) <= load.versions
+    assert set(newer) <= load.versions
 
 
 def answered(endpoint: EndpointProcess) -> dict[int, int]:
@@ -205,7 +196,9 @@ def test_replicas_share_the_work_and_count_it(endpoint: EndpointProcess, version
     assert all(after[pid] > before[pid] for pid in before)
 
 
-def test_a_canary_is_opened_promoted_and_rolled_back_under_load(endpoint: EndpointProcess) -> None:
+def test_a_canary_is_opened_promoted_and_rolled_back_under_load_and_the_audit_log_has_who_asked(
+    endpoint: EndpointProcess,
+) -> None:
     client = Client(endpoint.url)
     stable, candidate = champion_and_another(endpoint)
     with Load(endpoint.url, num_clients=4, model="steps") as load:
@@ -223,8 +216,15 @@ def test_a_canary_is_opened_promoted_and_rolled_back_under_load(endpoint: Endpoi
     assert endpoint.command("champion") == stable
     assert load.hung == 0
     assert list(load.counts) == ["answered"], load.surprises[:3]
-    assert endpoint.command("events")[-3:] == [f"{kind} steps" for kind in ("canary", "promote", "rollback")]
+    kinds = ["canary", "promote", "rollback"]
+    assert endpoint.command("events")[-3:] == [f"{kind} steps" for kind in kinds]
     client.close()
+    file = endpoint.temp_dir / "home" / "audit.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    asked = [(line["action"], line["by"], line["from"], line["result"]) for line in lines if line["entry"] == "asked"]
+    assert asked[-3:] == [(kind, "anyone", "127.0.0.1", "done") for kind in kinds]
+    assert ("deploy", "registry") in {(line["action"], line["by"]) for line in lines if line["entry"] == "changed"}
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def champion_and_another(endpoint: EndpointProcess) -> tuple[int, int]:
@@ -233,8 +233,12 @@ def champion_and_another(endpoint: EndpointProcess) -> tuple[int, int]:
     return champion, champion % NUM_REGISTERED + 1
 
 
-def test_the_controller_dies_and_comes_back_with_what_it_knew(endpoint: EndpointProcess) -> None:
+def test_a_killed_controller_comes_back_with_what_it_knew_and_a_killed_replica_costs_no_request(
+    endpoint: EndpointProcess,
+) -> None:
+    """What the replica had in hand is asked of the other one."""
     client = Client(endpoint.url)
+    victim = min(answered(endpoint))
     _, candidate = champion_and_another(endpoint)
     client.change(action="canary", model="steps", version=candidate, percent=0)
     with Load(endpoint.url, num_clients=4, model="steps") as load:
@@ -244,10 +248,19 @@ def test_the_controller_dies_and_comes_back_with_what_it_knew(endpoint: Endpoint
         assert client.request("GET", "/shoal/v1/status")[2]["models"][1]["phase"] == "canary"
         client.change(action="promote", model="steps")
         wait_for(lambda: candidate in load.versions, STATE_TIMEOUT_S)
+        os.kill(victim, signal.SIGKILL)
+        wait_for(lambda: len(now := replica_pids(endpoint)) == 2 and victim not in now, STATE_TIMEOUT_S, "another")
     assert load.hung == 0
     assert list(load.counts) == ["answered"], load.surprises[:3]
     assert endpoint.command("champion") == candidate
     client.close()
+
+
+def replica_pids(endpoint: EndpointProcess) -> set[int]:
+    """Of those that answer; none while one of them is being replaced."""
+    with suppress(RuntimeError):
+        return set(answered(endpoint))
+    return set()
 
 
 def controller_pid(endpoint: EndpointProcess) -> int:
@@ -265,19 +278,6 @@ def test_a_scrape_through_haproxy_sees_every_replica(endpoint: EndpointProcess, 
             return set(re.findall(r'nv_inference_count\{model="linear",.*replica="(\w+)"', answer.read().decode()))
 
     assert all(len(scrape()) == 2 for _ in range(4))
-
-
-def test_every_change_is_in_the_audit_log_with_who_asked_from_where(endpoint: EndpointProcess) -> None:
-    client = Client(endpoint.url)
-    client.change(action="canary", model="steps", version=champion_and_another(endpoint)[1], percent=0)
-    client.change(action="rollback", model="steps")
-    client.close()
-    file = endpoint.temp_dir / "home" / "audit.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    asked = [(line["action"], line["by"], line["from"], line["result"]) for line in lines if line["entry"] == "asked"]
-    assert asked[-2:] == [(action, "anyone", "127.0.0.1", "done") for action in ("canary", "rollback")]
-    assert ("deploy", "registry") in {(line["action"], line["by"]) for line in lines if line["entry"] == "changed"}
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_nothing_of_rays_or_haproxys_is_behind_the_port(endpoint: EndpointProcess) -> None:
@@ -313,6 +313,7 @@ def test_closed_it_is_gone_and_closing_twice_is_harmless(endpoint: EndpointProce
     wait_for(refused, STATE_TIMEOUT_S)
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Serve's own specs
 def test_an_endpoint_that_cannot_start_says_why_and_leaves_nothing(cluster: EmbeddedCluster) -> None:
     from ray import serve

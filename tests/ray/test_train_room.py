@@ -59,6 +59,7 @@ def test_a_group_is_seen_while_it_waits_and_once_it_has_a_place(cluster: Embedde
         ray.kill(controller)
 
 
+@pytest.mark.soak
 def test_a_group_that_fails_while_it_starts_leaves_no_placement_group(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     from ray.util.placement_group import placement_group_table
 
