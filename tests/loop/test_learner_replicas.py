@@ -345,6 +345,27 @@ def test_a_learner_that_reads_no_more_is_lost_and_the_hub_goes_on(monkeypatch: p
         hub.close()
 
 
+def test_the_state_for_a_learner_that_joins_is_a_message_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a large network and its optimizer passes the 4 GiB that a value of MessagePack may have."""
+    hub = LearnerHub(HOST, KEY)
+    link = HubLink(hub.address, KEY)
+    state, received, loaded = bytes(2**16), list[bytes](), list[bytes]()
+    receive = link._receive
+    monkeypatch.setattr(link, "_receive", lambda: received.append(receive()) or received[-1])
+    try:
+        wait_for(lambda: hub._arrived)
+        batch = ExperienceBatch.from_segments(1, [segment(16) for _ in range(2)])
+        for _ in range(2):
+            hub.distribute(batch, lambda: state)
+            share = link.wait_for_share(loaded.append)
+            assert share.num_steps == 16
+        assert loaded == [state]  # with the first share alone
+        assert [each == state for each in received] == [False, True, False]
+    finally:
+        link.close()
+        hub.close()
+
+
 def test_connections_without_the_key_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_group, "_CONNECT_TIMEOUT_S", 0.5)
     hub = LearnerHub(HOST, KEY)

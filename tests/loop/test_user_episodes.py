@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -96,6 +97,25 @@ def test_a_handle_that_is_never_rewarded_expires_and_a_rewarded_one_is_cut_off()
         assert refuse(parts, episode=silent.episode, reward=1.0) == 410
         assert refuse(parts, episode=rewarded.episode, observation=observe(0)) == 410
         assert parts.gateway.stats()["user_episodes"] == {"begun": 2, "ended": 0, "expired": 2, "open": 0}
+
+
+def test_an_episode_whose_time_is_up_while_others_are_cut_off_expires_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with learning(heartbeat_s=0.05, episode_timeout_s=0.3) as parts:
+        users = parts.gateway._users
+        assert users is not None
+        expire = users.expire
+
+        def expire_slowly(before_s: float) -> None:
+            expire(before_s)
+            time.sleep(0.35)  # thousands of rewarded episodes end
+
+        monkeypatch.setattr(users, "expire", expire_slowly)
+        handle = ask(parts, observation=observe(1)).episode
+        wait_for(lambda: parts.ledger.get_totals().dropped == {"expired": 1})
+        assert refuse(parts, episode=handle, reward=1.0) == 410
+        assert parts.gateway.stats()["user_episodes"] == {"begun": 1, "ended": 0, "expired": 1, "open": 0}
 
 
 def test_wrong_requests_are_refused_by_name_and_change_nothing() -> None:

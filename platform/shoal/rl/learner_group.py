@@ -85,16 +85,16 @@ def divide(lengths: np.ndarray, num_learners: int) -> np.ndarray:
 class _Share(msgspec.Struct, frozen=True):
     """What a learner is sent: a BatchShare, with the hub's random state, or a SampleShare.
 
-    tensors: of a batch `keep`, `lengths` and `random_state`, of a sample its arrays
-    batch:   its segments
-    sizes:   of a sample: first, num_items, num_steps
-    state:   the hub's, for a learner that lacks it
+    tensors:   of a batch `keep`, `lengths` and `random_state`, of a sample its arrays
+    batch:     its segments
+    sizes:     of a sample: first, num_items, num_steps
+    has_state: the hub's state is the next message, for a learner that lacks it; it may be too large for MessagePack
     """
 
     tensors: bytes
     batch: bytes = b""
     sizes: tuple[int, int, int] | None = None
-    state: bytes = b""
+    has_state: bool = False
 
 
 _DECODER = msgspec.msgpack.Decoder(_Share)
@@ -251,9 +251,11 @@ class LearnerHub(LearnerGroup):
         for (number, member), share in zip(working, shares, strict=True):
             if not member.has_weights:
                 state = state or serialize()
-                share = msgspec.structs.replace(share, state=state)
+                share = msgspec.structs.replace(share, has_state=True)
             try:
                 member.connection.send_bytes(msgspec.msgpack.encode(share))
+                if share.has_state:
+                    member.connection.send_bytes(state)
             except _GONE:
                 self._lose(number)
         for each in self._members:
@@ -341,8 +343,8 @@ class HubLink(LearnerGroup):
     def wait_for_share(self, load: Callable[[bytes], None]) -> ExperienceBatch | SampleShare:
         """The next share, when its random state, and before it the hub's state (by `load`), have been applied."""
         message = _DECODER.decode(self._receive())
-        if message.state:
-            load(message.state)
+        if message.has_state:
+            load(self._receive())
         self.num_learners = 2  # or more: each of them has a part of the steps
         tensors = decode_tensors(message.tensors)
         if message.sizes is not None:  # copies are writable, as torch wants them

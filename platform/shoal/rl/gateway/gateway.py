@@ -229,9 +229,10 @@ class Gateway:
         progress.record_shortage(self._sessions.describe_shortage())
         for route in self._sessions.find_silent(self.spec.timeout_s):
             self._handshake.end_session(route, "timed out")
+        before_s = time.monotonic() - self.spec.episode_timeout_s  # one for both: they end the same episodes
         if self._users is not None:
-            self._users.expire(self.spec.episode_timeout_s)
-        self._inference.expire(self.spec.episode_timeout_s)
+            self._users.expire(before_s)
+        self._inference.expire(before_s)
 
     def _follow_weights(self) -> None:
         while not self._stopping.is_set():

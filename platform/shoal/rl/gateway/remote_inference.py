@@ -225,9 +225,9 @@ class RemoteInference:
                 self._policy.reset(_make_stream(client, episode))
         self._completing = {waiting: each for waiting, each in self._completing.items() if waiting[0] != key}
 
-    def expire(self, timeout_s: float) -> None:
-        """End the episodes that no client has continued for `timeout_s`, and count each as a dropped segment."""
-        before_s, ledger = time.monotonic() - timeout_s, self._state.queue.ledger
+    def expire(self, before_s: float) -> None:
+        """End the episodes that no client has continued since `before_s`, and count each as a dropped segment."""
+        ledger = self._state.queue.ledger
         for key, client in list(self._clients.items()):
             for episode in client.take_idle(before_s):
                 self._policy.reset(_make_stream(client, episode))

@@ -108,9 +108,9 @@ class UserEpisodes:
             action = np.array(action).reshape(self._spec.action.shape).tolist()
         reply.set_result(EpisodeAnswer(open_step.handle, action, message.version))
 
-    def expire(self, timeout_s: float) -> None:
-        """Close the episodes that no user has continued for `timeout_s`. Called before `RemoteInference.expire`."""
-        before_s = time.monotonic() - timeout_s
+    def expire(self, before_s: float) -> None:
+        """Close the episodes that no user has continued since `before_s`. Called before `RemoteInference.expire`, with
+        the same time."""
         for number, open_step in list(self._steps.items()):
             if open_step.reply is not None or open_step.is_expired or self._episodes[number].used_at >= before_s:
                 continue
