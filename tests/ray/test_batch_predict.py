@@ -82,7 +82,7 @@ def test_paths_and_columns_are_taken_as_they_were_typed(tmp_path: Path, monkeypa
     assert (spec.columns, spec.keep) == (["x=it's, 1"], ["on", "2", "no]"])
 
 
-@pytest.mark.parametrize("end", ["csv", "parquet"])
+@pytest.mark.parametrize("end", [pytest.param("csv", marks=pytest.mark.soak), "parquet"])
 def test_a_column_is_the_one_of_its_name_in_every_file_of_a_folder(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +171,7 @@ def test_a_model_that_ends_its_process_ends_the_prediction(
     assert folders(tmp_path) == []
 
 
+@pytest.mark.soak
 def test_a_prediction_that_fails_leaves_its_places_while_its_error_is_kept(
     cluster: EmbeddedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +297,7 @@ def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
         ray.kill(there)
 
 
+@pytest.mark.soak
 def test_tables_of_a_bucket_are_predicted_into_a_bucket(
     cluster: EmbeddedCluster,
     tmp_path: Path,

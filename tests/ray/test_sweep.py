@@ -88,6 +88,7 @@ def test_trials_run_on_nodes_that_are_still_to_come(monkeypatch: pytest.MonkeyPa
     assert count(cpus_per_trial=2) == 2
 
 
+@pytest.mark.soak
 def test_a_trial_that_cannot_start_fails_alone(cluster: EmbeddedCluster) -> None:
     train = {"task": "tests/train_task.py:Toy", "stop": {"steps": 10}, "evaluate": {"every_steps": 5}, "threads": 1}
     spec = SweepSpec.parse({"train": train, "space": {"args.count": [-5, 256]}, "registers": False, "trials": 4})
@@ -97,7 +98,7 @@ def test_a_trial_that_cannot_start_fails_alone(cluster: EmbeddedCluster) -> None
     assert states == {-5: TrialState.FAILED, 256: TrialState.FINISHED}
 
 
-@pytest.mark.parametrize("more", [ASHA, PBT], ids=["asha", "pbt"])
+@pytest.mark.parametrize("more", [ASHA, pytest.param(PBT, marks=pytest.mark.soak)], ids=["asha", "pbt"])
 def test_trials_end_early_or_copy_others(cluster: EmbeddedCluster, more: dict[str, Any]) -> None:
     every = {"every_steps": 5}
     train = {"task": "tests/train_task.py:Toy", "stop": {"steps": 40}, "evaluate": every, "threads": 1}
