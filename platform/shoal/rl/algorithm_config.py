@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
@@ -167,7 +168,12 @@ def find_algorithm_config_type(name: object) -> type[AlgorithmConfig]:
 
 def find_fitting(fits: Callable[[type[AlgorithmConfig]], bool]) -> list[str]:
     """The words of the algorithms of which `fits` is true, of the platform, of libraries and of installed packages."""
-    return [name for name in (*CONFIGS, *collect_extensions(GROUP)) if fits(find_algorithm_config_type(name))]
+    fitting = []
+    for name in (*CONFIGS, *collect_extensions(GROUP)):
+        with suppress(ValueError):  # a package that cannot be imported here
+            if fits(find_algorithm_config_type(name)):
+                fitting.append(name)
+    return fitting
 
 
 def _parse_config(value: object) -> object:

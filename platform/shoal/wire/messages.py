@@ -218,11 +218,11 @@ _DECODER = msgspec.msgpack.Decoder(Message)
 
 
 class _LooseHeader(msgspec.Struct):
-    """What can be read of a header that is wrong in another field."""
+    """What can be read of a header that is wrong in another field, or of another kind. Raw: of any type"""
 
     kind: str
-    protocol: object = None
-    seq: object = None
+    protocol: msgspec.Raw = msgspec.Raw()
+    seq: msgspec.Raw = msgspec.Raw()
 
 
 _LOOSE_DECODER = msgspec.msgpack.Decoder(_LooseHeader)
@@ -273,7 +273,15 @@ def _read_seq(header: bytes) -> int | None:
         loose = _LOOSE_DECODER.decode(header)
     except _UNREADABLE:
         return None
-    return loose.seq if loose.kind == "segment" and type(loose.seq) is int else None
+    return _read_int(loose.seq) if loose.kind == "segment" else None
+
+
+def _read_int(value: msgspec.Raw) -> int | None:
+    """None for what is no integer."""
+    try:
+        return msgspec.msgpack.decode(value, type=int)
+    except _UNREADABLE:
+        return None
 
 
 def _make_violation(header: bytes, error: Exception) -> ProtocolViolation:
@@ -284,6 +292,7 @@ def _make_violation(header: bytes, error: Exception) -> ProtocolViolation:
         return ProtocolViolation("malformed", f"the header is not a msgpack map with a `kind`: {error}")
     if loose.kind not in _KINDS:
         return ProtocolViolation("unknown_kind", f"no message of kind {loose.kind[:40]!r}")
-    if loose.kind == "hello" and type(loose.protocol) is int and loose.protocol != PROTOCOL_VERSION:
-        return reject_version(loose.protocol)
+    protocol = _read_int(loose.protocol) if loose.kind == "hello" else None
+    if protocol is not None and protocol != PROTOCOL_VERSION:
+        return reject_version(protocol)
     return ProtocolViolation("malformed", f"{loose.kind}: {error}", _read_seq(header))

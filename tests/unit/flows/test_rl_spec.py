@@ -13,6 +13,8 @@ import shoal.runs
 from shoal.errors import ClusterError, ConfigError, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_policy import check
+from shoal.plugins.library import collect_extensions
+from shoal.rl.algorithm_config import GROUP
 from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec
 from shoal.train.spec import TrainSpec
 
@@ -70,6 +72,15 @@ def test_actions_that_do_not_count_from_zero_are_refused() -> None:
     assert experience_spec(box, gymnasium.spaces.Discrete(3), spec).action.high == 2
     with pytest.raises(ConfigError, match="starts at 1"):
         experience_spec(box, gymnasium.spaces.Discrete(3, start=1), spec)
+
+
+def test_a_package_that_cannot_be_imported_hides_no_algorithm_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {**collect_extensions(GROUP), "broken": "no_such_package.algorithm:Config"}
+    for module in ("shoal.rl.algorithm_config", "shoal.plugins.find"):
+        monkeypatch.setattr(f"{module}.collect_extensions", lambda group: others)
+    box = gymnasium.spaces.Box(-1, 1, (4,))
+    with pytest.raises(ConfigError, match=r"dqn needs a Discrete action space.*algorithm=impala.*algorithm=sac"):
+        experience_spec(box, gymnasium.spaces.Box(-1, 1, (2,)), RLSpec().override(["algorithm=dqn"]))
 
 
 def test_observations_of_nothing_are_refused() -> None:

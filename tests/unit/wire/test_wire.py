@@ -371,6 +371,9 @@ def test_an_unknown_kind_is_told_from_a_malformed_header() -> None:
     error = violation([msgpack.packb({"kind": "telepathy" * 5000, "strength": 3})])
     assert error.code == "unknown_kind"
     assert "telepathy" in error.message
+    newer = {"kind": "telepathy", "seq": msgpack.Timestamp(1), "protocol": msgpack.ExtType(5, b"")}
+    assert violation([msgpack.packb(newer)]).code == "unknown_kind"  # with our fields' names, of other types
+    assert violation([b"\x82\xa4kind\xa9telepathy\xa3seq\xa2\xff\xff"]).code == "unknown_kind"
 
 
 def test_no_frames_are_malformed() -> None:
