@@ -327,7 +327,7 @@ def test_a_broken_answer_is_asked_for_again_only_when_told(payload: bytes) -> No
         (lambda client: client.rollout("promote", "m"), ChangeRequest("promote", "m").timeout_s),
         (lambda client: client.rollout("promote", "m", timeout_s=600), 600.0),
         (lambda client: client.unload("m"), ChangeRequest("delete", "m").timeout_s),
-        (lambda client: client.load("m"), LOAD_TIMEOUT_S),
+        (lambda client: client.load("m", client="c", self="s"), LOAD_TIMEOUT_S),  # any name is a parameter
     ],
 )
 @pytest.mark.parametrize("client_type", [Client, AsyncClient])

@@ -180,6 +180,14 @@ def test_a_second_endpoint_of_a_name_is_refused_before_anything_is_uploaded(clus
     assert "endpoint fashion is ready at http://127.0.0.1:8000/fashion," in shoal_program("deploy", "fashion").output
 
 
+def test_the_name_of_a_detached_endpoint_that_is_gone_may_be_taken_again(cluster: FakeCluster) -> None:
+    detached = {"shoal.endpoint": "tumours", "shoal.lifetime": "detached"}
+    cluster.jobs["before"] = FakeJob("before", metadata=detached, state=JobStatus.SUCCEEDED)  # Ray lists it still
+    assert shoal_program("deploy", "tumours").exit_code == 0
+    assert "endpoint tumours is gone" in shoal_program("delete").output
+    assert [job.state for job in cluster.jobs.values()] == [JobStatus.SUCCEEDED, JobStatus.STOPPED]
+
+
 def test_a_file_goes_with_the_folder_that_it_lies_in(cluster: FakeCluster, tmp_path: Path) -> None:
     inside, outside = tmp_path / "shop.yaml", tmp_path.parent / "shop-elsewhere.yaml"
     for file in (inside, outside):
@@ -217,7 +225,9 @@ def test_jobs_of_others_are_passed_over_and_one_of_the_head_itself_is_found(clus
 
 
 def test_a_word_of_the_models_own_hides_nothing(cluster: FakeCluster) -> None:
-    cluster.begin = lambda job: setattr(job, "said", f"error: no such thing, says a library\n{say_ready()}")
+    cluster.begin = lambda job: setattr(
+        job, "said", f"error: no such thing, says a library\nready: to go\n{say_ready()}"
+    )
     assert shoal_program("deploy", "tumours").exit_code == 0
 
 

@@ -45,7 +45,7 @@ class _Call(Generic[P, T]):
 
     def __init__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
         @functools.wraps(function)
-        def run(client: Client, *args: P.args, **options: P.kwargs) -> T:
+        def run(client: Client, /, *args: P.args, **options: P.kwargs) -> T:
             try:
                 function(client, *args, **options).send(None)
             except StopIteration as ended:

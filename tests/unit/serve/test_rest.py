@@ -8,6 +8,7 @@ import pytest
 from serving.asgi import Client, client, refused
 from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.errors import Closed, InferenceError
+from shoal.open_inference.episodes import EPISODES_PATH
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions
 
@@ -174,6 +175,7 @@ def test_a_key_is_for_its_models_and_changes_nothing() -> None:
     for path in ("/v2/repository/models/n/load", "/v2/repository/models/n/unload", "/shoal/v1/rollout"):
         refused(subject.post(path, {}, headers=key), 403, "'game'")
     refused(subject.get("/shoal/v1/status", headers=key), 403)
+    refused(subject.post(EPISODES_PATH, {"model": "m", "observation": [0.0]}, headers=key), 403, "'m'")
     seen = subject.get("/v2/models/stats", headers=key).body["model_stats"]
     assert {each["name"] for each in seen} == {"n"}
     assert {each["name"] for each in subject.post("/v2/repository/index", headers=key).body} == {"n"}

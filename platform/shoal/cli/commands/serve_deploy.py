@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,8 @@ def _check_remote(cluster: ClusterHandle, spec: ServingSpec) -> None:
     """Raises ConfigError for what can be seen from here; the job checks the rest."""
     if not spec.models:
         raise ConfigError("models", [], "there is nothing to serve", "name a model of the cluster's registry")
-    if spec.name in _list_jobs_by_endpoint(cluster):
+    job = _list_jobs_by_endpoint(cluster).get(spec.name)
+    if job is not None and not job.status.is_over:  # a detached endpoint may be gone: the job checks that
         raise describe_taken_name(spec.name, "")
 
 
@@ -369,8 +371,9 @@ def _read_job_log(job: JobHandle) -> tuple[_Addresses | None, str]:
     lines = (job.try_read_logs() or "").splitlines()
     for line in lines:
         if line.startswith(READY):
-            fields = json.loads(line.removeprefix(READY))
-            return _Addresses(fields["url"], fields["grpc"] or ""), ""
+            with suppress(ValueError, TypeError, KeyError):  # for a line of the model's own code
+                fields = json.loads(line.removeprefix(READY))
+                return _Addresses(fields["url"], fields["grpc"] or ""), ""
     last = lines[-1] if lines else ""
     return None, last if "waiting for nodes" in last else ""
 

@@ -17,7 +17,7 @@ import psutil
 from shoal.batching.batcher import Batcher
 from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
-from shoal.serve.messages.desired_state import EndpointPlan
+from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, ServedModelProtocol
 from shoal.serve.messages.model_errors import unloaded_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
@@ -173,19 +173,19 @@ class ModelManager:
         plans = {model.name: model for model in plan.models if model.is_for(self._replica)}
         for name, slot in list(self._slots.items()):
             if slot.plan is None or not slot.plan.is_same_model(plans.get(name)):
-                self._release(slot, is_planned=name in plans)
+                self._release(slot, plans.get(name))
         for name, model in plans.items():
             if name not in self._slots:
                 self._slots[name] = ModelSlot(name, self._host)
             self._slots[name].apply(model)
 
-    def _release(self, slot: ModelSlot, is_planned: bool) -> None:
-        """Take a slot from its model; one that loads is kept, since the load may be wanted again.
+    def _release(self, slot: ModelSlot, later: ModelPlan | None) -> None:
+        """Take a slot from its model; one that loads is kept while the load may be wanted again.
 
-        is_planned: another model has its name, or the same one again
+        later: the plan that has its name now; None for none
         """
-        if slot.state is SlotState.STAGING and (slot.plan is None or not is_planned):
-            slot.plan = slot.rejected = None
+        if slot.state is SlotState.STAGING and (later is None or slot.was_for(later)):
+            slot.suspend()
             return
         cold = self.on_demand.models.get(slot.name)
         if slot.served is not None and cold is not None:

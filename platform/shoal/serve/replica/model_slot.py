@@ -81,6 +81,7 @@ class ModelSlot:
         self._loading: asyncio.Task[None] | None = None
         self._draining: set[asyncio.Task[None]] = set()
         self._is_retired = False
+        self._suspended: ModelPlan | None = None  # the plan of before, while there is none
 
     @property
     def state(self) -> SlotState:
@@ -155,6 +156,15 @@ class ModelSlot:
             self.follower.apply(plan)
         elif self._loading is None and self.rejected is None:
             self._loading = self._start(self._serve_live(plan))
+
+    def suspend(self) -> None:
+        """Load on for no plan. Idempotent."""
+        self._suspended = self.plan or self._suspended
+        self.plan = self.rejected = None
+
+    def was_for(self, plan: ModelPlan) -> bool:
+        """Whether a suspended load is of this plan's model."""
+        return self.plan is None and self._suspended is not None and self._suspended.is_same_model(plan)
 
     def retire(self, cold: ServedModelProtocol | None) -> None:
         """Give the model no new calls, and close it once it has answered its pending ones.
