@@ -20,13 +20,13 @@ from shoal.errors import ConfigError
 from shoal.extend import Library
 from shoal.libs.games.tag import Tag
 from shoal.libs.som.network import SelfOrganisingMap
-from shoal.plugins import library
+from shoal.plugins import find, library
 from shoal.plugins.library import find_libraries, find_sound_libraries
 from shoal.plugins.moved import MOVED, translate_reference
 from shoal.registry import ModelFactory
 from shoal.runs import RunKind
 from shoal.runs.report.panels import find_panels
-from shoal.sync.config import find_sync_config_type, list_kinds
+from shoal.sync.config import VARIANTS, find_sync_config_type, list_kinds
 from shoal.train.launch.predicted_cost import find_estimator
 
 
@@ -98,6 +98,14 @@ def test_a_broken_package_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch, tm
     assert not hasattr(shoal, "nothing_of_this_name")
     with pytest.raises(ConfigError, match=r"mine_of_this_test.*nothing_like_it"):
         find_sync_config_type("word_of_mine")
+
+
+def test_a_word_without_a_library_is_refused_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "collect_extensions", lambda group: {})
+    with pytest.raises(
+        ValueError, match="'hogwild' is none of the words of installed libraries; your own is module:name"
+    ):
+        find.find_extension("hogwild", VARIANTS, {})
 
 
 def test_a_lazy_module_lists_its_names() -> None:

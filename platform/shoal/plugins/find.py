@@ -38,7 +38,8 @@ def find_extension(name: str, group: str, own: Mapping[str, str]) -> Any:
     if name in others:
         return load_reference(others[name])
     find_libraries()  # the word may be of one that cannot be imported: that is what to say
-    raise ValueError(f"{name!r} is none of {', '.join([*own, *others])}; your own is module:name or file.py:name")
+    known = ", ".join([*own, *others]) or "the words of installed libraries"
+    raise ValueError(f"{name!r} is none of {known}; your own is module:name or file.py:name")
 
 
 def load_reference(reference: str) -> Any:
