@@ -71,9 +71,9 @@ def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"shoal.{name}")
     if not name.startswith("_"):
-        from shoal.plugins.library import find_libraries
+        from shoal.plugins.library import find_sound_libraries
 
-        for library in find_libraries():
+        for library in find_sound_libraries():
             if name in library.names:
                 module, _, member = library.names[name].partition(":")
                 found = importlib.import_module(module)
@@ -82,6 +82,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    from shoal.plugins.library import find_libraries
+    from shoal.plugins.library import find_sound_libraries
 
-    return sorted({*__all__, *(name for library in find_libraries() for name in library.names)})
+    return sorted({*__all__, *(name for library in find_sound_libraries() for name in library.names)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 from pathlib import Path
@@ -19,6 +20,19 @@ def test_pages_name_files_that_exist() -> None:
             if named not in OF_OTHERS and not any(f"/{file}".endswith(f"/{named}") for file in files):
                 missing.append(f"{page.relative_to(ROOT)}: {named}")
     assert missing == []
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [
+    (page, module, name.split(" as ")[0].strip())
+    for page in PAGES
+    for module, names in re.findall(r"^ *from (shoal[\w.]*) import ([\w, ]+)$", page.read_text(), re.MULTILINE)
+    for name in names.split(",")
+]
+
+
+def test_pages_import_what_is_there() -> None:
+    assert [each for each in NAMES if not hasattr(importlib.import_module(each[1]), each[2])] == []
 
 
 PRODUCT = [path for place in ("platform", "jobs", "serve_apps") for path in sorted((ROOT / place).rglob("*.py"))]

@@ -12,16 +12,22 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import shoal
+import shoal.extend.cli
 from shoal.actor.environment import make_environment
 from shoal.cli import cli, find_commands
 from shoal.errors import ConfigError
 from shoal.extend import Library
 from shoal.libs.games.tag import Tag
 from shoal.libs.som.network import SelfOrganisingMap
-from shoal.plugins import library
-from shoal.plugins.library import find_libraries
+from shoal.plugins import find, library
+from shoal.plugins.library import find_libraries, find_sound_libraries
 from shoal.plugins.moved import MOVED, translate_reference
 from shoal.registry import ModelFactory
+from shoal.runs import RunKind
+from shoal.runs.report.panels import find_panels
+from shoal.sync.config import VARIANTS, find_sync_config_type, list_kinds
+from shoal.train.launch.predicted_cost import find_estimator
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
@@ -31,13 +37,18 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
     entry = EntryPoint("mine", "mine_of_this_test:LIBRARY", library.LIBRARIES)
     monkeypatch.setattr(library, "entry_points", lambda group: [entry] if group == library.LIBRARIES else [])
     monkeypatch.delitem(sys.modules, "mine_of_this_test", raising=False)
+    forget_libraries()
+
+
+def forget_libraries() -> None:
     find_libraries.cache_clear()
+    find_sound_libraries.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def _find_anew() -> Iterator[None]:
     yield
-    find_libraries.cache_clear()
+    forget_libraries()
 
 
 MINE = """
@@ -75,6 +86,33 @@ def test_a_package_that_does_not_fit_is_named(
     install(monkeypatch, tmp_path, text)
     with pytest.raises(ConfigError, match=rf"shoal.libraries = .*mine.*{problem}"):
         find_commands()
+
+
+def test_a_broken_package_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its words are missing, and say why; those of others are there."""
+    install(monkeypatch, tmp_path, "import nothing_like_it")
+    assert "local_sgd" in list_kinds()
+    assert find_sync_config_type("local_sgd").__name__ == "LocalSGDConfig"
+    assert find_panels(RunKind.SWEEP) is not find_panels(RunKind.TRAINING)
+    assert find_estimator() is not None
+    assert not hasattr(shoal, "nothing_of_this_name")
+    with pytest.raises(ConfigError, match=r"mine_of_this_test.*nothing_like_it"):
+        find_sync_config_type("word_of_mine")
+
+
+def test_a_word_without_a_library_is_refused_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "collect_extensions", lambda group: {})
+    with pytest.raises(
+        ValueError, match="'hogwild' is none of the words of installed libraries; your own is module:name"
+    ):
+        find.find_extension("hogwild", VARIANTS, {})
+
+
+def test_a_lazy_module_lists_its_names() -> None:
+    names: dict[str, object] = {}
+    exec("from shoal.extend import *", names)
+    assert {"PeerSync", "Tracker", "RunFlow"} <= names.keys() & {*dir(shoal.extend)}
+    assert "RunArguments" in dir(shoal.extend.cli)
 
 
 def test_every_verb_of_our_libraries_is_there() -> None:

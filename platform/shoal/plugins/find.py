@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.plugins.library import collect_extensions
+from shoal.plugins.library import collect_extensions, find_libraries
 from shoal.plugins.moved import translate_reference
 
 
@@ -37,7 +37,9 @@ def find_extension(name: str, group: str, own: Mapping[str, str]) -> Any:
     others = collect_extensions(group)
     if name in others:
         return load_reference(others[name])
-    raise ValueError(f"{name!r} is none of {', '.join([*own, *others])}; your own is module:name or file.py:name")
+    find_libraries()  # the word may be of one that cannot be imported: that is what to say
+    known = ", ".join([*own, *others]) or "the words of installed libraries"
+    raise ValueError(f"{name!r} is none of {known}; your own is module:name or file.py:name")
 
 
 def load_reference(reference: str) -> Any:

@@ -32,9 +32,17 @@ def list_exports(module: str) -> dict[str, str]:
 
 
 def load_on_demand(module: str, group: str = "") -> Callable[[str], Any]:
-    """Make the `__getattr__` of the module. group: of the extensions by which libraries add names to it"""
+    """Make the `__getattr__` of the module, which lists its names for `dir`, `help` and `import *`.
+
+    group: of the extensions by which libraries add names to it
+    """
+
+    def list_names() -> list[str]:
+        return sorted({*list_exports(module), *(collect_extensions(group) if group else ())})
 
     def load(name: str) -> Any:
+        if name == "__all__":
+            return list_names()
         home = None if name.startswith("__") else list_exports(module).get(name)
         if home is None and group and not name.startswith("_"):
             home, _, _ = collect_extensions(group).get(name, "").partition(":")
@@ -42,4 +50,5 @@ def load_on_demand(module: str, group: str = "") -> Callable[[str], Any]:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return getattr(importlib.import_module(home), name)
 
+    vars(sys.modules[module])["__dir__"] = list_names
     return load

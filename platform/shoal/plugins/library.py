@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -38,18 +39,34 @@ class Library:
 @cache
 def find_libraries() -> tuple[Library, ...]:
     """Those of `shoal.libs`, then those of other packages. Raises ConfigError for one that cannot be imported."""
-    own = [f"shoal.libs.{each.name}.library:LIBRARY" for each in pkgutil.iter_modules([str(_OWN)]) if each.ispkg]
-    libraries = [_load(reference) for reference in own if (_OWN / reference.split(".")[2] / "library.py").exists()]
-    return (*libraries, *(_load(each.value) for each in entry_points(group=LIBRARIES)))
+    return tuple(_load(reference) for reference in _list_references())
+
+
+@cache
+def find_sound_libraries() -> tuple[Library, ...]:
+    """Those that can be imported: a run does not fail because of another package's broken library."""
+    libraries = []
+    for reference in _list_references():
+        with suppress(ConfigError):
+            libraries.append(_load(reference))
+    return tuple(libraries)
 
 
 def collect_extensions(group: str) -> dict[str, str]:
-    """The `module:name` of each word of a group that a library or an installed package adds."""
-    own = {name: reference for each in find_libraries() for name, reference in each.extensions.get(group, {}).items()}
+    """The `module:name` of each word of a group that a sound library or an installed package adds."""
+    libraries = find_sound_libraries()
+    own = {name: reference for each in libraries for name, reference in each.extensions.get(group, {}).items()}
     return own | {each.name: each.value for each in entry_points(group=group)}
 
 
 _OWN = Path(__file__).parents[1] / "libs"
+
+
+def _list_references() -> list[str]:
+    own = [each.name for each in pkgutil.iter_modules([str(_OWN)]) if (_OWN / each.name / "library.py").exists()]
+    return [f"shoal.libs.{name}.library:LIBRARY" for name in own] + [
+        each.value for each in entry_points(group=LIBRARIES)
+    ]
 
 
 def _load(reference: str) -> Library:

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from shoal.config import Spec
 from shoal.plugins.find import find_extension, load_reference
-from shoal.plugins.library import find_libraries
+from shoal.plugins.library import find_sound_libraries
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -152,7 +152,8 @@ _DEFAULT = "all_reduce"
 
 def list_kinds() -> dict[str, str]:
     """The `module:name` of the configuration of each kind that Shoal and its libraries have, by its word."""
-    return CONFIGS | {kind: name for each in find_libraries() for kind, name in each.extensions.get(GROUP, {}).items()}
+    libraries = find_sound_libraries()
+    return CONFIGS | {kind: name for each in libraries for kind, name in each.extensions.get(GROUP, {}).items()}
 
 
 def _make_variant(kind: str, **fields: object) -> SyncConfig:

@@ -29,7 +29,9 @@ from shoal.store import store_variable
 
 CHECKED_RUN = "SHOAL_CHECKED_RUN"  # see shoal/train/launch/checked_run.py
 _PREFIX, _MAX_VARIABLE_CHARS = "checked run: ", 100_000  # Linux takes 131,072 bytes
-_TAKES_CHECK = re.compile(r"\b(job|stream|sweep|train)_main\b")  # in the file of a job that parses overrides by Shoal
+_TAKES_CHECK = re.compile(
+    r"\b((job|stream|sweep|train)_main|RunFlow)\b"
+)  # in the file of a job that parses overrides by Shoal
 
 # Messages of Ray and Serve about themselves in a job's log.
 _RAY_LOG_LINE = re.compile(

@@ -56,8 +56,7 @@ def _is_name(name: object) -> bool:
 def _validate_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if not _is_name(name):
-            known = ", ".join(collect_extensions(GROUP))
-            raise ValueError(f"{name!r} is none of {known}; your own is module:name or file.py:name")
+            find_extension(str(name), GROUP, {})  # raises
     return tuple(dict.fromkeys(names))
 
 

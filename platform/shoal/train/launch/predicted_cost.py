@@ -48,9 +48,9 @@ def predict_table(task: Task, spec: TrainSpec) -> CostTable:
 def predict_cost_details(spec: TrainSpec) -> dict[str, Any]:
     """The details of the event PREDICTED. A model that cannot be predicted is trained all the same, and the details
     give the reason."""
-    if (estimate := find_estimator()) is None:
-        return {"notes": ["not predicted: no library that predicts is installed"]}
     try:
+        if (estimate := find_estimator()) is None:
+            return {"notes": ["not predicted: no library that predicts is installed"]}
         return _predict(estimate, make_task(spec.task, spec.args), spec).to_details()
     except Exception as error:  # noqa: BLE001 - a user's code, run as no run does: no reason to start or end none
         return {"notes": [f"not predicted: {_format_error(error)}"]}
