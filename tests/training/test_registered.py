@@ -130,6 +130,7 @@ def test_a_run_trains_and_registers_the_modules_of_its_file_as_they_are_when_it_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "shoal_task_reader", raising=False)
+    monkeypatch.setitem(sys.modules, "train_task", sys.modules["train_task"])  # which is loaded again, too
     monkeypatch.setattr(sys, "path", [*sys.path])
     file = tmp_path / "reader.py"
     file.write_text("from widths import WIDTH\nfrom train_task import Toy\nclass Reader(Toy): SEEN = WIDTH\n")
