@@ -28,7 +28,8 @@ from train_task import Toy
 
 
 class DigestCallback(Callback):
-    """Notes step and weights in a file of this process; sends signals to this process after named steps, once each."""
+    """Notes step and weights in a file of this process; sends signals to this process after named steps, once each,
+    when the workers that died earlier have been replaced."""
 
     def __init__(self, folder: Path, faults: dict[str, int]) -> None:
         self._folder, self._faults = folder, faults  # e.g. "worker 1 KILL": 20
@@ -42,9 +43,14 @@ class DigestCallback(Callback):
             file.write(f"{state.step} {digest.hexdigest()}\n")
         for fault, step in self._faults.items():
             mark = self._folder / fault
-            if fault.startswith(self._name) and state.step >= step and not mark.exists():
+            earlier = [each.rpartition(" ")[0] for each, other in self._faults.items() if other < step]
+            is_due = state.step >= step and all(map(self._is_replaced, earlier))
+            if fault.startswith(self._name) and is_due and not mark.exists():
                 mark.touch()
                 os.kill(os.getpid(), getattr(signal, f"SIG{fault.split()[-1]}"))
+
+    def _is_replaced(self, worker: str) -> bool:
+        return len(list(self._folder.glob(f"digests of {worker}, *"))) > 1
 
 
 class Digested(Toy):
@@ -90,12 +96,12 @@ class Run:
 
 
 def test_survivors_and_replacements_have_equal_weights_when_a_worker_and_the_chief_are_killed(tmp_path: Path) -> None:
-    run = Run(tmp_path, {"worker 1 KILL": 15, "worker 0 KILL": 45}, steps=150)
+    run = Run(tmp_path, {"worker 1 KILL": 15, "worker 0 KILL": 45}, steps=300)
     assert run.outcome.reason == "steps"
     assert run.outcome.metrics["loss"] < 0.7  # log(3) = 1.1 is chance
     assert run.require_equal_weights() > 30
     assert [details["index"] for details in run.log.find("worker_lost")] == [1, 0]
-    assert sorted(run.digests) == list(range(1, 151))  # no step was repeated or left out
+    assert sorted(run.digests) == list(range(1, 301))  # no step was repeated or left out
     [summary] = run.log.find("elastic")
     assert summary == {"healed": 3, "restarts": 0}
 
