@@ -277,8 +277,10 @@ def test_a_scrape_through_haproxy_sees_every_replica(endpoint: EndpointProcess, 
             assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
             return set(re.findall(r'nv_inference_count\{model="linear",.*replica="(\w+)"', answer.read().decode()))
 
-    wait_for(lambda: len(scrape()) == 2, STATE_TIMEOUT_S, "the reports of a replica that has just been replaced")
-    assert all(len(scrape()) == 2 for _ in range(4))
+    def sees_both_from_each() -> bool:  # a replica that has just been started hears of the others with its next report
+        return all(len(scrape()) == 2 for _ in range(4))
+
+    wait_for(sees_both_from_each, STATE_TIMEOUT_S, "both replicas in four scrapes")
 
 
 def test_nothing_of_rays_or_haproxys_is_behind_the_port(endpoint: EndpointProcess) -> None:
