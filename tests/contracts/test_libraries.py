@@ -57,7 +57,7 @@ def test_no_module_of_the_core_names_a_library() -> None:
 
 def test_without_a_library_the_command_line_starts(tmp_path: Path) -> None:
     copy = tmp_path / "platform" / "shoal"
-    shutil.copytree(PACKAGE, copy, copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     for library in LIBRARIES:
         folder = (copy / "libs" / library).rename(tmp_path / library)
