@@ -30,7 +30,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DURATIONS = "SUITE_DURATIONS"
-KEPT = ROOT / "tests" / "durations.json"
+DURATIONS_FILE = ROOT / "tests" / "durations.json"
 NUM_TESTS = 20
 # The second has three processes on two cores: one of them has the several hosts, which wait more than they compute. In
 # the third, a Ray cluster per process. The folders whose tests take longest come first (see conftest.py).
@@ -154,12 +154,12 @@ def keep(stages: Sequence[Stage]) -> None:
     folders: Counter[str] = Counter()
     for test, seconds in tests.items():
         folders["/".join(test.split("/")[:2])] += seconds
-    found = {
+    durations = {
         "cpu_s": {stage.words.partition("tests/")[2].split()[0]: round(stage.cpu_s) for stage in stages},
         "folders_s": {name: round(seconds) for name, seconds in sorted(folders.items())},
         "tests_s": {name: round(seconds, 1) for name, seconds in tests.most_common() if seconds > 1},
     }
-    KEPT.write_text(json.dumps(found, indent=1) + "\n")
+    DURATIONS_FILE.write_text(json.dumps(durations, indent=1) + "\n")
 
 
 def files_about(changed: Sequence[str], files: Sequence[Path]) -> list[Path]:

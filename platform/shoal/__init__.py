@@ -76,8 +76,8 @@ def __getattr__(name: str) -> Any:
         for library in find_sound_libraries():
             if name in library.names:
                 module, _, member = library.names[name].partition(":")
-                found = importlib.import_module(module)
-                return getattr(found, member) if member else found
+                loaded = importlib.import_module(module)
+                return getattr(loaded, member) if member else loaded
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 

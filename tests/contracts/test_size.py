@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from suite import KEPT
+from suite import DURATIONS_FILE
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "platform" / "shoal"
 BUDGET: dict[str, Any] = json.loads((ROOT / "tests" / "budget.json").read_text())
-DURATIONS: dict[str, Any] = json.loads(KEPT.read_text())
+DURATIONS: dict[str, Any] = json.loads(DURATIONS_FILE.read_text())
 SLACK = 0.05  # of a room's budget that may be unused
 
 
@@ -45,16 +45,16 @@ def count() -> dict[str, Any]:
                     private.add((name, node.name))
             elif isinstance(node, ast.Name | ast.Attribute):
                 uses[name, node.id if isinstance(node, ast.Name) else node.attr] += 1
-    whole = sum(lines.values())
+    total = sum(lines.values())
     libraries = sum(number for room, number in lines.items() if room.startswith("libs"))
     tests = sum(path.read_text().count("\n") for path in (ROOT / "tests").rglob("*.py"))
     return {
         "rooms": dict(lines),
-        "core": whole - libraries,
-        "whole": whole,
+        "core": total - libraries,
+        "whole": total,
         "tests": tests,
         "files": num_files,
-        "functions_per_1000_lines": round(1000 * num_functions / whole),
+        "functions_per_1000_lines": round(1000 * num_functions / total),
         "small_private_functions_used_once": sum(uses[each] == 1 for each in private),
     }
 

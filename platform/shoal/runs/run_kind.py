@@ -27,10 +27,12 @@ class RunKind(StrEnum):
     OTHER = "other"
 
     @classmethod
-    def _missing_(cls, value: object) -> RunKind:
-        """The kind of a library or of a user, or one that a later Shoal recorded."""
+    def _missing_(cls, value: object) -> RunKind | None:
+        """The kind of a library or of a user, or one that a later Shoal recorded. What is no word is refused."""
+        if not isinstance(value, str) or not value:
+            return None
         kind = str.__new__(cls, value)
-        kind._name_ = kind._value_ = str(value)
+        kind._name_ = kind._value_ = value
         return kind
 
 

@@ -231,6 +231,8 @@ def test_a_file_of_a_newer_format_is_refused_by_name_with_the_remedy(home: Path,
 def test_a_status_and_a_kind_of_a_later_release_are_no_traceback(home: Path) -> None:
     execute(home / "runs.sqlite", "UPDATE runs SET kind = 'dream' WHERE id = 'loop'")
     assert runs.load("loop").kind == "dream"
+    with pytest.raises(ValueError):
+        RunKind("")
     execute(home / "runs.sqlite", "UPDATE runs SET status = 'asleep' WHERE id = 'loop'")
     with pytest.raises(RunError, match=r"the status 'asleep', which this release of Shoal does not have: upgrade"):
         runs.load("loop")
