@@ -61,7 +61,7 @@ def test_it_is_the_average_that_the_formula_says() -> None:
         expected = decay * expected + (1 - decay) * module.weight.detach().numpy()
     live = module.weight.detach().clone()
     with average.apply():
-        np.testing.assert_allclose(module.weight.detach().numpy(), expected, rtol=1e-6)  # float32
+        np.testing.assert_allclose(module.weight.detach().numpy(), expected, rtol=1e-6, atol=1e-6)  # float32
     assert torch.equal(module.weight, live)
 
 
