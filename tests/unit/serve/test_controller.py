@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -212,22 +211,6 @@ def test_a_canary_that_a_later_replica_cannot_have_is_rolled_back(cluster: Clust
     cluster.settle()
     assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
     assert "cannot stage version 2: the file is gone" in cluster.rollout.reason
-
-
-def test_a_full_disk_stops_nothing_and_its_state_is_written_at_the_next_tick(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, content: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
-        cluster.ask(action="promote", version=2)
-        cluster.settle()
-        assert (cluster.rollout.stable, {replica.stable for replica in cluster.replicas.values()}) == (2, {2})
-    cluster.controller.tick()
-    cluster.start_controller()
-    assert cluster.rollout.stable == 2
 
 
 def test_a_promotion_whose_alias_cannot_be_moved_does_not_happen(cluster: Cluster) -> None:

@@ -53,11 +53,6 @@ def test_a_rollback_ends_when_what_the_alias_means_meanwhile_answers(cluster: Cl
     assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 3)
 
 
-def test_an_action_that_there_is_not_is_refused_with_those_that_there_are(cluster: Cluster) -> None:
-    refusal = cluster.refusal(action="undo")
-    assert (refusal.status, refusal.message.partition(", ")[0]) == (400, "action = 'undo': expected deploy")
-
-
 @pytest.mark.parametrize("restarted", [False, True])
 def test_what_could_not_be_staged_is_tried_again_when_the_alias_comes_back_to_it_and_not_before(
     cluster: Cluster, restarted: bool

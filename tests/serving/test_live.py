@@ -1,78 +1,48 @@
-"""Weights of a run that turn out to be bad, in whole replicas: who answers then, what is said, what hands can do."""
+"""Models that follow a run, in whole replicas: weights that turn out to be bad, and the newest as a canary."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-from serving.faulty_models import NAN, RAISE, SHAPE, moody
+from serving.faulty_models import NAN, RAISE, moody
 from serving.live_set import LiveSet, everywhere, infer, live
-from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, register, until
+from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, register, tally, until
 from shoal.batching.batcher import Batch
 from shoal.cli.display.serve_display import format_plain_lines, format_shares
-from shoal.client.endpoint_status import EndpointStatus
+from shoal.client.endpoint_status import EndpointStatus, ModelStatus
 from shoal.errors import InferenceError, ShoalError
+from shoal.serve.controller.canary_guard import MAX_LOST_REPLICAS
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.replica.loader import VersionLoader
 from shoal.serve.replica.model_slot import SlotState
 from shoal.serve.replica.replica import START_POLL_S
-from shoal.serve.spec.model_options import GuardOptions
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
 from shoal.weights import WeightSnapshot, WeightStore
 
 
-@pytest.mark.parametrize(("mood", "word"), [(RAISE, "on purpose"), (SHAPE, "expected FP32")])
-def test_a_version_that_fails_is_left_no_request_fails_and_newer_ones_are_taken(mood: float, word: str) -> None:
-    @live(replicas=2)
-    async def body(endpoint: LiveSet) -> None:
-        await endpoint.publish(moody(2, mood))
-        assert await everywhere(endpoint) == {1}
-        await until(lambda: endpoint.entries() == [("rollback", 1, 2, "guard")])
-        assert endpoint.versions("moody") == [1, 1]
-        event = endpoint.controller.state.events[0]
-        assert "which the version before could answer" in event.reason
-        assert word in event.reason
-        assert endpoint.seen["reason"].startswith("version 2 was rejected, version 1 answered instead: it failed at")
-        assert not endpoint.store.publish(moody(2))  # so it will not come again
-        await endpoint.publish(moody(3))
-        assert await everywhere(endpoint) == {3}
-        assert endpoint.entries() == [("rollback", 1, 2, "guard")]
-
-    body()
-
-
-@live()
-async def test_what_was_asked_is_not_the_versions_fault(endpoint: LiveSet) -> None:
-    await endpoint.publish(moody(2))
-    [replica] = endpoint.replicas.values()
-    asked = [infer(replica, poison=number % 5 == 0) for number in range(20)]
-    answers = await asyncio.gather(*asked)
-    assert [answer.status for answer in answers] == [500 if number % 5 == 0 else 200 for number in range(20)]
-    assert {answer.version for answer in answers if answer.status == 200} == {2}
-    assert "its endpoint's log has the reason" in answers[0].body["error"]
-    assert (endpoint.versions("moody"), endpoint.entries()) == ([2], [])
-
-
-@live()
-async def test_who_asks_for_a_version_by_its_number_gets_that_one_or_its_error(endpoint: LiveSet) -> None:
-    await endpoint.publish(moody(2, RAISE))
-    [replica] = endpoint.replicas.values()
-    assert [(await infer(replica, version=version)).status for version in (1, 2)] == [200, 500]
-    assert endpoint.versions("moody") == [2]
-
-
 @live(replicas=2)
-async def test_weights_that_are_not_finite_or_do_not_fit_are_not_taken(endpoint: LiveSet) -> None:
-    nan = WeightSnapshot.of(2, {"weight": np.full(1, np.nan, np.float32), "mood": np.zeros(1, np.float32)})
-    endpoint.store.publish(nan)
-    await until(lambda: endpoint.entries() == [("abandon", 2, 1, "guard")])
-    assert "'weight' is not finite" in endpoint.controller.state.events[0].reason
+async def test_a_version_that_fails_is_left_no_request_fails_and_newer_ones_are_taken(endpoint: LiveSet) -> None:
+    await endpoint.publish(moody(2, RAISE))
+    [replica, *_] = endpoint.replicas.values()
+    by_number = [(await infer(replica, version=version)).status for version in (1, 2)]  # its own answer, or its error
+    assert (by_number, endpoint.versions("moody")) == ([200, 500], [2, 2])
     assert await everywhere(endpoint) == {1}
+    await until(lambda: endpoint.entries() == [("rollback", 1, 2, "guard")])
+    assert endpoint.versions("moody") == [1, 1]
+    [reason] = [each.reason for each in endpoint.controller.state.events if each.kind == "rollback"]
+    assert "which the version before could answer" in reason
+    assert "on purpose" in reason
+    assert endpoint.seen["reason"].startswith("version 2 was rejected, version 1 answered instead: it failed at")
+    assert not endpoint.store.publish(moody(2))  # so it will not come again
+    await endpoint.publish(moody(3))
+    assert await everywhere(endpoint) == {3}
+    assert endpoint.entries() == [("rollback", 1, 2, "guard")]
 
 
 @live(replicas=2)
@@ -119,19 +89,6 @@ async def test_rolled_back_by_hand_it_stays_there_until_it_is_promoted(endpoint:
     assert endpoint.controller.state.events[0].reason == "it wobbles"
 
 
-@live(replicas=2)
-async def test_a_version_that_only_one_replica_still_holds_is_given_to_the_others(endpoint: LiveSet) -> None:
-    await endpoint.publish(moody(2))
-    other = endpoint.replicas["r2"].manager.get_model("moody").live
-    assert other is not None
-    other.take(moody(3))
-    await infer(endpoint.replicas["r2"])
-    other.take(moody(4))  # so it holds 3 and 4, and r1 holds 2
-    await until(lambda: endpoint.controller.live.available("moody") == [1, 2, 3, 4])
-    await endpoint.administer(action="rollback", model="moody", version=2)
-    assert endpoint.versions("moody") == [2, 2]
-
-
 @live()
 async def test_a_replica_is_let_in_when_it_has_what_is_pinned(endpoint: LiveSet) -> None:
     for version in (2, 3):
@@ -173,52 +130,24 @@ async def test_a_batch_that_two_versions_computed_does_not_say_how_long_one_take
     assert timed == [(1, 2)]
 
 
-@live(replicas=2)
-async def test_the_version_that_answers_may_be_kept(endpoint: LiveSet) -> None:
-    await endpoint.administer(action="rollback", model="moody", version=1)
-    endpoint.store.publish(moody(2))
-    assert await everywhere(endpoint) == {1}
-
-
-@live(replicas=2, guard=GuardOptions(metric="return", min_value=100.0))
-async def test_a_version_goes_by_what_a_user_measures(endpoint: LiveSet) -> None:
-    await endpoint.publish(moody(2))
-    assert await everywhere(endpoint) == {2}
-    await until(lambda: endpoint.controller.live.answering("moody") == [2, 2])
-    await endpoint.administer(action="metric", model="moody", metric="return", value=120.0)
-    with pytest.raises(InferenceError, match="uses 'return', not 'other'"):
-        await endpoint.administer(action="metric", model="moody", metric="other", value=1.0)
-    assert endpoint.versions("moody") == [2, 2]
-    await endpoint.administer(action="metric", model="moody", metric="return", value=80.0)
-    await until(lambda: endpoint.versions("moody") == [1, 1])
-    assert "return = 80 is below min_value = 100" in endpoint.seen["reason"]
-    assert endpoint.entries() == [("rollback", 1, 2, "guard")]
-    await until(lambda: endpoint.controller.live.answering("moody") == [1, 1])
-    with pytest.raises(InferenceError, match="no version of 'moody' before 1 is available"):
-        await endpoint.administer(action="metric", model="moody", metric="return", value=80.0)
-
-
 @live()
 async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoint: LiveSet) -> None:
-    def seen() -> list[str]:
-        return format_plain_lines(
-            EndpointStatus.from_json(json_of(endpoint.status.describe_endpoint())), "http://here"
-        )[1:]
+    def lines() -> list[str]:
+        return format_plain_lines(EndpointStatus("endpoint", models=[seen(endpoint)]), "http://here")[1:]
 
     await endpoint.publish(moody(2))
-    await until(lambda: len(seen()) == 2)
-    assert [line.partition(":")[0] for line in seen()] == ["moody@1 loaded", "moody@2 stable"]
-    assert "share 100%" in seen()[1]
-    assert seen()[1].endswith("follows a run")
+    await until(lambda: len(lines()) == 2)
+    assert [line.partition(":")[0] for line in lines()] == ["moody@1 loaded", "moody@2 stable"]
+    assert "share 100%" in lines()[1]
+    assert lines()[1].endswith("follows a run")
     await endpoint.administer(action="rollback", model="moody")
-    await until(lambda: [line.partition(":")[0] for line in seen()] == ["moody@1 stable"])
-    assert seen()[0].endswith("pinned at version 1 of a run")
-    model = EndpointStatus.from_json(json_of(endpoint.status.describe_endpoint())).models[0]
-    assert format_shares(model) == "100% by 1 (stable), pinned at version 1 of a run"
+    await until(lambda: [line.partition(":")[0] for line in lines()] == ["moody@1 stable"])
+    assert lines()[0].endswith("pinned at version 1 of a run")
+    assert format_shares(seen(endpoint)) == "100% by 1 (stable), pinned at version 1 of a run"
     await endpoint.administer(action="promote", model="moody")
     await endpoint.publish(moody(3, RAISE))
     assert await everywhere(endpoint) <= {1, 2}
-    await until(lambda: any(line.startswith("moody: ready version 3 was rejected") for line in seen()))
+    await until(lambda: any(line.startswith("moody: ready version 3 was rejected") for line in lines()))
 
 
 @live()
@@ -229,10 +158,6 @@ async def test_a_model_that_is_deleted_follows_no_more(endpoint: LiveSet) -> Non
     endpoint.store.publish(moody(2))
     await until(lambda: not follower.thread.is_alive)
     replica.check_health()
-
-
-def json_of(document: dict[str, Any]) -> bytes:
-    return msgspec.json.encode(document)
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -319,3 +244,105 @@ def test_a_live_model_that_is_deleted_while_it_is_built_is_not_served(monkeypatc
         store.close()
 
     asyncio.run(body())
+
+
+# -- the newest weights beside a pinned version
+
+
+def seen(endpoint: LiveSet) -> ModelStatus:
+    return EndpointStatus.from_json(msgspec.json.encode(endpoint.status.describe_endpoint())).models[0]
+
+
+def candidates(endpoint: LiveSet) -> list[int]:
+    return [replica.manager.get_model("moody").router.candidate_version for replica in endpoint.replicas.values()]
+
+
+async def beside(endpoint: LiveSet, version: int, mood: float = 0.0) -> None:
+    """The run publishes, and every replica has it as the candidate."""
+    endpoint.store.publish(moody(version, mood))
+    await until(lambda: set(candidates(endpoint)) == {version})
+
+
+async def answered(endpoint: LiveSet, num: int = 100, **headers: str) -> Counter[int]:
+    """Who answers `num` requests to each replica; not one may fail."""
+    return await tally(endpoint, lambda replica: infer(replica, **headers), num)
+
+
+@live(replicas=2)
+async def test_the_newest_gets_its_share_until_it_is_promoted(endpoint: LiveSet) -> None:
+    told = await endpoint.administer(action="canary", model="moody", percent=20, reason="carefully")
+    assert (told["pinned"], told["newest_percent"]) == (1, 20.0)
+    assert await answered(endpoint) == {1: 200}  # there is nothing newer yet
+    for version in (2, 3):
+        await beside(endpoint, version)
+        found = await answered(endpoint)
+        assert found[1] + found[version] == 200
+        assert 36 <= found[version] <= 44
+    assert await answered(endpoint, 8, shoal_track="candidate") == {3: 16}
+    assert await answered(endpoint, 8, shoal_track="stable") == {1: 16}
+    assert await answered(endpoint, 8, version=3) == {3: 16}  # type: ignore[arg-type]
+    shares = "80% by 1 (stable), 20% by 3 (candidate), pinned at version 1 of a run, beside its newest"
+    await until(lambda: format_shares(seen(endpoint)) == shares)  # once both replicas have reported
+    assert len(await answered(endpoint, 8, shoal_sticky="customer 17")) == 1
+    await endpoint.administer(action="canary", model="moody", percent=0)
+    assert await answered(endpoint) == {1: 200}
+    [late] = await endpoint.start()
+    await until(lambda: candidates(endpoint) == [3, 3, 3])
+    assert (await infer(late)).version == 1
+    endpoint.restart_controller()
+    await endpoint.administer(action="promote", model="moody")
+    assert await everywhere(endpoint) == {3}
+    assert [(kind, version, before) for kind, version, before, _ in endpoint.entries()] == [
+        ("pin", 1, 1), ("canary", None, 1), ("canary", None, 1), ("follow", None, 1),
+    ]  # fmt: skip
+    assert endpoint.controller.state.events[1].reason == "carefully (20 percent of the requests, 0 percent shadowed)"
+
+
+@live(replicas=2)
+async def test_rolled_back_what_was_pinned_answers_everything_and_a_second_time_does_nothing(endpoint: LiveSet) -> None:
+    await endpoint.publish(moody(2))
+    assert await everywhere(endpoint) == {2}
+    await endpoint.administer(action="canary", model="moody", percent=50)
+    await beside(endpoint, 3)
+    await until(lambda: seen(endpoint).candidate == 3)
+    with pytest.raises(InferenceError, match="would leave the newest weights of its run, not version 2"):
+        await endpoint.administer(action="rollback", model="moody", from_version=2)
+    told = await endpoint.administer(action="rollback", model="moody", from_version=3)
+    assert (told["pinned"], told["newest_percent"], candidates(endpoint)) == (2, None, [0, 0])
+    assert await answered(endpoint) == {2: 200}
+    endpoint.store.publish(moody(4))
+    with pytest.raises(InferenceError, match="would leave version 2, not 3"):
+        await endpoint.administer(action="rollback", model="moody", from_version=3)
+    assert await everywhere(endpoint) == {2}
+    assert endpoint.entries()[-1] == ("rollback", 2, 3, "tester")
+    await endpoint.administer(action="canary", model="moody", percent=20)
+    await until(lambda: seen(endpoint).candidate == 4)
+    told = await endpoint.administer(action="rollback", model="moody", version=4)  # the candidate is pinned
+    assert (told["pinned"], told["newest_percent"], await everywhere(endpoint)) == (4, None, {4})
+
+
+@live(replicas=2)
+async def test_a_newest_version_that_fails_is_left_no_request_fails_and_the_next_one_gets_the_share(
+    endpoint: LiveSet,
+) -> None:
+    await endpoint.administer(action="canary", model="moody", percent=100)
+    for version in (2, 3):
+        await beside(endpoint, version, RAISE)
+        assert await answered(endpoint, 8) == {1: 16}
+        await until(lambda: candidates(endpoint) == [0, 0])
+    await beside(endpoint, 4)
+    assert await answered(endpoint, 8) == {4: 16}
+    assert ("rollback", 1, 2, "guard") in endpoint.entries()
+    assert endpoint.versions("moody") == [1, 1]
+
+
+@live(replicas=MAX_LOST_REPLICAS + 2)
+async def test_when_replicas_die_the_newest_loses_its_share(endpoint: LiveSet) -> None:
+    await endpoint.administer(action="canary", model="moody", percent=10)
+    await beside(endpoint, 2)
+    for name in list(endpoint.replicas)[1:]:
+        await endpoint.kill(name)
+    await until(lambda: candidates(endpoint) == [0])
+    [event] = [each for each in endpoint.controller.state.events if each.kind == "rollback"]
+    assert (event.version, event.by) == (1, "guard")
+    assert "replicas died while it answered" in event.reason
