@@ -63,43 +63,33 @@ def count(endpoint: ReplicaSet, version: int) -> VersionSnapshot:
     return merge_snapshots(snapshots)["versions"][str(version)]
 
 
-def test_a_candidate_stays_though_a_client_makes_both_versions_raise() -> None:
-    async def body() -> None:
-        async with canary_of() as endpoint:
-            assert await ask_many(endpoint) == {200: 144, 500: 16}
-            assert endpoint.phase("moody") == "canary"
-            both = [count(endpoint, version) for version in (1, 2)]
-            assert sum(each["statuses"]["500"] for each in both) == 16
-            assert sum(each["failed_on_both"] for each in both) == 16
-            assert min(sum(each["statuses"].values()) for each in both) >= 50  # it could have been judged
-
-    asyncio.run(body())
+async def test_a_candidate_stays_though_a_client_makes_both_versions_raise() -> None:
+    async with canary_of() as endpoint:
+        assert await ask_many(endpoint) == {200: 144, 500: 16}
+        assert endpoint.phase("moody") == "canary"
+        both = [count(endpoint, version) for version in (1, 2)]
+        assert sum(each["statuses"]["500"] for each in both) == 16
+        assert sum(each["failed_on_both"] for each in both) == 16
+        assert min(sum(each["statuses"].values()) for each in both) >= 50  # it could have been judged
 
 
 @pytest.mark.parametrize(("mood", "percent"), [(RAISE, 50.0), (SHAPE, 100.0)])
-def test_a_candidate_goes_that_fails_where_the_stable_version_answers(mood: float, percent: float) -> None:
+async def test_a_candidate_goes_that_fails_where_the_stable_version_answers(mood: float, percent: float) -> None:
     """Beside a client whose mistakes both versions answer with 500, and with a share that leaves the other nothing."""
-
-    async def body() -> None:
-        async with canary_of(mood, percent) as endpoint:
-            statuses = await ask_many(endpoint)
-            assert statuses[500] > 60
-            assert endpoint.phase("moody") == "steady"
-            event = endpoint.controller.state.events[-1]
-            assert (event.kind, event.by) == ("rollback", "guard")
-            assert "requests failed, of the stable version 0 of" in event.reason
-
-    asyncio.run(body())
+    async with canary_of(mood, percent) as endpoint:
+        statuses = await ask_many(endpoint)
+        assert statuses[500] > 60
+        assert endpoint.phase("moody") == "steady"
+        event = endpoint.controller.state.events[-1]
+        assert (event.kind, event.by) == ("rollback", "guard")
+        assert "requests failed, of the stable version 0 of" in event.reason
 
 
-def test_a_shadow_is_not_compared_at_requests_that_are_at_fault() -> None:
-    async def body() -> None:
-        async with canary_of(percent=100.0, action="shadow") as endpoint:
-            assert await ask_many(endpoint) == {200: 144, 500: 16}
-            assert endpoint.phase("moody") == "canary"
-            assert count(endpoint, 1)["failed_on_both"] == 16
-
-    asyncio.run(body())
+async def test_a_shadow_is_not_compared_at_requests_that_are_at_fault() -> None:
+    async with canary_of(percent=100.0, action="shadow") as endpoint:
+        assert await ask_many(endpoint) == {200: 144, 500: 16}
+        assert endpoint.phase("moody") == "canary"
+        assert count(endpoint, 1)["failed_on_both"] == 16
 
 
 # -- shadow traffic
@@ -213,29 +203,25 @@ def test_answers_of_before_a_promotion_are_not_held_against_the_next_candidate()
         (RAISE, {"max_latency_ratio": 1e6, "max_error_rate": 0.1}, "20 of 20 requests failed"),
     ],
 )
-def test_a_shadow_that_is_slow_or_fails_is_rolled_back(
+async def test_a_shadow_that_is_slow_or_fails_is_rolled_back(
     mood: float, guard: dict[str, float], word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serving.faulty_models.SLOW_S", 0.03)  # twice what the stable version takes on any machine
     for version, its_mood in ((1, FINE), (2, mood)):
         Registry().register("moody", moody(version, its_mood), model=MOODY, signature=SIGNATURE)
-
-    async def body() -> None:
-        async with ReplicaSet(model_from_ref("moody@1"), model={"guard": {"min_requests": 20, **guard}}) as endpoint:
-            [replica] = await endpoint.start()
-            await endpoint.administer(action="shadow", model="moody", version=2, percent=100)
-            assert (await infer(replica, poison=True)).status == 500  # which the stable version fails at, too
-            for number in range(1, 25):  # one by one: forwards are compared where they have as many rows
-                assert (await infer(replica)).version == 1
-                await until_there(lambda number=number: shadowed_calls(replica) == number)
-                endpoint.controller.report(replica.report())
-                if endpoint.phase("moody") == "steady":
-                    break
-            event = endpoint.controller.state.events[-1]
-            assert (event.kind, event.by) == ("rollback", "guard")
-            assert word in event.reason
-
-    asyncio.run(body())
+    async with ReplicaSet(model_from_ref("moody@1"), model={"guard": {"min_requests": 20, **guard}}) as endpoint:
+        [replica] = await endpoint.start()
+        await endpoint.administer(action="shadow", model="moody", version=2, percent=100)
+        assert (await infer(replica, poison=True)).status == 500  # which the stable version fails at, too
+        for number in range(1, 25):  # one by one: forwards are compared where they have as many rows
+            assert (await infer(replica)).version == 1
+            await until_there(lambda number=number: shadowed_calls(replica) == number)
+            endpoint.controller.report(replica.report())
+            if endpoint.phase("moody") == "steady":
+                break
+        event = endpoint.controller.state.events[-1]
+        assert (event.kind, event.by) == ("rollback", "guard")
+        assert word in event.reason
 
 
 def shadowed_calls(replica: EndpointReplica) -> int:

@@ -184,7 +184,9 @@ async def test_what_makes_no_sense_for_a_live_model_is_refused_with_a_remedy(end
     await endpoint.publish(moody(2))  # it follows its run still
 
 
-def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     release, load = threading.Event(), Predictor.load
 
     def hangs(predictor: Predictor, snapshot: WeightSnapshot) -> Any:
@@ -193,31 +195,25 @@ def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_healthy(m
         return load(predictor, snapshot)
 
     monkeypatch.setattr(Predictor, "load", hangs)
-
-    async def body() -> None:
-        store = WeightStore()
-        store.publish(constant(1))
-        async with ReplicaSet(EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
-            [replica] = await endpoint.start()
-            monkeypatch.setattr(
-                "shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05
-            )  # to start may well take longer
-            follower = replica.manager.followers["live"]
-            await until(lambda: not follower.thread.busy_s)
+    store = WeightStore()
+    store.publish(constant(1))
+    async with ReplicaSet(EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
+        [replica] = await endpoint.start()
+        monkeypatch.setattr("shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05)  # to start may well take longer
+        follower = replica.manager.followers["live"]
+        await until(lambda: not follower.thread.busy_s)
+        replica.check_health()
+        store.publish(constant(2))
+        await until(lambda: follower.thread.busy_s > 0.05)
+        with pytest.raises(ShoalError, match="has been loading for"):
             replica.check_health()
-            store.publish(constant(2))
-            await until(lambda: follower.thread.busy_s > 0.05)
-            with pytest.raises(ShoalError, match="has been loading for"):
-                replica.check_health()
-            release.set()
-            await until(lambda: endpoint.versions("live") == [2] and not follower.thread.busy_s)
-            replica.check_health()
-        store.close()
-
-    asyncio.run(body())
+        release.set()
+        await until(lambda: endpoint.versions("live") == [2] and not follower.thread.busy_s)
+        replica.check_health()
+    store.close()
 
 
-def test_a_live_model_that_is_deleted_while_it_is_built_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_live_model_that_is_deleted_while_it_is_built_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     build = VersionLoader.build_predictor
 
@@ -225,25 +221,22 @@ def test_a_live_model_that_is_deleted_while_it_is_built_is_not_served(monkeypatc
         await asyncio.to_thread(release.wait, 10)
         return await build(stager, *args)
 
-    async def body() -> None:
-        store = WeightStore()
-        store.publish(constant(1))
-        monkeypatch.setattr(VersionLoader, "build_predictor", slowly)
-        register()
-        live = EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))
-        async with ReplicaSet(model_from_ref("linear@1"), live) as endpoint:
-            replica = endpoint.add()
-            starting = asyncio.create_task(replica.start(10.0))
-            await until(lambda: "live" in replica.manager._slots)
-            await endpoint.administer(action="delete", model="live")
-            await starting
-            release.set()
-            await until(lambda: replica.manager._slots["live"].state is SlotState.COLD)
-            assert [model.name for model in replica.manager.list_models()] == ["linear"]
-            assert replica.manager.followers == {}
-        store.close()
-
-    asyncio.run(body())
+    store = WeightStore()
+    store.publish(constant(1))
+    monkeypatch.setattr(VersionLoader, "build_predictor", slowly)
+    register()
+    live = EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))
+    async with ReplicaSet(model_from_ref("linear@1"), live) as endpoint:
+        replica = endpoint.add()
+        starting = asyncio.create_task(replica.start(10.0))
+        await until(lambda: "live" in replica.manager._slots)
+        await endpoint.administer(action="delete", model="live")
+        await starting
+        release.set()
+        await until(lambda: replica.manager._slots["live"].state is SlotState.COLD)
+        assert [model.name for model in replica.manager.list_models()] == ["linear"]
+        assert replica.manager.followers == {}
+    store.close()
 
 
 # -- the newest weights beside a pinned version

@@ -36,27 +36,23 @@ NAMES = [f"m{number}" for number in range(NUM_MODELS)]
 
 def on_demand(
     num_replicas: int = 2, fit: int = 2, prepare: Callable[[Path], object] = lambda folder: None, **spec: Any
-) -> Callable[..., Callable[[Path], None]]:
+) -> Callable[..., Callable[[Path], Awaitable[None]]]:
     """A test body that gets a running endpoint of six models, of which `fit` fit each replica.
 
     prepare: is called before, with the test's folder; its models are served, too
     """
 
-    def decorate(body: Callable[..., Awaitable[None]]) -> Callable[[Path], None]:
-        def test(tmp_path: Path) -> None:
+    def decorate(body: Callable[..., Awaitable[None]]) -> Callable[[Path], Awaitable[None]]:
+        async def test(tmp_path: Path) -> None:
             size_bytes = max(register(name, aliases=("champion",)).manifest.size_bytes for name in NAMES)
             prepare(tmp_path)
             refs = [f"{name}@champion" for name in sorted({each.name for each in Registry().list()})]
-
-            async def run() -> None:
-                models = [model_from_ref(ref) for ref in refs]
-                async with ReplicaSet(*models, memory=fit * size_bytes, **spec) as endpoint:
-                    await endpoint.start(num_replicas)
-                    states = endpoint.controller.state.models
-                    await until(lambda: all(each.rollout.is_open for each in states.values()))
-                    await (body(endpoint, tmp_path) if len(signature(body).parameters) == 2 else body(endpoint))
-
-            asyncio.run(run())
+            models = [model_from_ref(ref) for ref in refs]
+            async with ReplicaSet(*models, memory=fit * size_bytes, **spec) as endpoint:
+                await endpoint.start(num_replicas)
+                states = endpoint.controller.state.models
+                await until(lambda: all(each.rollout.is_open for each in states.values()))
+                await (body(endpoint, tmp_path) if len(signature(body).parameters) == 2 else body(endpoint))
 
         test.__name__, test.__doc__ = body.__name__, body.__doc__
         return test

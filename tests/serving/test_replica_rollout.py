@@ -30,16 +30,12 @@ def rollout(*versions: int, ref: str = "linear@1", replicas: int = 3, **options:
     """A test body that gets a running endpoint of `ref`; `versions` are registered before, the first as champion."""
 
     def decorate(body: Callable[[ReplicaSet], Awaitable[None]]) -> Callable[..., None]:
-        def test() -> None:
+        async def test() -> None:
             for version in versions:
                 register(aliases=("champion",) if version == versions[0] else ())
-
-            async def run() -> None:
-                async with ReplicaSet(model_from_ref(ref), model={"guard": ANY_SPEED, **options}) as endpoint:
-                    await endpoint.start(replicas)
-                    await body(endpoint)
-
-            asyncio.run(run())
+            async with ReplicaSet(model_from_ref(ref), model={"guard": ANY_SPEED, **options}) as endpoint:
+                await endpoint.start(replicas)
+                await body(endpoint)
 
         test.__name__, test.__doc__ = body.__name__, body.__doc__
         return test
@@ -262,29 +258,23 @@ async def test_a_replica_stays_ready_while_another_model_loads(endpoint: Replica
     assert await is_ready() == (200, True, True)
 
 
-def test_a_replica_that_wakes_an_endpoint_says_why_it_cannot_load_the_model() -> None:
+async def test_a_replica_that_wakes_an_endpoint_says_why_it_cannot_load_the_model() -> None:
     register(aliases=("champion",))
-
-    async def run() -> None:
-        async with ReplicaSet(model_from_ref("linear@1"), scale={"min": 0, "max": 2}, show_errors=True) as endpoint:
-            await endpoint.start()
+    async with ReplicaSet(model_from_ref("linear@1"), scale={"min": 0, "max": 2}, show_errors=True) as endpoint:
+        await endpoint.start()
+        await endpoint.replicas.pop("r1").close()
+        path = spoil(1)
+        for _ in range(2):
+            [waking] = await endpoint.start()
+            answer = await infer(waking)
+            assert (answer.status, answer.headers[b"retry-after"]) == (503, b"1")
+            assert "'linear' cannot be loaded: WeightsError: weights version 1 cannot be read" in answer.body["error"]
+            await until(lambda: endpoint.status.describe_endpoint()["replicas"][0]["error"])
+            assert (waking.manager.is_ready, "cannot be read" in waking.start_error) == (False, True)
             await endpoint.replicas.pop("r1").close()
-            path = spoil(1)
-            for _ in range(2):
-                [waking] = await endpoint.start()
-                answer = await infer(waking)
-                assert (answer.status, answer.headers[b"retry-after"]) == (503, b"1")
-                assert (
-                    "'linear' cannot be loaded: WeightsError: weights version 1 cannot be read" in answer.body["error"]
-                )
-                await until(lambda: endpoint.status.describe_endpoint()["replicas"][0]["error"])
-                assert (waking.manager.is_ready, "cannot be read" in waking.start_error) == (False, True)
-                await endpoint.replicas.pop("r1").close()
-            assert endpoint.kinds() == ["deploy", "load_failure"]
-            os.rename(path.with_suffix(".kept"), path)
-            assert (await infer((await endpoint.start())[0])).version == 1
-
-    asyncio.run(run())
+        assert endpoint.kinds() == ["deploy", "load_failure"]
+        os.rename(path.with_suffix(".kept"), path)
+        assert (await infer((await endpoint.start())[0])).version == 1
 
 
 @rollout(1)
@@ -320,22 +310,18 @@ async def test_what_cannot_be_done_is_refused_in_words(endpoint: ReplicaSet) -> 
         assert endpoint.kinds() == ["deploy"]
 
 
-def test_a_replica_that_hangs_while_it_stages_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_hangs_while_it_stages_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     register()
     register()
     release = threading.Event()
-
-    async def body() -> None:
-        async with ReplicaSet(model_from_ref("linear@1"), stage_timeout_s=2.0) as endpoint:
-            [replica] = await endpoint.start()
-            monkeypatch.setattr("shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05)
+    async with ReplicaSet(model_from_ref("linear@1"), stage_timeout_s=2.0) as endpoint:
+        [replica] = await endpoint.start()
+        monkeypatch.setattr("shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05)
+        replica.check_health()
+        monkeypatch.setattr(RegisteredModel, "load_package", lambda source, version: release.wait(60))
+        with pytest.raises(InferenceError, match="had not staged version 2 after"):
+            await endpoint.administer(action="deploy", model="linear", version=2)
+        with pytest.raises(ShoalError, match="has been loading for"):
             replica.check_health()
-            monkeypatch.setattr(RegisteredModel, "load_package", lambda source, version: release.wait(60))
-            with pytest.raises(InferenceError, match="had not staged version 2 after"):
-                await endpoint.administer(action="deploy", model="linear", version=2)
-            with pytest.raises(ShoalError, match="has been loading for"):
-                replica.check_health()
-            assert (await infer(replica)).version == 1
-            release.set()
-
-    asyncio.run(body())
+        assert (await infer(replica)).version == 1
+        release.set()

@@ -17,7 +17,7 @@ from shoal.serve.controller.status import StatusReporter
 from shoal.serve.messages.desired_state import TrafficShares
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
-from unit.serve.controller_setting import LEASE_S, OPTIONS, Cluster, FakeReplica
+from unit.serve.controller_setting import LEASE_S, OPTIONS, Cluster
 
 
 @pytest.fixture
@@ -32,36 +32,6 @@ def cluster(tmp_path: Path) -> Any:
 
 def steps(cluster: Cluster) -> list[str]:
     return [event.kind for event in cluster.controller.state.events]
-
-
-@pytest.mark.parametrize("restart_before", range(8))
-def test_a_controller_that_is_started_again_goes_on_at_every_step(cluster: Cluster, restart_before: int) -> None:
-    """From staging to the flip on the last replica; whichever life it is in, the end is the same."""
-    replicas = list(cluster.replicas.values())
-
-    def all_do(*what: str) -> None:
-        for each in replicas:
-            for name in what:
-                {"poll": cluster.poll, "stage": FakeReplica.stage_one, "report": cluster.tell}[name](each)
-
-    script = [
-        lambda: cluster.ask(action="deploy", version=2),
-        lambda: all_do("poll"),
-        lambda: all_do("stage"),
-        lambda: cluster.tell(replicas[0]),
-        lambda: all_do("report"),
-        lambda: all_do("poll"),
-        lambda: all_do("report"),
-        lambda: None,
-    ]
-    for number, step in enumerate(script):
-        if number == restart_before:
-            cluster.start_controller()
-        step()
-    cluster.settle()
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 2)
-    assert {replica.stable for replica in replicas} == {2}
-    assert steps(cluster) == ["deploy", "deploy"]
 
 
 def test_a_state_file_of_another_deployment_or_a_damaged_one_is_not_gone_on_with(
@@ -114,18 +84,6 @@ def test_a_model_that_comes_back_under_its_name_is_staged_anew(cluster: Cluster)
         assert cluster.controller.state.models["n"].rollout.attempt == attempt
         cluster.controller.remove_model("n", "me", "")
         cluster.start_controller()
-
-
-def test_what_replicas_had_of_a_candidate_that_was_dropped_does_not_count_when_it_is_wanted_again(
-    cluster: Cluster,
-) -> None:
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
-    cluster.controller.drop_candidate("m", "rollback", "guard", "slow")
-    cluster.ask(action="promote", version=2)
-    for replica in cluster.replicas.values():
-        cluster.tell(replica)  # before it has heard of either
-    assert cluster.rollout.phase is Phase.STAGING
 
 
 def test_many_replicas_that_die_with_a_candidate_roll_it_back(cluster: Cluster) -> None:

@@ -75,18 +75,6 @@ def test_what_could_not_be_staged_is_tried_again_when_the_alias_comes_back_to_it
     assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 4)
 
 
-def test_a_deploy_that_fails_leaves_what_is_followed(cluster: Cluster) -> None:
-    for replica in cluster.replicas.values():
-        replica.bad = {4}
-    cluster.ask(action="deploy", version=4)
-    cluster.settle()
-    assert (cluster.rollout.stable, cluster.rollout.refused) == (1, 4)
-    assert cluster.controller.state.models["m"].deployment.version == "champion"
-    cluster.catalogue.stack = [2]
-    cluster.settle()
-    assert cluster.rollout.stable == 2
-
-
 def test_the_latest_is_the_newest_of_now_and_not_an_alias(cluster: Cluster) -> None:
     assert parse_change({"action": "deploy", "model": "m", "version": "latest"}).version_ref == ""
     assert parse_change({"action": "deploy", "model": "m@3", "version": "latest"}).version_ref == "3"

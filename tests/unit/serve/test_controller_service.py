@@ -171,18 +171,14 @@ def test_a_controller_that_stood_still_takes_nobody_for_dead(monkeypatch: pytest
     run(body)
 
 
-def test_endpoints_of_one_name_keep_their_states_apart() -> None:
+async def test_endpoints_of_one_name_keep_their_states_apart() -> None:
     """As two clusters of one home may have them."""
     model = model_from_ref("linear@champion")
     first, second = (build_controller_config(spec(), [model])[0] for _ in range(2))
     assert first.state_file != second.state_file
-
-    async def body() -> None:
-        services = [ControllerService(setting) for setting in (first, second)]
-        assert first.state_file.exists()
-        await services[1].forget()
-
-    asyncio.run(body())
+    services = [ControllerService(setting) for setting in (first, second)]
+    assert first.state_file.exists()
+    await services[1].forget()
     assert (first.state_file.exists(), second.state_file.exists()) == (True, False)
 
 
