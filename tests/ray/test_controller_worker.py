@@ -16,10 +16,12 @@ from shoal.serve.controller.service import ControllerService
 from shoal.serve.controller.state import Deployment
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.on_ray.controller_actor import RayControllerClient, RemoteMethod
+from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import ModelOptions
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 400.0
+SPEC = EndpointSpec(name="e")
 
 
 def is_there(setting: ControllerConfig) -> bool:
@@ -33,7 +35,7 @@ def is_there(setting: ControllerConfig) -> bool:
 def test_whoever_asks_finds_the_same_one_until_nobody_asks(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     options = ModelOptions().model_dump(mode="json")
     model = Deployment("live", "", "", options)
-    setting = ControllerConfig("e", "1", (model,), tmp_path / "endpoints", str(tmp_path), {"": options}, idle_s=1.0)
+    setting = ControllerConfig(SPEC, "1", (model,), tmp_path / "endpoints", str(tmp_path), idle_s=1.0)
     first, second = RayControllerClient(setting), RayControllerClient(setting)
     assert first.call_blocking("pid") == second.call_blocking("pid")
     plan = first.call_blocking("follow", "r1", -1, 0.0)
@@ -66,7 +68,7 @@ class FailingActor:
 
 def test_what_fails_in_the_controller_stops_no_replica_and_is_told_to_people(tmp_path: Path) -> None:
     full, no = OSError("the disk is full"), InferenceError(409, "no")
-    controller = RayControllerClient(ControllerConfig("e", "1", (), tmp_path, str(tmp_path), {}))
+    controller = RayControllerClient(ControllerConfig(SPEC, "1", (), tmp_path, str(tmp_path)))
     controller._handle = FailingActor(report=full, status=full, administer=no)
     with pytest.raises(ConnectionLost, match=r"the controller of 'e' failed: .*the disk is full"):
         asyncio.run(controller.report(ReplicaReport("r1")))

@@ -162,9 +162,7 @@ class ReplicaSet:
             stage_timeout_s=self.stage_timeout_s,
             memory_bytes=self.spec.memory,
         )
-        self.administration = AdminApi(
-            self.controller, Registry().location, {"": self.spec.model.model_dump(mode="json")}
-        )
+        self.administration = AdminApi(self.controller, Registry().location, lambda name: self.spec.model)
         self.status = StatusReporter(self.controller)
 
     async def start(self, num_replicas: int = 1) -> list[EndpointReplica]:

@@ -20,7 +20,6 @@ from shoal.errors import InferenceError, ShoalError
 from shoal.serve.controller.canary_guard import MAX_LOST_REPLICAS
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.replica.loader import VersionLoader
-from shoal.serve.replica.model_slot import SlotState
 from shoal.serve.replica.replica import START_POLL_S
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
 from shoal.weights import WeightSnapshot, WeightStore
@@ -233,7 +232,8 @@ async def test_a_live_model_that_is_deleted_while_it_is_built_is_not_served(monk
         await endpoint.administer(action="delete", model="live")
         await starting
         release.set()
-        await until(lambda: replica.manager._slots["live"].state is SlotState.COLD)
+        [retired] = replica.manager._retired
+        await until(lambda: not retired.is_ending)
         assert [model.name for model in replica.manager.list_models()] == ["linear"]
         assert replica.manager.followers == {}
     store.close()

@@ -192,7 +192,6 @@ def test_a_controller_is_told_each_model_with_its_options_and_replicas_what_to_f
         ("live", "", True),
     ]
     assert [each.options["max_batch_size"] for each in setting.models] == [4, 2]
-    assert {name: options["max_batch_size"] for name, options in setting.options.items()} == {"": 8, "linear": 4}
     assert followed == {"live": live}
     assert setting.actor_name != build_controller_config(endpoint, models)[0].actor_name  # of another call of `deploy`
 

@@ -211,7 +211,7 @@ def test_only_the_newest_of_what_was_left_is_listed(endpoint: Endpoint) -> None:
 
 def measure(endpoint: Endpoint, value: float, metric: str = "return") -> None:
     change = {"action": "metric", "model": "m", "metric": metric, "value": value, "timeout_s": 0.01}
-    asyncio.run(AdminApi(endpoint.controller, "", {}).administer(change, "me"))
+    asyncio.run(AdminApi(endpoint.controller, "", lambda name: ModelOptions()).administer(change, "me"))
 
 
 def test_a_version_goes_by_what_a_user_measures(tmp_path: Path) -> None:
