@@ -54,8 +54,8 @@ class SlotHost:
 
 
 class ModelSlot:
-    """`plan` is the newest of the model, None once the slot is retired; `served` answers, None before a first version is
-    loaded; `rejected` is the last version that could not be loaded. Call `apply` next."""
+    """`plan` is the newest of the model, None once the slot is retired; `served` answers, None before a first version
+    is loaded; `rejected` is the last version that could not be loaded. Call `apply` next."""
 
     def __init__(self, plan: ModelPlan, host: SlotHost) -> None:
         self.name, self._host = plan.name, host
