@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from shoal.client import Client
 from shoal.client.discovery import CARD_SUFFIX, EndpointCard, FoundEndpoint, list_endpoints
 from shoal.client.endpoint_status import EndpointStatus
 from shoal.cluster.cluster_handle import ClusterHandle
+from shoal.cluster.job_main import job_main
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError, ShoalError
 from shoal.flows.serving_spec import READY, ServingSpec, require_importable, spec_from_overrides
@@ -217,26 +219,30 @@ def test_a_deployment_that_is_given_up_leaves_no_job_behind(cluster: FakeCluster
     assert [job.stopped for job in cluster.jobs.values()] == [1]
 
 
-def test_the_job_reads_the_words_that_its_command_line_does_not_show(cluster: FakeCluster) -> None:
+def test_the_job_reads_the_words_that_its_command_line_does_not_show(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown, variables = split_secrets(["models=fashion", "endpoint.keys=[{name: ada, key: a blank is refused}]"])
-    checked = subprocess.run(
-        [sys.executable, "-m", serve_deploy.MODULE, *shown, "--check"],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-    )
-    assert checked.returncode == 1
-    assert "it is printable ASCII without blanks" in checked.stderr
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["serving", *shown, "--check"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit):
+        job_main(spec_from_overrides, lambda spec, job: None, "serve")
+    assert "it is printable ASCII without blanks" in capsys.readouterr().err
 
 
-def test_a_file_goes_along_by_its_place(cluster: FakeCluster, recorders: list[Any], tmp_path: Path) -> None:
-    cluster.begin = becomes_ready(recorders, "shop")
-    (tmp_path / "shop.yaml").write_text("models: [fashion]\nendpoint: {name: shop, max_body_bytes: 5}\n")
-    assert shoal_program("deploy", str(tmp_path / "shop.yaml"), "endpoint.port=80").exit_code == 0
+def test_a_file_goes_along_by_its_place_and_names_are_taken_as_they_were_typed(
+    cluster: FakeCluster, recorders: list[Any], tmp_path: Path
+) -> None:
+    cluster.begin = becomes_ready(recorders, "007")
+    file = tmp_path / "a: b #1.yaml"
+    file.write_text("models: [fashion]\nendpoint: {name: shop, max_body_bytes: 5}\n")
+    assert shoal_program("deploy", str(file), "--name", "007", "endpoint.port=80").exit_code == 0
     words = cluster.only_job.entrypoint[3:]
     spec = spec_from_overrides(words).override(words)
-    assert (spec.endpoint.name, spec.endpoint.max_body_bytes, spec.endpoint.port) == ("shop", 5, 80)
-    assert spec.file == str(tmp_path / "shop.yaml")
+    assert (spec.endpoint.name, spec.endpoint.max_body_bytes, spec.endpoint.port) == ("007", 5, 80)
+    assert (spec.models, spec.file) == (["fashion"], str(file))
 
 
 FOR_SERVE = """
@@ -274,18 +280,6 @@ def test_the_port_that_a_file_gives_to_ray_is_told_where_it_is_not_taken(
     result = shoal_program("deploy", str(tmp_path / "shop.yaml"), *words)
     assert result.exit_code == 0, result.exception
     assert ("are for Ray's own `serve deploy`; --port 8123 is the same here" in result.output) == (not words)
-
-
-def test_names_and_places_are_taken_as_they_were_typed(
-    cluster: FakeCluster, recorders: list[Any], tmp_path: Path
-) -> None:
-    cluster.begin = becomes_ready(recorders, "007")
-    file = tmp_path / "a: b #1.yaml"
-    file.write_text("models: [fashion]\n")
-    assert shoal_program("deploy", str(file), "--name", "007").exit_code == 0
-    words = cluster.only_job.entrypoint[3:]
-    spec = spec_from_overrides(words).override(words)
-    assert (spec.endpoint.name, spec.models, spec.file) == ("007", ["fashion"], str(file))
 
 
 def test_a_job_that_fails_says_why(cluster: FakeCluster) -> None:
@@ -426,50 +420,28 @@ def test_what_a_file_does_not_say_of_the_endpoint_is_as_the_words_have_it(endpoi
         ServingSpec.parse({"models": ["a@1", "a@2"]})
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["endpoint.model.preprocess=mine:nosuch"],
-            "endpoint.model.preprocess = 'mine:nosuch': 'mine' has no 'nosuch'",
-        ),
-        (["endpoint.models.fashion.postprocess=none:f"], "endpoint.models.fashion.postprocess = 'none:f': cannot be"),
-        (
-            ["endpoint.models.fashion.finite=false", "endpoint.model.preprocess=mine"],
-            "endpoint.model.preprocess = 'mine'",
-        ),
-    ],
-)
-def test_a_hook_that_is_not_there_is_told_by_its_field(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+def test_a_hook_or_class_that_is_not_there_is_told_before_a_replica_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text("def clean(arrays): return arrays\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    tensor = [TensorSignature(name="x", datatype="FP32", shape=[-1, 1])]
+    for name, factory in (("fashion", "mine:clean"), ("gone", "nowhere.to.be:Found")):
+        Registry().register(
+            name,
+            WeightSnapshot.of(1, {"weight": np.zeros(1, np.float32)}),
+            model=ModelFactory(factory=factory),
+            signature=Signature(inputs=tensor, outputs=tensor),
+        )
     spec = ServingSpec(models=["fashion@1"]).override(["endpoint.model.postprocess=mine:clean"])
-    Registry().register(
-        "fashion",
-        WeightSnapshot.of(1, {"weight": np.zeros(1, np.float32)}),
-        model=ModelFactory(factory="mine:clean"),
-        signature=signature(("x", "FP32", [-1, 1])),
-    )
     require_importable(spec)
-    with pytest.raises(ConfigError) as caught:
-        require_importable(spec.override(words))
-    assert message in str(caught.value)
-
-
-def signature(*inputs: tuple[str, str, list[int]]) -> Signature:
-    tensors = [TensorSignature(name=name, datatype=datatype, shape=shape) for name, datatype, shape in inputs]
-    return Signature(inputs=tensors, outputs=tensors)
-
-
-def test_a_class_that_is_not_there_is_told_before_a_replica_starts() -> None:
-    Registry().register(
-        "gone",
-        WeightSnapshot.of(1, {"weight": np.zeros(1, np.float32)}),
-        model=ModelFactory(factory="nowhere.to.be:Found"),
-        signature=signature(("x", "FP32", [-1, 1])),
-    )
+    for word, message in (
+        ("endpoint.model.preprocess=mine:nosuch", "model.preprocess = 'mine:nosuch': 'mine' has no 'nosuch'"),
+        ("endpoint.models.fashion.postprocess=none:f", "models.fashion.postprocess = 'none:f': cannot be"),
+        ("endpoint.model.preprocess=mine", "model.preprocess = 'mine'"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            require_importable(spec.override([word]))
     with pytest.raises(ConfigError, match=r"gone@1: model.factory = 'nowhere.to.be:Found': cannot be imported"):
         require_importable(ServingSpec(models=["gone"]))
 
