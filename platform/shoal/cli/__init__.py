@@ -17,7 +17,6 @@ COMMANDS = {
     "up": ("cluster", "Start a Ray cluster for Shoal on this machine, in the background."),
     "down": ("cluster", "Stop the cluster that `shoal up` started."),
     "status": ("cluster", "Show what is running: the cluster, its jobs, gateways and endpoints."),
-    "doctor": ("doctor", "Check this machine and show the remedy for each problem."),
     "run": ("run", "Run a job, with a live display."),
     "inspect": ("inspect", "Predict what a task costs; after a run, compare with the measurements."),
     "actor": ("actor", "Play an environment and send the experience to a gateway."),

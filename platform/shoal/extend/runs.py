@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from shoal.runs.formatting import format_duration, format_number, format_size, format_value
     from shoal.runs.json_lines import LogFormat
     from shoal.runs.record.provenance import format_masked_command, make_command_variable, split_secrets
+    from shoal.runs.record.removal import TRIAL_STARTED
     from shoal.runs.record.serialization import escape_text
     from shoal.runs.report.event_messages import NO_CHECKPOINT, WAITING
     from shoal.runs.report.panels import ReportPanels, Section, build_ranked_table, find_logarithmic
@@ -31,16 +32,6 @@ if TYPE_CHECKING:
         use_integer_ticks,
     )
     from shoal.runs.run_reader import MetricValue, infer_direction
-    from shoal.runs.sweep_trials import (
-        SWEEPING,
-        History,
-        Sweep,
-        SweepTrial,
-        TrialLog,
-        TrialState,
-        load_history,
-        load_sweep,
-    )
     from shoal.runs.tracking.tracker import Tracker, TrackerNames, list_facts, list_models, list_parameters
 
 __getattr__ = load_on_demand(__name__)

@@ -8,19 +8,17 @@ import pandas
 
 from shoal.errors import MissingExtra
 from shoal.extend.runs import (
-    SWEEPING,
     ReportPanels,
     Run,
     Section,
-    Sweep,
     build_ranked_table,
     find_logarithmic,
     format_number,
     format_value,
-    load_sweep,
     to_svg,
 )
 from shoal.libs.sweep import plots
+from shoal.libs.sweep.trials import SWEEPING, Sweep, load_sweep
 
 MAX_PATHS = 12
 

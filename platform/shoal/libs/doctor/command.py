@@ -25,15 +25,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import shoal
-from shoal.cli.support.console import print_json
-from shoal.cluster.attach import format_remote_remedy, state_path
-from shoal.cluster.cluster_handle import load_handle
-from shoal.cluster.ingress.serve_environment import haproxy_program
-from shoal.cluster.jobs import require_no_shadowing
 from shoal.cpu_count import count_usable_cores
 from shoal.errors import ClusterError, ConfigError
+from shoal.extend.cli import print_json
+from shoal.extend.cluster import format_remote_remedy, haproxy_program, load_handle, require_no_shadowing, state_path
+from shoal.extend.runs import format_size
 from shoal.home import home
-from shoal.runs.formatting import format_size
 
 GIB = 1 << 30
 IMPORTS = ("numpy", "zmq", "msgspec", "safetensors", "torch", "ray", "ray.train", "ray.serve", "ray.tune")

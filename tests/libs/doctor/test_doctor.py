@@ -13,10 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from shoal import cpu_count
-from shoal.cli.commands import doctor
-from shoal.cli.commands.doctor import GIB, Finding, Level
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.home import load_access_token
+from shoal.libs.doctor import command as doctor
+from shoal.libs.doctor.command import GIB, Finding, Level
 
 
 def levels(findings: list[Finding]) -> list[Level]:
