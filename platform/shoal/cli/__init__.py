@@ -21,7 +21,6 @@ COMMANDS = {
     "inspect": ("inspect", "Predict what a task costs; after a run, compare with the measurements."),
     "actor": ("actor", "Play an environment and send the experience to a gateway."),
     "runs": ("runs", "List the runs, show one, or remove some."),
-    "report": ("runs", "Write the one-page HTML report of a run."),
     "compare": ("compare", "Put runs side by side, in a table and a picture."),
     "models": ("models", "List, show, add, promote, roll back and remove registered models."),
     "serve": ("serve", "Serve models: deploy, show, roll out, roll back, delete."),

@@ -24,7 +24,6 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-import shoal
 from shoal.cpu_count import count_usable_cores
 from shoal.errors import ClusterError, ConfigError
 from shoal.extend.cli import print_json
@@ -267,7 +266,7 @@ def run_checks() -> Iterator[Finding]:
     """Every finding about this machine, the slow ones last."""
     import resource
 
-    root = Path(shoal.__file__).parents[2]  # of a checkout; of a plain install, possibly the standard library's folder
+    root = Path(__file__).parents[4]  # of a checkout; of a plain install, possibly the standard library's folder
     folders = [root, Path.cwd()] if (root / "pyproject.toml").exists() else [Path.cwd()]
     memory = psutil.virtual_memory()
     yield check_python(".".join(map(str, sys.version_info[:3])), metadata("shoal")["Requires-Python"])
