@@ -25,7 +25,6 @@ COMMANDS = {
     "models": ("models", "List, show, add, promote, roll back and remove registered models."),
     "serve": ("serve", "Serve models: deploy, show, roll out, roll back, delete."),
     "release": ("runs", "Release an actor of a run from quarantine."),
-    "predict": ("predict", "Send requests to a model of an endpoint."),
 }
 
 

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 import click
 
 import shoal.runs
-from shoal.cli.commands.predict import suggest_predict_command
-from shoal.cli.display.serve_display import format_shares
+from shoal.cli.display.serve_display import format_shares, suggest_predict_command
 from shoal.cli.support.jobs import (
     describe_failure,
     end_on_interrupt,
