@@ -20,9 +20,9 @@ from shoal.errors import NoCapacity, PlanError, RunError
 from shoal.libs.sweep.flow import run_sweep
 from shoal.libs.sweep.ray_search import make_scheduler
 from shoal.libs.sweep.spec import SweepSpec, check_sweep
+from shoal.libs.sweep.trials import SWEEPING, Sweep, TrialState, load_sweep
 from shoal.registry import Registry
 from shoal.runs import RunKind, Status, list_runs
-from shoal.runs.sweep_trials import SWEEPING, Sweep, TrialState, load_sweep
 from shoal_program import Program
 from waiting import wait_for
 

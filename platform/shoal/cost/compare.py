@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.cost.cost_table import format_quantity
+from shoal.runs.figures import COLOURS, add_heading, make_figure, truncate_middle
 from shoal.runs.formatting import format_number
-from shoal.runs.report.plots import COLOURS, add_heading, make_figure, truncate_middle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
+    from shoal.client.payload import ArrayLike
     from shoal.serve.http.codec import HttpCodec
     from shoal.serve.model.formats import open_template
     from shoal.serve.model.formats.exported import bind_constants, flatten_program, load_program
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from shoal.serve.model.predictor import Predictor
     from shoal.serve.model.warm_up import DEFAULT_VARIABLE_SIZE, make_example
     from shoal.serve.scaling.policy import EndpointLoad, ReplicaLoad, ScalePolicy
-    from shoal.serve.spec.batch_layout import BatchLayout
+    from shoal.serve.spec.batch_layout import BatchLayout, has_batch_first
     from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S, EndpointSpec, GangSplit, GpuCount
     from shoal.serve.spec.model_options import ModelOptions
     from shoal.serve.spec.model_source import ModelPackage, RegisteredModel

@@ -13,12 +13,12 @@ from matplotlib.figure import Figure
 from pandas import DataFrame, Series
 
 from shoal import runs
+from shoal.extend.runs import LINE, to_svg
 from shoal.libs.population import plots
 from shoal.libs.population.plots import draw_genealogy, draw_member_metric, draw_schedules
 from shoal.libs.population.report import build_sections
 from shoal.libs.population.spec import PopulationSpec
 from shoal.runs import RunKind
-from shoal.runs.report.plots import LINE, to_svg
 from shoal.runs.run_kind import infer_kind
 
 COLUMNS = ["member", "begin", "end", "source", "rate", "act"]

@@ -35,7 +35,6 @@ from shoal.libs.segmentation.photographs import (
 from shoal.libs.segmentation.simulation import CLASSES, STYLES, simulate
 from shoal.libs.segmentation.thinning import measure_length, thin
 from shoal.registry import Registry
-from shoal.runs.report.report import write_report
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_source import RegisteredModel
 from shoal.train.launch.local import fit_locally
@@ -250,7 +249,7 @@ def test_a_run_learns_from_a_folder_and_its_report_shows_overlays(run_id: str) -
     assert losses[-1] < losses[0]
     latest = run.latest()
     assert {"full/iou", "full/skeleton_recall", "full/length_ratio", "validation/iou_main_root"} <= set(latest)
-    page = write_report(run).read_text()
+    page = shoal.runs.write_report(run).read_text()
     assert page.count("data:image/png;base64,") == 2
     for path in sorted((run.folder / "pictures").glob("*.png")):
         assert path.stem in page

@@ -33,9 +33,9 @@ from shoal.libs.stream.fleet import Fleet
 from shoal.libs.stream.loop import StreamLoop
 from shoal.libs.stream.messages import Message, encode_payload
 from shoal.libs.stream.mqtt import PrivateBroker, SensorSource
+from shoal.libs.stream.mqtt_source import parse_address
 from shoal.libs.stream.spec import CommitSpec, SensorTopicSpec
 from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
-from shoal.sources.mqtt import parse_address
 from shoal.sources.source import MalformedPayload, StreamState
 from stream_contract import check_source
 from waiting import wait_for

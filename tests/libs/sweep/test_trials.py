@@ -13,8 +13,8 @@ from shoal.cli.display import run_view
 from shoal.errors import CheckpointError
 from shoal.libs.sweep.display import SweepView, make_view
 from shoal.libs.sweep.trial import TrialReport, TrialRun, load_result
+from shoal.libs.sweep.trials import TrialLog, TrialState, load_history, load_sweep
 from shoal.runs import RunKind, RunRecorder, Status
-from shoal.runs.sweep_trials import TrialLog, TrialState, load_history, load_sweep
 from shoal.train.launch.finalize import fetch_weights
 from shoal.train.launch.validate import validate_run
 from shoal.train.spec import TrainSpec

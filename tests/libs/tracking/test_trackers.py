@@ -15,9 +15,9 @@ import pytest
 
 import shoal
 from shoal import runs
+from shoal.libs.tracking import processes
+from shoal.libs.tracking.follower import Follower, read_state
 from shoal.libs.tracking.trackers import TrackioTracker
-from shoal.runs.tracking import processes
-from shoal.runs.tracking.follower import Follower, read_state
 from train_task import Toy
 
 SLOW_S = 600.0
@@ -90,7 +90,7 @@ def test_a_run_is_in_the_offline_files_of_wandb(home: Path) -> None:
     with runs.create("job", "task: lenet\nargs: {api_key: hidden-away}\n", "one") as recorder:
         for step in (3, 4, 2):  # it goes back
             recorder.log(step, {"loss": step / 8})
-    words = [sys.executable, "-P", "-m", "shoal.runs.tracking", "one", "wandb"]
+    words = [sys.executable, "-P", "-m", "shoal.libs.tracking", "one", "wandb"]
     done = subprocess.run(words, env={**os.environ, "WANDB_MODE": "offline"}, capture_output=True, text=True)
     state = read_state(home / "runs" / "one", "wandb")
     assert (done.returncode, state.sent, state.is_complete) == (0, 3, True), done.stderr

@@ -89,7 +89,7 @@ def _find_reached(column: Column, target: str) -> TargetReached | None:
 
 def _save_plot(columns: list[Column], plot: Path | None) -> Path:
     from shoal.cost.compare import plot_comparison
-    from shoal.runs.report.plots import to_png
+    from shoal.runs.figures import to_png
 
     path = plot or columns[0].run.folder / "comparison.png"
     drawn = to_png(plot_comparison(columns, [f"{column.run.id} {column.run.title}" for column in columns]))

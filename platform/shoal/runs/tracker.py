@@ -1,30 +1,30 @@
 """The interface of a tracker, and the words of `track=` that name one: of a library, a package, or a file of the user.
 
-Called by specs, by the recorder of a run and by the follower. Imports no tracker's own library.
+Called by specs, by what begins the record of a run and by the followers that a library starts. Imports no tracker's
+own library.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
 from pydantic import AfterValidator, BeforeValidator
 
-from shoal.config import MASKED
 from shoal.errors import ConfigError
 from shoal.plugins.find import find_extension
 from shoal.plugins.library import collect_extensions
-from shoal.runs.record.provenance import is_secret_name
 from shoal.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
     from shoal.runs.run_reader import MetricValue, Run
 
 GROUP = "shoal.trackers"  # of entry points, and of the extensions of libraries
+FOLLOWERS, PROCESSES = "shoal.followers", "processes"  # the group and the word of what starts the followers of a run
 _REFERENCE = re.compile(r"[\w./-]+:\w+")  # module:name or file.py:name
 
 
@@ -47,6 +47,14 @@ class Tracker(ABC):
     @abstractmethod
     def finish(self, run: Run) -> None:
         """Record how the run ended, and return when the tracker has everything."""
+
+
+class RunFollowers(Protocol):
+    """What sends one incarnation of a run to its trackers."""
+
+    def close(self) -> list[dict[str, object]]:
+        """Wait for the end, for a bounded time: the details of an event for each tracker."""
+        ...
 
 
 def _is_name(name: object) -> bool:
@@ -87,46 +95,21 @@ def load_tracker(name: str) -> type[Tracker]:
 def find_trackers(spec: str) -> tuple[str, ...]:
     """The names in the field `track` of a recorded spec (YAML); none where a job has another such field.
 
-    Raises ConfigError as `load_tracker` does.
+    Raises ConfigError as `load_tracker` does, and without a library that follows runs.
     """
     fields = parse_yaml(spec) if "track" in spec else None
     listed = fields.get("track") if isinstance(fields, dict) else None
     names = tuple(filter(_is_name, listed)) if isinstance(listed, list) else ()
     for name in names:
         load_tracker(name)
+    if names and PROCESSES not in collect_extensions(FOLLOWERS):
+        raise ConfigError("track", names, "needs a library that follows runs", "leave it out")
     return names
 
 
-def make_file_name(name: str, suffix: str) -> str:
-    """The name of a tracker's file in the folder of a run: `tracking-mlflow.json`."""
-    return f"tracking-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.{suffix}"
-
-
-def list_parameters(spec: str) -> dict[str, object]:
-    """The fields of a recorded spec (YAML) by their paths, as `optimizer.learning_rate`, without secrets.
-
-    Values are texts, numbers, booleans or None; a list is its JSON.
-    """
-
-    def flatten(path: str, value: object) -> Iterable[tuple[str, object]]:
-        if isinstance(value, Mapping) and value:
-            for name, each in value.items():
-                yield from flatten(f"{path}.{name}" if path else str(name), each)
-        elif MASKED not in str(value) and not is_secret_name(path):
-            is_plain = value is None or isinstance(value, str | int | float)
-            yield path, value if is_plain else json.dumps(value, default=str)
-
-    fields = parse_yaml(spec)
-    return dict(flatten("", fields)) if isinstance(fields, dict) else {}
-
-
-def list_facts(run: Run) -> dict[str, str]:
-    """What a reader of the tracker may search for, besides the spec."""
-    facts = {"job": run.job, "kind": run.kind.value, "host": run.host, "git": run.git_revision or ""}
-    return {f"shoal.{name}": each for name, each in facts.items() if each}
-
-
-def list_models(run: Run) -> list[str]:
-    """The registered models, as NAME@VERSION."""
-    models: Any = run.to_dict()["models"]
-    return [f"{model['name']}@{model['version']}" for model in models]
+def start_followers(run_id: str, folder: Path, names: Sequence[str]) -> RunFollowers | None:
+    """Start what sends a run to its trackers; None without a tracker."""
+    if not names:
+        return None
+    followers: RunFollowers = find_extension(PROCESSES, FOLLOWERS, {})(run_id, folder, names)
+    return followers

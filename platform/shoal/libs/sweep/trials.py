@@ -13,12 +13,10 @@ from enum import StrEnum
 from typing import Any
 
 from shoal.errors import RunError
-from shoal.runs.record.recorder import RunRecorder
-from shoal.runs.run_reader import Run
-from shoal.runs.run_status import Status
+from shoal.extend.runs import TRIAL_STARTED, Run, RunRecorder, Status
 
 SWEEPING = "sweeping"
-_STARTED, _COPIED, _ENDED = "trial_started", "trial_copied", "trial_ended"
+_COPIED, _ENDED = "trial_copied", "trial_ended"
 _STEP, _PROGRESS = "step", "progress"
 History = list[tuple[float, float]]  # of the evaluations of a trial: the finished share of its steps, and the score
 
@@ -108,7 +106,7 @@ class TrialLog:
 
     def start(self, number: int, run_id: str, parameters: Mapping[str, object]) -> None:
         """Record that a trial starts, or goes on after an interruption."""
-        self._recorder.record_event(_STARTED, trial=number, run_id=run_id, parameters=dict(parameters))
+        self._recorder.record_event(TRIAL_STARTED, trial=number, run_id=run_id, parameters=dict(parameters))
 
     def copy(self, number: int, source: int, step: int, parameters: Mapping[str, object]) -> None:
         """Record that a trial goes on with the network of another, of that step, and with other parameters."""
@@ -128,7 +126,7 @@ class TrialLog:
 
 def load_sweep(run: Run) -> Sweep:
     """The present state of a sweep, from its record. Raises RunError for a run that is no sweep."""
-    events = run.list_events(SWEEPING, _STARTED, _COPIED, _ENDED)
+    events = run.list_events(SWEEPING, TRIAL_STARTED, _COPIED, _ENDED)
     settings = [details for kind, details in events if kind == SWEEPING]
     if not settings:
         raise RunError(f"run {run.id} has recorded no trial")
@@ -140,11 +138,6 @@ def load_sweep(run: Run) -> Sweep:
     is_running = run.status is Status.RUNNING
     found = [_complete(each, latest, is_running) for _, each in sorted(trials.items())]
     return Sweep(**settings[-1], trials=tuple(found))
-
-
-def list_trial_ids(run: Run) -> set[str]:
-    """The ids of the runs that are trials of this run; none if it is no sweep."""
-    return {details["run_id"] for _, details in run.list_events(_STARTED)}
 
 
 def load_history(run: Run, number: int, metric: str) -> History:
@@ -160,7 +153,7 @@ def load_history(run: Run, number: int, metric: str) -> History:
 def _apply_event(trial: SweepTrial | None, kind: str, details: dict[str, Any]) -> SweepTrial:
     if trial is None:
         return SweepTrial(details["trial"], details["run_id"], details["parameters"])
-    if kind == _STARTED:
+    if kind == TRIAL_STARTED:
         return replace(trial, state=TrialState.RUNNING, failure="", parameters=details["parameters"])
     if kind == _COPIED:
         sources = (*trial.sources, (details["source"], details["step"]))

@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoal.atomic_file import create_private
-from shoal.runs.tracking.follower import read_state
-from shoal.runs.tracking.tracker import make_file_name
+from shoal.libs.tracking.follower import make_file_name, read_state
 
 CLOSE_TIMEOUT_S = 10.0
 NICENESS = 15  # as Ray's own workers: 3% of a core that the run uses
@@ -35,7 +34,7 @@ class Followers:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         _unfinished[:] = [process for process in _unfinished if process.poll() is None]
         for name in names:
-            words = ["sh", "-c", _START, "sh", sys.executable, "-P", "-m", "shoal.runs.tracking", run_id, name]
+            words = ["sh", "-c", _START, "sh", sys.executable, "-P", "-m", "shoal.libs.tracking", run_id, name]
             try:
                 with create_private(folder / make_file_name(name, "log")).open("ab") as log:
                     self._processes[name] = subprocess.Popen(

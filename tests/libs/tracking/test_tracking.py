@@ -18,14 +18,15 @@ import pytest
 from shoal import runs
 from shoal.errors import ConfigError, RunError
 from shoal.extend import Tracker
+from shoal.libs.tracking import follower as following
+from shoal.libs.tracking import processes
+from shoal.libs.tracking.follower import Follower, TrackingState, make_file_name, read_state, watch
+from shoal.libs.tracking.trackers import list_parameters
 from shoal.runs import Run, RunRecorder, Status
+from shoal.runs.event_messages import format_warning
 from shoal.runs.record.removal import remove_runs
-from shoal.runs.report.event_messages import format_warning
 from shoal.runs.run_reader import MetricValue
-from shoal.runs.tracking import follower as following
-from shoal.runs.tracking import processes
-from shoal.runs.tracking.follower import Follower, TrackingState, read_state, watch
-from shoal.runs.tracking.tracker import find_trackers, list_parameters, load_tracker, make_file_name
+from shoal.runs.tracker import find_trackers, load_tracker
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
 

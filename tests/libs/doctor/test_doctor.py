@@ -13,10 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from shoal import cpu_count
-from shoal.cli.commands import doctor
-from shoal.cli.commands.doctor import GIB, Finding, Level
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.home import load_access_token
+from shoal.libs.doctor import command as doctor
+from shoal.libs.doctor.command import GIB, Finding, Level
 
 
 def levels(findings: list[Finding]) -> list[Level]:
@@ -248,7 +248,7 @@ def test_the_folder_above_the_package_is_looked_at_in_a_checkout_only(
 ) -> None:
     """Installed plainly, it may be the folder of the standard library itself."""
     monkeypatch.setattr(doctor, "IMPORTS", ("json",))
-    monkeypatch.setattr(doctor.shoal, "__file__", str(tmp_path / "site-packages/shoal/__init__.py"))
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "site-packages/shoal/libs/doctor/command.py"))
     (tmp_path / "stat.py").touch()
     if is_checkout:
         (tmp_path / "pyproject.toml").touch()

@@ -24,16 +24,12 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-import shoal
-from shoal.cli.support.console import print_json
-from shoal.cluster.attach import format_remote_remedy, state_path
-from shoal.cluster.cluster_handle import load_handle
-from shoal.cluster.ingress.serve_environment import haproxy_program
-from shoal.cluster.jobs import require_no_shadowing
 from shoal.cpu_count import count_usable_cores
 from shoal.errors import ClusterError, ConfigError
+from shoal.extend.cli import print_json
+from shoal.extend.cluster import format_remote_remedy, haproxy_program, load_handle, require_no_shadowing, state_path
+from shoal.extend.runs import format_size
 from shoal.home import home
-from shoal.runs.formatting import format_size
 
 GIB = 1 << 30
 IMPORTS = ("numpy", "zmq", "msgspec", "safetensors", "torch", "ray", "ray.train", "ray.serve", "ray.tune")
@@ -270,7 +266,7 @@ def run_checks() -> Iterator[Finding]:
     """Every finding about this machine, the slow ones last."""
     import resource
 
-    root = Path(shoal.__file__).parents[2]  # of a checkout; of a plain install, possibly the standard library's folder
+    root = Path(__file__).parents[4]  # of a checkout; of a plain install, possibly the standard library's folder
     folders = [root, Path.cwd()] if (root / "pyproject.toml").exists() else [Path.cwd()]
     memory = psutil.virtual_memory()
     yield check_python(".".join(map(str, sys.version_info[:3])), metadata("shoal")["Requires-Python"])

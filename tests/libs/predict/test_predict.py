@@ -21,8 +21,8 @@ import shoal.runs
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
 from shoal.cli import cli
-from shoal.cli.support.input_readers import from_table
 from shoal.errors import InferenceError, ShoalError
+from shoal.libs.predict.input_readers import from_table
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.serve.spec.model_options import ModelOptions
@@ -453,7 +453,7 @@ def test_an_endpoint_that_is_full_is_tried_again_and_then_says_so(host: FakeHost
 
 
 def test_whole_numbers_are_shown_whole() -> None:
-    from shoal.cli.commands.predict import _format_value
+    from shoal.libs.predict.command import _format_value
 
     assert _format_value(np.int64(1234567890123)) == "1234567890123"
     assert _format_value(np.array([123456, 7])) == "123456 7"

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError, DataError, needs_extra, summarize_error
-from shoal.sources.mqtt_spec import MqttSpec
+from shoal.libs.stream.spec import MqttSpec
 from shoal.sources.source import Delivery, MalformedPayload, Parser, SampleParser, StreamState
 
 with needs_extra("stream"):

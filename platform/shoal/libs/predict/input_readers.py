@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.client.payload import ArrayLike
 from shoal.errors import DataError, needs_extra
+from shoal.extend.serve import ArrayLike
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorDescription, TensorMetadata, describe_tensor
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from shoal.runs.report import plots
-from shoal.runs.report.plots import Curve, is_logarithmic
+from shoal.extend.runs import MUTED, is_logarithmic, to_svg
+from shoal.libs.report import plots
+from shoal.libs.report.plots import Curve
 
 
 @pytest.mark.parametrize("last", [1, 2, 6, 10, 12])
@@ -37,11 +38,11 @@ def test_pictures_have_one_style() -> None:
         plots.draw_small_plot(curve, 0.0, 2.0),
         plots.draw_wide_plot(curve),
     ):
-        plots.to_svg(figure)
+        to_svg(figure)
         for axes in figure.axes:
             assert [side for side, spine in axes.spines.items() if spine.get_visible()] == ["bottom"]
-            assert {to_hex(label.get_color()) for label in axes.get_xticklabels()} == {plots.MUTED}
-    assert "$step$" in plots.to_svg(plots.draw_curves("", [plots.Panel("$loss$", "$step$", [("train", curve)], True)]))
+            assert {to_hex(label.get_color()) for label in axes.get_xticklabels()} == {MUTED}
+    assert "$step$" in to_svg(plots.draw_curves("", [plots.Panel("$loss$", "$step$", [("train", curve)], True)]))
 
 
 def test_numbers_over_decades_are_drawn_over_their_logarithm() -> None:

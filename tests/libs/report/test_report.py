@@ -14,13 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from shoal import runs
 from shoal.errors import RunError
+from shoal.libs.report import page as report_page
+from shoal.libs.report import plots
+from shoal.libs.report.command import report
+from shoal.libs.report.plots import Curve
 from shoal.runs import Run, RunRecorder, Status
 from shoal.runs.formatting import format_age, format_duration, format_number, format_size, parse_duration
-from shoal.runs.report import plots, report
-from shoal.runs.report.plots import Curve
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -30,7 +33,7 @@ VOID = {"meta", "br", "img", "link", "input", "hr"}
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     # Drawn in the same way, with a sixteenth of the dots: they take longer than all else in this file.
-    monkeypatch.setattr(plots, "to_png", partial(plots.to_png, dots_per_inch=40))
+    monkeypatch.setattr(report_page, "to_png", partial(report_page.to_png, dots_per_inch=40))
     return tmp_path
 
 
@@ -120,7 +123,7 @@ def test_accounting_that_does_not_add_up_is_said_so() -> None:
         run.log(1, dict(zip(parts, (300, 240, 30, 30), strict=True)))
         run.log(2, {"segments/received": 400})  # alone: the newest whole row still adds up
         run.flush()
-        assert report.compute_accounting(runs.load("one").metrics()) == report.Accounting(300, 240, 30, 30)
+        assert report_page.compute_accounting(runs.load("one").metrics()) == report_page.Accounting(300, 240, 30, 30)
         run.log(3, dict.fromkeys(parts, 7.0))
     page = write(runs.load("one"))
     assert "✗ received and consumed + queued + dropped differ by -14" in page.text
@@ -169,7 +172,7 @@ def test_unknown_metrics_get_small_plots_up_to_a_dozen() -> None:
         for step in range(5):
             run.log(step, {f"odd/{number:02d}": float(step) for number in range(20)})
     page = write(runs.load("one"))
-    assert page.source.count("<figcaption>") == report.MAX_SMALL_PLOTS == 12
+    assert page.source.count("<figcaption>") == report_page.MAX_SMALL_PLOTS == 12
     assert "odd/11" in page.text
     assert "odd/19 4 0 4" in page.text  # the rest are in the table
 
@@ -273,7 +276,7 @@ def test_a_report_that_cannot_be_written_ends_nothing(
 ) -> None:
     with runs.create("x", "", "one") as run:
         run.log(1, {"return": 1.0})
-    monkeypatch.setattr(report, "_build_page", lambda run: 1 / 0)
+    monkeypatch.setattr(report_page, "_build_page", lambda run: 1 / 0)
     runs.write_report_at_end("one")
     assert "report of run one could not be written: ZeroDivisionError" in caplog.text
     monkeypatch.undo()
@@ -325,7 +328,7 @@ def test_the_newest_numbers_are_the_newest_by_time() -> None:
     with runs.reopen("one") as run:  # it went on from an earlier step
         run.log(500, {**dict(zip(parts, (400, 350, 20, 30), strict=True)), "odd": 2.0})
     seen = runs.load("one")
-    assert report.compute_accounting(seen.metrics()) == report.Accounting(400, 350, 20, 30)
+    assert report_page.compute_accounting(seen.metrics()) == report_page.Accounting(400, 350, 20, 30)
     assert "odd 2 1 2" in write(seen).text
 
 
@@ -403,3 +406,14 @@ def test_numbers_and_times_are_written_for_people(shown: str, expected: str) -> 
 def test_durations_are_read_as_people_write_them() -> None:
     read = [parse_duration(text) for text in ("30m", "1.5 h", "45min", "90s", "2d", "soon", "30")]
     assert read == [1800.0, 5400.0, 2700.0, 90.0, 172_800.0, None, None]
+
+
+def test_the_verb_writes_the_page_of_the_newest_run(home: Path) -> None:
+    with runs.create("cartpole", "", "one") as run:
+        learn(run, 5)
+    shown = CliRunner().invoke(report, ["--open-path"], catch_exceptions=False).stdout
+    assert shown == f"{home / 'runs' / 'one' / 'report.html'}\n"
+    assert Path(shown.strip()).exists()
+    shown = CliRunner().invoke(report, ["one"], catch_exceptions=False).stdout
+    assert "report.html" in shown
+    assert "Its learning curve: " in shown

@@ -5,9 +5,7 @@ Parse, call, print; `input_readers` reads. The answer goes to standard output, i
 
 from __future__ import annotations
 
-import math
 import re
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,23 +17,18 @@ import click
 import numpy as np
 from rich.table import Column
 
-from shoal.cli.support import input_readers as read
-from shoal.cli.support.console import make_literal_console, make_table, print_json
-from shoal.cli.support.options import ca_option
 from shoal.client import Answer, Client
 from shoal.client.discovery import find_endpoint, token_for
-from shoal.client.payload import ArrayLike
 from shoal.errors import ConfigError, InferenceError
+from shoal.extend.cli import ca_option, make_literal_console, make_table, print_json
+from shoal.extend.registry import Registry, split_ref
+from shoal.extend.serve import ArrayLike, has_batch_first
+from shoal.libs.predict import input_readers as read
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata
-from shoal.registry import ModelVersion, Registry, TensorSignature, split_ref
-from shoal.serve.spec.batch_layout import has_batch_first
 
 _Reader = Callable[[Sequence[TensorMetadata]], dict[str, ArrayLike]]
 MAX_ROWS_SHOWN = 50
 FEW_VALUES = 12
-MAX_SUGGESTED_VALUES = 12  # of one input in a suggested command
-OPEN_SIZE = 3  # used there for a dimension of variable size
-MIN_PIXELS = 8  # the smallest side of an image
 
 
 @click.command()
@@ -193,36 +186,3 @@ def _format_value(value: Any) -> str:
     if flat.dtype.kind == "f" and value.ndim == 1 and flat.size > 2 and np.isfinite(flat).all():
         shown += f"  (largest: {int(flat.argmax())})"
     return shown
-
-
-def suggest_predict_command(version: ModelVersion) -> str:
-    """`shoal predict` with a row of zeros, a text, or the name of an image; `--help` where that would be too long."""
-    inputs = version.manifest.signature.inputs
-    words = ["--image", "FILE"] if len(inputs) == 1 and _can_be_picture(inputs[0]) else _make_row_options(inputs)
-    return shlex.join(["shoal", "predict", version.name, *(words or ["--help"])])
-
-
-def _make_row_options(inputs: Sequence[TensorSignature]) -> list[str]:
-    """Options that give one row of every input; [] when an input is too large."""
-    words: list[str] = []
-    for spec in inputs:
-        sizes = [OPEN_SIZE if size == -1 else size for size in _get_row_shape(spec)]
-        is_text = spec.datatype == "BYTES"
-        if len(sizes) > (0 if is_text else 1) or math.prod(sizes) > MAX_SUGGESTED_VALUES:
-            return []
-        name = "" if len(inputs) == 1 else f"{spec.name}="
-        words += ["--input", name + ("a text" if is_text else ",".join(["0"] * math.prod(sizes)))]
-    return words
-
-
-def _get_row_shape(spec: TensorSignature) -> list[int]:
-    return spec.shape[1:] if has_batch_first(spec) else spec.shape
-
-
-def _can_be_picture(spec: TensorSignature) -> bool:
-    """[1 or 3, H, W] or [H, W, 1 or 3]."""
-    sizes = _get_row_shape(spec)
-    if len(sizes) != 3 or spec.datatype == "BYTES":
-        return False
-    sides = sizes[1:] if sizes[0] in (1, 3) else sizes[:2] if sizes[2] in (1, 3) else [0]
-    return min(sides) >= MIN_PIXELS

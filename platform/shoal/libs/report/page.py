@@ -1,13 +1,12 @@
 """The report of a run: one self-contained HTML page and one picture, for people.
 
-Called by the CLI and at the end of jobs. Reads the run and writes two files into its folder; never changes the record.
-The page omits everything that the run lacks.
+Called by the verb `shoal report` and at the end of runs. Reads the run and writes two files into its folder; never
+changes the record. The page omits everything that the run lacks.
 """
 
 from __future__ import annotations
 
 import base64
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -18,17 +17,28 @@ from typing import TYPE_CHECKING
 
 from shoal.atomic_file import create_private, make_folder
 from shoal.errors import RunError, needs_extra
-from shoal.runs.formatting import format_duration, format_number, format_timestamp, format_value
-from shoal.runs.report import plots
-from shoal.runs.report.panels import ReportPanels, find_panels
-from shoal.runs.run_reader import MEAN_RETURN, RETURNS, VALIDATION, Run, is_higher_better, load
-from shoal.runs.run_status import Status
+from shoal.extend.runs import (
+    MEAN_RETURN,
+    RETURNS,
+    VALIDATION,
+    ReportPanels,
+    Run,
+    Status,
+    format_duration,
+    format_number,
+    format_timestamp,
+    format_value,
+    is_higher_better,
+    to_png,
+    to_svg,
+)
+from shoal.libs.report import plots
+from shoal.libs.report.panels import find_panels
 
 if TYPE_CHECKING:
     from jinja2 import Template
     from pandas import DataFrame
 
-_log = logging.getLogger(__name__)
 PICTURES = "pictures"  # a folder of a run's folder
 MAX_SMALL_PLOTS = 12
 MAX_EVENTS, MAX_VALUES = 200, 32
@@ -75,16 +85,7 @@ class Accounting:
         return self.received - self.consumed - self.queued - self.dropped
 
 
-def write_report_at_end(run_id: str) -> None:
-    """Write the report of an ended run. A failure is logged and ends nothing else."""
-    try:
-        write_report(load(run_id))
-    except Exception as error:  # noqa: BLE001 - whatever drawing raises: the run has ended as its record says
-        problem = f"the report of run {run_id} could not be written: {type(error).__name__}: {error}"
-        _log.warning("%s. Try again with `shoal report %s`", problem, run_id)
-
-
-def write_report(run: Run) -> Path:
+def write_page(run: Run) -> Path:
     """Write `report.html` and, if there is anything to draw, `learning_curve.png`; returns the path of the page.
 
     Raises RunError when the run's folder is not writable.
@@ -227,8 +228,8 @@ def _render_learning_curve(read: _ReportData) -> list[str]:
     if not panels:
         return []
     together = plots.draw_curves(f"{read.run.title} · {read.run.id}", panels)
-    create_private(read.run.folder / "learning_curve.png").write_bytes(plots.to_png(together))
-    return [plots.to_svg(plots.draw_curves("", [panel])) for panel in panels]
+    create_private(read.run.folder / "learning_curve.png").write_bytes(to_png(together))
+    return [to_svg(plots.draw_curves("", [panel])) for panel in panels]
 
 
 def _choose_panels(read: _ReportData, metric: str) -> list[plots.Panel]:
@@ -272,7 +273,7 @@ def _render_small_plots(read: _ReportData) -> list[Plot]:
     for name in names:
         curve = read.make_curve(name, None if read.is_training else "time")
         if len(curve.x) and len(drawn) < MAX_SMALL_PLOTS:
-            svg = plots.to_svg(plots.draw_small_plot(curve, begin, max(end, begin + 1)))
+            svg = to_svg(plots.draw_small_plot(curve, begin, max(end, begin + 1)))
             drawn.append(Plot(name, titles.get(name, ""), svg, _format_metric(name, _find_newest(read, name))))
     return drawn
 
@@ -295,7 +296,7 @@ def _render_versions(num_versions: int, versions: DataFrame) -> dict[str, object
     curve = plots.Curve.from_points(versions["time"].to_numpy(), versions["version"].to_numpy())
     span_s = float(versions["time"].max() - versions["time"].min())
     rate = (num_versions - 1) / span_s if span_s > 0 else None
-    return {"versions": plots.to_svg(plots.draw_wide_plot(curve)), "versions_per_s": rate}
+    return {"versions": to_svg(plots.draw_wide_plot(curve)), "versions_per_s": rate}
 
 
 def _build_metric_rows(read: _ReportData) -> list[tuple[str, str, str, str]]:

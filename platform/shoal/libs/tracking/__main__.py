@@ -1,4 +1,4 @@
-"""`python -m shoal.runs.tracking RUN TRACKER`: sends a run to a tracker until it has ended.
+"""`python -m shoal.libs.tracking RUN TRACKER`: sends a run to a tracker until it has ended.
 
 Started by the recorder of a run with `track`, at low priority.
 """
@@ -10,9 +10,8 @@ import os
 import sys
 
 from shoal.errors import RunError
-from shoal.runs.run_reader import load
-from shoal.runs.tracking.follower import Follower, watch
-from shoal.runs.tracking.tracker import load_tracker
+from shoal.extend.runs import load, load_tracker
+from shoal.libs.tracking.follower import Follower, watch
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Follows the record of one run, and sends its new values to one tracker.
 
-Called by `python -m shoal.runs.tracking`, which a recorder starts, and by `shoal runs track`. Only reads the record;
+Called by `python -m shoal.libs.tracking`, which a recorder starts, and by `shoal runs track`. Only reads the record;
 its own state lies in the run's folder. Whatever the tracker does, the run does not notice.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +17,8 @@ from pathlib import Path
 
 from shoal.atomic_file import replace_synced
 from shoal.errors import RunError, summarize_error
+from shoal.extend.runs import Run, Status, Tracker
 from shoal.home import file_lock
-from shoal.runs.run_reader import Run
-from shoal.runs.run_status import Status
-from shoal.runs.tracking.tracker import Tracker, make_file_name
 
 POLL_S = 1.0
 MAX_SHARE = 0.05  # of the time that may go into polls: a long run is read less often
@@ -29,6 +28,11 @@ LOST_S = 60.0  # without a heartbeat, until a lost run has ended: its process ma
 BATCH = 10_000  # values between two writes of the state
 
 _log = logging.getLogger(__name__)
+
+
+def make_file_name(name: str, suffix: str) -> str:
+    """The name of a tracker's file in the folder of a run: `tracking-mlflow.json`."""
+    return f"tracking-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.{suffix}"
 
 
 @dataclass(frozen=True)
