@@ -19,13 +19,10 @@ from serving.replica_set import ReplicaSet, ask
 from shoal.client.payload import decode_answer, encode_inputs
 from shoal.client.retry import Reply
 from shoal.errors import ConfigError, InferenceError
-from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.messages import ModelMetadata
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.grpc.service import InferenceServicer, Invocation
 from shoal.serve.http.codec import HttpCodec
 from shoal.serve.model.predictor import LoadedModel, Predictor
-from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.model_metadata import to_tensor_metadata
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.batch_layout import BatchLayout
@@ -199,20 +196,6 @@ def with_endpoint(body: Any, *models: str, **spec: Any) -> None:
     asyncio.run(run())
 
 
-async def ask_grpc(replica: EndpointReplica, method: str, request: Any) -> Any:
-    servicer = InferenceServicer(replica.manager, AccessControl(None, []))
-    return await getattr(servicer, method)(request, Invocation({}, None))
-
-
-def raw_request(model: str, **arrays: np.ndarray) -> pb.ModelInferRequest:
-    request = pb.ModelInferRequest(model_name=model)
-    for name, array in arrays.items():
-        datatype = "INT64" if array.dtype == np.int64 else "FP32"
-        request.inputs.add(name=name, datatype=datatype, shape=array.shape)
-        request.raw_input_contents.append(array.tobytes())
-    return request
-
-
 def test_a_model_for_one_picture_is_served_as_it_is(shoal_home: Path) -> None:
     register("grey", Grey, GREY)
 
@@ -223,9 +206,6 @@ def test_a_model_for_one_picture_is_served_as_it_is(shoal_home: Path) -> None:
         assert config["max_batch_size"] == 0
         assert config["input"][0]["dims"] == [3, 2, 2]
         assert "dynamic_batching" not in config
-        told = await ask_grpc(replica, "model_config", pb.ModelConfigRequest(name="grey"))
-        assert told.config.max_batch_size == 0
-        assert list(told.config.input[0].dims) == [3, 2, 2]
         answers = await asyncio.gather(
             *[ask(replica, "POST", "/v2/models/grey/infer", {"inputs": [tensor("picture", PICTURE)]}) for _ in range(3)]
         )
@@ -233,10 +213,6 @@ def test_a_model_for_one_picture_is_served_as_it_is(shoal_home: Path) -> None:
             grey, mean = answer.body["outputs"]
             assert (grey["shape"], grey["data"]) == ([2, 2], [4, 5, 6, 7])
             assert (mean["shape"], mean["data"]) == ([], [5.5])
-        sent = await ask_grpc(replica, "model_infer", raw_request("grey", picture=PICTURE).SerializeToString())
-        answer = pb.ModelInferResponse.FromString(sent)
-        assert [list(each.shape) for each in answer.outputs] == [[2, 2], []]
-        assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [4, 5, 6, 7]
         batch = await ask(replica, "POST", "/v2/models/grey/infer", {"inputs": [tensor("picture", PICTURE[None])]})
         assert batch.status == 422
         assert "expected FP32 [3, 2, 2], got FP32 [1, 3, 2, 2]" in batch.body["error"]
@@ -259,13 +235,9 @@ def test_a_state_with_the_batch_between_goes_through_an_endpoint(shoal_home: Pat
 
     async def body(replica: EndpointReplica) -> None:
         answers = await asyncio.gather(*[infer(replica, each) for each in requests])
-        sent = await ask_grpc(replica, "model_infer", raw_request("detector", **requests[1]).SerializeToString())
-        over_grpc = pb.ModelInferResponse.FromString(sent)
         for inputs, outputs in zip(requests, answers, strict=True):
             for name, expected in detect(inputs).items():
                 np.testing.assert_allclose(outputs[name], expected, rtol=1e-5)
-        state = np.frombuffer(over_grpc.raw_output_contents[1], np.float32).reshape(2, 2, 3)
-        np.testing.assert_allclose(state, detect(requests[1])["state"], rtol=1e-5)
         uneven = {**requests[0], "x": requests[1]["x"]}
         refused = await ask(
             replica, "POST", "/v2/models/detector/infer", {"inputs": [tensor(*each) for each in uneven.items()]}
