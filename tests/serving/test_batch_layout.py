@@ -1,18 +1,15 @@
-"""Models whose batch is in another dimension than 0, or nowhere: in all formats and encodings."""
+"""Models whose batch is in another dimension than 0, or nowhere: a module, in all encodings."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper
 from torch import nn
 
 from serving.replica_set import ReplicaSet, ask
@@ -22,7 +19,7 @@ from shoal.errors import ConfigError, InferenceError
 from shoal.open_inference.messages import ModelMetadata
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.http.codec import HttpCodec
-from shoal.serve.model.predictor import LoadedModel, Predictor
+from shoal.serve.model.predictor import Predictor
 from shoal.serve.protocol.model_metadata import to_tensor_metadata
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.batch_layout import BatchLayout
@@ -71,90 +68,27 @@ def detect(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {"score": score.numpy(), "state": state.numpy()}
 
 
-def detector_onnx() -> bytes:
-    nodes = [
-        helper.make_node("ReduceSum", ["x", "one"], ["sum"], keepdims=1),
-        helper.make_node("Cast", ["rate"], ["speed"], to=TensorProto.FLOAT),
-        helper.make_node("Mul", ["sum", "speed"], ["scaled"]),
-        helper.make_node("Add", ["old", "scaled"], ["new"]),
-        helper.make_node("ReduceSum", ["new", "both"], ["score"], keepdims=0),
-    ]
-    info = helper.make_tensor_value_info
-    state = [2, "batch", 3]
-    nodes[3].input[0], nodes[3].output[0] = "state", "newstate"
-    nodes[4].input[0] = "newstate"
-    graph = helper.make_graph(
-        nodes,
-        "detector",
-        [
-            info("x", TensorProto.FLOAT, ["batch", 4]),
-            info("state", TensorProto.FLOAT, state),
-            info("rate", TensorProto.INT64, []),
-        ],
-        [info("score", TensorProto.FLOAT, ["batch"]), info("newstate", TensorProto.FLOAT, state)],
-        [
-            onnx.numpy_helper.from_array(np.array([1]), "one"),
-            onnx.numpy_helper.from_array(np.array([0, 2]), "both"),
-        ],
-    )
-    return bytes(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9).SerializeToString()
-    )
-
-
-def detector_program() -> bytes:
-    batch, file = torch.export.Dim("batch", min=1, max=64), io.BytesIO()
-    example = tuple(torch.from_numpy(each) for each in detector_inputs(3).values())
-    shapes = {"x": {0: batch}, "state": {1: batch}, "rate": None}
-    torch.export.save(torch.export.export(Detector().eval(), example, dynamic_shapes=shapes), file)
-    return file.getvalue()
-
-
 def weights(module: nn.Module) -> WeightSnapshot:
     return WeightSnapshot.of(1, {name: value.numpy() for name, value in module.state_dict().items()})
 
 
-def load(kind: str, options: dict[str, Any]) -> LoadedModel:
-    """The detector in a format. Its outputs have their own names in each."""
-    if kind == "module":
-        factory, signature, snapshot = ModelFactory(factory=f"{__name__}:Detector"), DETECTOR, weights(Detector())
-    else:
-        from shoal.serve.model.formats import exported
-        from shoal.serve.model.formats import onnx as onnx_format
-
-        reader, payload = (
-            (onnx_format, detector_onnx()) if kind == "onnx" else (exported, detector_program())  # type: ignore[assignment]
-        )
-        signature = reader.read_signature(payload, "file")
-        factory, snapshot = ModelFactory(format=kind), WeightSnapshot.from_payload(1, payload)
+def split_first(options: dict[str, Any], requests: list[dict[str, np.ndarray]]) -> list[list[np.ndarray]]:
+    """The detector's answers to requests in the model's shapes, in the order of its outputs."""
     if options.get("batch_dim"):
-        state = signature.outputs[1].name
-        options = {**options, "batch_dim": {**options["batch_dim"], state: 1}}
-    return Predictor(factory, signature, ModelOptions.parse(options)).load(snapshot)
-
-
-def split_first(kind: str, options: dict[str, Any], requests: list[dict[str, np.ndarray]]) -> list[list[np.ndarray]]:
-    """The answers to requests in the model's shapes, in the order of its outputs."""
-    model = load(kind, options)
+        options = {**options, "batch_dim": {**options["batch_dim"], "state": 1}}
+    factory = ModelFactory(factory=f"{__name__}:Detector")
+    model = Predictor(factory, DETECTOR, ModelOptions.parse(options)).load(weights(Detector()))
     layout = model._layout
     taken = [layout.to_batch_first(each, len(each["x"]) if layout.shared_inputs else 1) for each in requests]
     return [list(layout.to_model_shapes(each).values()) for each in model.predict_batch(taken)]
 
 
-@pytest.mark.parametrize("kind", ["module", "torch_export", "onnx"])
-def test_rows_are_joined_and_split_along_the_stated_dimension(kind: str) -> None:
-    requests = [detector_inputs(1), detector_inputs(3)]
-    for answer, request in zip(split_first(kind, STATED, requests), requests, strict=True):
-        for found, expected in zip(answer, detect(request).values(), strict=True):
-            np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["module", "torch_export", "onnx"])
-def test_without_a_batch_a_request_is_what_the_model_takes(kind: str) -> None:
-    request = detector_inputs(3)
-    (answer,) = split_first(kind, {"max_batch_size": 0}, [request])
-    for found, expected in zip(answer, detect(request).values(), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+@pytest.mark.parametrize(("options", "rows"), [(STATED, [1, 3]), ({"max_batch_size": 0}, [3])])
+def test_rows_are_joined_and_split_along_the_stated_dimension(options: dict[str, Any], rows: list[int]) -> None:
+    requests = [detector_inputs(each) for each in rows]
+    for answer, request in zip(split_first(options, requests), requests, strict=True):
+        for actual, expected in zip(answer, detect(request).values(), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 # -- an endpoint ------------------------------------------------------------------------------------------------------

@@ -16,18 +16,16 @@ if TYPE_CHECKING:
         format_origin,
     )
     from shoal.serve.model.formats import open_template
-    from shoal.serve.model.formats.exported import bind_constants, flatten_program, load_program
     from shoal.serve.model.formats.module import check_finite, check_names, check_shape
-    from shoal.serve.model.formats.onnx import read_signature
     from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
     from shoal.serve.model.formats.torch_forward import (
         choose_kernels,
+        make_torch_forward,
         name_all_outputs,
         select_outputs,
         to_array,
         to_tensor,
     )
-    from shoal.serve.model.formats.torchscript import load_module
     from shoal.serve.model.hooks import find_hook
     from shoal.serve.model.onnx_trace import name_dynamic_axes, trace_to_onnx
     from shoal.serve.model.precision import PrecisionConverter

@@ -9,19 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 from torch.export import Dim
 
 from serving.replica_set import Asked, ReplicaSet, ask
 from shoal.errors import InferenceError
+from shoal.libs.export.formats import exported
 from shoal.registry import ModelFactory, Registry
 from shoal.serve.messages.inference import InferCall
-from shoal.serve.model.formats import exported
-from shoal.serve.model.formats import onnx as onnx_format
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.replica.version_router import BatchGroup
@@ -73,30 +70,14 @@ def load(content: bytes, **options: Any) -> LoadedModel:
     return predictor.load(WeightSnapshot.from_payload(1, content))
 
 
-def onnx_payload() -> bytes:
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [helper.make_node("Mul", ["x", "two"], ["y"])],
-        "twice",
-        [value("x", TensorProto.FLOAT, ["batch", 3])],
-        [value("y", TensorProto.FLOAT, ["batch", 3])],
-        [numpy_helper.from_array(np.array([2.0], np.float32), "two")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    onnx.checker.check_model(model)
-    return bytes(model.SerializeToString())
-
-
 async def infer(replica: EndpointReplica, *shape: int) -> Asked:
     tensor = {"name": "x", "shape": list(shape), "datatype": "FP32", "data": [1.0] * int(np.prod(shape))}
     return await ask(replica, "POST", "/v2/models/m/infer", {"inputs": [tensor]})
 
 
-def register(content: bytes, *, is_onnx: bool = False) -> None:
-    read = onnx_format.read_signature if is_onnx else exported.read_signature
-    factory = ModelFactory(format="onnx" if is_onnx else "torch_export")
-    snapshot = WeightSnapshot.from_payload(1, content)
-    Registry().register("m", snapshot, model=factory, signature=read(content, "file"))
+def register(content: bytes) -> None:
+    snapshot, signature = WeightSnapshot.from_payload(1, content), exported.read_signature(content, "file")
+    Registry().register("m", snapshot, model=ModelFactory(format="torch_export"), signature=signature)
 
 
 @pytest.mark.parametrize("options", [{"max_batch_size": 0}, {"batch_dim": {"x": 1, "output": 1}}])
@@ -148,19 +129,6 @@ def test_a_request_that_waited_for_a_version_of_other_sizes_is_refused() -> None
             answered = batch(64)
             model._forward(answered)
             assert answered.version == 1
-
-    asyncio.run(body())
-
-
-def test_a_size_that_an_onnx_file_fixes_is_refused() -> None:
-    register(onnx_payload(), is_onnx=True)
-
-    async def body() -> None:
-        async with ReplicaSet(model_from_ref("m")) as endpoint:
-            [replica] = await endpoint.start()
-            assert (await infer(replica, 2, 3)).status == 200
-            answer = await infer(replica, 2, 4)
-            assert (answer.status, answer.body["error"]) == (422, "input 'x': expected FP32 [-1, 3], got FP32 [2, 4]")
 
     asyncio.run(body())
 
