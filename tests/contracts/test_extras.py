@@ -67,7 +67,7 @@ PARTS = {
     ),
     "serve": (
         "cli cli.commands.serve libs.predict.command api client flows.serving serve.on_ray.deployment serve.ray_app"
-        " serve.replica.replica serve.http.app serve.http.direct_protocol serve.grpc.service"
+        " serve.replica.replica serve.http.app serve.http.direct_protocol libs.grpc.service"
         " cluster.embedded_cluster cluster.job_main",
         {"scikit-learn", "scipy", "matplotlib", "tensorboard", "h5py", "pandas", "pyarrow", "pillow", "gymnasium"},
     ),

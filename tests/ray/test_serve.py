@@ -20,9 +20,9 @@ import pytest
 from endpoint_process import BODY, INFER, NUM_FEATURES, NUM_OUTPUTS, NUM_REGISTERED, Client, EndpointProcess, Load
 from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.errors import ClusterError
-from shoal.open_inference import inference_pb2 as pb
+from shoal.libs.grpc import inference_pb2 as pb
+from shoal.libs.grpc.methods import METHODS, SERVICE
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
-from shoal.serve.grpc.methods import METHODS, SERVICE
 from shoal.serve.spec.endpoint import EndpointSpec
 from waiting import wait_for
 

@@ -11,11 +11,9 @@ import pytest
 from serving.on_demand_setting import NAMES, NUM_MODELS, damage, infer_everywhere, loaded, on_demand
 from serving.replica_set import SIGNATURE, ReplicaSet, ask, infer, register, until
 from shoal.errors import ConfigError, InferenceError
-from shoal.open_inference import inference_pb2 as pb
 from shoal.registry import Registry, Signature, TensorSignature
 from shoal.serve.controller import assignments
 from shoal.serve.controller.config import build_controller_config
-from shoal.serve.grpc.service import Invocation
 from shoal.serve.messages.inference import InferCall
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
@@ -72,24 +70,6 @@ async def test_the_protocol_s_load_loads_a_model_before_it_is_requested(endpoint
     answer = await ask(endpoint.replicas["r1"], "POST", "/v2/repository/models/m1/load", {})
     assert answer.status == 409
     assert "weights.safetensors" in answer.body["error"]
-
-
-@on_demand()
-async def test_a_call_of_grpc_is_forwarded_too(endpoint: ReplicaSet) -> None:
-    tensor = pb.ModelInferRequest.InferInputTensor(
-        name="x", datatype="FP32", shape=[1, 3], contents=pb.InferTensorContents(fp32_contents=[0.0] * 3)
-    )
-    request = pb.ModelInferRequest(model_name="m0", id="7", inputs=[tensor]).SerializeToString()
-    for replica in endpoint.replicas.values():
-        invocation = Invocation({})
-        answer = pb.ModelInferResponse.FromString(await replica.servicer.model_infer(request, invocation))
-        assert (answer.model_version, answer.id) == ("1", "7")
-        assert list(
-            np.frombuffer(answer.raw_output_contents[0], np.float32)
-            if answer.raw_output_contents
-            else answer.outputs[0].contents.fp32_contents
-        ) == [1.0, 1.0]
-    assert endpoint.num_forwarded > 0
 
 
 @on_demand(num_replicas=1)

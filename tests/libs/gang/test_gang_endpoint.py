@@ -1,4 +1,5 @@
 """What an endpoint whose models several workers share may be, and what its replicas reserve."""
+# Models of format onnx, torch_export and torchscript are opened by shoal.libs.export.
 
 from __future__ import annotations
 

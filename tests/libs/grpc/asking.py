@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from serving.fake_host import FakeHost
-from serving.grpc_replica import TIMEOUT_S
-from serving.grpc_replica import served as replica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
+from serving.replica_server import TIMEOUT_S
+from serving.replica_server import served as replica
 from session_end import at_session_end
 from shoal.cluster.ports import find_free_port
-from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.grpc.methods import METHODS, SERVICE
+from shoal.libs.grpc import inference_pb2 as pb
+from shoal.libs.grpc.methods import METHODS, SERVICE
 from shoal.serve.protocol.access import AccessControl
 
 Ask = Callable[..., Any]

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from shoal.open_inference import inference_pb2 as pb
-from shoal.open_inference.binary_tensors import from_binary
+from shoal.extend.serve import from_binary
+from shoal.libs.grpc import inference_pb2 as pb
+from shoal.libs.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader, encode_field_head
 from shoal.open_inference.datatypes import NUMPY_DTYPES
-from shoal.serve.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader, encode_field_head
 
 MAX_LAYOUTS = 256
 MAX_LAYOUTS_PER_LENGTH = 8  # each costs one comparison

@@ -23,39 +23,39 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError, Message
 
 from shoal.errors import Closed, InferenceError
-from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader, encode_field_head, parameter_value
-from shoal.serve.grpc.request_cache import RequestLayout, RequestLayoutCache
-from shoal.serve.messages.decoded_request import DecodedRequest
-from shoal.serve.messages.inference import Caller, ModelManagerProtocol, ServedModelProtocol, format_origin
-from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
-from shoal.serve.protocol.infer_call import (
+from shoal.extend.serve import (
+    EXTENSIONS,
+    FORWARDED_FROM_HEADER,
     LARGE_BYTES,
+    AccessControl,
+    Caller,
     ModelCodecs,
+    ModelManagerProtocol,
+    ServedModelProtocol,
+    Tracer,
+    build_metadata,
+    build_model_config,
     decode_in_thread,
+    format_origin,
     has_large_arrays,
+    list_index,
+    list_statistics,
     read_head,
     resolve_version,
     run_in_thread,
     start_trace,
 )
-from shoal.serve.protocol.model_metadata import (
-    EXTENSIONS,
-    build_metadata,
-    build_model_config,
-    list_index,
-    list_statistics,
-)
-
-if TYPE_CHECKING:
-    from shoal.serve.protocol.tracing import Tracer
+from shoal.libs.grpc import inference_pb2 as pb
+from shoal.libs.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader, encode_field_head, parameter_value
+from shoal.libs.grpc.request_cache import RequestLayout, RequestLayoutCache
+from shoal.serve.messages.decoded_request import DecodedRequest
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)

@@ -6,7 +6,8 @@ each stream that is being answered. It starts with a replica's first stream and 
 of their socket closes, the guard writes the status to each stream in the replica's place, unless a message had been
 written in part.
 
-Called by `http.direct_protocol`, on the event loop. Imports the standard library only, for the guard's sake.
+`app` names `guard_stream` at the start of a stream, and the connection calls it, on the event loop. Imports the
+standard library only, for the guard's sake.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 MAX_STREAMS = 16_384  # more at once end as without a guard
@@ -41,7 +43,6 @@ class StreamGuard:
         os.close(states)
 
     def hold(self, transport: Any) -> GuardedStream | None:
-        """Guard the answer that begins now; None where it cannot be guarded."""
         if not self._free:
             return None
         number = self._free.pop()
@@ -54,6 +55,17 @@ class StreamGuard:
         with suppress(OSError):  # the guard was killed
             self._control.send(number.to_bytes(4, "big"))
         self._free.append(number)
+
+
+@cache
+def _start_guard() -> StreamGuard:
+    """The guard of this process."""
+    return StreamGuard()
+
+
+def guard_stream(transport: Any) -> GuardedStream | None:
+    """Guard the answer that begins now; None where it cannot be guarded. The first one starts the guard."""
+    return _start_guard().hold(transport)
 
 
 class GuardedStream:

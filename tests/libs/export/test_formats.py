@@ -1,9 +1,11 @@
-"""torch.export programs and ONNX files: their signature is read from them, and they answer as their module does."""
+"""Files of torch.export, ONNX and TorchScript: their signature is read or given, and they answer as their module."""
 
 from __future__ import annotations
 
 import functools
 import io
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +18,9 @@ from torch import nn
 
 from shoal.cli.commands.models import models
 from shoal.errors import ConfigError, InferenceError, WeightsError
+from shoal.libs.export.formats import exported
+from shoal.libs.export.formats import onnx as onnx_format
 from shoal.registry import ModelFactory, Registry, Signature
-from shoal.serve.model.formats import exported
-from shoal.serve.model.formats import onnx as onnx_format
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
@@ -92,29 +94,71 @@ def onnx_payload(scale: float = 2.0, batch: int | str = "batch") -> bytes:
     return bytes(model.SerializeToString())
 
 
+class Scripted(TwoInputs):
+    """Gives a tuple in another order than the signature where it gives a dict; without dropout what its layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        y = self.dropout(self.linear(left + right))
+        return {"output_1": y.argmax(-1), "output_0": y}
+
+
+def scripted_payload(module: nn.Module) -> bytes:
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.save(torch.jit.script(module), file)  # type: ignore[no-untyped-call]
+    return file.getvalue()
+
+
+TENSORS = """
+inputs:
+  - {name: left, datatype: FP32, shape: [-1, 3]}
+  - {name: right, datatype: FP32, shape: [-1, 3]}
+outputs:
+  - {name: output_0, datatype: FP32, shape: [-1, 2]}
+  - {name: output_1, datatype: INT64, shape: [-1]}
+"""
+SIGNATURE = Signature.from_yaml(TENSORS)
+
+
 def predictor(kind: str, signature: Signature, **options: object) -> Predictor:
     return Predictor(ModelFactory(format=kind), signature, ModelOptions.parse({"max_batch_size": 8, **options}))
 
 
-def test_an_exported_program_says_what_it_takes_and_answers_as_its_module() -> None:
-    module = TwoInputs()
-    payload = exported_payload(module)
-    signature = exported.read_signature(payload, "file")
-    assert [(each.name, each.datatype, each.shape) for each in signature.inputs] == [
-        ("left", "FP32", [-1, 3]),
-        ("right", "FP32", [-1, 3]),
-    ]
-    assert [(each.name, each.datatype, each.shape) for each in signature.outputs] == [
-        ("output_0", "FP32", [-1, 2]),
-        ("output_1", "INT64", [-1]),
-    ]
-    model = predictor("torch_export", signature).load(WeightSnapshot.from_payload(7, payload))
-    requests = [{"right": X[:2], "left": X[:2] * 2}, {"right": X[2:], "left": X[2:] * 2}]
-    answers = model.predict_batch(requests)
-    y, label = module(torch.from_numpy(X) * 2, torch.from_numpy(X))
-    np.testing.assert_allclose(np.concatenate([each["output_0"] for each in answers]), y.detach(), rtol=1e-5)
-    np.testing.assert_array_equal(np.concatenate([each["output_1"] for each in answers]), label)
-    assert model.version == 7
+def test_an_exported_program_has_its_signature() -> None:
+    assert exported.read_signature(exported_payload(TwoInputs()), "file") == SIGNATURE
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "save"),
+    [
+        ("torch_export", TwoInputs, exported_payload),
+        ("torchscript", TwoInputs, scripted_payload),
+        ("torchscript", Scripted, scripted_payload),
+    ],
+)
+def test_a_file_answers_as_its_module_and_versions_live_side_by_side(
+    kind: str, module: type[TwoInputs], save: Callable[[nn.Module], bytes]
+) -> None:
+    subject, modules = predictor(kind, SIGNATURE), {7: module(), 8: module()}
+    loaded = [subject.load(WeightSnapshot.from_payload(version, save(each))) for version, each in modules.items()]
+    for model, each in zip(loaded, modules.values(), strict=True):
+        answers = model.predict_batch([{"right": X[:2], "left": X[:2] * 2}, {"right": X[2:], "left": X[2:] * 2}])
+        expected = each.linear(torch.from_numpy(X) * 3).detach()
+        np.testing.assert_allclose(np.concatenate([answer["output_0"] for answer in answers]), expected, rtol=1e-4)
+        np.testing.assert_array_equal(np.concatenate([answer["output_1"] for answer in answers]), expected.argmax(-1))
+    assert [model.version for model in loaded] == [7, 8]
+
+
+def test_a_signature_that_a_file_does_not_fulfil_is_rejected_before_it_serves() -> None:
+    outputs = [SIGNATURE.outputs[0].model_copy(update={"shape": [-1, 4]})]
+    wrong = Signature(inputs=SIGNATURE.inputs, outputs=outputs)
+    with pytest.raises(WeightsError, match=r"cannot answer an example.*output 'output_0': expected FP32 \[1, 4\]"):
+        predictor("torchscript", wrong).load(WeightSnapshot.from_payload(1, scripted_payload(TwoInputs())))
 
 
 @pytest.mark.parametrize(
@@ -168,19 +212,6 @@ def test_a_tensor_beside_none_is_the_output() -> None:
     np.testing.assert_allclose(model.predict_batch([{"x": X}])[0]["output"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_versions_of_a_program_live_side_by_side() -> None:
-    first, second = TwoInputs(), TwoInputs()
-    signature = exported.read_signature(exported_payload(first), "file")
-    subject = predictor("torch_export", signature)
-    models = [
-        subject.load(WeightSnapshot.from_payload(version, exported_payload(module)))
-        for version, module in ((1, first), (2, second))
-    ]
-    for model, module in zip(models, (first, second), strict=True):
-        expected = module(torch.from_numpy(X), torch.from_numpy(X))[0].detach()
-        np.testing.assert_allclose(model.predict_batch([{"left": X, "right": X}])[0]["output_0"], expected, rtol=1e-5)
-
-
 def test_an_onnx_file_says_what_it_takes_and_answers() -> None:
     signature = onnx_format.read_signature(onnx_payload(), "file")
     assert [(each.name, each.datatype, each.shape) for each in (*signature.inputs, *signature.outputs)] == [
@@ -228,11 +259,20 @@ def test_a_list_of_maps_is_refused_with_the_option_that_leaves_it_out() -> None:
         onnx_format.read_signature(payload, "file")
 
 
-@pytest.mark.parametrize("kind", ["torch_export", "onnx"])
-def test_a_file_that_is_none_of_its_format_is_refused(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    signature = onnx_format.read_signature(onnx_payload(), "file")
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [
+        ("torch_export", b"nonsense"),
+        ("onnx", b"nonsense"),
+        ("torchscript", b"nonsense"),
+        ("torchscript", scripted_payload(TwoInputs())[:300]),
+    ],
+)
+def test_a_file_that_is_none_of_its_format_is_refused(
+    kind: str, payload: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(WeightsError, match=r"version 3 is not an? "):
-        predictor(kind, signature).load(WeightSnapshot.from_payload(3, b"nonsense"))
+        predictor(kind, SIGNATURE).load(WeightSnapshot.from_payload(3, payload))
     assert not caplog.records  # what torch says of it is in the error
 
 
@@ -259,12 +299,13 @@ def test_a_fixed_batch_is_refused_unless_it_is_served_without_one(shoal_home: Pa
     [
         ("onnx", {"compile": True}, "compile = True: is not for models of format onnx"),
         ("onnx", {"precision": "bf16"}, "precision = 'bf16': is not for models of format onnx"),
+        ("torchscript", {"compile": True}, "compile = True: is not for models of format torchscript"),
         ("torch_export", {"precision": "int8"}, "precision = 'int8': is not for models of format torch_export"),
     ],
 )
 def test_an_option_that_a_format_lacks_is_refused(kind: str, options: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        predictor(kind, onnx_format.read_signature(onnx_payload(), "file"), **options)
+        predictor(kind, SIGNATURE, **options)
 
 
 def test_a_program_goes_through_the_registry_and_follows_its_alias(shoal_home: Path) -> None:
@@ -315,3 +356,25 @@ def test_a_file_of_another_kind_is_refused(shoal_home: Path, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"nowhere\.onnx': cannot be read"):
         typed("add", str(tmp_path / "nowhere.onnx"))
     assert Registry().list() == ()
+
+
+def test_a_torchscript_file_is_added_with_its_signature(shoal_home: Path, tmp_path: Path) -> None:
+    program, tensors = tmp_path / "pair.pt", tmp_path / "tensors.yaml"
+    program.write_bytes(scripted_payload(TwoInputs()))
+    tensors.write_text(TENSORS)
+    with pytest.raises(ConfigError, match=r"signature = '': .*pair\.pt has no names.*give --signature FILE"):
+        typed("add", str(program))
+    told = typed("add", str(program), "--signature", str(tensors))
+    assert "pair@champion is pair@1 now" in told
+    assert "It gives output_0: FP32 [any, 2]; output_1: INT64 [any]" in told
+    version = Registry().get("pair")
+    assert version.weight_file().path.name == "model.pt"
+    loaded = predictor("torchscript", version.manifest.signature).load(version.snapshot())
+    assert loaded.predict_batch([{"left": X[:1], "right": X[:1]}])[0]["output_1"].shape == (1,)
+    state, onnx_file = tmp_path / "state.pt", tmp_path / "pair.onnx"
+    torch.save(TwoInputs().state_dict(), state)
+    with pytest.raises(WeightsError, match=r"state\.pt is not a TorchScript file.*a state dict is registered with"):
+        typed("add", str(state), "--signature", str(tensors))
+    onnx_file.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"signature = .*pair\.onnx, which has its own\. leave it out"):
+        typed("add", str(onnx_file), "--signature", str(tensors))

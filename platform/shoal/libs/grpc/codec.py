@@ -19,11 +19,10 @@ import msgspec
 import numpy as np
 
 from shoal.errors import InferenceError
-from shoal.open_inference import inference_pb2 as pb
-from shoal.open_inference.binary_tensors import from_binary, to_binary
+from shoal.extend.serve import REFUSED_PARAMETERS, RequestSchema, format_tensor_type, from_binary, to_binary
+from shoal.libs.grpc import inference_pb2 as pb
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
-from shoal.open_inference.request_schema import REFUSED_PARAMETERS, RequestSchema, format_tensor_type
 
 # The field of InferTensorContents that holds the elements; FP16 and BF16 travel raw only.
 FIELDS = {

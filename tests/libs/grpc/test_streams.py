@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 import uvicorn
 
+from libs.grpc.asking import raw, request, until
 from serving.fake_host import FakeHost, FakeModel, tensors
-from serving.grpc_asking import raw, request, until
-from serving.grpc_replica import LIMITS, TIMEOUT_S, exchange, served
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
+from serving.replica_server import LIMITS, TIMEOUT_S, exchange, served
 from shoal.cluster.ingress.front import is_listening
 from shoal.cluster.ports import find_free_port
 from shoal.errors import InferenceError
-from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.grpc.methods import METHODS, SERVICE
-from shoal.serve.grpc.service import STREAM_WINDOW
+from shoal.libs.grpc import inference_pb2 as pb
+from shoal.libs.grpc.methods import METHODS, SERVICE
+from shoal.libs.grpc.service import STREAM_WINDOW
 from shoal.serve.messages.inference import Arrays, InferCall, Prediction
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.request_limits import RequestLimits

@@ -1,6 +1,6 @@
 """The sizes that a program admits in its variable dimensions: bounds, steps, and dimensions that must be equal.
 
-Read from an exported program by `exported`. The served model checks each request of a version (`check`). A batch of
+Read from an exported program by `exported`. An endpoint checks each request of a version (`check`). A batch of
 another number of rows than the program admits is computed in parts, or padded (`LimitedForward`). Pure.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.errors import InferenceError
-from shoal.serve.model.formats.template import Arrays, Forward
+from shoal.extend.serve import Arrays, Forward
 
 # torch traces with sizes of at least 2: a bound up to this is its own, or the user's, and it enforces neither.
 MIN_TRACED = 2
@@ -84,9 +84,6 @@ class SizeLimits:
                 given = f"{inputs[other.input].shape[other.position]} in dimension {other.axis} of {other.input!r}"
                 expected = f"expected {factor * other_size + offset} in dimension {axis}, as given by {given}"
                 raise InferenceError(422, f"input {name!r}: {expected}, got {actual}")
-
-
-NO_LIMITS = SizeLimits()
 
 
 class LimitedForward:

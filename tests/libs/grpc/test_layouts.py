@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.errors import InferenceError
-from shoal.open_inference import inference_pb2 as pb
-from shoal.open_inference.binary_tensors import to_binary
-from shoal.open_inference.datatypes import NUMPY_DTYPES
-from shoal.open_inference.messages import TensorMetadata
-from shoal.open_inference.request_schema import RequestSchema
-from shoal.serve.grpc import request_cache
-from shoal.serve.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader
-from shoal.serve.grpc.request_cache import (
+from shoal.libs.grpc import inference_pb2 as pb
+from shoal.libs.grpc import request_cache
+from shoal.libs.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader
+from shoal.libs.grpc.request_cache import (
     MAX_LAYOUTS,
     MAX_LAYOUTS_PER_LENGTH,
     MAX_SEEN_HEADS,
     RequestLayout,
     RequestLayoutCache,
 )
-from shoal.serve.grpc.service import InferenceServicer, Invocation
+from shoal.libs.grpc.service import InferenceServicer, Invocation
+from shoal.open_inference.binary_tensors import to_binary
+from shoal.open_inference.datatypes import NUMPY_DTYPES
+from shoal.open_inference.messages import TensorMetadata
+from shoal.open_inference.request_schema import RequestSchema
 from shoal.serve.messages.inference import Arrays
 from shoal.serve.protocol.access import AccessControl
 
@@ -228,7 +228,7 @@ def asked_of(host: FakeHost, *requests: pb.ModelInferRequest) -> tuple[list[pb.M
             return super().decode(request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.serve.grpc.service.GrpcCodec", Counted)
+        patch.setattr("shoal.libs.grpc.service.GrpcCodec", Counted)
         return asyncio.run(body()), decoded
 
 
@@ -277,7 +277,7 @@ def test_of_the_outputs_that_are_asked_for_no_more_are_looked_at_than_the_model_
         def check_outputs(self, names: Iterable[str]) -> frozenset[str] | None:
             return super().check_outputs(looked_at.append(name) or name for name in names)
 
-    monkeypatch.setattr("shoal.serve.grpc.codec.RequestSchema", Counted)
+    monkeypatch.setattr("shoal.libs.grpc.codec.RequestSchema", Counted)
     request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
     request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
     for _ in range(1000):

@@ -1,4 +1,4 @@
-"""A session of onnxruntime, and its forward from arrays to arrays. Called by `formats.onnx` and exported folders."""
+"""A session of onnxruntime, and its forward from arrays to arrays. Called by `formats.onnx` and `model`."""
 
 from __future__ import annotations
 

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal.errors import ConfigError, WeightsError
-from shoal.registry.manifest import Signature, TensorSignature
-from shoal.serve.model.formats.size_limits import Dimension, LimitedForward, SizeLimits, SizeRange
-from shoal.serve.model.formats.template import Forward, TemplateConfig
-from shoal.serve.model.formats.torch_forward import choose_kernels, make_torch_forward
+from shoal.extend.registry import Signature, TensorSignature
+from shoal.extend.serve import Forward, TemplateConfig, choose_kernels, make_torch_forward
+from shoal.libs.export.formats.size_limits import Dimension, LimitedForward, SizeLimits, SizeRange
 from shoal.weights import WeightSnapshot
 
 _DATATYPES = {

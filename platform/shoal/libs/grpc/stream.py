@@ -15,9 +15,9 @@ from collections.abc import Awaitable
 from typing import NamedTuple
 
 from shoal.errors import InferenceError
-from shoal.serve.messages.inference import Disconnected
-from shoal.serve.protocol.request_lifecycle import (
+from shoal.extend.serve import (
     CLOSING_MESSAGE,
+    Disconnected,
     Message,
     Receive,
     RequestLifecycle,

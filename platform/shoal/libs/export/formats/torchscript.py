@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from shoal.errors import WeightsError
-from shoal.serve.model.formats.template import Forward, TemplateConfig
-from shoal.serve.model.formats.torch_forward import make_torch_forward
+from shoal.extend.serve import Forward, TemplateConfig, make_torch_forward
 from shoal.weights import WeightSnapshot
 
 

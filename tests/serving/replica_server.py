@@ -1,4 +1,4 @@
-"""A replica's HTTP server in this process, which answers calls of gRPC as HAProxy hands them on."""
+"""A replica's HTTP server in this process, with the protocols of libraries."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from contextlib import asynccontextmanager
 import uvicorn
 
 from serving.fake_host import FakeHost
-from shoal.serve.grpc.app import GrpcApp
-from shoal.serve.grpc.service import InferenceServicer
 from shoal.serve.http import fast_path
 from shoal.serve.http.app import RestApp
 from shoal.serve.protocol.access import AccessControl
@@ -27,7 +25,7 @@ async def served(
     host: FakeHost, http_port: int, access: AccessControl | None = None, limits: RequestLimits = LIMITS
 ) -> AsyncIterator[uvicorn.Server]:
     access = access or AccessControl(None, [])
-    app = EndpointApp(RestApp(host, access, limits=limits), GrpcApp(InferenceServicer(host, access), limits))
+    app = EndpointApp(RestApp(host, access, limits=limits), host, access, limits)
     before = uvicorn.config.HTTP_PROTOCOLS["auto"]
     fast_path.install_application(app)
     with socket.create_server(("127.0.0.1", http_port)) as listener:

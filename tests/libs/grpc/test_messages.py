@@ -10,10 +10,10 @@ from typing import Any
 
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
-from shoal.open_inference import inference_pb2
+from shoal.libs.grpc import inference_pb2
 
-ROOT = Path(__file__).parents[2]
-PROTOCOL = ROOT / "platform" / "shoal" / "open_inference"
+ROOT = Path(__file__).parents[3]
+PROTOCOL = ROOT / "platform" / "shoal" / "libs" / "grpc"
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
 
 # Prints every field and method that a stock client knows, as `ours` below does for ours.
@@ -82,7 +82,7 @@ from google.protobuf.descriptor_pool import Default
 file = FileDescriptorProto(name="grpc_service.proto", package="inference", syntax="proto3")
 file.message_type.add(name="ModelInferRequest")
 Default().Add(file)
-from shoal.open_inference import inference_pb2
+from shoal.libs.grpc import inference_pb2
 Default().FindMessageTypeByName("inference.ModelInferRequest")
 print(inference_pb2.ModelInferRequest(model_name="a").model_name)
 """

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.errors import ConfigError
-from shoal.registry.manifest import Signature, TensorSignature
-from shoal.serve.model.formats.template import Forward, TemplateConfig
-from shoal.serve.model.onnx_session import import_runtime, make_forward, open_session
+from shoal.extend.registry import Signature, TensorSignature
+from shoal.extend.serve import Forward, TemplateConfig
+from shoal.libs.export.runtime.onnx_session import import_runtime, make_forward, open_session
 from shoal.weights import WeightSnapshot
 
 _DATATYPES = {

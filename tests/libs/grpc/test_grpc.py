@@ -12,16 +12,16 @@ import grpc
 import numpy as np
 import pytest
 
+from libs.grpc.asking import Ask, raw, refused, request, run, served, until
 from serving.fake_host import FakeHost, FakeModel, tensors
-from serving.grpc_asking import Ask, raw, refused, request, run, served, until
-from serving.grpc_replica import LIMITS, exchange
-from serving.grpc_replica import served as replica
+from serving.replica_server import LIMITS, exchange
+from serving.replica_server import served as replica
 from shoal.cluster.ports import find_free_port
 from shoal.errors import Closed, InferenceError
-from shoal.open_inference import inference_pb2 as pb
+from shoal.libs.grpc import inference_pb2 as pb
+from shoal.libs.grpc.codec import FIELDS
+from shoal.libs.grpc.methods import METHODS, SERVICE, UNAUTHENTICATED_METHODS, UNSUPPORTED_METHODS
 from shoal.open_inference.datatypes import DATATYPES, NUMPY_DTYPES
-from shoal.serve.grpc.codec import FIELDS
-from shoal.serve.grpc.methods import METHODS, SERVICE, UNAUTHENTICATED_METHODS, UNSUPPORTED_METHODS
 from shoal.serve.messages.inference import Arrays
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.request_limits import RequestLimits

@@ -6,8 +6,8 @@ request of the replica's HTTP server a call costs as much as one in JSON, and le
 (`cluster.ingress.haproxy_config`) forwards all calls of the service in this form.
 
 `GrpcApp` is an ASGI application beside the REST application. It writes the chunks of its answers itself, so it needs a
-server that does not (`http.fast_path`). Bodies, deadlines and disconnects are handled as for REST, the messages of a
-stream by `stream`.
+server that does not (`serve.http.fast_path`). Bodies, deadlines and disconnects are handled as for REST, the messages
+of a stream by `stream`. `stream_guard` ends a stream if this process is killed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,29 @@ from contextlib import aclosing, suppress
 from typing import Any
 
 from shoal.errors import InferenceError
-from shoal.serve.grpc.methods import METHODS, UNAUTHENTICATED_METHODS, UNSUPPORTED_METHODS, GrpcCall, GrpcMethod
-from shoal.serve.grpc.service import InferenceServicer, Invocation, parse_message, to_inference_error
-from shoal.serve.grpc.stream import HEAD_BYTES, Frame, StreamLifecycle
-from shoal.serve.messages.inference import Disconnected
-from shoal.serve.protocol.request_lifecycle import (
-    GRPC_PATH_PREFIX,
+from shoal.extend.serve import (
+    AccessControl,
+    Disconnected,
+    ModelManagerProtocol,
     Receive,
     RequestLifecycle,
     RequestsInProgress,
     Scope,
     Send,
+    Tracer,
     decompress_in_thread,
 )
+from shoal.libs.grpc.methods import (
+    METHODS,
+    PATH_PREFIX,
+    UNAUTHENTICATED_METHODS,
+    UNSUPPORTED_METHODS,
+    GrpcCall,
+    GrpcMethod,
+)
+from shoal.libs.grpc.service import InferenceServicer, Invocation, parse_message, to_inference_error
+from shoal.libs.grpc.stream import HEAD_BYTES, Frame, StreamLifecycle
+from shoal.libs.grpc.stream_guard import guard_stream
 from shoal.serve.protocol.request_limits import RequestLimits
 
 GRPC_CONTENT_TYPE = (b"content-type", b"application/grpc")
@@ -40,6 +50,13 @@ CHUNKED_HEADERS = [GRPC_CONTENT_TYPE, (b"transfer-encoding", b"chunked")]
 UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 FOREVER_S = 1e9  # gRPC writes no deadline as one in some hundred years
+
+
+def make_app(
+    manager: ModelManagerProtocol, access: AccessControl, limits: RequestLimits, tracer: Tracer | None
+) -> tuple[str, GrpcApp]:
+    """The application of a replica, and the prefix of its paths: an extension of the group `shoal.protocols`."""
+    return PATH_PREFIX, GrpcApp(InferenceServicer(manager, access, tracer), limits)
 
 
 class GrpcApp:
@@ -50,7 +67,7 @@ class GrpcApp:
         self._in_progress = RequestsInProgress(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call, name = GrpcCall(scope["headers"]), scope["path"][len(GRPC_PATH_PREFIX) :]
+        call, name = GrpcCall(scope["headers"]), scope["path"][len(PATH_PREFIX) :]
         reply = _ResponseWriter(send, call)
         try:
             method = METHODS.get(name)
@@ -148,7 +165,7 @@ class _ResponseWriter:
         if not self.has_started:
             self.has_started = True
             start = {"type": "http.response.start", "status": 200, "headers": CHUNKED_HEADERS}
-            await self._send(start | {"is_stream": True} if is_stream else start)
+            await self._send(start | {"guard": guard_stream} if is_stream else start)
 
 
 def _chunk(message: bytes) -> bytes:

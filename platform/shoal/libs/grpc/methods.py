@@ -22,13 +22,13 @@ import grpc
 from google.protobuf.message import Message
 
 from shoal.errors import InferenceError
-from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.protocol.request_lifecycle import GRPC_PATH_PREFIX
+from shoal.libs.grpc import inference_pb2 as pb
 
 if TYPE_CHECKING:
-    from shoal.serve.grpc.service import InferenceServicer
+    from shoal.libs.grpc.service import InferenceServicer
 
-SERVICE = GRPC_PATH_PREFIX.strip("/")
+SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+PATH_PREFIX = f"/{SERVICE}/"
 GRPC_STATUSES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
