@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shoal.runs.report.event_messages import NO_CHECKPOINT, WAITING
     from shoal.runs.report.panels import ReportPanels, Section, build_ranked_table, find_logarithmic
     from shoal.runs.report.plots import (
+        COLOURS,
         INK,
         LINE,
         MARK,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
         truncate_middle,
         use_integer_ticks,
     )
-    from shoal.runs.run_reader import MetricValue, infer_direction
+    from shoal.runs.run_reader import MetricValue, infer_direction, is_higher_better
     from shoal.runs.sweep_trials import (
         SWEEPING,
         History,
