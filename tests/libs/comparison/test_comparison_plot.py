@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal import runs
-from shoal.cost.compare import Column, build_column, plot_comparison
+from shoal.libs.comparison.columns import Column, build_column, plot_comparison
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from shoal import runs
-from shoal.cli.commands.compare import compare
-from shoal.cli.commands.inspect import inspect
 from shoal.cost import MEASURED, PREDICTED
-from shoal.cost.compare import build_column, compute_run_time_s, find_attempt_spans
 from shoal.errors import ConfigError, RunError
+from shoal.libs.comparison.columns import build_column, compute_run_time_s, find_attempt_spans
+from shoal.libs.comparison.compare import compare
+from shoal.libs.comparison.inspect import inspect
 from shoal.runs.record.database import connect
 
 TASK = """

@@ -15,14 +15,14 @@ from rich.table import Column as TableColumn
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli.support.console import make_table, print_json
 from shoal.errors import ConfigError
+from shoal.extend.cli import make_table, print_json
+from shoal.extend.runs import format_duration, format_number
 from shoal.runs import load
-from shoal.runs.formatting import format_duration, format_number
 
 if TYPE_CHECKING:
-    from shoal.cost.compare import Column
-    from shoal.train.reporting.time_to_accuracy import TargetReached
+    from shoal.extend.train import TargetReached
+    from shoal.libs.comparison.columns import Column
 
 
 @click.command()
@@ -43,7 +43,7 @@ def compare(runs: tuple[str, ...], metric: str | None, target: str | None, plot:
       shoal compare 20261120-0645 20261120-0712 --target accuracy=0.9
       shoal compare latest 20261120-0645 --metric validation/loss --plot runs.png --json
     """
-    from shoal.cost.compare import build_column, find_common_metric
+    from shoal.libs.comparison.columns import build_column, find_common_metric
 
     records = list({run.id: run for run in map(load, runs)}.values())
     if len(records) < 2:
@@ -66,8 +66,7 @@ def compare(runs: tuple[str, ...], metric: str | None, target: str | None, plot:
 
 def _find_reached(column: Column, target: str) -> TargetReached | None:
     """The run's first evaluation that met the target. Raises ConfigError for an invalid target."""
-    from shoal.train.reporting.time_to_accuracy import find_attempts, find_target_reached, get_evaluations
-    from shoal.train.spec import StopSpec, TargetSpec
+    from shoal.extend.train import StopSpec, TargetSpec, find_attempts, find_target_reached, get_evaluations
 
     name, separator, value = target.partition("=")
     if separator and name[-1:] not in ("<", ">"):
@@ -88,8 +87,8 @@ def _find_reached(column: Column, target: str) -> TargetReached | None:
 
 
 def _save_plot(columns: list[Column], plot: Path | None) -> Path:
-    from shoal.cost.compare import plot_comparison
-    from shoal.runs.figures import to_png
+    from shoal.extend.runs import to_png
+    from shoal.libs.comparison.columns import plot_comparison
 
     path = plot or columns[0].run.folder / "comparison.png"
     drawn = to_png(plot_comparison(columns, [f"{column.run.id} {column.run.title}" for column in columns]))
@@ -120,7 +119,7 @@ def _to_dict(column: Column, reached: TargetReached | None) -> dict[str, object]
 
 
 def _build_table(columns: list[Column], reached: list[TargetReached | None], target: str | None) -> Table:
-    from shoal.cost.compare import ROWS, format_value
+    from shoal.libs.comparison.columns import ROWS, format_value
 
     rows = [
         ["job", *(column.run.title for column in columns)],

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from shoal.cli.support.console import make_number_column, make_table, print_json, strip_task_key
 from shoal.config import format_override
 from shoal.errors import RunError
+from shoal.extend.cli import make_number_column, make_table, print_json, strip_task_key
 from shoal.runs import Run, load
 
 if TYPE_CHECKING:
-    from shoal.cost import CostTable
+    from shoal.extend.cost import CostTable
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing torch: else its profiler prints remarks
 
@@ -54,7 +54,7 @@ def inspect(what: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
 def _find_run(what: str) -> Run | None:
     """The run, unless the word names a task."""
-    from shoal.train.task import find_source_file
+    from shoal.extend.train import find_source_file
 
     if ":" in what or find_source_file(what) is not None:
         return None
@@ -65,10 +65,8 @@ def _find_run(what: str) -> Run | None:
 
 
 def _show_task(console: Console, reference: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    from shoal.parallel.placement import HEADINGS
-    from shoal.train.launch.overrides import spec_from_overrides
-    from shoal.train.launch.predicted_cost import predict_table
-    from shoal.train.task import make_task
+    from shoal.extend.parallel import PLACEMENT_HEADINGS
+    from shoal.extend.train import make_task, predict_table, spec_from_overrides
 
     with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
         spec = spec_from_overrides([format_override("task", reference), *overrides])
@@ -90,13 +88,14 @@ def _show_task(console: Console, reference: str, overrides: tuple[str, ...], as_
     _print_notes(console, table)
     if table.placement_rows:
         columns = (
-            Column(each, justify="right" if each == "parameters" else "left", overflow="fold") for each in HEADINGS
+            Column(each, justify="right" if each == "parameters" else "left", overflow="fold")
+            for each in PLACEMENT_HEADINGS
         )
         console.print(make_table(*columns, rows=(line.to_cells() for line in table.placement_rows)))
 
 
 def _show_run(console: Console, run: Run, as_json: bool) -> None:
-    from shoal.cost import MEASURED, PREDICTED, CostTable
+    from shoal.extend.cost import MEASURED, PREDICTED, CostTable
 
     events = run.last_events()
     if PREDICTED not in events and MEASURED not in events:
@@ -114,7 +113,7 @@ def _show_run(console: Console, run: Run, as_json: bool) -> None:
 
 
 def _build_cost_table(tables: dict[str, dict[str, float]]) -> Table:
-    from shoal.cost.cost_table import QUANTITIES, format_quantity, relative_error
+    from shoal.extend.cost import QUANTITIES, format_quantity, relative_error
 
     rows = []
     for quantity in QUANTITIES:

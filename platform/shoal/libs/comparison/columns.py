@@ -6,31 +6,30 @@ Called by `shoal compare`. Works for any run: unrecorded values are omitted from
 from __future__ import annotations
 
 import math
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
 
-from shoal.cost.cost_table import MEASURED, PREDICTED, CostTable
-from shoal.runs.run_kind import RunKind
-from shoal.runs.run_reader import Run, is_higher_better
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
-
-import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from shoal.cost.cost_table import format_quantity
-from shoal.runs.figures import COLOURS, add_heading, make_figure, truncate_middle
-from shoal.runs.formatting import format_number
+from shoal.extend.cost import MEASURED, PREDICTED, CostTable, format_quantity
+from shoal.extend.runs import (
+    COLOURS,
+    Run,
+    RunKind,
+    add_heading,
+    format_number,
+    is_higher_better,
+    make_figure,
+    truncate_middle,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 _S_PER_HOUR = 3600.0
 # The rows of a comparison besides results: name -> (unit, meaning). `events` supply values that metrics lack.
