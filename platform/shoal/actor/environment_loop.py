@@ -60,7 +60,7 @@ def play(
     given = environments if isinstance(environments, Sequence) else [environments]
     games = [adapt_aec(each) for each in given]
     clients = client if isinstance(client, Sequence) else [client]
-    return play_runs(clients, max_steps, on_run, lambda: _Player(games, clients, seed, on_weights, pull_interval_s))
+    return follow_runs(clients, max_steps, on_run, lambda: _Player(games, clients, seed, on_weights, pull_interval_s))
 
 
 class RunPlayer(Protocol):
@@ -73,7 +73,7 @@ class RunPlayer(Protocol):
         ...
 
 
-def play_runs(
+def follow_runs(
     clients: Sequence[ActorClient],
     max_steps: int | None,
     on_run: Callable[[ExperienceSpec], None] | None,

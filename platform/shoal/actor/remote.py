@@ -17,7 +17,7 @@ import numpy as np
 from shoal.actor.adapters.aec import adapt_aec
 from shoal.actor.agent_streams import AgentsEpisode, Environment, ParallelEnvironment, find_mask
 from shoal.actor.client import ActorClient
-from shoal.actor.environment_loop import play_runs
+from shoal.actor.environment_loop import follow_runs
 from shoal.actor.game import EpisodeActor, OpenEpisode
 from shoal.actor.parallel_game import assign_agents, require_one_run
 from shoal.actor.segment_builder import SegmentBuilder
@@ -234,7 +234,7 @@ def run_remote_actor(
     """
     clients = clients if isinstance(clients, Sequence) else [clients]
     game = _RemoteGame(environment, [RemoteActor(client) for client in clients], seed)
-    return play_runs(clients, max_steps, on_run, lambda: game)
+    return follow_runs(clients, max_steps, on_run, lambda: game)
 
 
 class _RemoteGame:
