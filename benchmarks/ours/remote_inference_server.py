@@ -29,6 +29,7 @@ import shoal
 from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.spec import GatewaySpec, policy_spec
 from shoal.weights import WeightSnapshot, WeightStore
 from shoal.wire import ExperienceSpec, TensorSpec
@@ -129,9 +130,8 @@ def main(num_clients: int, seconds: float, kind: str, profile_path: str = "") ->
     store.publish(make_weights())
     queue = ExperienceQueue(96, ledger)
     ProfiledGateway.profile_path = profile_path
-    gateway = (ProfiledGateway if profile_path else Gateway)(
-        GatewaySpec(), EXPERIENCE, queue, store, TOKEN, "benchmark"
-    )
+    setting = GatewaySetting(GatewaySpec(), EXPERIENCE, TOKEN, "benchmark")
+    gateway = (ProfiledGateway if profile_path else Gateway)(setting, queue, store)
     gateway.start()
     stopping = threading.Event()
     consumer = threading.Thread(target=consume, args=(queue, stopping))

@@ -238,7 +238,7 @@ def test_both_the_gateway_and_the_learner_may_be_lost(tmp_path: Path) -> None:
     assert batch is not None
     before.complete(batch, [None, None], [])
     before.acknowledge()
-    checkpointed = before.position
+    checkpointed = before.request.position
     assert values_of(before.take(0)) == [3, 4]
     abandon(first)
     second = Host(store)
@@ -306,7 +306,7 @@ def test_a_new_log_has_positions_that_no_learner_has_seen(tmp_path: Path) -> Non
     first.queue.close()
     second = Host(FolderStore(tmp_path / "two"))
     second.put_logged(A, 2)
-    assert values_of(lease(second, position=before.position).take(0)) == [2]
+    assert values_of(lease(second, position=before.request.position).take(0)) == [2]
     second.queue.close()
 
 
