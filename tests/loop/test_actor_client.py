@@ -501,7 +501,7 @@ def test_an_actor_of_this_machine_maps_the_weights() -> None:
 @pytest.mark.usefixtures("shares_all")
 def test_weights_that_cannot_be_mapped_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a gateway in another container, or at the other end of a tunnel."""
-    monkeypatch.setattr("shoal.actor.received_weights.map_payload", lambda place: None)
+    monkeypatch.setattr("shoal.actor.exchange.map_payload", lambda place: None)
     with serving() as parts, client(parts) as actor:
         for version in (1, 2):
             parts.store.publish(weights(version))
@@ -527,7 +527,7 @@ def test_an_actor_that_comes_too_late_to_map_a_version_gets_that_one_sent(monkey
         opened.append(address)
         return None if len(opened) == 2 else map_payload(address)
 
-    monkeypatch.setattr("shoal.actor.received_weights.map_payload", map_all_but_the_second)
+    monkeypatch.setattr("shoal.actor.exchange.map_payload", map_all_but_the_second)
     with serving() as parts, client(parts) as actor:
         for version in (1, 2, 3):
             parts.store.publish(weights(version)) if version > 1 else None

@@ -20,7 +20,7 @@ from loop.test_local_loop import EXPERIENCE as OF_SIGNS
 from loop.test_local_loop import SPEC, SignGame
 from rl_setting import EXPERIENCE, TOKEN, Parts, serving, weights
 from shoal.actor import RemoteActor, RemoteClient
-from shoal.actor.adapters.flattening import flatten_environment
+from shoal.actor.other_games import flatten_environment
 from shoal.actor.remote import run_remote_actor
 from shoal.errors import Closed, ConfigError, InvalidSegment, Refused
 from shoal.flows.actor_learner_spec import ActorLearnerSpec

@@ -12,8 +12,8 @@ import torch
 from gymnasium.spaces import Box, Discrete
 
 from rl_setting import segment
-from shoal.actor.networks.frame_features import compute_features, load_kernels
 from shoal.actor.policy import make_policy
+from shoal.actor.policy_networks import compute_features, load_kernels
 from shoal.errors import ConfigError, InvalidSegment, WeightsError
 from shoal.flows.rl_policy import describe_policy_model
 from shoal.models.actor_critic import ActorCritic
