@@ -21,39 +21,12 @@ from network import Host, Network, network, start_ray
 from bucket_server import BUCKET
 from shoal_program import ROOT, Program
 
+LINE = ROOT / "tests/hosts/line.py"
 DASHBOARD = "http://127.0.0.1:8265"
 RUN_S, CLUSTER_S = 1500.0, 3600.0
 STEPS = 300
 TRAINING = ["task=line.py:Line", "batch_size=48", f"stop.steps={STEPS}", "checkpoint.every_steps=20"]
 TRAINING += ["evaluate.every_steps=100", "log_every_steps=1", "device=cpu"]
-TASK = """\
-import socket
-import time
-
-import torch
-from torch.utils.data import TensorDataset
-
-import shoal
-
-
-class Line(shoal.Task):
-    num_calls = 0
-
-    def model(self):
-        return torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-
-    def data(self):
-        x = torch.arange(96.0)[:, None] / 96
-        return shoal.Data(train=TensorDataset(x, 2 * x), validation=TensorDataset(x, 2 * x))
-
-    def inputs(self, batch):
-        return (batch[0],)
-
-    def loss(self, outputs, batch):
-        self.num_calls += 1
-        time.sleep(4.0 if socket.gethostname() == "lost" and self.num_calls > 50 else 0.01)
-        return (outputs - batch[1]).square().mean()
-"""
 
 
 class Observer:
@@ -129,7 +102,7 @@ def bucket_cluster(folder: Path, *, num_cpus: int, num_head_cpus: int = 3) -> It
         made.environment |= json.loads(server.wait_for_line(r"^\{.*")[0]) | {"SHOAL_STORE": f"s3://{BUCKET}/shoal"}
         head, lost, client = map(made.add, ("head", "lost", "client"))
         shutil.copytree(ROOT / "jobs", head.files / "project/jobs")
-        (head.files / "project/line.py").write_text(TASK)
+        shutil.copy(LINE, head.files / "project")
         start_ray(head, head, num_cpus=num_head_cpus)
         start_ray(lost, head, num_cpus=num_cpus)
         observing = [sys.executable, str(ROOT / "tests/hosts/observe_runs.py")]

@@ -5,13 +5,28 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bucket_hosts import DASHBOARD, RUN_S, STEPS, TASK, TRAINING, Cluster, Lost, begin, bucket_cluster, find, lose_host
+from bucket_hosts import (
+    DASHBOARD,
+    LINE,
+    RUN_S,
+    STEPS,
+    TRAINING,
+    Cluster,
+    Lost,
+    Run,
+    begin,
+    bucket_cluster,
+    find,
+    lose_host,
+)
 from network import why_none
 
 from shoal_program import ROOT, STATE_S
@@ -27,6 +42,14 @@ LOOP += ["target_return=1000", "max_wall_s=3600", "learner.checkpoint_every_s=1"
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with bucket_cluster(tmp_path_factory.mktemp("disks"), num_cpus=7) as made:
         yield made
+
+
+def check_restored(name: str, run: Run, saved: int) -> None:
+    """It ends, after it went on from a checkpoint that was not older than `saved`."""
+    assert run.program.wait(STATE_S) == 0
+    [(_, lost), (_, restored), (_, stopped)] = run.list_events("workers_lost", "restored", "stopped")
+    Lost(lost["step"], restored["step"], saved).check(name)
+    assert stopped["step"] == STEPS
 
 
 def test_hosts_see_nothing_of_each_other(cluster: Cluster) -> None:
@@ -56,10 +79,7 @@ def test_runs_go_on_from_their_checkpoints_when_a_host_is_lost_with_its_disk(clu
         learner = runs.pop("learner")
         learner.program.wait_until(lambda: learner.list_events("learner_restarted"), "another learner")
         for name, run in runs.items():
-            assert run.program.wait(STATE_S) == 0
-            [(_, lost), (_, restored), (_, stopped)] = run.list_events("workers_lost", "restored", "stopped")
-            Lost(lost["step"], restored["step"], saved[name]).check(name)
-            assert stopped["step"] == STEPS
+            check_restored(name, run, saved[name])
         [(_, lost)] = learner.list_events("learner_restarted")
         Lost(lost["updates"], lost["restored_updates"], saved["learner"]).check("learner")
         learner.program.wait_until(lambda: learner.count_updates() > lost["updates"], "what was lost, learnt again")
@@ -92,12 +112,34 @@ def test_a_run_goes_on_when_the_host_of_its_gateway_and_its_learner_is_lost(tmp_
         assert segments["dropped"].get("stale_consumption", 0) < 0.05 * segments["consumed"]
 
 
+def test_ranks_that_keep_their_weights_whole_go_on_from_their_checkpoint(tmp_path: Path) -> None:
+    with bucket_cluster(tmp_path, num_cpus=2, num_head_cpus=2) as made, ExitStack() as stack:
+        run = find(begin(stack, made, "train", *TRAINING, "workers=3", "parallel=ddp"), made)
+        check_restored("ddp", run, lose_host(made, {"ddp": run})["ddp"])
+
+
+def test_a_trial_of_a_sweep_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """Both trials are on the host that is lost."""
+    words = [f"train.{word}" for word in TRAINING] + ["trials=2", "concurrent=2", "metric=loss", "direction=min"]
+    words.append("space={optimizer.learning_rate: 'log(0.001,0.01)'}")
+    with bucket_cluster(tmp_path, num_cpus=2, num_head_cpus=0) as made, ExitStack() as stack:
+        sweep = find(begin(stack, made, "sweep", *words), made)
+        trials = {f"trial {number}": replace(sweep, id=f"{sweep.id}-t{number:03d}") for number in range(2)}
+        saved = lose_host(made, trials)
+        assert sweep.program.wait(STATE_S) == 0
+        assert any(trial.list_events("restored") for trial in trials.values())
+        for name, trial in trials.items():
+            assert trial.step == STEPS
+            for _, restored in trial.list_events("restored"):
+                Lost(STEPS, restored["step"], saved[name]).check(name)
+
+
 def test_a_host_that_had_nothing_of_a_run_shows_it_and_resumes_it(cluster: Cluster) -> None:
     """It is not of the cluster: it has the bucket alone."""
     client, run_id = cluster.client, cluster.trained
     wait_for(lambda: run_id in client.run("shoal", "runs"), STATE_S, "the copy of its record")
     assert f"The report of {run_id} (finished)" in client.run("shoal", "report", run_id)
-    (client.files / "project/line.py").write_text(TASK)
+    shutil.copy(LINE, client.files / "project")
     words = [f"resume={run_id}", "workers=1", "parallel=ddp", f"stop.steps={STEPS + 20}"]
     assert f"{STEPS + 20} steps" in client.run(sys.executable, "-m", "shoal.train", *words)
     restored = [details["step"] for kind, details in cluster.observer.observe(run_id)["events"] if kind == "restored"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -22,27 +23,6 @@ from shoal_program import ROOT
 
 pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600), pytest.mark.soak]
 RATE, ASKING_S = 10, 45
-TASK = """\
-import torch
-from torch.utils.data import TensorDataset
-
-import shoal
-
-
-class Line(shoal.Task):
-    def model(self):
-        return torch.nn.Linear(1, 1)
-
-    def data(self):
-        x = torch.arange(64.0)[:, None] / 64
-        return shoal.Data(train=TensorDataset(x, 2 * x))
-
-    def inputs(self, batch):
-        return (batch[0],)
-
-    def loss(self, outputs, batch):
-        return (outputs - batch[1]).square().mean()
-"""
 
 
 def render(folder: Path, *words: str) -> list[dict[str, Any]]:
@@ -73,7 +53,7 @@ def test_pods_train_and_serve_and_a_drained_one_cuts_nothing(tmp_path: Path, mon
         pods = Pods(service["spec"]["rayClusterConfig"], secret, stack)
 
         def add_pod(host: Host) -> None:
-            (host.files / "project/line.py").write_text(TASK)
+            shutil.copy(ROOT / "tests/hosts/line.py", host.files / "project")
             files = authority.sign(name=host.name, names=(host.address,))
             host.run("mkdir", "/tmp/ray/tls", "/tmp/ray/home")
             root = Path(*host.files.parts[:4])
