@@ -142,7 +142,8 @@ def endpoint(cluster: Cluster) -> Endpoint:
     (cluster.head.project / "waiting_hooks.py").write_text(HOOKS)
     files = _sign(cluster)
     words = ["--replicas", "2", "endpoint.num_cpus=1.5", "endpoint.grpc_port=0", "endpoint.model.max_batch_size=1"]
-    words += ["endpoint.show_errors=true", f"endpoint.hang_s={HANG_S:g}", "endpoint.ingress=every_node", "endpoint.host=0.0.0.0", f"endpoint.tls.certificate={files.certificate}"]
+    words += ["endpoint.show_errors=true", f"endpoint.hang_s={HANG_S:g}", "endpoint.ingress=every_node"]
+    words += ["endpoint.host=0.0.0.0", f"endpoint.tls.certificate={files.certificate}"]
     words += [f"endpoint.tls.key={files.key}", "endpoint.model.preprocess=waiting_hooks:wait_as_told"]
     words += ["endpoint.model.postprocess=waiting_hooks:say_where", "--address", DASHBOARD]
     said = cluster.shoal("serve", "deploy", name, *words)

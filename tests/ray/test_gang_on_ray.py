@@ -87,24 +87,6 @@ def expected(cluster: EmbeddedCluster, shared_home: object) -> Iterator[tuple[Cl
     wait_for(lambda: not pids_of(cluster, "GangWorker"))
 
 
-def test_its_answers_are_those_of_one_process(expected: tuple[Client, np.ndarray]) -> None:
-    client, answer = expected
-    np.testing.assert_allclose(client.infer("chat", {"tokens": TOKENS})["logits"], answer, rtol=1e-4, atol=1e-5)
-
-
-def test_a_new_version_is_taken_by_all_workers(expected: tuple[Client, np.ndarray]) -> None:
-    """As the alias moves to it, and back."""
-    client, answer = expected
-
-    def has(logits: np.ndarray) -> bool:
-        return np.allclose(client.infer("chat", {"tokens": TOKENS})["logits"], logits, rtol=1e-4, atol=1e-5)
-
-    other = register(2)
-    wait_for(lambda: has(other), what="the second version")
-    Registry().rollback("chat")
-    wait_for(lambda: has(answer), what="the first version")
-
-
 def test_a_killed_worker_breaks_no_connection_and_is_replaced(
     cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]
 ) -> None:

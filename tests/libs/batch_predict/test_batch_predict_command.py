@@ -28,6 +28,10 @@ class FakeJob:
         self.num_polls += 1
         return JobStatus.SUCCEEDED if self.num_polls == 3 else None
 
+    def read_logs_from(self, start: int, *, is_complete: bool) -> tuple[str, int]:
+        written = "".join(f"line {number}\n" for number in range(self.num_polls))
+        return written[start:], len(written)
+
     def stop_quietly(self) -> None:
         """It is over."""
 
@@ -45,7 +49,6 @@ def test_the_job_is_for_files_and_models_of_the_cluster_and_its_lines_are_printe
         "find_cluster": lambda address: ClusterHandle(URL, URL, "token", {}),
         "submit": submit,
         "JobHandle": lambda cluster, submission_id: job,
-        "read_job_lines": lambda job: [f"line {number}" for number in range(job.num_polls)],
         "interrupt_on_termination": lambda: None,
         "POLL_S": 0.0,
     }.items():

@@ -42,17 +42,29 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("words", [[], ["--json"]])
-def test_status_shows_no_secret_of_a_job(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = ClusterHandle("127.0.0.1:6379", "http://127.0.0.1:8265", "token", {}, temp_dir=Path("/tmp/none"))
-    command = "cd /tmp && exec python -m job 'endpoint.keys=[{name: ada, key: S3CRET}]' endpoint.port=80"
+def show(*words: str) -> str:
+    """What `shoal status` says."""
+    return CliRunner().invoke(verbs.status, words, catch_exceptions=False).output
+
+
+def attach_to(handle: ClusterHandle | None, monkeypatch: pytest.MonkeyPatch, *jobs: JobInfo) -> None:
+    """The cluster that `shoal status` finds, with these jobs."""
     monkeypatch.setattr(verbs, "find_cluster", lambda address: handle)
     monkeypatch.setattr(verbs, "get_resources", lambda cluster: ClusterResources(1, 2.0, 0.0, 0, 0, 0.0))
-    monkeypatch.setattr(verbs, "list_jobs", lambda cluster: [JobInfo("one", JobStatus.RUNNING, command, "", 0.0)])
-    shown = CliRunner().invoke(verbs.status, words, catch_exceptions=False).output
-    assert "S3CRET" not in shown
-    assert "endpoint.keys=***" in shown
-    assert "endpoint.port=80" in shown
+    monkeypatch.setattr(verbs, "list_jobs", lambda cluster: [*jobs])
+
+
+def test_status_shows_names_and_addresses_as_they_are_and_no_secret_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = ClusterHandle("[fe80::1]:6379", "http://[fe80::1]:8265", "token", {}, temp_dir=None)
+    command = "cd /tmp && exec python -m job 'endpoint.keys=[{name: ada, key: S3CRET}]' endpoint.port=80"
+    attach_to(handle, monkeypatch, JobInfo("one", JobStatus.RUNNING, command, "", 0.0))
+    with runs.create("play[fast]:key:", "", "one") as run:
+        run.record_endpoint("shop[/]", "inference", "http://[fe80::1]:8000", "ready")
+        for shown in (show(), show("--json")):
+            for word in ("http://[fe80::1]:8265", "play[fast]:key:", "endpoint.keys=***", "endpoint.port=80"):
+                assert word in shown
+            assert "S3CRET" not in shown
+        assert "shop[/]  http://[fe80::1]:8000" in show()
 
 
 MANY_NEWER = """
@@ -65,64 +77,49 @@ SELECT number + i, id || i, job, 'finished', spec, command, git_revision, git_di
 
 
 def test_an_endpoint_is_found_however_many_runs_are_newer(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "find_cluster", lambda address: None)
+    attach_to(None, monkeypatch)
     with runs.create("serve", "", "one") as run:
         run.record_endpoint("shop", "inference", "http://127.0.0.1:8000", "ready")
         with closing(connect(home)) as connection:
             connection.execute(MANY_NEWER)
         assert find_endpoint("shop").run_id == "one"
-        assert "shop  http://127.0.0.1:8000" in CliRunner().invoke(verbs.status, []).output
+        assert "shop  http://127.0.0.1:8000" in show()
     with pytest.raises(RunError, match="no endpoint is up"):
         find_endpoint("shop")
 
 
-def test_status_shows_names_and_addresses_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = ClusterHandle("[fe80::1]:6379", "http://[fe80::1]:8265", "token", {}, temp_dir=None)
-    monkeypatch.setattr(verbs, "find_cluster", lambda address: handle)
-    monkeypatch.setattr(verbs, "get_resources", lambda cluster: ClusterResources(1, 2.0, 0.0, 0, 0, 0.0))
-    monkeypatch.setattr(verbs, "list_jobs", lambda cluster: [])
-    with runs.create("play[fast]:key:", "", "one") as run:
-        run.record_endpoint("shop[/]", "inference", "http://[fe80::1]:8000", "ready")
-        shown = CliRunner().invoke(verbs.status, [], catch_exceptions=False).output
-    for word in ("dashboard http://[fe80::1]:8265", "play[fast]:key:", "shop[/]  http://[fe80::1]:8000"):
-        assert word in shown
-
-
 def test_the_queue_shows_position_owner_priority_need_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "find_cluster", lambda address: None)
-    needs = {"GPU": 4.0}
+    attach_to(None, monkeypatch)
     with runs.create("train", "", "late") as late, runs.create("train", "", "first") as first:
         for run, position, owner, priority in ((late, 2, "ann@a", 0), (first, 1, "bob@b", 5)):
             reason = f"4 workers need a GPU each: {position} of 8 GPUs free"
-            entry = {"position": position, "owner": owner, "priority": priority, "needs": needs, "since_s": time.time()}
-            run.record_event("waiting", reason=reason, wait_s=1800.0, **entry)
-        shown = CliRunner().invoke(verbs.status, []).output
-        assert "queue\n  1  first  bob@b  priority 5  4 GPU  for 0 s\n     4 workers need a GPU each: 1 of 8" in shown
-        assert "  2  late  ann@a  priority 0  4 GPU  for" in shown
-        assert shown.count("    waiting in the queue\n") == 2
-        queue = json.loads(CliRunner().invoke(verbs.status, ["--json"]).output)["queue"]
+            entry = {"position": position, "owner": owner, "priority": priority, "since_s": time.time()}
+            run.record_event("waiting", reason=reason, wait_s=1800.0, needs={"GPU": 4.0}, **entry)
+        assert "queue\n  1  first  bob@b  priority 5  4 GPU  for 0 s\n     4 workers need a GPU each: 1 of 8" in show()
+        assert "  2  late  ann@a  priority 0  4 GPU  for" in show()
+        assert show().count("    waiting in the queue\n") == 2
+        queue = json.loads(show("--json"))["queue"]
         assert [(each["run"], each["position"]) for each in queue] == [("first", 1), ("late", 2)]
-        listed = CliRunner().invoke(runs_command, []).output
-        assert listed.count("waiting") == 2
+        assert CliRunner().invoke(runs_command, []).output.count("waiting") == 2
         assert "waiting: 4 workers need a GPU each: 1 of 8 GPUs free (up to 30 min)" in (
             CliRunner().invoke(runs_command, ["first"]).output
         )
         first.record_event("waiting", reason="", wait_s=1800.0)
         assert "running" in CliRunner().invoke(runs_command, ["first"]).output
-    assert "queue\n" not in CliRunner().invoke(verbs.status, []).output
+    assert "queue\n" not in show()
     with runs.reopen("late"):
-        assert "queue\n" not in CliRunner().invoke(verbs.status, []).output, "what it waited for before is past"
+        assert "queue\n" not in show(), "what it waited for before is past"
 
 
 def test_status_says_what_a_run_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "find_cluster", lambda address: None)
+    attach_to(None, monkeypatch)
     with runs.create("train", "", "one") as run:
         run.record_event("waiting", reason="waiting for nodes: 1 small is being started", wait_s=1800.0)
         told = "waiting for nodes: 1 small is being started (up to 30 min)"
-        assert f"    {told}\n" in CliRunner().invoke(verbs.status, []).output
-        assert json.loads(CliRunner().invoke(verbs.status, ["--json"]).output)["runs"][0]["waiting"] == told
+        assert f"    {told}\n" in show()
+        assert json.loads(show("--json"))["runs"][0]["waiting"] == told
         run.record_event("waiting", reason="", wait_s=1800.0)
-        assert "waiting" not in CliRunner().invoke(verbs.status, []).output
+        assert "waiting" not in show()
 
 
 class Unexpected(Exception):
