@@ -1,11 +1,10 @@
-"""A cluster of two hosts by the commands of cluster.yaml, and a client's: training, the loop, an endpoint with an
-ingress on both, and one of a gang that has a worker on each. The hosts lose each other."""
+"""A cluster of two hosts by the commands of cluster.yaml, and a client's: an endpoint with an ingress on both, and
+a gang that has a worker on each. The hosts lose each other."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -31,7 +30,6 @@ from waiting import wait_for
 
 pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600)]
 DASHBOARD = "http://127.0.0.1:8265"
-LEARNING_S = 1500.0
 HANG_S = 12.0  # and so long an answer may take: nothing on the network says that a host is gone
 REQUEST_S = 3.0  # stands for one of 50 s: twice as long is well below HANG_S
 ASKING_S = 16
@@ -69,37 +67,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for host in (there.head, there.worker):
             start_ray(host, there.head)
         yield there
-
-
-@pytest.mark.soak
-def test_ranks_of_two_hosts_train_as_one_process(cluster: Cluster) -> None:
-    said = cluster.shoal("run", "tabular", "parallel=ddp", "workers=4", "stop.steps=40", "--address", DASHBOARD)
-    rays_own = ("dashboard_sdk.py", "packaging.py", "working_dir.py", "job_manager.py")
-    assert not [line for line in said.splitlines() if any(name in line for name in rays_own)], said
-    alone = cluster.head.run(sys.executable, "-m", "shoal.train", "task=jobs/tabular.py", "stop.steps=40")
-    assert _loss(said) == pytest.approx(_loss(alone), rel=0.02), said + alone
-
-
-def _loss(said: str) -> float:
-    """Of the last line that tells one, in three or four digits."""
-    found = re.findall(r"\bloss ([\d.]+)", said)
-    assert found, said
-    return float(found[-1].rstrip("."))
-
-
-@pytest.mark.soak
-def test_an_actor_elsewhere_teaches_a_policy_that_both_hosts_serve(cluster: Cluster) -> None:
-    words = ["target_return=40", "gateway.host=0.0.0.0", "gateway.curve=true", "endpoint.num_replicas=4"]
-    command = ["shoal", "run", "actor_learner", *words, "endpoint.num_cpus=0.3", "--address", DASHBOARD]
-    with cluster.head.start(command, limit_s=LEARNING_S) as learning, ExitStack() as stack:
-        told = learning.wait_for_line(".*--connect.*")[0]
-        assert f"tcp://{cluster.head.address}:" in told, "the address is one that others reach"
-        acting = [sys.executable, *shlex.split(told)[1:]]
-        nobodys = {"SHOAL_HOME": str(cluster.client.home), "SHOAL_TOKEN": cluster.token}
-        actors = [stack.enter_context(cluster.client.start(acting, nobodys, LEARNING_S)) for _ in range(2)]
-        assert learning.wait(LEARNING_S) == 0
-        assert re.search(r"cartpole@1 \(champion\): mean return", learning.said)
-        assert [actor.wait() for actor in actors] == [0, 0]
 
 
 def _register(cluster: Cluster, name: str = "linear") -> int:

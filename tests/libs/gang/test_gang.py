@@ -15,15 +15,13 @@ from typing import Any
 import gang_models
 import numpy as np
 import pytest
-from gang_models import LENGTH, OPTIONS, VOCABULARY, ProcessLauncher, ThreadLauncher, predictor_of, started
+from gang_models import LENGTH, VOCABULARY, ProcessLauncher, ThreadLauncher, predictor_of, started
 
-from shoal.errors import ConfigError, PlanError, WeightsError
+from shoal.errors import PlanError, WeightsError
 from shoal.libs.gang.gang import Gang
 from shoal.libs.gang.plan import build_model
 from shoal.libs.gang.team import GangLost
-from shoal.registry import ModelFactory
-from shoal.serve.model.predictor import LoadedModel, Predictor
-from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.model.predictor import LoadedModel
 from waiting import wait_for
 
 
@@ -186,13 +184,7 @@ def is_stopped(pid: int) -> bool:
     )
 
 
-def test_what_workers_cannot_share_is_named() -> None:
+def test_more_stages_than_layers_are_named() -> None:
     version = gang_models.register("ConvNet")
-    with closing(Gang(ThreadLauncher(), 2, "pipeline")) as gang:
-        config = version.manifest.signature
-        with pytest.raises(ConfigError, match="onnx"):
-            Predictor(ModelFactory(format="onnx"), config, OPTIONS, share=gang.open_template)
-        with pytest.raises(ConfigError, match="precision"):
-            predictor_of(version, gang, ModelOptions(precision="int8"))
     with closing(Gang(ThreadLauncher(), 9, "pipeline")) as gang, pytest.raises(PlanError, match="9 stages"):
         predictor_of(version, gang)
