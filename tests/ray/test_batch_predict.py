@@ -79,12 +79,6 @@ def test_paths_and_columns_are_taken_as_they_were_typed(tmp_path: Path, monkeypa
     assert (spec.columns, spec.keep) == (["x=it's, 1"], ["on", "2", "no]"])
 
 
-def test_what_lacks_rows_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RunError, match="2 rows were written for 3 of the input"):
-        predicted(tmp_path, monkeypatch, lambda folder: write_rows(folder, 2))
-    assert folders(tmp_path) == []
-
-
 def test_a_worker_is_started_again_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = predicted(tmp_path, monkeypatch, write_rows)
     assert (said["max_restarts"], said["max_task_retries"]) == (2, 2)
@@ -160,7 +154,7 @@ def test_workers_reserve_gpus_and_are_as_many_as_those_hold(
     assert said["compute"].max_size == count  # type: ignore[attr-defined]
 
 
-def test_gpus_that_the_cluster_has_not_or_that_are_not_free_are_refused(
+def test_what_the_cluster_has_not_or_is_not_free_is_refused_and_an_output_without_all_rows_does_not_appear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shoal.libs.batch_predict import ray_batch
@@ -172,6 +166,10 @@ def test_gpus_that_the_cluster_has_not_or_that_are_not_free_are_refused(
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"GPU": 1.0}}])
     with pytest.raises(ClusterError, match=r"1 workers need 1 GPUs, 0 are free: wait for what runs"):
         predicted(tmp_path, monkeypatch, write_rows, num_gpus=1.0)
+    with pytest.raises(ClusterError, match=r"1 workers need 0\.75 CPUs free: wait for what runs"):
+        predicted(tmp_path, monkeypatch, write_rows, lambda: {"CPU": 0.5})
+    with pytest.raises(RunError, match="2 rows were written for 3 of the input"):
+        predicted(tmp_path, monkeypatch, lambda folder: write_rows(folder, 2))
     assert folders(tmp_path) == []
 
 
@@ -195,15 +193,6 @@ def test_a_worker_with_a_part_of_a_gpu_has_that_part_of_its_memory(monkeypatch: 
     monkeypatch.setattr(ray_batch, "TablePredictor", MagicMock())
     ray_batch.PredictWorker(MagicMock(), 0.25)
     assert shares == [0.25]
-
-
-def test_where_no_place_becomes_free_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.libs.batch_predict import ray_batch
-
-    monkeypatch.setattr(ray_batch, "CAPACITY_WAIT_S", 0.1)
-    with pytest.raises(ClusterError, match=r"1 workers need 0\.75 CPUs free: wait for what runs"):
-        predicted(tmp_path, monkeypatch, write_rows, lambda: {"CPU": 0.5})
-    assert folders(tmp_path) == []
 
 
 def test_it_ends_where_an_endpoint_leaves_one_cpu_and_words_stay_words(
