@@ -326,23 +326,6 @@ def test_a_state_needs_a_row_for_each_node() -> None:
 # -- as a module
 
 
-@every_subject
-def test_copies_and_state_dicts(subject: Subject) -> None:
-    trees = TreeBatch.from_parents(SMALL)
-    rnn = TreeRNN(subject.make(2))
-    x = features(trees)
-    outputs = rnn(x, trees)
-    outputs.sum().backward()
-    twin, other = copy.deepcopy(rnn), TreeRNN(subject.make(2))
-    other.load_state_dict(rnn.state_dict())
-    assert torch.equal(twin(x, trees), outputs)
-    assert torch.equal(other(x, trees), outputs)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    assert torch.equal(rnn(x, trees), outputs)
-
-
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
     """This process is all of a group."""
