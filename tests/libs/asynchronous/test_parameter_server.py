@@ -37,7 +37,7 @@ from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.libs.asynchronous.parameter_server.server_service import ServerService
 from shoal.libs.asynchronous.parameter_server.worker import ParameterServerSync
 from shoal.sync.costs import load_probe
-from shoal.sync.rpc import CallId, Request, RpcClient, RpcService
+from shoal.sync.rpc import RpcClient
 from shoal.sync.synchronizer import Connection
 from waiting import wait_for
 
@@ -427,32 +427,6 @@ def make_inner(network: nn.Module) -> Optimizer:
     return SGD(network.parameters(), 0.1)
 
 
-def train_rounds_alone(
-    num_workers: int, num_steps: int, every: int, outer: MakeOptimizer, weigh: Weigh = weigh_alike
-) -> list[Tensor]:
-    """The same by the equations, one worker after the other: 2311.08105, algorithm 1."""
-    whole = make_network()
-    optimizer = outer(whole)
-    for begin in range(0, num_steps, every):
-        changes = []
-        for worker in range(num_workers):
-            network = copy.deepcopy(whole)
-            inner = SGD(network.parameters(), 0.1)
-            for step in range(begin, begin + every):
-                compute_gradients(network, step, worker)
-                inner.step()
-            pairs = zip(whole.parameters(), network.parameters(), strict=True)
-            changes.append([(before - after).detach() for before, after in pairs])
-        for each, parts in zip(whole.parameters(), zip(*changes, strict=True), strict=True):
-            weights = [
-                sum(weigh(step, worker) for step in range(begin, begin + every)) for worker in range(num_workers)
-            ]
-            each.grad = torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
-            each.grad /= sum(weights)
-        optimizer.step()
-    return [each.detach() for each in whole.parameters()]
-
-
 def test_gradients_count_by_the_weights_of_their_losses(tmp_path: Path) -> None:
     spec = ParameterServerConfig(servers=2)
     for accumulate in (1, 2):
@@ -467,18 +441,18 @@ def test_gradients_count_by_the_weights_of_their_losses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "outer"),
     [
-        (LocalSGDConfig(every=1), lambda network: SGD(network.parameters(), 1.0)),
-        (LocalSGDConfig(every=4, servers=2), lambda network: SGD(network.parameters(), 1.0)),
+        (LocalSGDConfig(every=1), {"lr": 1.0}),
+        (LocalSGDConfig(every=4, servers=2), {"lr": 1.0}),
         (
             DiLoCoConfig(every=3, outer_learning_rate=0.5, outer_momentum=0.8),
-            lambda network: SGD(network.parameters(), 0.5, momentum=0.8, nesterov=True),
+            {"lr": 0.5, "momentum": 0.8, "nesterov": True},
         ),
     ],
 )
-def test_local_steps_are_those_of_the_equations(tmp_path: Path, spec: LocalStepsConfig, outer: MakeOptimizer) -> None:
+def test_local_steps_are_those_of_the_equations(tmp_path: Path, spec: LocalStepsConfig, outer: dict[str, Any]) -> None:
     """And changes count by the weights of their steps."""
     found = train(tmp_path, spec, 3, make_inner, 4 * spec.every, weigh_differently)
-    expected = train_rounds_alone(3, 4 * spec.every, spec.every, outer, weigh_differently)
+    expected = train_local_steps_alone(spec, 3, 4 * spec.every, outer, weigh_differently)
     torch.testing.assert_close(found.weights, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -494,8 +468,7 @@ def test_fragments_are_merged_at_staggered_steps(
     Each has an error feedback of its own; top-k of all elements loses nothing."""
     spec = DiLoCoConfig(every=4, fragments=2, servers=2, transport=transport, compression=kind, top_k=1.0)
     found = train(tmp_path, spec, 2, make_inner, 8)
-    fragments = divide_fragments([each.numel() for each in make_network().parameters()], 2)
-    expected = train_fragments_alone(spec, fragments, 2, 8)
+    expected = train_local_steps_alone(spec, 2, 8, OUTER)
     torch.testing.assert_close(found.weights, expected, rtol=tolerance, atol=tolerance / 10)
     if transport == "frames" or kind == "none":
         assert found.traffic.pushed_bytes / found.traffic.num_steps == found.traffic.predicted[0]
@@ -504,34 +477,44 @@ def test_fragments_are_merged_at_staggered_steps(
 def test_a_merged_fragment_is_blended_with_what_a_worker_has_done_meanwhile(tmp_path: Path) -> None:
     spec = DiLoCoConfig(every=4, fragments=2, delay=1, blend=0.25, servers=2)
     found = train(tmp_path, spec, 2, make_inner, 9).weights
-    fragments = divide_fragments([each.numel() for each in make_network().parameters()], 2)
-    torch.testing.assert_close(found, train_fragments_alone(spec, fragments, 2, 9), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, train_local_steps_alone(spec, 2, 9, OUTER), rtol=1e-5, atol=1e-6)
 
 
-def train_fragments_alone(
-    spec: LocalStepsConfig, fragments: list[range], num_workers: int, num_steps: int
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # of DiLoCo, by default
+
+
+def train_local_steps_alone(
+    spec: LocalStepsConfig, num_workers: int, num_steps: int, outer: dict[str, Any], weigh: Weigh = weigh_alike
 ) -> list[Tensor]:
-    """The same by the equations: the merged weights after `num_steps` of all workers."""
-    whole = make_network()
-    parameters = list(whole.parameters())
-    outer = spec.make_server_optimizer(SGD(parameters, 0.1))
-    networks = [copy.deepcopy(whole) for _ in range(num_workers)]
-    inner = [SGD(network.parameters(), 0.1) for network in networks]
+    """The same by the equations (2311.08105 and 2501.18512, algorithms 1 and 2): the merged weights in the end."""
+    merged = make_network()
+    parameters = list(merged.parameters())
+    fragments = divide_fragments([each.numel() for each in parameters], spec.fragments)
+    optimizer = SGD(parameters, **outer)
+    networks = [copy.deepcopy(merged) for _ in range(num_workers)]
+    inner = [make_inner(network) for network in networks]
     due = [spec.every * (index + 1) // len(fragments) for index in range(len(fragments))]
+    begun = [0] * len(fragments)  # the step after the last exchange of each
     arriving: dict[int, range] = {}
     blend = spec.blend if spec.delay else 0.0
     for step in range(num_steps):
-        for worker, (network, optimizer) in enumerate(zip(networks, inner, strict=True)):
+        for worker, (network, own) in enumerate(zip(networks, inner, strict=True)):
             compute_gradients(network, step, worker)
-            optimizer.step()
-        for fragment, at in zip(fragments, due, strict=True):
+            own.step()
+        for number, (fragment, at) in enumerate(zip(fragments, due, strict=True)):
             if (step + 1) % spec.every == at % spec.every:
-                outer.zero_grad()
+                ages = [
+                    sum(weigh(each, worker) for each in range(begun[number], step + 1)) for worker in range(num_workers)
+                ]
+                optimizer.zero_grad()
                 for index in fragment:
-                    own = [list(network.parameters())[index].detach() for network in networks]
-                    parameters[index].grad = torch.stack([parameters[index].detach() - each for each in own]).mean(0)
-                outer.step()
-                arriving[step + spec.delay] = fragment
+                    changes = [
+                        parameters[index].detach() - list(each.parameters())[index].detach() for each in networks
+                    ]
+                    weighted = [age * change for age, change in zip(ages, changes, strict=True)]
+                    parameters[index].grad = torch.stack(weighted).sum(0) / sum(ages)
+                optimizer.step()
+                arriving[step + spec.delay], begun[number] = fragment, step + 1
         for index in arriving.pop(step, range(0)):
             for network in networks:
                 with torch.no_grad():
@@ -631,36 +614,6 @@ def test_an_update_without_weight_leaves_what_no_late_change_has() -> None:
     values, counts = server.weights.unique(return_counts=True)
     assert (values.tolist(), counts.tolist()) == ([-1.0, 0.0], [len(server.weights) - num_absent, num_absent])
     server.close()
-
-
-class Count(Request[int], frozen=True):
-    number: int
-
-
-class Unknown(Request[int], frozen=True):
-    """No service has a handler for it."""
-
-
-def test_a_call_that_is_sent_again_is_made_once(tmp_path: Path) -> None:
-    calls: list[int] = []
-
-    def count(caller: CallId, request: Count) -> int:
-        calls.append(request.number)
-        threading.Event().wait(0.3)  # so long that the caller sends it again
-        return 10 * request.number
-
-    service = RpcService(f"ipc://{tmp_path}/service", {Count: count})
-    client = RpcClient(f"ipc://{tmp_path}/service", TIMEOUT_S, again_s=0.02)
-    service.start()
-    try:
-        assert [client.call(Count(number)) for number in range(2)] == [0, 10]
-        with pytest.raises(TrainError, match="request: ValidationError"):
-            client.call(Unknown())
-        assert client.call(Count(2)) == 20
-        assert calls == [0, 1, 2]
-    finally:
-        client.close()
-        service.close()
 
 
 def test_servers_are_measured_with_their_own_optimizer() -> None:

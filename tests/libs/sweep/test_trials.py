@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 import shoal.runs
 from shoal.cli.display import run_view
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, ConfigError
 from shoal.libs.sweep.display import SweepView, make_view
-from shoal.libs.sweep.trial import TrialReport, TrialRun, load_result
+from shoal.libs.sweep.trial import TrialReport, TrialRun, TrialSetting, is_remote, load_result
 from shoal.runs import RunKind, RunRecorder, Status
 from shoal.runs.sweep_trials import TrialLog, TrialState, load_history, load_sweep
 from shoal.train.launch.finalize import fetch_weights
@@ -168,3 +171,24 @@ def test_what_a_trial_cannot_do_is_its_end_and_not_the_sweeps(tmp_path: Path) ->
     assert shoal.runs.load("t").status is Status.FAILED
     own = read_all(make_trial("u", tmp_path, args={"notes": str(tmp_path / "u"), "fault": "raise"}))[-1]
     assert "FileNotFoundError" in own.failure
+
+
+def test_a_trial_on_a_host_without_the_folder_of_the_sweep_is_an_error(tmp_path: Path) -> None:
+    unused: Any = None
+    setting = TrialSetting("sweep-1", unused, unused, tmp_path, tmp_path)
+    with pytest.raises(ConfigError, match=r"SHOAL_HOME.*has no .*sweep-1 on .*another folder than the driver's"):
+        is_remote(setting)
+    (tmp_path / "runs/sweep-1").mkdir(parents=True)
+    assert not is_remote(setting)
+
+
+@pytest.mark.parametrize(("loop", "search"), [(object(), "random"), (None, "pbt")])
+def test_a_store_carries_no_trials_of_the_loop_and_no_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: object, search: str
+) -> None:
+    monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
+    spec: Any = SimpleNamespace(loop=loop, search=search)
+    setting = TrialSetting("sweep-1", spec, spec, tmp_path / "home", tmp_path)
+    with pytest.raises(ConfigError, match="trials of the loop, and copies of trials"):
+        is_remote(setting)
+    assert is_remote(replace(setting, spec=SimpleNamespace(loop=None, search="random")))

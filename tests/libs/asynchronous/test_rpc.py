@@ -1,4 +1,5 @@
-"""Calls between processes of a run over a link that is cut, and one that is slow: between two network namespaces."""
+"""Calls between the processes of a run: each is made once, also over a link that is cut or slow, and only by a process
+of the run."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,8 +16,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
+from shoal.errors import ConnectionLost, TrainError
 from shoal.sync import rpc
 from shoal.sync.rpc import CallId, CurveKeys, Request, RpcClient, RpcService
 
@@ -29,7 +34,7 @@ def has_namespaces() -> bool:
     return os.geteuid() == 0 and tools and subprocess.run(["unshare", "--net", "true"], check=False).returncode == 0
 
 
-pytestmark = pytest.mark.skipif(not has_namespaces(), reason="network namespaces need root and iproute2")
+needs_namespaces = pytest.mark.skipif(not has_namespaces(), reason="network namespaces need root and iproute2")
 
 
 class Link:
@@ -80,7 +85,7 @@ def link() -> Iterator[Link]:
 
 class Add(Request[int], frozen=True):
     number: int
-    padding: bytes
+    padding: bytes = b""
 
 
 def enter(namespace: int) -> None:
@@ -152,6 +157,7 @@ class Calls:
         return int(received)
 
 
+@needs_namespaces
 def test_a_link_that_is_cut_loses_no_call_and_repeats_none(link: Link) -> None:
     calls = Calls(link, 150, 2_000)
     for number in (20, 80):
@@ -160,8 +166,55 @@ def test_a_link_that_is_cut_loses_no_call_and_repeats_none(link: Link) -> None:
     calls.finish()
 
 
+@needs_namespaces
 def test_a_slow_link_is_not_loaded_twice(link: Link) -> None:
     """Each call takes longer on the way than a caller on one host waits before it sends it again."""
     link.slow_down("2500kbit")
     count, size = 2, 300_000
     assert count * size <= Calls(link, count, size).finish() < 1.5 * count * size
+
+
+class Unknown(Request[int], frozen=True):
+    """No service has a handler for it."""
+
+
+def test_a_call_that_is_sent_again_is_made_once(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def count(caller: CallId, request: Add) -> int:
+        calls.append(request.number)
+        threading.Event().wait(0.3)  # so long that the caller sends it again
+        return 10 * request.number
+
+    service = RpcService(f"ipc://{tmp_path}/service", {Add: count})
+    client = RpcClient(f"ipc://{tmp_path}/service", TIMEOUT_S, again_s=0.02)
+    service.start()
+    try:
+        assert [client.call(Add(number)) for number in range(2)] == [0, 10]
+        with pytest.raises(TrainError, match="request: ValidationError"):
+            client.call(Unknown())
+        assert client.call(Add(2)) == 20
+        assert calls == [0, 1, 2]
+    finally:
+        client.close()
+        service.close()
+
+
+def test_only_a_process_with_the_runs_key_gets_in() -> None:
+    calls: list[Add] = []
+    handlers = {Add: lambda caller, request: calls.append(request)}
+    service = RpcService("tcp://127.0.0.1:0", handlers, CurveKeys.make())
+    service.start()
+    stranger = RpcClient(service.address, 0.3, again_s=0.1, keys=CurveKeys.make())
+    plain: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    try:
+        with pytest.raises(ConnectionLost, match="has not answered"):
+            stranger.call(Add(0))
+        plain.connect(service.address)
+        plain.send(msgspec.msgpack.encode((0, Add(0))))
+        assert plain.poll(300) == 0
+        assert calls == []
+    finally:
+        stranger.close()
+        plain.close(linger=0)
+        service.close()
