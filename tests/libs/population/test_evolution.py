@@ -257,6 +257,7 @@ def test_the_bandit_proposes_what_gains() -> None:
     assert np.median([each["rate"] for each in boxed]) < 0.2
 
 
+@pytest.mark.usefixtures("_quick_bandit")
 def test_pb2_finds_the_rate_that_gains_most() -> None:
     world = World(build("pb2", members=8), near(0.01))
     for _ in range(14):
@@ -324,6 +325,7 @@ def test_growing_pbt_restarts_where_progress_is_slow() -> None:
     assert restarted == [8]  # the last 5 of 8 raised the best score from 3.0 to 4.0, by less than the deviation of 1.1
 
 
+@pytest.mark.usefixtures("_quick_bandit")
 def test_starts_after_a_restart_follow_what_earlier_ones_reached() -> None:
     evolution = build("growing_pbt", members=16, rounds=None, patience=2, fresh=0.0)
     assert isinstance(evolution, GrowingPBT)
@@ -426,7 +428,7 @@ def test_architectures_take_no_rows_from_each_other_and_a_killed_run_decides_the
     fields = {"patience": 1} if name == "growing_pbt" else {}
     world, twin = (World(build(name, WIDTHS, 12, **fields), near(0.01)) for _ in range(2))
     widths = [4, 8] * 6
-    for number in range(12):
+    for number in range(9):
         decisions = world.step()
         assert all(widths[loser] == widths[winner] for loser, winner in decisions.copies)
         assert [values["args.width"] for values in world.values] == widths
