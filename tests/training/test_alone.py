@@ -213,10 +213,10 @@ def test_words_that_are_wrong_are_answered_by_every_rank(
 
 
 class Wide(Toy):
-    """Activations of 4 MB for each sample."""
+    """Activations of 1 MB for each sample."""
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 1_000_000), nn.Tanh(), nn.Linear(1_000_000, 3))
+        return nn.Sequential(nn.Linear(8, 250_000), nn.Tanh(), nn.Linear(250_000, 3))
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
         return {}
@@ -229,7 +229,7 @@ def starve(world: World, folder: Path) -> None:
     spec = TrainSpec.parse({"task": "Wide", "batch_size": 128, "stop": {"steps": 2}, "optimizer": {"name": "sgd"}})
     trainer = Trainer(spec, Wide(), world, folder)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + 600_000_000
+    limit = pages * resource.getpagesize() + 150_000_000
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     trainer.run()
 
