@@ -23,6 +23,7 @@ from shoal.parallel import World
 from shoal.train import Callback, Task, TrainingState
 from shoal.train.launch.validate import validate_run
 from shoal.train.loop.trainer import Trainer
+from shoal.train.reporting.event_log import NullLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 
@@ -148,7 +149,7 @@ class Watched(Distillation):
         return [self.counting]
 
 
-class Values:
+class Values(NullLog):
     """An event log that retains the metrics."""
 
     def __init__(self) -> None:
@@ -157,15 +158,6 @@ class Values:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self.values.setdefault(name, []).append(value)
-
-    def record_event(self, kind: str, /, **details: object) -> None:
-        pass
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
 
 
 def spec_of(**changes: Any) -> TrainSpec:
@@ -265,9 +257,7 @@ def test_a_gan_that_is_resumed_ends_with_the_weights_of_one_that_was_not(tmp_pat
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_distillation_logs_each_loss(
-    tmp_path: Path, on_two_ranks: list[dict[str, Trained]], workers: int
-) -> None:
+def test_a_distillation_logs_each_loss(tmp_path: Path, on_two_ranks: list[dict[str, Trained]], workers: int) -> None:
     alone = train_alone(tmp_path, Distillation(), **LEARNING) if workers == 1 else None
     _, values, _ = alone or on_two_ranks[0]["distillation"]
     hard, soft = np.array(values["train/hard"]), np.array(values["train/soft"])
