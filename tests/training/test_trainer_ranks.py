@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,15 @@ TOLERANCE = 1e-4
 
 
 class Losses(NullLog):
-    """An event log that retains the losses by step, why a model was built eagerly, and shares of time spent waiting."""
+    """An event log that retains the losses by step, and why a model was built eagerly."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, float] = {}
         self.eager_reasons: list[object] = []
-        self.waits: list[float] = []
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if "train/loss" in values:
             self.by_step[step] = values["train/loss"]
-        self.waits += [share for name, share in values.items() if name == "wait/communication"]
 
     def record_event(self, kind: str, /, **details: object) -> None:
         if kind == "built_eagerly":
@@ -118,26 +115,6 @@ class Sometimes(Toy):
 def metrics_that_one_rank_measures_alone_are_refused_on_all(world: World, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"Task\.metrics.*not measured of every batch alike"):
         Trainer(spec_of("ddp", stop={"steps": 2}), Sometimes(), world, folder).run()
-
-
-class Unevenly(Toy):
-    """Its second rank takes long to evaluate."""
-
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
-            time.sleep(0.5)
-        return super().metrics(outputs, batch)
-
-
-def ranks_that_wait_in_an_evaluation_do_not_wait_in_a_step(world: World, folder: Path) -> None:
-    spec, log = (
-        spec_of("fsdp", evaluate={"every_steps": 2}, stop={"steps": 6}, log_every_steps=2, checkpoint={}),
-        Losses(),
-    )
-    Trainer(spec, Unevenly(count=64), world, folder, journal=log).run()
-    if world.is_first:
-        assert len(log.waits) == 3
-        assert max(log.waits) < 1.0
 
 
 class Roots(nn.Module):
@@ -332,7 +309,6 @@ def train_cached(world: World, folder: Path) -> dict[int, float]:
 
 SCENES = [
     metrics_that_one_rank_measures_alone_are_refused_on_all,
-    ranks_that_wait_in_an_evaluation_do_not_wait_in_a_step,
     a_run_says_why_a_model_was_not_split_without_memory,
     statistics_that_each_rank_takes_of_its_own_samples_are_refused,
 ]
