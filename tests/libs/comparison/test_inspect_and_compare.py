@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import click
@@ -13,10 +12,9 @@ from click.testing import CliRunner
 from shoal import runs
 from shoal.cost import MEASURED, PREDICTED
 from shoal.errors import ConfigError, RunError
-from shoal.libs.comparison.columns import build_column, compute_run_time_s, find_attempt_spans
+from shoal.libs.comparison.columns import build_column
 from shoal.libs.comparison.compare import compare
 from shoal.libs.comparison.inspect import inspect
-from shoal.runs.record.database import connect
 
 TASK = """
 import torch
@@ -161,42 +159,3 @@ def test_compare_takes_runs_that_did_not_train() -> None:
     assert [run["id"] for run in found] == ["rl", "run-1"]
     assert (found[0]["samples_per_s"], found[0]["workers"], found[0]["plan"]) == (2000.0, None, "-")
     assert "memory_peak" not in found[0]
-
-
-def test_each_life_is_paid_for_with_its_own_workers(folder: Path) -> None:
-    with runs.create("train", "workers: 4\nprice_per_device_hour: 3600\n", "run-1") as run:
-        run.record_event("training", plan="data 4", workers=4)
-    with runs.reopen("run-1") as run:
-        run.record_event("training", plan="single", workers=1)
-    begin = time.time() - 1000
-    with connect(folder) as connection:
-        connection.execute("UPDATE runs SET created_at = ?, finished_at = ?", (begin, begin + 940))
-        connection.execute("UPDATE events SET time = ? WHERE number = 1", (begin + 20,))
-        connection.execute("UPDATE events SET time = ? WHERE number > 1", (begin + 900,))
-        assert connection.execute("SELECT kind FROM events WHERE number = 1").fetchone()[0] == "training"
-    connection.close()
-    column = build_column(runs.load("run-1"))
-    assert column.values["money"] == pytest.approx(4 * 20 + 1 * 40, abs=1e-3)
-
-
-def test_the_time_between_two_lives_is_not_counted(folder: Path) -> None:
-    with runs.create("train", "workers: 1\nprice_per_device_hour: 3600\n", "run-1") as run:
-        run.log(10, {"validation/accuracy": 0.5})
-    with runs.reopen("run-1") as run:
-        run.log(20, {"validation/accuracy": 0.9})
-    begin = time.time() - 1000
-    moments = [("metrics", "time", "step", 10, 20.0), ("metrics", "time", "step", 20, 930.0)]
-    with connect(folder) as connection:
-        connection.execute("UPDATE runs SET created_at = ?, finished_at = ?", (begin, begin + 940))
-        connection.execute("UPDATE events SET time = ? WHERE kind = 'resumed'", (begin + 900,))
-        for table, column, key, value, at in moments:
-            connection.execute(f"UPDATE {table} SET {column} = ? WHERE {key} = ?", (begin + at, value))
-    connection.close()
-    found = runs.load("run-1")
-    lives = find_attempt_spans(found)
-    assert [pytest.approx(life, abs=1e-3) for life in lives] == [(0, 20), (900, 940)]
-    assert compute_run_time_s(930, lives) == pytest.approx(50, abs=1e-3)
-    column = build_column(found)
-    assert column.values["lived_s"] == pytest.approx(60, abs=1e-3)
-    assert column.values["money"] == pytest.approx(60, abs=1e-3)
-    assert column.curve[0] == pytest.approx([20, 50], abs=1e-3)
