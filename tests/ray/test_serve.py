@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from endpoint_process import BODY, INFER, NUM_FEATURES, NUM_OUTPUTS, NUM_REGISTERED, Client, EndpointProcess, Load
-from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.grpc.methods import METHODS, SERVICE
+from shoal.libs.grpc import inference_pb2 as pb
+from shoal.libs.grpc.methods import METHODS, SERVICE
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 400.0

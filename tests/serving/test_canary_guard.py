@@ -23,7 +23,6 @@ from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
 from shoal.registry import Registry
 from shoal.serve.messages.inference import InferCall, Outputs
 from shoal.serve.messages.metrics_snapshot import VersionSnapshot, merge_snapshots
-from shoal.serve.model.formats.size_limits import NO_LIMITS
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.replica.shadow import ShadowTraffic
@@ -150,7 +149,7 @@ def shadowed(forward: Forward, answer: np.ndarray, datatype: str = "FP32") -> Ve
         counts = ModelStatistics("m")
         options = ModelOptions(guard=GuardOptions(tolerance=TOLERANCE))
         shadow = ShadowTraffic("m", batcher, forward, options, counts, {"y": datatype}, lambda report: None)
-        shadow.set_candidate(Track(SimpleNamespace(version=2, size_limits=NO_LIMITS)), 100.0)  # type: ignore[arg-type]
+        shadow.set_candidate(Track(SimpleNamespace(version=2, size_limits=None)), 100.0)  # type: ignore[arg-type]
         shadow.sample_call(InferCall({}, 1), {"y": answer}, None)
         await until(lambda: "2" in counts.snapshot()["versions"])
         shadow.close()
@@ -167,7 +166,7 @@ def test_answers_of_before_a_promotion_are_not_held_against_the_next_candidate()
     async def body() -> None:
         batcher: Batcher[BatchGroup, InferCall, Outputs] = Batcher()
         counts = ModelStatistics("m")
-        track = Track(SimpleNamespace(version=2, size_limits=NO_LIMITS))  # type: ignore[arg-type]
+        track = Track(SimpleNamespace(version=2, size_limits=None))  # type: ignore[arg-type]
 
         def forward(batch: CallBatch) -> list[Outputs]:
             entered.set()
@@ -183,7 +182,7 @@ def test_answers_of_before_a_promotion_are_not_held_against_the_next_candidate()
         shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [1.0])}, "waits")
         await asyncio.sleep(0)
         shadow.set_candidate(None, 0.0)
-        track.loaded = SimpleNamespace(version=3, size_limits=NO_LIMITS)  # type: ignore[assignment]
+        track.loaded = SimpleNamespace(version=3, size_limits=None)  # type: ignore[assignment]
         shadow.set_candidate(track, 100.0)
         gate.set()
         shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [3.0])}, "new")

@@ -15,9 +15,7 @@ import pytest
 
 from serving.replica_set import SIGNATURE, ReplicaSet, ask, infer, register, tally, until
 from shoal.errors import InferenceError, ShoalError
-from shoal.open_inference import inference_pb2 as pb
 from shoal.registry import Registry, Signature, TensorSignature
-from shoal.serve.grpc.service import Invocation
 from shoal.serve.replica.loader import StagedVersion
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.serve.spec.model_source import RegisteredModel, model_from_ref
@@ -240,22 +238,20 @@ async def test_a_replica_stays_ready_while_another_model_loads(endpoint: Replica
         await go.wait()
         return await load_version(*arguments)
 
-    async def is_ready() -> tuple[int, bool, bool]:
-        over_http = await ask(replica, "GET", "/v2/health/ready")
-        over_grpc = await replica.servicer.server_ready(pb.ServerReadyRequest(), Invocation({}))
-        slow = await replica.servicer.model_ready(pb.ModelReadyRequest(name="slow"), Invocation({}))
-        return over_http.status, over_grpc.ready, slow.ready
+    async def is_ready() -> tuple[int, int]:
+        endpoint, slow = [await ask(replica, "GET", f"/v2/{each}/ready") for each in ("health", "models/slow")]
+        return endpoint.status, slow.status
 
     with patch.object(replica.manager._host.loader, "load_version", load_slowly):
         loading = asyncio.create_task(endpoint.administer(action="deploy", model="slow"))
         await until(begun.is_set)
-        assert await is_ready() == (200, True, False)
+        assert await is_ready() == (200, 503)
         assert endpoint.status.describe_endpoint()["ready"]
         told = await ask(replica, "GET", "/v2/models/slow/ready")
         assert (told.status, told.body) == (503, {"error": "model 'slow' is loading; try again later"})
         go.set()
         await loading
-    assert await is_ready() == (200, True, True)
+    assert await is_ready() == (200, 200)
 
 
 async def test_a_replica_that_wakes_an_endpoint_says_why_it_cannot_load_the_model() -> None:

@@ -7,13 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.replica_set import ReplicaSet, ask, infer, register, until
-from shoal.errors import InferenceError
-from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.grpc.service import Invocation
 from shoal.serve.messages.auth_failures import AuthFailure
 from shoal.serve.protocol.prometheus import CONTENT_TYPE
 from shoal.serve.replica.replica import EndpointReplica
@@ -92,18 +88,13 @@ async def test_a_traced_request_is_followed_from_the_ingress_to_the_forward(tmp_
     assert all(requests[200]["start_time"] <= span["start_time"] <= span["end_time"] for span in inside)
 
 
-async def test_a_replica_reports_whom_it_refused_over_both_protocols() -> None:
+async def test_a_replica_reports_whom_it_refused() -> None:
     register(aliases=("champion",))
     async with ReplicaSet(model_from_ref("linear@champion"), token="the-token") as endpoint:
         [replica] = await endpoint.start()
         assert (await infer(replica, shoal_from="10.0.0.7")).status == 401
         assert (await ask(replica, "GET", "/no-such-path", headers={"shoal-from": "10.0.0.8"})).status == 401
         assert replica.report().refused == (AuthFailure("", 401, 2, "10.0.0.8"),)
-        metadata = {b"shoal-from": b"10.0.0.9", b"authorization": b"Bearer another"}
-        request = pb.ModelInferRequest(model_name="linear").SerializeToString()
-        with pytest.raises(InferenceError):
-            await replica.servicer.model_infer(request, Invocation(metadata))
-        assert replica.report().refused == (AuthFailure("", 401, 3, "10.0.0.9", "linear"),)
 
 
 TOKEN, ADA = "t0ken", "key-of-ada"

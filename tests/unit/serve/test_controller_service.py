@@ -1,4 +1,5 @@
 """What an endpoint's controller is in its process, and what it is made from; without Ray."""
+# Some endpoints here have a port for gRPC, which shoal.libs.grpc answers.
 
 import asyncio
 import json

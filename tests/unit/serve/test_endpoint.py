@@ -1,4 +1,5 @@
 """The spec of an endpoint: what cannot work is refused, and the numbers that Serve gets are derived from it."""
+# Some endpoints here have a port for gRPC, which shoal.libs.grpc answers.
 
 import pickle
 from typing import Any
@@ -133,9 +134,11 @@ def test_the_token_is_never_printed() -> None:
     assert "hush" not in f"{subject} {subject!r} {subject.to_yaml()}"
 
 
-def test_workers_need_a_library_that_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_and_grpc_need_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="give num_workers = 2"):
         spec(parallel="tensor")
     monkeypatch.setattr(endpoint, "collect_extensions", lambda group: {})
     with pytest.raises(ConfigError, match=r"num_workers = 2 .* no library .*: give num_workers = 1"):
         spec(num_workers=2)
+    with pytest.raises(ConfigError, match=r"grpc_port = 0: no library speaks gRPC here: leave it out"):
+        spec(grpc_port=0)
