@@ -15,9 +15,11 @@ import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 
@@ -30,6 +32,7 @@ from shoal.serve.controller.state import Deployment, StateFile
 from shoal.serve.controller.status import StatusReporter
 from shoal.serve.messages.desired_state import EndpointPlan
 from shoal.serve.messages.replica_report import PeerReport, ReplicaReport
+from shoal.serve.replica.loader import VersionLoader
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.endpoint import EndpointSpec
@@ -54,6 +57,19 @@ def register(name: str = "linear", *, aliases: Sequence[str] = (), signature: Si
     registry = Registry()
     version = len(registry.list(name)) + 1 if registry.has(name) else 1
     return registry.register(name, constant(version), model=LINEAR, signature=signature, aliases=aliases)
+
+
+@contextmanager
+def held_loads() -> Iterator[asyncio.Event]:
+    """Versions that are loaded meanwhile wait until the event is set."""
+    gate, load = asyncio.Event(), VersionLoader.load_version
+
+    async def wait(*arguments: Any) -> Any:
+        await gate.wait()
+        return await load(*arguments)
+
+    with patch.object(VersionLoader, "load_version", wait):
+        yield gate
 
 
 async def until(condition: Callable[[], object], what: str = "") -> None:

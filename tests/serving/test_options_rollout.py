@@ -7,13 +7,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from serving.replica_set import ReplicaSet, ask, infer, register, until
+from serving.replica_set import ReplicaSet, ask, held_loads, infer, register, until
 from serving.test_replica_rollout import everywhere, rollout
 from shoal.errors import InferenceError
 from shoal.serve.controller.change_request import parse_options
 from shoal.serve.controller.rollout import Rollout
 from shoal.serve.messages.inference import InferCall
-from shoal.serve.replica.loader import VersionLoader
 from shoal.serve.spec.model_source import model_from_ref
 
 
@@ -79,14 +78,7 @@ async def test_a_version_is_deployed_with_other_options(endpoint: ReplicaSet) ->
 
 @rollout(1, replicas=1)
 async def test_a_replica_and_a_controller_that_start_meanwhile_have_the_new_options(endpoint: ReplicaSet) -> None:
-    gate, load = asyncio.Event(), VersionLoader.load_version
-
-    async def wait(*arguments: object) -> object:
-        await gate.wait()
-        return await load(*arguments)  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VersionLoader, "load_version", wait)
+    with held_loads() as gate:
         change = {"action": "set", "model": "linear", "options": {"max_batch_size": 2}}
         changing = asyncio.create_task(endpoint.administer(**change))
         await until(lambda: endpoint.phase() == "staging")
@@ -124,15 +116,8 @@ async def test_what_set_cannot_do_is_refused_by_name(endpoint: ReplicaSet) -> No
 
 @rollout(1, 2, replicas=1)
 async def test_another_version_is_deployed_while_one_loads_with_the_same_options(endpoint: ReplicaSet) -> None:
-    gate, load = asyncio.Event(), VersionLoader.load_version
-
-    async def wait(*arguments: object) -> object:
-        await gate.wait()
-        return await load(*arguments)  # type: ignore[arg-type]
-
     options = {"max_batch_size": 2}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VersionLoader, "load_version", wait)
+    with held_loads() as gate:
         setting = asyncio.create_task(endpoint.administer(action="set", model="linear", options=options))
         await until(lambda: endpoint.phase() == "staging")
         await endpoint.administer(action="rollback", model="linear")

@@ -151,6 +151,7 @@ def test_the_retraining_is_started_again_more_and_more_slowly(monkeypatch: pytes
     assert start.find_delay(1000) == start.MAX_DELAY_S
 
 
+@pytest.mark.soak
 def test_a_killed_retraining_is_started_again_and_the_site_stays(own_home: Path) -> None:
     site = run_manage(own_home, "start", "--port", "0", "--every", "0.1")
     session = Session(find_url(site))

@@ -9,14 +9,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from serving.replica_set import SIGNATURE, ReplicaSet, ask, infer, register, tally, until
+from serving.replica_set import SIGNATURE, ReplicaSet, ask, held_loads, infer, register, tally, until
 from shoal.errors import InferenceError, ShoalError
 from shoal.registry import Registry, Signature, TensorSignature
-from shoal.serve.replica.loader import StagedVersion
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.serve.spec.model_source import RegisteredModel, model_from_ref
 
@@ -230,26 +228,19 @@ async def test_models_are_loaded_and_unloaded_on_every_replica(endpoint: Replica
 async def test_a_replica_stays_ready_while_another_model_loads(endpoint: ReplicaSet) -> None:
     [replica] = endpoint.replicas.values()
     register("slow")
-    begun, go = asyncio.Event(), asyncio.Event()
-    load_version = replica.manager._host.loader.load_version
-
-    async def load_slowly(*arguments: Any) -> StagedVersion:
-        begun.set()
-        await go.wait()
-        return await load_version(*arguments)
 
     async def is_ready() -> tuple[int, int]:
         endpoint, slow = [await ask(replica, "GET", f"/v2/{each}/ready") for each in ("health", "models/slow")]
         return endpoint.status, slow.status
 
-    with patch.object(replica.manager._host.loader, "load_version", load_slowly):
+    with held_loads() as gate:
         loading = asyncio.create_task(endpoint.administer(action="deploy", model="slow"))
-        await until(begun.is_set)
+        await until(lambda: "slow" in replica.manager._slots)
         assert await is_ready() == (200, 503)
         assert endpoint.status.describe_endpoint()["ready"]
         told = await ask(replica, "GET", "/v2/models/slow/ready")
         assert (told.status, told.body) == (503, {"error": "model 'slow' is loading; try again later"})
-        go.set()
+        gate.set()
         await loading
     assert await is_ready() == (200, 200)
 

@@ -194,4 +194,4 @@ class RolloutMachine(RuleBasedStateMachine):
 
 
 TestRollouts = RolloutMachine.TestCase
-TestRollouts.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRollouts.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

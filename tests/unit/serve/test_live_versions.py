@@ -165,7 +165,7 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestLife.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize("num_failures", [1, 2, 3])
