@@ -6,12 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
-import numpy as np
 import pytest
 
-from rl_setting import EXPERIENCE
-from shoal.actor.environment import make_environment, require_matching_spaces, reset_environment
+from shoal.actor.environment import make_environment, reset_environment
 from shoal.errors import ConfigError
 from shoal.flows.rl_policy import inspect_environment
 from shoal.rl.spec import RLSpec
@@ -86,20 +83,3 @@ def test_one_that_begins_with_what_no_actor_could_send_is_refused(fault: str, sh
     with pytest.raises(ConfigError, match=said):
         inspect_environment(RLSpec(env=f"some_games:Fault{fault}-v0"))
     inspect_environment(RLSpec(env="some_games:Fault-v0"))
-
-
-def test_another_game_than_the_run_learns_is_refused() -> None:
-    from gymnasium.spaces import Box, Discrete
-
-    game = make_environment("some_games:Fault-v0").unwrapped
-    count, shape = int(EXPERIENCE.action.high or 0) + 1, EXPERIENCE.observation.shape
-    game.action_space, game.observation_space = Discrete(count), Box(-1, 1, shape, np.float32)
-    require_matching_spaces(game, "F", EXPERIENCE)
-    for actions in (Discrete(count + 1), Discrete(count, start=1), Box(-1, 1, (1,))):
-        game.action_space = actions
-        with pytest.raises(ConfigError, match=rf"acts with .*, and this run with Discrete\({count}\)"):
-            require_matching_spaces(game, "F", EXPERIENCE)
-    game.action_space = Discrete(count)
-    other = msgspec.structs.replace(EXPERIENCE.observation, shape=(*shape, 2))
-    with pytest.raises(ConfigError, match="observes Box"):
-        require_matching_spaces(game, "F", msgspec.structs.replace(EXPERIENCE, observation=other))

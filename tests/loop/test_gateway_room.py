@@ -169,17 +169,3 @@ def test_closing_as_finished_tells_the_actors_that_the_run_is_over() -> None:
         parts.gateway.close()
         wait_for(lambda: actor.newer_weights(10**9) is None and actor.finished)
         actor.close()
-
-
-def test_progress_is_solved_when_a_hundred_episodes_reach_the_target() -> None:
-    with serving(queue_capacity=200) as parts, client(parts) as actor:
-        for _ in range(99):
-            actor.send(segment(2, terminated=True, episode_return=500.0, episode_length=500))
-        assert actor.drain(60)
-        assert parts.gateway.stats()["solved_s"] is None
-        actor.send(segment(2, truncated=True, episode_return=480.0, episode_length=480))
-        assert actor.drain(60)
-        stats = parts.gateway.stats()
-        assert stats["solved_s"] is not None
-        assert (stats["episodes"], stats["steps"], stats["solved_steps"]) == (100, 200, 200)
-        assert stats["mean_return"] == pytest.approx(499.8)

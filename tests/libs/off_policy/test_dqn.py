@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_setting import EXPERIENCE, POLICY
+from rl_setting import EXPERIENCE, POLICY, random_batch
 from shoal.actor.policy import EpsilonGreedyPolicy, find_ladder_position, make_policy
 from shoal.errors import RunError, WeightsError
 from shoal.libs.off_policy.dqn import DQN, double_targets, dqn_loss
@@ -27,21 +27,6 @@ SPEC = RLSpec(
 )
 
 NUM_ACTIONS = 2
-
-
-def make_batch(seed: int, lengths: list[int], terminated: list[bool] | None = None) -> ExperienceBatch:
-    random = np.random.default_rng(seed)
-    steps = sum(lengths)
-    return ExperienceBatch(
-        lease_id=1,
-        observations=random.normal(size=(steps + len(lengths), 4)).astype(np.float32),
-        actions=random.integers(0, NUM_ACTIONS, steps),
-        rewards=random.normal(size=steps).astype(np.float32),
-        log_probabilities=np.zeros(steps, np.float32),
-        versions=np.ones(steps, np.int64),
-        lengths=np.array(lengths, np.int64),
-        terminated=random.random(len(lengths)) < 0.5 if terminated is None else np.array(terminated),
-    )
 
 
 def make_dqn(folder: Path | None = None, **fields: object) -> DQN:
@@ -99,7 +84,7 @@ def test_first_priorities_are_the_errors_of_n_step_targets(num_steps: int) -> No
     with torch.no_grad():
         for parameter in dqn._target.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape))
-    batch = make_batch(5, [6, 1, 9], [True, False, False])
+    batch = random_batch(5, [6, 1, 9], [True, False, False])
     q, target_q = compute_q(dqn.model, batch.observations), compute_q(dqn._target, batch.observations)
     expected = []
     row = step = 0
@@ -187,7 +172,7 @@ def test_exploration_falls_with_the_steps_of_all_actors() -> None:
     dqn = make_dqn(epsilon=0.1, epsilon_steps=20, learning_starts=10**6)
     seen = [dqn.model.epsilon.item()]
     for _ in range(3):
-        list(dqn.update(make_batch(1, [10])))
+        list(dqn.update(random_batch(1, [10])))
         seen.append(dqn.model.epsilon.item())
     assert seen == pytest.approx([1.0, 0.55, 0.1, 0.1])
 
@@ -198,10 +183,10 @@ def test_exploration_falls_with_the_steps_of_all_actors() -> None:
 def test_steps_follow_what_was_inserted_and_none_come_before_learning_starts() -> None:
     dqn = make_dqn(learning_starts=30, batch_size=8, samples_per_insert=2.0, target_update_period=3)
     before = compute_q(dqn.model, np.ones((1, 4), np.float32))
-    assert list(dqn.update(make_batch(1, [10, 6]))) == []
+    assert list(dqn.update(random_batch(1, [10, 6]))) == []
     np.testing.assert_array_equal(compute_q(dqn.model, np.ones((1, 4), np.float32)), before)
-    assert len(list(dqn.update(make_batch(2, [14])))) == 3  # 2 * 14 of 8 drawn steps, four are left over
-    metrics = list(dqn.update(make_batch(3, [2])))  # with them, one more
+    assert len(list(dqn.update(random_batch(2, [14])))) == 3  # 2 * 14 of 8 drawn steps, four are left over
+    metrics = list(dqn.update(random_batch(3, [2])))  # with them, one more
     assert len(metrics) == 1
     assert metrics[0]["learner/replay_steps"] == 32
     assert all(np.isfinite(list(metrics[0].values())))
@@ -213,7 +198,7 @@ def test_the_target_network_is_a_copy_of_every_so_many_steps() -> None:
     copies = [compute_q(dqn._target, observation)]
     online = []
     for step in range(6):
-        assert len(list(dqn.update(make_batch(step, [8])))) == 1
+        assert len(list(dqn.update(random_batch(step, [8])))) == 1
         copies.append(compute_q(dqn._target, observation))
         online.append(compute_q(dqn.model, observation))
     assert [bool((a != b).any()) for a, b in itertools.pairwise(copies)] == [False, False, True] * 2
@@ -224,7 +209,7 @@ def test_values_approach_those_of_a_chain_that_is_truncated_and_never_ends() -> 
     """One state, reward 1, always truncated: the value is 1 / (1 - γ) = 2; terminated, it is 1."""
     for terminated, value in ((False, 2.0), (True, 1.0)):
         dqn = make_dqn(discount=0.5, num_steps=2, learning_starts=1, learning_rate=0.02, target_update_period=5)
-        batch = make_batch(1, [1] * 64, [terminated] * 64)
+        batch = random_batch(1, [1] * 64, [terminated] * 64)
         constant = ExperienceBatch(**{**vars(batch), "observations": np.ones((128, 4), np.float32)})
         constant.rewards[:] = 1.0
         for _ in range(15):
@@ -235,18 +220,18 @@ def test_values_approach_those_of_a_chain_that_is_truncated_and_never_ends() -> 
 
 def test_a_batch_with_an_infinite_error_is_not_inserted() -> None:
     dqn = make_dqn(learning_starts=1)
-    bad = make_batch(1, [16])
+    bad = random_batch(1, [16])
     bad.rewards[:] = 3e38
     with pytest.raises(NonFiniteLoss):
         list(dqn.update(bad))
     assert dqn._replay.num_steps == 0
     assert not dqn.is_usable(bad)
-    assert dqn.is_usable(make_batch(2, [16]))
+    assert dqn.is_usable(random_batch(2, [16]))
 
 
 def test_values_that_have_overflowed_end_the_run_and_leave_the_weights() -> None:
     dqn = make_dqn(learning_starts=1)
-    list(dqn.update(make_batch(1, [16])))
+    list(dqn.update(random_batch(1, [16])))
     with torch.no_grad():
         dqn._parameters.fill_(1e38)
     with pytest.raises(RunError, match="not finite"):
@@ -258,7 +243,7 @@ def test_values_that_have_overflowed_end_the_run_and_leave_the_weights() -> None
 def test_a_restored_learner_goes_on_with_the_replay_only_where_it_is_on_disk(is_on_disk: bool, tmp_path: Path) -> None:
     fields = {"learning_starts": 20, "batch_size": 8, "replay_on_disk": is_on_disk}
     first = make_dqn(tmp_path, **fields)
-    list(first.update(make_batch(1, [16, 16])))
+    list(first.update(random_batch(1, [16, 16])))
     second = make_dqn(tmp_path, **fields)
     second.load_state_dict(first.state_dict())
     assert second._replay.num_steps == (32 if is_on_disk else 0)
@@ -266,5 +251,5 @@ def test_a_restored_learner_goes_on_with_the_replay_only_where_it_is_on_disk(is_
     for mine, other in zip(first._target.parameters(), second._target.parameters(), strict=True):
         assert torch.equal(mine, other)
     # With an empty replay it waits for as many steps again.
-    assert bool(list(second.update(make_batch(2, [8])))) == is_on_disk
-    assert list(second.update(make_batch(3, [16]))) != []
+    assert bool(list(second.update(random_batch(2, [8])))) == is_on_disk
+    assert list(second.update(random_batch(3, [16]))) != []

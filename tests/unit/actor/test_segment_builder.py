@@ -114,15 +114,6 @@ def test_numbers_that_bytes_cannot_hold_are_refused_and_not_cut_or_wrapped(other
         builder.step(1, -0.5, 3, 1.0, other, False, False)
 
 
-def test_whole_numbers_that_fit_are_taken_whatever_their_type() -> None:
-    builder = SegmentBuilder(BYTES)
-    builder.begin([0, 127, 255])
-    segment = builder.step(np.int32(1), -0.5, 3, 1.0, np.array([3, 2, 1]), True, False)
-    assert segment is not None
-    assert segment.observations.tolist() == [[0, 127, 255], [3, 2, 1]]
-    assert segment.observations.dtype == np.uint8
-
-
 def test_an_action_that_is_no_whole_number_is_refused() -> None:
     builder = SegmentBuilder(EXPERIENCE)
     builder.begin(np.zeros(4))

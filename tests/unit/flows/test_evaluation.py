@@ -170,12 +170,6 @@ def test_a_first_observation_may_be_a_list_as_many_environments_return_one() -> 
     wait_for_version(Measuring(), [0.0, 0.5], 3)  # type: ignore[arg-type]
 
 
-def test_what_is_played_through_is_counted() -> None:
-    played = play_alone(AlwaysLeft(), "CartPole-v1", num_episodes=2, seed=1, max_rows=64)
-    assert (len(played.returns), played.versions) == (2, {3})
-    assert played.num_requests == max(played.returns)
-
-
 def test_more_episodes_than_the_endpoint_takes_at_once_are_asked_for_in_pieces() -> None:
     whole = play_alone(AlwaysLeft(), "CartPole-v1", num_episodes=5, seed=1, max_rows=5)
     pieces = play_alone(AlwaysLeft(2), "CartPole-v1", num_episodes=5, seed=1, max_rows=2)
@@ -211,16 +205,6 @@ class CountingUp:
         return ActionAnswer({"action": states[:, 0].astype(np.int64), "next_state": states}, 3)
 
 
-@pytest.mark.parametrize("max_rows", [8, 2])
-def test_each_episode_goes_on_with_the_state_of_its_own(max_rows: int) -> None:
-    gymnasium.register("Recalling-v0", entry_point=Recalling)
-    try:
-        played = play_alone(CountingUp(), "Recalling-v0", 4, 1, max_rows)
-    finally:
-        del gymnasium.registry["Recalling-v0"]
-    assert played.returns == [3.0, 4.0, 5.0, 6.0]
-
-
 class MaskedRecalling(Recalling):
     """Allows an action whose number is that of the episode."""
 
@@ -241,12 +225,16 @@ class CountingUpMasked(CountingUp):
         return super().insist(observations, patience_s, states)
 
 
-def test_a_policy_with_masks_goes_on_with_its_states() -> None:
-    gymnasium.register("MaskedRecalling-v0", entry_point=MaskedRecalling)
+@pytest.mark.parametrize(
+    ("game", "policy", "max_rows"),
+    [(Recalling, CountingUp, 8), (Recalling, CountingUp, 2), (MaskedRecalling, CountingUpMasked, 2)],
+)
+def test_each_episode_goes_on_with_the_state_of_its_own_also_with_masks(game: Any, policy: Any, max_rows: int) -> None:
+    gymnasium.register("Recalling-v0", entry_point=game)
     try:
-        played = play_alone(CountingUpMasked(), "MaskedRecalling-v0", 4, 1, 2)
+        played = play_alone(policy(), "Recalling-v0", 4, 1, max_rows)
     finally:
-        del gymnasium.registry["MaskedRecalling-v0"]
+        del gymnasium.registry["Recalling-v0"]
     assert played.returns == [3.0, 4.0, 5.0, 6.0]
 
 
