@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from rl_setting import EXPERIENCE, POLICY, random_batch
+from rl_setting import EXPERIENCE, POLICY, random_batch, segment
 from shoal.actor.policy import EpsilonGreedyPolicy, find_ladder_position, make_policy
 from shoal.errors import RunError, WeightsError
 from shoal.libs.off_policy.dqn import DQN, double_targets, dqn_loss
 from shoal.libs.off_policy.q_network import QNetwork
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
-from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.experience.queue import ExperienceBatch, ExperienceQueue
+from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.learner import Learner
 from shoal.rl.spec import RLSpec
+from shoal.weights import WeightStore
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 SPEC = RLSpec(
@@ -253,3 +256,61 @@ def test_a_restored_learner_goes_on_with_the_replay_only_where_it_is_on_disk(is_
     # With an empty replay it waits for as many steps again.
     assert bool(list(second.update(random_batch(2, [8])))) == is_on_disk
     assert list(second.update(random_batch(3, [16]))) != []
+
+
+# -- behind the gateway -----------------------------------------------------------------------------------------------
+
+BEHIND_GATEWAY = RLSpec(hidden=(32,)).override(
+    [
+        *("algorithm=dqn", "algorithm.discount=0", "algorithm.num_steps=1", "algorithm.batch_size=128"),
+        *("algorithm.samples_per_insert=8", "algorithm.learning_rate=0.01", "algorithm.learning_starts=200"),
+        *("algorithm.epsilon_steps=1000", "algorithm.epsilon=0.02", "algorithm.replay_mb=1"),
+        *("learner.batch_steps=64", "learner.max_batch_steps=64", "learner.take_timeout_s=0.1"),
+        "learner.publish_interval_s=0",
+    ]
+)
+A = ("a", 1)
+
+
+class Bench:
+    """A learner and its queue."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        spec, self.queue = BEHIND_GATEWAY.override(words), ExperienceQueue(64, Ledger())
+        experience = msgspec.structs.replace(EXPERIENCE, policy=spec.algorithm.describe_policy(spec.hidden))
+        self.learner = Learner(spec, experience, self.queue, WeightStore(), folder, 500)
+
+    def put(self, **changes: object) -> None:
+        seq = self.queue.ledger.get_account(A).next_seq
+        assert self.queue.put(A, seq, segment(16, **changes))
+
+    def learn(self) -> None:
+        for _ in range(4):
+            self.put()
+        assert self.learner.step()
+
+
+def test_experience_of_any_age_is_consumed_when_it_is_inserted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "gateway.max_version_lag=3")
+    bench.learn()  # by version 1; the learner is at 501
+    account = bench.queue.ledger.get_account(A)
+    assert (account.consumed, account.dropped) == (4, {})
+    assert bench.learner.stats()["steps"] == 64
+    assert bench.learner.updates == 0  # learning_starts is above it
+    assert bench.learner.snapshot().tensors()["epsilon"] < 1
+    for _ in range(3):
+        bench.learn()
+    assert bench.learner.updates == 4  # at 256 steps: 64 inserted ones allow 512 draws, which are 4 steps of 128
+
+
+def test_a_segment_with_infinite_errors_is_dropped_and_the_others_are_inserted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "algorithm.discount=1", "algorithm.num_steps=3")
+    for _ in range(3):
+        bench.put()
+    bench.put(rewards=np.full(16, 3e38, np.float32), observations=np.full((17, 4), 9, np.float32))
+    assert bench.learner.step()
+    account = bench.queue.ledger.get_account(A)
+    assert (account.consumed, account.dropped) == (3, {"non_finite": 1})
+    assert bench.learner.stats()["steps"] == 48
+    assert bench.queue.take_unlearnable() == {A: 1}  # the gateway names the actor
+    assert not bench.queue.take_unlearnable()
