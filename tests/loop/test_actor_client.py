@@ -393,11 +393,6 @@ def test_what_an_actor_says_of_itself_is_cut_and_cleaned_before_it_is_logged() -
         assert not any(kind == "actor_lost" for _, kind, _ in events)
 
 
-def test_a_message_limit_below_the_longest_segment_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="segment_length"):
-        Parts(max_message_bytes=1024)
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -3,7 +3,6 @@ what one step tells before a run starts."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ from test_environment_loop import RecordingClient
 
 from shoal.actor import play
 from shoal.actor.environment import make_environment, pick_action, reset_environment
+from shoal.cluster.job_main import job_main
 from shoal.errors import ConfigError
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policy_connection import ActionAnswer
 from shoal.flows.policy_evaluation import play_through
-from shoal.flows.rl_policy import inspect_environment
+from shoal.flows.rl_policy import check, inspect_environment
 from shoal.rl.spec import RLSpec
 from shoal.wire.action_masks import find_choices
 
@@ -276,11 +277,17 @@ def test_one_that_cannot_be_made_is_refused_by_its_own_words(name: str, said: st
         make_environment(name)
 
 
-def test_a_job_finds_the_modules_of_the_folder_that_it_is_run_in(tmp_path: Path) -> None:
-    job = Path(__file__).parents[3] / "jobs" / "actor_learner.py"
-    words = [sys.executable, str(job), "env=some_games:Fault-v0", "--check"]
-    checked = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stderr
+def test_a_job_finds_the_modules_of_the_folder_that_it_is_run_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "own_game.py").write_text("from shoal.libs.games.tictactoe import TicTacToe as make\n")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.chdir(tmp_path / "here")
+    words = ["env=own_game:make", "--check"]
+    checked: list[object] = []
+    job_main(ActorLearnerSpec(), lambda spec, job: None, "job", lambda spec: checked.append(check(spec)), words)
+    assert checked
 
 
 def test_one_that_cannot_begin_is_refused() -> None:
