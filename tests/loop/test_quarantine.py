@@ -29,7 +29,7 @@ from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, policy_spec
-from shoal.runs.report.event_messages import format_warning
+from shoal.runs.event_messages import format_warning
 from sign_game import SignGame
 from waiting import wait_for
 

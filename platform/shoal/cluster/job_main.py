@@ -19,9 +19,9 @@ import shoal.runs
 from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle, set_environment
 from shoal.config import Spec, last_override
 from shoal.errors import ClusterError, ShoalError
+from shoal.runs.event_messages import format_warning
 from shoal.runs.json_lines import JSON, TEXT, log_json, write_json_lines
 from shoal.runs.record.provenance import restore_secrets
-from shoal.runs.report.event_messages import format_warning
 
 SpecT = TypeVar("SpecT", bound=Spec)
 CHECK, HELP = "--check", ("-h", "--help")
@@ -38,7 +38,7 @@ def job_main(
 ) -> None:
     """Run `run(spec with overrides applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError or OSError.
 
-    spec:          what the words change, or a function that finds it by looking at them
+    spec:    what the words change, or a function that finds it by looking at them
     needs_cluster: False where, without $RAY_ADDRESS, this process is enough
 
     `--help` prints the fields. `--check` validates the overrides, runs `check` and exits. `resume=RUN` takes every
