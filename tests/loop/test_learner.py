@@ -17,13 +17,12 @@ from shoal.checkpoint import files
 from shoal.checkpoint.mirror import CheckpointMirror
 from shoal.checkpoint.stored import StoredCheckpoints
 from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch, StoreError
-from shoal.rl import batch_checks
+from shoal.rl import batch_checks, published_versions
 from shoal.rl import learner as learner_module
 from shoal.rl.algorithms.algorithm import NonFiniteLoss
 from shoal.rl.experience.queue import ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.learner import Learner
-from shoal.rl.published_versions import VERSIONS_RESERVED
 from shoal.rl.spec import RLSpec
 from shoal.store import Store, open_store
 from shoal.weights import WeightStore
@@ -232,13 +231,14 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
 
 
 def test_a_version_that_cannot_be_reserved_is_published_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published_versions, "VERSIONS_RESERVED", 4)
     bench = Bench(tmp_path)
     with full_disk(monkeypatch):
-        for version in range(2, 80):
+        for version in range(2, 12):
             bench.put(segment(16, version=min(version, bench.store.version)))
             assert bench.learner.step()
     stopped_at = bench.store.version
-    assert stopped_at == VERSIONS_RESERVED + 1
+    assert stopped_at == 4 + 1
     bench.put(segment(16, version=stopped_at))
     assert bench.learner.step()
     assert bench.store.version == stopped_at + 1
