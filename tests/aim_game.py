@@ -1,14 +1,11 @@
-"""A small game of one number a step; `python aim_game.py ADDRESS TOKEN ACTOR_ID SEED` is an actor that plays it."""
+"""A small game of one number a step."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 from gymnasium.spaces import Box
-
-from shoal.actor import ActorClient, play
 
 
 class AimGame:
@@ -35,9 +32,3 @@ class AimGame:
     def _observe(self) -> np.ndarray:
         self._seen = self._random.uniform(-1, 1, 1).astype(np.float32)
         return self._seen
-
-
-if __name__ == "__main__":
-    address, token, actor_id, seed = sys.argv[1:]
-    with ActorClient(address, token, actor_id, timeout_s=60) as client:
-        play(AimGame(), client, seed=int(seed))

@@ -55,7 +55,6 @@ def test_the_token_is_the_variable_or_else_the_file(home: Path, monkeypatch: pyt
     ("more", "said"),
     [
         (("--connect", "tcp://127.0.0.1:99999"), "connect = 'tcp://127.0.0.1:99999': is not an address"),
-        (("--connect", "tcp://127.0.0.1:0"), "connect = "),
         (("--server-key", "nonsense"), "server-key = "),
         ((), "; if it prints a server key, it answers only actors that have it (--server-key)"),
         (("--server-key", "k" * 40), f"; if it is there, its server key is another than {'k' * 40}, or it has none"),

@@ -5,19 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import shoal
-from loop.test_local_loop import EXPERIENCE as OF_SIGNS
-from loop.test_local_loop import SPEC, SignGame
 from rl_setting import TOKEN, Parts, serving, weights
 from shoal.actor import GameActor
 from shoal.errors import ConfigError, InvalidSegment, Refused
-from shoal.rl.local_loop import LocalLoop
 from waiting import wait_for
 
 
@@ -29,25 +24,6 @@ def connected(parts: Parts, **options: Any) -> Iterator[GameActor]:
 
 def observe(value: float) -> list[float]:
     return [value, 0.0, 0.0, 0.0]
-
-
-def test_two_episodes_at_once_become_a_segment_each() -> None:
-    with serving() as parts, connected(parts) as actor:
-        for step in range(3):
-            assert actor.act(observe(step), "red") in (0, 1)
-            actor.reward(0.5, "red")
-            actor.reward(0.25, "red")
-            actor.act(observe(-step), "blue")
-        actor.end_episode(observe(9), episode="red")
-        actor.end_episode(observe(-9), truncated=True, episode="blue")
-        wait_for(lambda: parts.ledger.get_totals().received == 2)
-        batch = parts.take(6, 6, 4, 10)
-        assert batch.observations[:, 0].tolist() == [0, 1, 2, 9, 0, -1, -2, -9]
-        assert batch.rewards.tolist() == [0.75] * 3 + [0.0] * 3
-        assert (batch.lengths.tolist(), batch.terminated.tolist()) == ([3, 3], [True, False])
-        assert batch.versions.tolist() == [1] * 6
-        assert parts.gateway.stats()["episodes"] == 2
-        assert actor.client.drops == {}
 
 
 def test_a_game_goes_on_while_the_learner_is_busy_and_the_newest_experience_is_kept() -> None:
@@ -102,24 +78,3 @@ def test_an_episode_in_which_the_run_changes_is_not_recorded_and_the_next_one_is
             wait_for(lambda: other.ledger.get_totals().received == 1)
             batch = other.take(1, 1, 1)
             assert batch.observations[:, 0].tolist() == [3, 4]
-
-
-def test_a_policy_is_learnt_from_a_game_that_owns_its_loop(tmp_path: Path) -> None:
-    with LocalLoop(SPEC, OF_SIGNS, tmp_path / "run", TOKEN, target_return=7.0) as loop:
-
-        def run_game() -> None:
-            with shoal.connect(loop.address, token=TOKEN, budget_s=0.1) as actor:
-                game, is_over = SignGame(), True
-                while not actor.finished:
-                    if is_over:
-                        observation, _ = game.reset(seed=None)
-                    observation, reward, _, is_over, _ = game.step(actor.act(np.array(observation)))
-                    actor.reward(reward)
-                    if is_over:
-                        actor.end_episode(observation, truncated=True)
-
-        thread = threading.Thread(target=run_game)
-        thread.start()
-        assert loop.wait_until_solved(timeout_s=600) > 0
-        loop.close()
-        thread.join()

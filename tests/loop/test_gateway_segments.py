@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgpack
 import numpy as np
 import pytest
 
 from loop.gateway_asking import Raw
 from rl_setting import segment, serving, weights
-from shoal.wire import DropReason, Segment, pack_segment
-from shoal.wire.messages import Ack, ErrorMessage, Ping, Pong, SegmentMessage
+from shoal.wire import DropReason, pack_segment
+from shoal.wire.messages import ErrorMessage
 from waiting import wait_for
-
-BAD: dict[str, tuple[Callable[[], Segment], DropReason, str]] = {
-    "nan": (
-        lambda: segment(rewards=np.array([1.0, np.nan], np.float32), **_two()),
-        DropReason.NON_FINITE,
-        "rewards",
-    ),
-    "too long": (lambda: segment(17), DropReason.INVALID_SHAPE, "≤ 16"),
-    "version of the future": (lambda: segment(2, version=99), DropReason.INVALID_RANGE, "never published"),
-    "version zero": (lambda: segment(2, version=0), DropReason.INVALID_RANGE, "below 1"),
-}
-
-
-def _two() -> dict[str, object]:
-    whole = segment(2)
-    return {name: getattr(whole, name) for name in ("observations", "actions", "log_probabilities", "versions")}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_segment_is_dropped_with_its_reason_and_the_next_good_one_accepted(name: str) -> None:
-    make, reason, words = BAD[name]
-    with serving() as parts, Raw(parts) as raw:
-        raw.enter()
-        ack = raw.send(0, make())
-        assert (ack.status, ack.reason) == ("dropped", reason.value)
-        assert words in ack.detail
-        assert raw.send(1, segment()).status == "accepted"
-        account = parts.ledger.get_account(("raw", 1))
-        assert account.dropped == {reason.value: 1}
-        assert (account.received, account.queued) == (2, 1)
 
 
 def test_who_sends_what_breaks_the_spec_is_told_of_once_for_each_reason() -> None:
@@ -97,14 +65,6 @@ def test_who_sends_nothing_but_bad_segments_is_seen(changes: dict[str, object], 
         assert words in told["detail"]
 
 
-def test_a_duplicate_is_acknowledged_and_trained_on_once() -> None:
-    with serving() as parts, Raw(parts) as raw:
-        raw.enter()
-        assert [raw.send(0, segment()).status for _ in range(3)] == ["accepted", "duplicate", "duplicate"]
-        account = parts.ledger.get_account(("raw", 1))
-        assert (account.received, account.queued, account.duplicates) == (1, 1, 2)
-
-
 @pytest.mark.parametrize(
     ("header", "num_frames", "code", "seq"),
     [
@@ -145,17 +105,3 @@ def test_experience_that_is_too_old_is_dropped_at_admission() -> None:
         ack = raw.send(1, mixed)
         assert (ack.status, ack.reason) == ("dropped", "stale_admission")
         assert raw.send(2, segment(version=2)).status == "accepted"
-
-
-def test_unknown_kinds_are_answered_and_the_session_goes_on() -> None:
-    with serving() as parts, Raw(parts) as raw:
-        raw.enter()
-        raw.socket.send(b"\x81\xa4kind\xa6teapot")
-        error = raw.hear(ErrorMessage)
-        assert (error.code, error.fatal) == ("unknown_kind", False)
-        raw.say(SegmentMessage(0, ()))
-        ack = raw.hear(Ack)
-        assert ack.reason == "invalid_frames"
-        raw.say(Ping(17))
-        pong = raw.hear(Pong)
-        assert pong.nonce == 17

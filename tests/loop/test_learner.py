@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +13,18 @@ import torch
 
 from rl_setting import EXPERIENCE, segment
 from shoal import atomic_file, checkpoint
-from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch
-from shoal.rl import batch_checks
+from shoal.checkpoint import files
+from shoal.checkpoint.mirror import CheckpointMirror
+from shoal.checkpoint.stored import StoredCheckpoints
+from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch, StoreError
+from shoal.rl import batch_checks, published_versions
 from shoal.rl import learner as learner_module
 from shoal.rl.algorithms.algorithm import NonFiniteLoss
-from shoal.rl.experience.queue import ExperienceQueue
+from shoal.rl.experience.queue import ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.learner import Learner
-from shoal.rl.published_versions import VERSIONS_RESERVED
 from shoal.rl.spec import RLSpec
-from shoal.store import Store
+from shoal.store import Store, open_store
 from shoal.weights import WeightStore
 from shoal.wire import DropReason, Segment
 from waiting import wait_for
@@ -213,19 +216,29 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_not_the_run(
     assert Bench(tmp_path).learner.restored_updates == 3
 
 
+@contextmanager
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """No version can be reserved meanwhile. Yields the files that could not be written."""
+    refused: list[Path] = []
+
+    def refuse(path: Path, content: bytes) -> None:
+        refused.append(path)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(atomic_file, "replace_synced", refuse)
+        yield refused
+
+
 def test_a_version_that_cannot_be_reserved_is_published_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published_versions, "VERSIONS_RESERVED", 4)
     bench = Bench(tmp_path)
-
-    def full(*arguments: object) -> None:
-        raise OSError("no space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("shoal.atomic_file.replace_synced", full)
-        for version in range(2, 80):
+    with full_disk(monkeypatch):
+        for version in range(2, 12):
             bench.put(segment(16, version=min(version, bench.store.version)))
             assert bench.learner.step()
     stopped_at = bench.store.version
-    assert stopped_at == VERSIONS_RESERVED + 1
+    assert stopped_at == 4 + 1
     bench.put(segment(16, version=stopped_at))
     assert bench.learner.step()
     assert bench.store.version == stopped_at + 1
@@ -280,12 +293,7 @@ def test_a_learner_that_can_reserve_no_version_at_its_end_saves_what_it_has(
     bench.put(segment(16))
     assert bench.learner.step()
     bench.learner._versions._num_reserved = bench.learner.version
-
-    def refuse(path: Path, content: bytes) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as full:
-        full.setattr(atomic_file, "replace_synced", refuse)
+    with full_disk(monkeypatch):
         bench.learner.stop()
         bench.learner.run()
     assert Bench(tmp_path).learner.restored_updates == 1
@@ -344,15 +352,8 @@ def test_a_pause_waits_for_room_for_the_number_of_a_version(tmp_path: Path, monk
         bench.put(segment(8))
     assert bench.learner.step()
     bench.learner._versions._num_reserved = bench.learner.version
-    refusals: list[Path] = []
-
-    def refuse(path: Path, content: bytes) -> None:
-        refusals.append(path)
-        raise OSError(28, "No space left on device")
-
     paused: list[int] = []
-    with monkeypatch.context() as full:
-        full.setattr(atomic_file, "replace_synced", refuse)
+    with full_disk(monkeypatch) as refusals:
         pausing = threading.Thread(target=lambda: paused.append(bench.learner.pause().version))
         pausing.start()
         wait_for(lambda: len(refusals) >= 3)
@@ -382,3 +383,113 @@ def test_a_paused_learner_holds_its_weights_and_goes_on_where_it_was(tmp_path: P
     bench.learner.stop()
     thread.join(60)
     assert not thread.is_alive()
+
+
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path / "store")
+
+
+def start_again(folder: Path, store: Store | None) -> Learner:
+    queue = ExperienceQueue(64, Ledger())
+    return Learner(spec(), EXPERIENCE, queue, WeightStore(), folder, 3, store=store, must_restore=True)
+
+
+def test_a_learner_goes_on_where_no_file_of_it_is(tmp_path: Path, store: Store) -> None:
+    first = Bench(tmp_path / "a", store=store)
+    for _ in range(2):
+        first.put(segment(16))
+    assert first.learner.step()
+    first.learner.stop()
+    first.learner.run()
+    assert first.learner.failure == ""
+    second = start_again(tmp_path / "b", store)
+    assert second.restored_updates == first.learner.updates > 0
+    for one, other in zip(first.learner.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+def test_a_learner_that_finds_no_checkpoint_of_its_run_is_an_error(
+    tmp_path: Path, store: Store, has_store: bool
+) -> None:
+    with pytest.raises(CheckpointError, match=r"/a on .* has no checkpoint of this run.*set SHOAL_STORE to a bucket"):
+        start_again(tmp_path / "a", store if has_store else None)
+    Bench(tmp_path / "b")  # it has died before its first checkpoint
+    assert start_again(tmp_path / "b", None).updates == 0
+
+
+def test_a_mirror_skips_what_came_meanwhile_and_tries_again(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror, write, is_down = CheckpointMirror(StoredCheckpoints(store), tmp_path / "a", keep=2), type(store).write, True
+
+    def refuse(this: Store, key: str, content: bytes | Path) -> None:
+        if is_down:
+            raise StoreError("the store is down")
+        write(this, key, content)
+
+    monkeypatch.setattr(type(store), "write", refuse)
+    for step in (1, 2, 3, 4):
+        if step == 3:
+            is_down = False
+        mirror.add(files.save(tmp_path / "a", step, {"step": step}))
+        failure = mirror.finish(TIMEOUT_S)
+        assert ("only in" in failure and "down" in failure) == is_down
+    assert store.list_folders() == ["step-000000003", "step-000000004"]
+    other = CheckpointMirror(StoredCheckpoints(store), tmp_path / "b", keep=2)
+    other.fetch_newest()
+    loaded = files.load_latest(tmp_path / "b")
+    assert loaded is not None
+    assert (loaded.step, loaded.state) == (4, {"step": 4})
+
+
+def test_what_was_recovered_from_a_lost_host_is_learnt(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its versions were published after the newest checkpoint, or just before, and the new ones begin far above them.
+    A third host learns what the second has published, too."""
+    ages, get_ages = list[int](), ExperienceBatch.get_ages
+    monkeypatch.setattr(
+        ExperienceBatch, "get_ages", lambda batch: [ages.extend(get_ages(batch).tolist()), get_ages(batch)][1]
+    )
+    first = Bench(tmp_path / "a", "gateway.max_version_lag=8", store=store)
+    for folder in ("b", "c"):
+        first.learner.save()
+        assert first.learner._checkpoints.finish_upload() == ""
+        saved = first.learner.version
+        for _ in range(5):
+            first.learner.try_publish()
+        second = Bench(tmp_path / folder, "gateway.max_version_lag=8", store=store)
+        assert second.learner.version > first.learner.version + 100_000
+        for version in (saved - 2, saved, saved + 1, saved + 5, second.learner.version):
+            if version > 0:
+                second.put(segment(16, version=version))
+        while len(second.queue):
+            assert second.learner.step()
+        assert 1 <= max(ages) <= 8
+        assert second.learner.counts["dropped"] == 0
+        assert second.learner.counts["consumed"] >= 4
+        assert second.learner.stats()["metrics"]["learner/policy_lag"] <= 8
+        first = second
+
+
+def test_a_learner_on_another_host_publishes_no_version_twice(tmp_path: Path, store: Store) -> None:
+    """Neither does the first host, if the run returns there."""
+    first = Bench(tmp_path / "a", store=store)
+    first.learner.save()
+    assert first.learner._checkpoints.finish_upload() == ""
+    for _ in range(5):
+        first.learner.try_publish()  # after its newest checkpoint
+    used = {each.version for each in first.learner.take_published()}
+    for folder in ("b", "a", "c"):
+        queue = ExperienceQueue(64, Ledger())
+        again = Learner(spec(), EXPERIENCE, queue, WeightStore(), tmp_path / folder, store=store, must_restore=True)
+        again.try_publish()
+        published = {each.version for each in again.take_published()}
+        assert len(published) == 2
+        assert not published & used
+        used |= published

@@ -41,22 +41,6 @@ def actor(loop: LocalLoop, index: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("words", [[], pytest.param(["algorithm=ppo"], marks=pytest.mark.soak)], ids=["impala", "ppo"])
-def test_external_actors_teach_a_policy_until_it_is_solved(tmp_path: Path, words: list[str]) -> None:
-    with LocalLoop(SPEC.override(words), EXPERIENCE, tmp_path / "run", TOKEN, target_return=7.0) as loop:
-        actors = [actor(loop, index) for index in range(2)]
-        assert loop.wait_until_solved(timeout_s=300) > 0
-        stats = loop.gateway.stats()
-        assert stats["solved_s"] is not None
-        assert stats["mean_return"] > 6.0  # they play on, and the mean with them
-        assert {one["actor_id"] for one in stats["actors"]} == {"actor-0", "actor-1"}
-    for thread in actors:
-        thread.join(60)
-        assert not thread.is_alive()  # the gateway dismissed them
-    totals = loop.learner.counts
-    assert totals["consumed"] > 0
-
-
 def test_the_books_balance_while_the_run_goes_on_and_after_it(tmp_path: Path) -> None:
     with LocalLoop(SPEC, EXPERIENCE, tmp_path / "run", TOKEN) as loop:
         thread = actor(loop, 0)

@@ -43,8 +43,12 @@ def observe(value: float) -> list[float]:
     return [value, 0.0, 0.0, 0.0]
 
 
-def test_two_episodes_at_once_become_a_segment_each() -> None:
-    with serving() as parts, connect(parts) as actor:
+@pytest.mark.parametrize("inference", ["local", "remote"])
+def test_two_episodes_at_once_become_a_segment_each(inference: str) -> None:
+    with (
+        serving() as parts,
+        shoal.connect(parts.address, token=TOKEN, actor_id="game", inference=inference) as actor,
+    ):
         for step in range(3):
             assert actor.act(observe(step), "red") in (0, 1)
             actor.reward(0.5, "red")
@@ -52,11 +56,15 @@ def test_two_episodes_at_once_become_a_segment_each() -> None:
             actor.act(observe(-step), "blue")
         actor.end_episode(observe(9), episode="red")
         actor.end_episode(observe(-9), truncated=True, episode="blue")
-        batch = parts.take()
+        batch = parts.take(6, 6, 4)
         assert batch.observations[:, 0].tolist() == [0, 1, 2, 9, 0, -1, -2, -9]
         assert batch.rewards.tolist() == [0.75] * 3 + [0.0] * 3
         assert (batch.lengths.tolist(), batch.terminated.tolist()) == ([3, 3], [True, False])
-        assert parts.gateway.stats()["remote_inference"]["actions"] == 6
+        assert (batch.versions.tolist(), parts.gateway.stats()["episodes"]) == ([1] * 6, 2)
+
+
+def test_what_a_game_may_not_do_is_an_error_and_its_episode_stays() -> None:
+    with serving() as parts, connect(parts) as actor:
         with pytest.raises(ConfigError, match="has no action yet"):
             actor.reward(1.0)
         with pytest.raises(InvalidSegment, match="expected"):

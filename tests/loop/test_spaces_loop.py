@@ -168,7 +168,7 @@ def solve(
         threads = [threading.Thread(target=run, args=(index, loop.address), daemon=True) for index in range(2)]
         for thread in threads:
             thread.start()
-        assert loop.wait_until_solved(timeout_s=100) > 0
+        assert loop.wait_until_solved(timeout_s=600) > 0
         segments = loop.gateway.stats()["segments"]
         assert segments["balanced"]
         assert not segments["dropped"], segments

@@ -105,20 +105,26 @@ def test_without_a_target_the_better_actions_are_registered(monkeypatch: pytest.
         assert flow._action == action
 
 
-@pytest.mark.parametrize(("kept_return", "is_registered"), [(500.0, True), (9.0, False)])
-def test_a_run_that_has_collapsed_registers_the_version_of_its_best_returns(
-    monkeypatch: pytest.MonkeyPatch, kept_return: float, is_registered: bool
-) -> None:
-    flow = FakeFlow(played(9.0, 7), target_return=None, action="best")
-    kept = WeightSnapshot.of(3, {"w": np.ones(1, np.float32)})
+def attach_republishing(flow: LoopRun, source: object = None) -> list[int]:
+    """Workers that publish earlier weights again; returns the versions that they were given."""
     published: list[int] = []
 
     def republish(snapshot: WeightSnapshot) -> WeightSnapshot:
         published.append(snapshot.version)
         return snapshot
 
-    weights = SimpleNamespace(latest=lambda: kept)
-    flow.policies[0]._workers = SimpleNamespace(republish=republish, make_weight_source=lambda: weights)  # type: ignore[assignment]
+    workers = SimpleNamespace(republish=republish, make_weight_source=lambda: source)
+    flow.policies[0]._workers = workers  # type: ignore[assignment]
+    return published
+
+
+@pytest.mark.parametrize(("kept_return", "is_registered"), [(500.0, True), (9.0, False)])
+def test_a_run_that_has_collapsed_registers_the_version_of_its_best_returns(
+    monkeypatch: pytest.MonkeyPatch, kept_return: float, is_registered: bool
+) -> None:
+    flow = FakeFlow(played(9.0, 7), target_return=None, action="best")
+    kept = WeightSnapshot.of(3, {"w": np.ones(1, np.float32)})
+    published = attach_republishing(flow, SimpleNamespace(latest=lambda: kept))
     flow.policies[0].gateway = make_stats(mean_return=480.0, episodes=100)
     flow.policies[0].keep_best()
     monkeypatch.setattr(actor_learner, "hold_trial", lambda *_: played(kept_return if published else 9.0, 7))
@@ -133,18 +139,13 @@ def test_a_run_registers_its_newest_version_if_the_one_of_its_best_returns_canno
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flow = FakeFlow(played(9.0, 7), target_return=None, action="best")
-    published: list[int] = []
-
-    def republish(snapshot: WeightSnapshot) -> WeightSnapshot:
-        published.append(snapshot.version)
-        return snapshot
+    published = attach_republishing(flow)
 
     def hold(outcome: Evaluation, spec: ActorLearnerSpec) -> Evaluation:
         if published:
             raise ConnectionLost("the endpoint did not answer")
         return outcome
 
-    flow.policies[0]._workers = SimpleNamespace(republish=republish)  # type: ignore[assignment]
     flow.policies[0].retained = WeightSnapshot.of(3, {"w": np.ones(1, np.float32)})
     monkeypatch.setattr(actor_learner, "hold_trial", hold)
     flow._candidates = [SNAPSHOT]

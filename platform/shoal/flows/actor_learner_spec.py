@@ -17,7 +17,6 @@ from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, with
 
 NAMED_BY_ENV = "named-by-env"
 ONLY_POLICY = ""  # the name of the policy of a run that has one
-# Fields' names from before there were several algorithms.
 _IS_JOB = re.compile(r"\bActorLearnerSpec\b")
 TRIAL_FACTOR = 6  # docs/decisions/028-trials.md
 

@@ -318,11 +318,11 @@ class Learner:
         if "cuda_rng" in state and self.algorithm.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"])
         self.updates, self.steps, self.counts = state["updates"], state["steps"], dict(state["counts"])
-        self._log_position = int(state.get("position", 0))  # of an earlier Shoal: none
-        skipped = tuple((retained, last) for retained, last in state.get("skipped", ()))
+        self._log_position = int(state["position"])
+        skipped = tuple((retained, last) for retained, last in state["skipped"])
         self._published = int(state["version"]), skipped
         has_moved = not reserved.exists() or int(reserved.read_text()) < state["version"]
-        self._restored_version = int(state.get("reserved", state["version"]) if has_moved else state["version"])
+        self._restored_version = int(state["reserved"] if has_moved else state["version"])
         return has_moved
 
 

@@ -214,15 +214,6 @@ class RLSpec(Spec):
         lag = self.algorithm.limit_version_lag(self.gateway.max_version_lag)
         return self.gateway.model_copy(update={"max_version_lag": lag})
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_older_record(cls, values: object) -> object:
-        """Records from before there were several algorithms have the fields of IMPALA under its name."""
-        if isinstance(values, dict) and "impala" in values:
-            others = {name: each for name, each in values.items() if name != "impala"}
-            return {**others, "algorithm": {"name": "impala", **values["impala"]}}
-        return values
-
 
 def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec, has_masks: bool = False) -> ExperienceSpec:
     """The format of segments of an environment with these gymnasium spaces. has_masks: it gives action masks.

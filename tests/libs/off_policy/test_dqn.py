@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from rl_setting import EXPERIENCE, POLICY
+from rl_setting import EXPERIENCE, POLICY, random_batch, segment
 from shoal.actor.policy import EpsilonGreedyPolicy, find_ladder_position, make_policy
 from shoal.errors import RunError, WeightsError
 from shoal.libs.off_policy.dqn import DQN, double_targets, dqn_loss
 from shoal.libs.off_policy.q_network import QNetwork
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
-from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.experience.queue import ExperienceBatch, ExperienceQueue
+from shoal.rl.experience.segment_ledger import Ledger
+from shoal.rl.learner import Learner
 from shoal.rl.spec import RLSpec
+from shoal.weights import WeightStore
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 SPEC = RLSpec(
@@ -27,21 +30,6 @@ SPEC = RLSpec(
 )
 
 NUM_ACTIONS = 2
-
-
-def make_batch(seed: int, lengths: list[int], terminated: list[bool] | None = None) -> ExperienceBatch:
-    random = np.random.default_rng(seed)
-    steps = sum(lengths)
-    return ExperienceBatch(
-        lease_id=1,
-        observations=random.normal(size=(steps + len(lengths), 4)).astype(np.float32),
-        actions=random.integers(0, NUM_ACTIONS, steps),
-        rewards=random.normal(size=steps).astype(np.float32),
-        log_probabilities=np.zeros(steps, np.float32),
-        versions=np.ones(steps, np.int64),
-        lengths=np.array(lengths, np.int64),
-        terminated=random.random(len(lengths)) < 0.5 if terminated is None else np.array(terminated),
-    )
 
 
 def make_dqn(folder: Path | None = None, **fields: object) -> DQN:
@@ -99,7 +87,7 @@ def test_first_priorities_are_the_errors_of_n_step_targets(num_steps: int) -> No
     with torch.no_grad():
         for parameter in dqn._target.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape))
-    batch = make_batch(5, [6, 1, 9], [True, False, False])
+    batch = random_batch(5, [6, 1, 9], [True, False, False])
     q, target_q = compute_q(dqn.model, batch.observations), compute_q(dqn._target, batch.observations)
     expected = []
     row = step = 0
@@ -187,7 +175,7 @@ def test_exploration_falls_with_the_steps_of_all_actors() -> None:
     dqn = make_dqn(epsilon=0.1, epsilon_steps=20, learning_starts=10**6)
     seen = [dqn.model.epsilon.item()]
     for _ in range(3):
-        list(dqn.update(make_batch(1, [10])))
+        list(dqn.update(random_batch(1, [10])))
         seen.append(dqn.model.epsilon.item())
     assert seen == pytest.approx([1.0, 0.55, 0.1, 0.1])
 
@@ -198,10 +186,10 @@ def test_exploration_falls_with_the_steps_of_all_actors() -> None:
 def test_steps_follow_what_was_inserted_and_none_come_before_learning_starts() -> None:
     dqn = make_dqn(learning_starts=30, batch_size=8, samples_per_insert=2.0, target_update_period=3)
     before = compute_q(dqn.model, np.ones((1, 4), np.float32))
-    assert list(dqn.update(make_batch(1, [10, 6]))) == []
+    assert list(dqn.update(random_batch(1, [10, 6]))) == []
     np.testing.assert_array_equal(compute_q(dqn.model, np.ones((1, 4), np.float32)), before)
-    assert len(list(dqn.update(make_batch(2, [14])))) == 3  # 2 * 14 of 8 drawn steps, four are left over
-    metrics = list(dqn.update(make_batch(3, [2])))  # with them, one more
+    assert len(list(dqn.update(random_batch(2, [14])))) == 3  # 2 * 14 of 8 drawn steps, four are left over
+    metrics = list(dqn.update(random_batch(3, [2])))  # with them, one more
     assert len(metrics) == 1
     assert metrics[0]["learner/replay_steps"] == 32
     assert all(np.isfinite(list(metrics[0].values())))
@@ -213,7 +201,7 @@ def test_the_target_network_is_a_copy_of_every_so_many_steps() -> None:
     copies = [compute_q(dqn._target, observation)]
     online = []
     for step in range(6):
-        assert len(list(dqn.update(make_batch(step, [8])))) == 1
+        assert len(list(dqn.update(random_batch(step, [8])))) == 1
         copies.append(compute_q(dqn._target, observation))
         online.append(compute_q(dqn.model, observation))
     assert [bool((a != b).any()) for a, b in itertools.pairwise(copies)] == [False, False, True] * 2
@@ -224,7 +212,7 @@ def test_values_approach_those_of_a_chain_that_is_truncated_and_never_ends() -> 
     """One state, reward 1, always truncated: the value is 1 / (1 - γ) = 2; terminated, it is 1."""
     for terminated, value in ((False, 2.0), (True, 1.0)):
         dqn = make_dqn(discount=0.5, num_steps=2, learning_starts=1, learning_rate=0.02, target_update_period=5)
-        batch = make_batch(1, [1] * 64, [terminated] * 64)
+        batch = random_batch(1, [1] * 64, [terminated] * 64)
         constant = ExperienceBatch(**{**vars(batch), "observations": np.ones((128, 4), np.float32)})
         constant.rewards[:] = 1.0
         for _ in range(15):
@@ -235,18 +223,18 @@ def test_values_approach_those_of_a_chain_that_is_truncated_and_never_ends() -> 
 
 def test_a_batch_with_an_infinite_error_is_not_inserted() -> None:
     dqn = make_dqn(learning_starts=1)
-    bad = make_batch(1, [16])
+    bad = random_batch(1, [16])
     bad.rewards[:] = 3e38
     with pytest.raises(NonFiniteLoss):
         list(dqn.update(bad))
     assert dqn._replay.num_steps == 0
     assert not dqn.is_usable(bad)
-    assert dqn.is_usable(make_batch(2, [16]))
+    assert dqn.is_usable(random_batch(2, [16]))
 
 
 def test_values_that_have_overflowed_end_the_run_and_leave_the_weights() -> None:
     dqn = make_dqn(learning_starts=1)
-    list(dqn.update(make_batch(1, [16])))
+    list(dqn.update(random_batch(1, [16])))
     with torch.no_grad():
         dqn._parameters.fill_(1e38)
     with pytest.raises(RunError, match="not finite"):
@@ -258,7 +246,7 @@ def test_values_that_have_overflowed_end_the_run_and_leave_the_weights() -> None
 def test_a_restored_learner_goes_on_with_the_replay_only_where_it_is_on_disk(is_on_disk: bool, tmp_path: Path) -> None:
     fields = {"learning_starts": 20, "batch_size": 8, "replay_on_disk": is_on_disk}
     first = make_dqn(tmp_path, **fields)
-    list(first.update(make_batch(1, [16, 16])))
+    list(first.update(random_batch(1, [16, 16])))
     second = make_dqn(tmp_path, **fields)
     second.load_state_dict(first.state_dict())
     assert second._replay.num_steps == (32 if is_on_disk else 0)
@@ -266,5 +254,63 @@ def test_a_restored_learner_goes_on_with_the_replay_only_where_it_is_on_disk(is_
     for mine, other in zip(first._target.parameters(), second._target.parameters(), strict=True):
         assert torch.equal(mine, other)
     # With an empty replay it waits for as many steps again.
-    assert bool(list(second.update(make_batch(2, [8])))) == is_on_disk
-    assert list(second.update(make_batch(3, [16]))) != []
+    assert bool(list(second.update(random_batch(2, [8])))) == is_on_disk
+    assert list(second.update(random_batch(3, [16]))) != []
+
+
+# -- behind the gateway -----------------------------------------------------------------------------------------------
+
+BEHIND_GATEWAY = RLSpec(hidden=(32,)).override(
+    [
+        *("algorithm=dqn", "algorithm.discount=0", "algorithm.num_steps=1", "algorithm.batch_size=128"),
+        *("algorithm.samples_per_insert=8", "algorithm.learning_rate=0.01", "algorithm.learning_starts=200"),
+        *("algorithm.epsilon_steps=1000", "algorithm.epsilon=0.02", "algorithm.replay_mb=1"),
+        *("learner.batch_steps=64", "learner.max_batch_steps=64", "learner.take_timeout_s=0.1"),
+        "learner.publish_interval_s=0",
+    ]
+)
+A = ("a", 1)
+
+
+class Bench:
+    """A learner and its queue."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        spec, self.queue = BEHIND_GATEWAY.override(words), ExperienceQueue(64, Ledger())
+        experience = msgspec.structs.replace(EXPERIENCE, policy=spec.algorithm.describe_policy(spec.hidden))
+        self.learner = Learner(spec, experience, self.queue, WeightStore(), folder, 500)
+
+    def put(self, **changes: object) -> None:
+        seq = self.queue.ledger.get_account(A).next_seq
+        assert self.queue.put(A, seq, segment(16, **changes))
+
+    def learn(self) -> None:
+        for _ in range(4):
+            self.put()
+        assert self.learner.step()
+
+
+def test_experience_of_any_age_is_consumed_when_it_is_inserted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "gateway.max_version_lag=3")
+    bench.learn()  # by version 1; the learner is at 501
+    account = bench.queue.ledger.get_account(A)
+    assert (account.consumed, account.dropped) == (4, {})
+    assert bench.learner.stats()["steps"] == 64
+    assert bench.learner.updates == 0  # learning_starts is above it
+    assert bench.learner.snapshot().tensors()["epsilon"] < 1
+    for _ in range(3):
+        bench.learn()
+    assert bench.learner.updates == 4  # at 256 steps: 64 inserted ones allow 512 draws, which are 4 steps of 128
+
+
+def test_a_segment_with_infinite_errors_is_dropped_and_the_others_are_inserted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "algorithm.discount=1", "algorithm.num_steps=3")
+    for _ in range(3):
+        bench.put()
+    bench.put(rewards=np.full(16, 3e38, np.float32), observations=np.full((17, 4), 9, np.float32))
+    assert bench.learner.step()
+    account = bench.queue.ledger.get_account(A)
+    assert (account.consumed, account.dropped) == (3, {"non_finite": 1})
+    assert bench.learner.stats()["steps"] == 48
+    assert bench.queue.take_unlearnable() == {A: 1}  # the gateway names the actor
+    assert not bench.queue.take_unlearnable()

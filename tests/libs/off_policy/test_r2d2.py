@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_setting import EXPERIENCE
+from rl_setting import EXPERIENCE, random_batch
 from shoal.actor.policy import make_policy
 from shoal.errors import ConfigError
 from shoal.libs.off_policy.r2d2 import R2D2, invert_rescaling, mix_errors, r2d2_loss, rescale
@@ -28,19 +28,10 @@ NUM_ACTIONS = 2
 
 
 def make_batch(seed: int, lengths: list[int], terminated: list[bool] | None = None) -> ExperienceBatch:
-    random = np.random.default_rng(seed)
-    steps = sum(lengths)
-    return ExperienceBatch(
-        lease_id=1,
-        observations=random.normal(size=(steps + len(lengths), 4)).astype(np.float32),
-        actions=random.integers(0, NUM_ACTIONS, steps),
-        rewards=3 * random.normal(size=steps).astype(np.float32),
-        log_probabilities=np.zeros(steps, np.float32),
-        versions=np.ones(steps, np.int64),
-        lengths=np.array(lengths, np.int64),
-        terminated=random.random(len(lengths)) < 0.5 if terminated is None else np.array(terminated),
-        extras={"state": random.uniform(-1, 1, (len(lengths), SIZE)).astype(np.float32)},
-    )
+    states = np.random.default_rng(seed).uniform(-1, 1, (len(lengths), SIZE)).astype(np.float32)
+    batch = random_batch(seed, lengths, terminated, extras={"state": states})
+    batch.rewards[:] *= 3
+    return batch
 
 
 def add_masks(batch: ExperienceBatch) -> ExperienceBatch:

@@ -10,7 +10,6 @@ import torch
 from rl_setting import EXPERIENCE
 from shoal.actor.policy import make_policy
 from shoal.actor.recurrent_policy import RecurrentPolicy
-from shoal.actor.segment_builder import SegmentBuilder
 from shoal.errors import ConfigError, WeightsError
 from shoal.libs.off_policy.q_network import RecurrentQNetwork
 from shoal.rl.spec import RLSpec, add_core
@@ -114,28 +113,6 @@ def test_newer_weights_go_on_with_the_state() -> None:
     policy.load(2, {name: 2 * array for name, array in arrays(network).items()})
     assert policy.version == 2
     np.testing.assert_array_equal(policy.get_extras()["state"], state)
-
-
-def test_a_segment_carries_the_state_before_its_first_observation() -> None:
-    policy, network = make()
-    experience = describe()
-    builder, observations = SegmentBuilder(experience), np.random.default_rng(4).normal(size=(11, 4))
-    policy.reset()
-    builder.begin(observations[0], policy.get_extras())
-    segments = []
-    for t in range(10):
-        action, log_probability = policy.act(observations[t])
-        is_last = t == 9
-        segment = builder.step(
-            action, log_probability, 1, 0.0, observations[t + 1], is_last, False, policy.get_extras()
-        )
-        segments += [segment] if segment is not None else []
-    assert [segment.num_steps for segment in segments] == [4, 4, 2]
-    state = torch.zeros(1, 5)
-    for segment in segments:
-        np.testing.assert_allclose(segment.extras["state"], state.detach(), **TOLERANCE)
-        state = network.advance(torch.from_numpy(segment.observations[:-1])[:, None], state)
-    assert np.abs(segments[1].extras["state"]).max() > 0.1
 
 
 @pytest.mark.parametrize(

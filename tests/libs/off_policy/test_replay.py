@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rl_setting import EXPERIENCE
+from rl_setting import EXPERIENCE, random_batch
 from shoal.errors import ConfigError
 from shoal.libs.off_policy.replay import Replay
 from shoal.libs.off_policy.ring import SMALLEST_PRIORITY, SumTree
@@ -17,21 +17,6 @@ from shoal.rl.experience.queue import ExperienceBatch
 
 DISCOUNT = 0.9
 MB = 2**20
-
-
-def make_batch(seed: int, lengths: list[int], terminated: list[bool] | None = None) -> ExperienceBatch:
-    random = np.random.default_rng(seed)
-    steps = sum(lengths)
-    return ExperienceBatch(
-        lease_id=1,
-        observations=random.normal(size=(steps + len(lengths), 4)).astype(np.float32),
-        actions=random.integers(0, 2, steps),
-        rewards=random.normal(size=steps).astype(np.float32),
-        log_probabilities=np.zeros(steps, np.float32),
-        versions=np.ones(steps, np.int64),
-        lengths=np.array(lengths, np.int64),
-        terminated=random.random(len(lengths)) < 0.5 if terminated is None else np.array(terminated),
-    )
 
 
 def make_replay(rows: int = 1000, exponent: float = 0.6, folder: Path | None = None) -> Replay:
@@ -87,7 +72,7 @@ def test_a_tree_follows_changes_and_an_empty_one_draws_nothing() -> None:
 
 @pytest.mark.parametrize("num_steps", [1, 3, 7])
 def test_returns_end_with_the_segment_and_bootstrap_unless_it_terminated(num_steps: int) -> None:
-    batches = [make_batch(1, [5, 1, 12], [True, False, False]), make_batch(2, [3, 8], [False, True])]
+    batches = [random_batch(1, [5, 1, 12], [True, False, False]), random_batch(2, [3, 8], [False, True])]
     replay = make_replay()
     expected: dict[bytes, tuple[float, float, np.ndarray, int]] = {}
     for batch in batches:
@@ -109,7 +94,7 @@ def test_returns_end_with_the_segment_and_bootstrap_unless_it_terminated(num_ste
 
 def test_priorities_are_errors_to_the_exponent_and_weights_undo_them() -> None:
     replay = make_replay(exponent=0.6)
-    batch = make_batch(3, [10])
+    batch = random_batch(3, [10])
     errors = np.linspace(-2, 3, 10).astype(np.float32)
     replay.insert(batch, errors)
     priorities = (np.abs(errors.astype(np.float64)) + SMALLEST_PRIORITY) ** 0.6
@@ -129,7 +114,7 @@ def test_priorities_are_errors_to_the_exponent_and_weights_undo_them() -> None:
 
 def test_new_rows_replace_the_oldest_and_their_priorities_vanish() -> None:
     replay = make_replay(rows=40)
-    batches = [make_batch(seed, [7, 4]) for seed in range(9)]  # 13 rows each
+    batches = [random_batch(seed, [7, 4]) for seed in range(9)]  # 13 rows each
     for number, batch in enumerate(batches):
         before = replay.sample(64, 3, DISCOUNT, 0.4) if number else None
         replay.insert(batch, np.full(11, 1.0, np.float32))
@@ -153,7 +138,7 @@ def test_new_rows_replace_the_oldest_and_their_priorities_vanish() -> None:
 
 def test_a_batch_above_the_capacity_leaves_its_newest_rows() -> None:
     replay = make_replay(rows=20)
-    batch = make_batch(5, [16, 16, 16])
+    batch = random_batch(5, [16, 16, 16])
     replay.insert(batch)
     sample = replay.sample(300, 2, DISCOUNT, 0.4)
     # 20 rows: the last segment with its 17, and two steps and the end of the one before
@@ -168,7 +153,7 @@ def test_a_ring_below_one_segment_is_refused() -> None:
 
 def test_files_outlive_the_process_but_for_the_rows_that_it_was_writing(tmp_path: Path) -> None:
     first = make_replay(rows=40, folder=tmp_path)
-    batches = [make_batch(seed, [7, 4]) for seed in range(5)]
+    batches = [random_batch(seed, [7, 4]) for seed in range(5)]
     for batch in batches:
         first.insert(batch)
     again = make_replay(rows=40, folder=tmp_path)
@@ -177,7 +162,7 @@ def test_files_outlive_the_process_but_for_the_rows_that_it_was_writing(tmp_path
     assert {row.tobytes() for row in again.sample(400, 1, DISCOUNT, 0).observations} == {
         row.tobytes() for row in first.sample(400, 1, DISCOUNT, 0).observations
     }
-    again.insert(make_batch(9, [5]))  # it writes where the first one would have
+    again.insert(random_batch(9, [5]))  # it writes where the first one would have
     np.testing.assert_array_equal(again._row_of_slot, first._row_of_slot)
 
     first._row_of_slot[np.arange(71, 75) % 40] = -1  # dies as it begins to write four rows
@@ -188,7 +173,7 @@ def test_files_outlive_the_process_but_for_the_rows_that_it_was_writing(tmp_path
 
 
 def test_another_size_begins_with_nothing(tmp_path: Path) -> None:
-    make_replay(rows=40, folder=tmp_path).insert(make_batch(1, [7]))
+    make_replay(rows=40, folder=tmp_path).insert(random_batch(1, [7]))
     assert make_replay(rows=60, folder=tmp_path).num_steps == 0
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box
 
+from rl_setting import random_batch
 from shoal.errors import ConfigError, RunError
 from shoal.flows.rl_policy import describe_policy_model
 from shoal.libs.off_policy.gaussian_actor import TwinCritic
@@ -32,18 +33,8 @@ def one_thread() -> Iterator[None]:
 
 
 def make_batch(seed: int, lengths: list[int]) -> ExperienceBatch:
-    random = np.random.default_rng(seed)
-    steps = sum(lengths)
-    return ExperienceBatch(
-        lease_id=1,
-        observations=random.normal(size=(steps + len(lengths), 3)).astype(np.float32),
-        actions=random.uniform(-2, 4, (steps, 2)).astype(np.float32),
-        rewards=random.normal(size=steps).astype(np.float32),
-        log_probabilities=np.zeros(steps, np.float32),
-        versions=np.ones(steps, np.int64),
-        lengths=np.array(lengths, np.int64),
-        terminated=random.random(len(lengths)) < 0.5,
-    )
+    actions = np.random.default_rng(seed).uniform(-2, 4, (sum(lengths), 2)).astype(np.float32)
+    return random_batch(seed, lengths, size=3, actions=actions)
 
 
 def make_sac(seed: int = 0, **fields: object):

@@ -15,8 +15,6 @@ from rl_setting import EXPERIENCE
 from shoal.actor import play
 from shoal.actor.environment import get_spaces, make_environment, require_matching_spaces, reset_environment
 from shoal.errors import ConfigError
-from shoal.flows.policy_connection import ActionAnswer
-from shoal.flows.policy_evaluation import play_through
 from shoal.flows.rl_policy import inspect_environment
 from shoal.rl.spec import RLSpec
 from shoal.wire import Segment
@@ -129,24 +127,6 @@ def test_an_environment_may_be_a_function_of_a_module() -> None:
         make_environment("no_such_module:make")
 
 
-class RightAnswers:
-    """An endpoint whose policy tells the sign."""
-
-    largest = 0
-
-    def insist(self, observations: np.ndarray, patience_s: float = 0.0) -> ActionAnswer:
-        self.largest = max(self.largest, len(observations))
-        return ActionAnswer({"action": (observations[:, 0] > 0).astype(np.int64)}, 1)
-
-
-def test_an_evaluation_plays_all_agents_by_the_policy() -> None:
-    """The mean return of the agents: 5, 8 and 11 steps, all of them right."""
-    connection = RightAnswers()
-    evaluation = play_through([{"": connection}], "chase:Chase", 10, 0, max_rows={"": 16})[""]
-    assert evaluation.returns == [8.0] * 10
-    assert connection.largest <= 16
-
-
 def make_nothing() -> None: ...
 
 
@@ -241,9 +221,3 @@ def test_the_parts_that_an_agent_observes_become_one_array() -> None:
     environment.reset(seed=1)
     observations, *_ = environment.step(dict.fromkeys(LENGTHS, 0))
     assert {each.shape for each in observations.values()} == {(6,)}
-
-
-def test_a_function_may_return_gymnasiums_environment_of_several_parts() -> None:
-    environment = make_environment("shoal.libs.games.tictactoe:TicTacToe")
-    assert environment.observation_space == Box(0, 1, (18,), np.uint8)
-    assert environment.reset(seed=1)[1]["action_mask"].sum() in (8, 9)

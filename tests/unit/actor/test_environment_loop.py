@@ -10,7 +10,6 @@ import pytest
 
 from rl_setting import EXPERIENCE, weights
 from shoal.actor import play
-from shoal.errors import ConfigError
 from shoal.wire import ExperienceSpec, Segment
 from shoal.wire.action_masks import describe_masks
 from sign_game import SignGame
@@ -129,13 +128,3 @@ def test_a_synchronous_run_has_no_more_open_segments_than_credit() -> None:
     play(games, client, seed=3, max_steps=2000)  # type: ignore[arg-type]
     assert client.version > 20
     assert {each.episode_length for each in client.segments if each.terminated} == {20, 21, 22, 23, 24}
-
-
-def test_a_reward_that_is_no_number_is_named() -> None:
-    class Wordy(SignGame):
-        def step(self, action: int) -> Any:
-            observation, _, *others = super().step(action)
-            return observation, "good", *others
-
-    with pytest.raises(ConfigError, match=r"reward = 'good'"):
-        play([SignGame(), Wordy()], RecordingClient(), max_steps=10)  # type: ignore[arg-type]

@@ -14,11 +14,13 @@ from gymnasium.spaces import Box, Dict, Discrete, Space
 from test_environment_loop import RecordingClient
 
 from shoal.actor import play
-from shoal.actor.environment import check_step, make_environment, pick_action
+from shoal.actor.environment import make_environment, pick_action, reset_environment
+from shoal.cluster.job_main import job_main
 from shoal.errors import ConfigError
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policy_connection import ActionAnswer
 from shoal.flows.policy_evaluation import play_through
-from shoal.flows.rl_policy import inspect_environment
+from shoal.flows.rl_policy import check, inspect_environment
 from shoal.rl.spec import RLSpec
 from shoal.wire.action_masks import find_choices
 
@@ -209,15 +211,6 @@ def test_a_step_that_no_actor_could_take_is_named_before_the_run(name: str, prob
         inspect_environment(RLSpec(env=f"{__name__}:{name}"))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # gymnasium warns of it, and goes on
-def test_a_registered_game_of_the_old_api_is_named_too() -> None:
-    gymnasium.register("OldApi-v0", entry_point=Old)
-    environment = make_environment("OldApi-v0")
-    environment.reset(seed=0)
-    with pytest.raises(ConfigError, match=r"step returns no 5 values .*got 4"):
-        check_step(environment, "OldApi-v0", {})
-
-
 def test_an_action_is_picked_of_any_space_and_mask() -> None:
     assert pick_action(Discrete(4), np.array([0, 0, 1, 1], np.int8)) == 2
     assert pick_action(gymnasium.spaces.MultiDiscrete([2, 3]), np.array([0, 1, 0, 0, 1])).tolist() == [1, 2]
@@ -234,3 +227,78 @@ def test_a_function_may_be_in_a_file_that_is_named(tmp_path: Path, monkeypatch: 
         make_environment(f"{tmp_path}/their_game.py:nothing")
     with pytest.raises(ConfigError, match="there is no file"):
         make_environment("no_file.py:make")
+
+
+GAMES = """
+import gymnasium, numpy as np
+from gymnasium.spaces import Box, Discrete
+
+class Game(gymnasium.Env):
+    observation_space, action_space = Box(-1, 1, (4,), np.float32), Discrete(2)
+    def __init__(self, fault=""):
+        self.fault = fault
+        if fault == "init":
+            raise RuntimeError("no display")
+    def reset(self, seed=None, options=None):
+        if self.fault == "reset":
+            raise OSError("no joystick")
+        if self.fault == "shape":
+            return np.zeros(5, np.float32), {}
+        return np.zeros(4, np.float32), {}
+    def step(self, action):
+        return np.zeros(4, np.float32), 0.0, False, True, {}
+
+for fault in ("", "init", "reset", "shape"):
+    gymnasium.register(f"Fault{fault}-v0", entry_point=Game, kwargs={"fault": fault})
+"""
+
+
+@pytest.fixture(autouse=True)
+def games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_games.py").write_text(GAMES)
+    (tmp_path / "broken_games.py").write_text("import no_such_physics\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("NoSuch-v0", r"env = 'NoSuch-v0': cannot be made: .*NoSuch.*name one that gymnasium knows"),
+        (
+            "no_such_games:A-v0",
+            r"there is no module 'no_such_games' in /.*, and none is installed. run it in the folder",
+        ),
+        ("broken_games:A-v0", r"raised ModuleNotFoundError: No module named 'no_such_physics'"),
+        ("some_games:Faultinit-v0", r"raised RuntimeError: no display \(some_games\.py:10\)"),
+    ],
+)
+def test_one_that_cannot_be_made_is_refused_by_its_own_words(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_environment(name)
+
+
+def test_a_job_finds_the_modules_of_the_folder_that_it_is_run_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "own_game.py").write_text("from shoal.libs.games.tictactoe import TicTacToe as make\n")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.chdir(tmp_path / "here")
+    words = ["env=own_game:make", "--check"]
+    checked: list[object] = []
+    job_main(ActorLearnerSpec(), lambda spec, job: None, "job", lambda spec: checked.append(check(spec)), words)
+    assert checked
+
+
+def test_one_that_cannot_begin_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"env = 'F': raised OSError: no joystick \(some_games\.py:13\)"):
+        reset_environment(make_environment("some_games:Faultreset-v0"), "F")
+    assert reset_environment(make_environment("some_games:Fault-v0"), "F")[0].shape == (4,)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")  # it warns, and goes on
+def test_one_that_begins_with_what_no_actor_could_send_is_refused() -> None:
+    said = r"begins with what is not in its observation_space: \(5,\), expected \(4,\)\. .* reset returns"
+    with pytest.raises(ConfigError, match=said):
+        inspect_environment(RLSpec(env="some_games:Faultshape-v0"))
+    inspect_environment(RLSpec(env="some_games:Fault-v0"))

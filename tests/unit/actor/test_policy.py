@@ -135,15 +135,6 @@ def test_log_probabilities_are_those_of_a_softmax(logits: list[float]) -> None:
     assert got.max() <= 0
 
 
-def test_the_seed_decides() -> None:
-    def actions(seed: int) -> list[int]:
-        policy = policy_with_logits([0.0, 0.5, 1.0], seed)
-        return [policy.act(np.zeros(1, np.float32))[0] for _ in range(3000)]
-
-    assert actions(1) == actions(1)
-    assert actions(1) != actions(2)
-
-
 @pytest.mark.parametrize("kind", [np.float64, np.int64])
 def test_an_observation_of_another_kind_is_acted_on_as_the_learner_sees_it(kind: type) -> None:
     """float32 holds no more than 24 bits: a policy that saw all of a time in seconds would be another one."""

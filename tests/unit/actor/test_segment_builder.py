@@ -6,10 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from rl_setting import EXPERIENCE
+from rl_setting import EXPERIENCE, segment
+from shoal.actor.exchange import Outbox
 from shoal.actor.segment_builder import SegmentBuilder
 from shoal.errors import InvalidSegment
-from shoal.wire import Segment, pack_segment
+from shoal.wire import PackedSegment, Segment, pack_segment
 from shoal.wire.experience_spec import TensorSpec
 
 
@@ -114,17 +115,57 @@ def test_numbers_that_bytes_cannot_hold_are_refused_and_not_cut_or_wrapped(other
         builder.step(1, -0.5, 3, 1.0, other, False, False)
 
 
-def test_whole_numbers_that_fit_are_taken_whatever_their_type() -> None:
-    builder = SegmentBuilder(BYTES)
-    builder.begin([0, 127, 255])
-    segment = builder.step(np.int32(1), -0.5, 3, 1.0, np.array([3, 2, 1]), True, False)
-    assert segment is not None
-    assert segment.observations.tolist() == [[0, 127, 255], [3, 2, 1]]
-    assert segment.observations.dtype == np.uint8
-
-
 def test_an_action_that_is_no_whole_number_is_refused() -> None:
     builder = SegmentBuilder(EXPERIENCE)
     builder.begin(np.zeros(4))
     with pytest.raises(InvalidSegment, match="action: float64, expected int64"):
         builder.step(1.9, -0.5, 3, 1.0, np.zeros(4), True, False)
+
+
+def filled(num_segments: int, send_limit: int) -> Outbox:
+    outbox = Outbox()
+    outbox.begin_session(0, send_limit)
+    for _ in range(num_segments):
+        outbox.add(PackedSegment.from_segment(segment()))
+    return outbox
+
+
+def numbers(outbox: Outbox) -> list[int]:
+    return [seq for seq, _ in outbox.take_sendable()]
+
+
+def test_nothing_is_sent_beyond_the_limit_and_nothing_twice() -> None:
+    outbox = filled(5, send_limit=3)
+    assert numbers(outbox) == [0, 1, 2]
+    assert numbers(outbox) == []
+    assert not outbox.has_credit
+    outbox.raise_send_limit(2)
+    outbox.raise_send_limit(6)
+    assert numbers(outbox) == [3, 4]
+    assert outbox.has_credit
+
+
+def test_an_acknowledgement_settles_everything_before_it() -> None:
+    outbox = filled(5, send_limit=5)
+    numbers(outbox)
+    outbox.acknowledge(2)
+    outbox.acknowledge(1)
+    assert len(outbox) == 2
+    assert outbox.add(PackedSegment.from_segment(segment())) == 5
+
+
+def test_a_new_session_sends_again_what_the_gateway_does_not_have_as_far_as_there_is_credit() -> None:
+    outbox = filled(6, send_limit=6)
+    numbers(outbox)
+    outbox.begin_session(next_seq=2, send_limit=4)
+    assert numbers(outbox) == [2, 3]
+    assert outbox.next_seq == 6
+
+
+def test_a_gateway_that_lost_its_record_gets_the_rest_under_its_own_numbers() -> None:
+    outbox = filled(4, send_limit=4)
+    numbers(outbox)
+    outbox.acknowledge(1)
+    outbox.begin_session(next_seq=0, send_limit=9)
+    assert numbers(outbox) == [0, 1]
+    assert outbox.next_seq == 2

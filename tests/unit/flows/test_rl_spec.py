@@ -198,12 +198,6 @@ def test_an_algorithm_says_how_much_experience_it_takes_and_of_what_age() -> Non
         dqn.override(["learner.batch_steps=20", "learner.max_batch_steps=10"])
 
 
-def test_a_record_from_before_there_were_algorithms_is_read() -> None:
-    assert RLSpec.parse({"impala": {"discount": 0.9}}) == RLSpec.parse(
-        {"algorithm": {"name": "impala", "discount": 0.9}}
-    )
-
-
 def test_an_average_needs_past_versions() -> None:
     with pytest.raises(ConfigError, match=r"self_play\.snapshot_every"):
         ActorLearnerSpec().override(["action=average"])

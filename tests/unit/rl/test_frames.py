@@ -100,11 +100,6 @@ def test_bytes_are_scaled_to_1_and_floats_are_not() -> None:
     assert not describe(4, 84, 84).policy.channels_last
 
 
-def test_flat_observations_say_nothing_new_on_the_wire() -> None:
-    spec = experience_spec(Box(-1, 1, (4,)), Discrete(2), SPEC)
-    assert msgspec.to_builtins(spec)["policy"].keys() == {"kind", "activation", "layers"}
-
-
 @pytest.mark.parametrize("shape", [(), (4, 4), (2, 3, 4, 5), (0, 4, 4)])
 def test_other_shapes_are_refused_by_name(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="needs a flat Box"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from rl_setting import EXPERIENCE, segment
+from rl_setting import EXPERIENCE, random_batch, segment
 from shoal.models.action_distribution import Categorical
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.algorithm_config import ImpalaConfig
@@ -37,17 +39,11 @@ def oracle_vtrace(ratios, discounts, rewards, values, bootstrap, rho_bar, c_bar,
     return targets, rho * (rewards + discounts * next_targets - values)
 
 
-def random_batch(seed: int, lengths: list[int], num_actions: int = 3, size: int = 4) -> tuple[SegmentBatch, dict]:
-    random = np.random.default_rng(seed)
-    steps = sum(lengths)
-    arrays = {
-        "observations": random.normal(size=(steps + len(lengths), size)).astype(np.float32),
-        "actions": random.integers(0, num_actions, steps),
-        "rewards": random.normal(size=steps).astype(np.float32),
-        "log_probabilities": np.log(random.uniform(0.05, 1.0, steps)).astype(np.float32),
-        "lengths": np.array(lengths),
-        "terminated": random.random(len(lengths)) < 0.5,
-    }
+def draw_batch(seed: int, lengths: list[int]) -> tuple[SegmentBatch, dict[str, Any]]:
+    """Segments, as the loss takes them and as the oracle does."""
+    drawn = vars(random_batch(seed, lengths))
+    names = ("observations", "actions", "rewards", "log_probabilities", "lengths", "terminated")
+    arrays = {name: drawn[name] for name in names}
     return build_batch(**arrays), arrays
 
 
@@ -117,7 +113,7 @@ def test_vtrace_equals_the_papers_double_sum(seed: int, rho_bar: float, c_bar: f
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 9], [7, 7], [20, 3, 14, 1, 8]])
 def test_loss_equals_the_oracle_on_segments_of_unequal_length(lengths: list[int]) -> None:
     config = ImpalaConfig(rho_bar=1.5, c_bar=0.9, lambda_=0.95, entropy_cost=0.03, clip=0.4)
-    batch, arrays = random_batch(len(lengths), lengths)
+    batch, arrays = draw_batch(len(lengths), lengths)
     random = np.random.default_rng(7)
     rows = sum(lengths) + len(lengths)
     logits, values = random.normal(size=(rows, 3)), random.normal(size=rows)
@@ -142,7 +138,7 @@ def test_the_gradient_of_the_whole_loss_is_the_papers(seed: int, normalize: bool
         c_bar=random.choice([0.3, 1.0]), lambda_=random.choice([0.0, 0.9, 1.0]),
         value_cost=0.7, entropy_cost=0.05, normalize_advantages=normalize, clip=1e9,
     )  # fmt: skip
-    batch, arrays = random_batch(seed, random.integers(1, 30, 4).tolist())
+    batch, arrays = draw_batch(seed, random.integers(1, 30, 4).tolist())
     num_steps, num_rows = len(arrays["rewards"]), len(arrays["observations"])
     logits = torch.tensor(random.normal(size=(num_rows, 3)), dtype=torch.float64, requires_grad=True)
     values = torch.tensor(random.normal(size=num_rows), dtype=torch.float64, requires_grad=True)
@@ -189,7 +185,7 @@ def test_truncation_bootstraps_from_the_final_observation_and_termination_does_n
 def test_a_segments_padding_and_its_neighbours_do_not_change_its_targets() -> None:
     config = ImpalaConfig()
     model = ActorCritic(4, 3, (8,))
-    both, _ = random_batch(21, [3, 10])
+    both, _ = draw_batch(21, [3, 10])
     alone = SegmentBatch(
         both.observations[:4], both.actions[:3], both.rewards[:3], both.log_probabilities[:3],
         both.lengths_B[:1], both.terminated_B[:1],

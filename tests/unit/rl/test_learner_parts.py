@@ -12,7 +12,9 @@ import torch
 
 from rl_setting import segment
 from shoal.errors import Closed, LedgerUnwritable
+from shoal.extend.contracts import AlgorithmContract
 from shoal.rl import batch_lease
+from shoal.rl.algorithm_config import ImpalaConfig, PPOConfig
 from shoal.rl.algorithms.algorithm import NonFiniteLoss
 from shoal.rl.batch_checks import CHECK_INTERVAL_S, CHECKED_STEPS, BadBatchPolicy, EvidenceCheck
 from shoal.rl.batch_lease import BatchLease
@@ -260,3 +262,11 @@ def test_a_checkpoint_is_due_when_something_has_changed_and_the_interval_is_over
     assert state is not None
     assert (state["updates"], again.restored_updates, again.damaged) == (3, 3, [])
     assert not again.is_due((4, 2))  # the interval begins with the learner
+
+
+class TestImpala(AlgorithmContract):
+    config = ImpalaConfig()
+
+
+class TestPPO(AlgorithmContract):
+    config = PPOConfig(epochs=1, minibatches=1)

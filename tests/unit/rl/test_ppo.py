@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_setting import EXPERIENCE
+from rl_setting import EXPERIENCE, random_batch
 from shoal.models.action_distribution import Categorical
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.algorithm_config import PPOConfig
@@ -21,21 +21,6 @@ TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 SPEC = RLSpec(hidden=(8,), algorithm={"name": "ppo"})
 NUM_ACTIONS = int(EXPERIENCE.action.high or 0) + 1
 SIZE = EXPERIENCE.observation.shape[0]
-
-
-def make_batch(seed: int, lengths: list[int]) -> ExperienceBatch:
-    random = np.random.default_rng(seed)
-    steps = sum(lengths)
-    return ExperienceBatch(
-        lease_id=1,
-        observations=random.normal(size=(steps + len(lengths), SIZE)).astype(np.float32),
-        actions=random.integers(0, NUM_ACTIONS, steps),
-        rewards=random.normal(size=steps).astype(np.float32),
-        log_probabilities=np.log(random.uniform(0.05, 1.0, steps)).astype(np.float32),
-        versions=np.ones(steps, np.int64),
-        lengths=np.array(lengths, np.int64),
-        terminated=random.random(len(lengths)) < 0.5,
-    )
 
 
 def make_ppo(**fields: object):
@@ -68,7 +53,7 @@ def oracle_targets(values, batch, config):
 @pytest.mark.parametrize("lengths", [[1], [7], [3, 9, 1, 5]])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_advantages_and_targets_are_those_of_the_equations(lengths: list[int], normalize: bool) -> None:
-    ppo, batch = make_ppo(normalize_advantages=normalize), make_batch(3, lengths)
+    ppo, batch = make_ppo(normalize_advantages=normalize), random_batch(3, lengths)
     with torch.no_grad():
         values = ppo.model(to_tensors(batch).observations)[1].double().numpy()
     rows, targets = ppo._prepare(to_tensors(batch))
@@ -98,7 +83,7 @@ def test_the_loss_is_that_of_the_equation(clip: float) -> None:
 
 def test_a_batch_of_the_newest_weights_counts_each_step_alike() -> None:
     """Then π is the behaviour policy: the first step's ratios are 1, and nothing is clipped."""
-    ppo, batch = make_ppo(epochs=1, minibatches=1), make_batch(0, [6, 4])
+    ppo, batch = make_ppo(epochs=1, minibatches=1), random_batch(0, [6, 4])
     log_probabilities = batch.log_probabilities + ppo.compute_log_ratios(batch)
     fresh = ExperienceBatch(**{**vars(batch), "log_probabilities": log_probabilities})
     [metrics] = ppo.update(fresh)
@@ -108,19 +93,19 @@ def test_a_batch_of_the_newest_weights_counts_each_step_alike() -> None:
 
 def test_an_update_has_a_step_for_each_minibatch_of_each_epoch() -> None:
     ppo = make_ppo(epochs=3, minibatches=4)
-    assert len(list(ppo.update(make_batch(0, [8, 8])))) == 12
-    assert len(list(ppo.update(make_batch(0, [2])))) == 6  # two steps, so two minibatches
+    assert len(list(ppo.update(random_batch(0, [8, 8])))) == 12
+    assert len(list(ppo.update(random_batch(0, [2])))) == 6  # two steps, so two minibatches
 
 
 def test_what_is_not_finite_changes_nothing() -> None:
-    ppo, batch = make_ppo(), make_batch(0, [5, 5])
+    ppo, batch = make_ppo(), random_batch(0, [5, 5])
     before = {name: value.clone() for name, value in ppo.model.state_dict().items()}
     batch.rewards[2] = np.inf
     assert not ppo.is_usable(batch)
     with pytest.raises(NonFiniteLoss, match=r"algorithm\.learning_rate"):
         next(ppo.update(batch))
     assert all(torch.equal(value, before[name]) for name, value in ppo.model.state_dict().items())
-    assert ppo.is_usable(make_batch(1, [4]))
+    assert ppo.is_usable(random_batch(1, [4]))
 
 
 def test_updates_learn_a_bandit() -> None:
@@ -130,7 +115,7 @@ def test_updates_learn_a_bandit() -> None:
     for _ in range(20):
         policy = torch.softmax(ppo.model(torch.ones(1, SIZE))[0], -1)[0].detach().double().numpy()
         actions = random.choice(NUM_ACTIONS, 64, p=policy / policy.sum())
-        batch = make_batch(0, [1] * 64)
+        batch = random_batch(0, [1] * 64)
         arrays = {
             "observations": np.ones_like(batch.observations),
             "actions": actions,

@@ -21,12 +21,10 @@ from shoal.wire import (
     ExperienceSpec,
     ExtraSpec,
     MessageLimits,
-    PackedSegment,
     Segment,
     SegmentMessage,
     TensorSpec,
     decode,
-    pack_segment,
     unpack_segment,
 )
 from shoal.wire.segment import estimate_segment_bytes, largest_segment_bytes
@@ -124,18 +122,6 @@ def test_a_missing_extra_is_refused(name: str) -> None:
     assert (caught.value.reason, caught.value.field) == (DropReason.INVALID_FRAMES, name)
 
 
-def test_packing_an_extra_that_cannot_travel_names_it() -> None:
-    with pytest.raises(InvalidSegment, match=r"state: .*complex64"):
-        pack_segment(replace(valid_segment(), extras={"state": np.zeros((1, 3), np.complex64)}), 0)
-
-
-def test_a_packed_segment_is_not_changed_by_its_arrays() -> None:
-    segment = segment_with_extras()
-    packed = PackedSegment.from_segment(segment)
-    segment.extras["state"][:] = 0
-    assert packed.to_frames(0)[6] == np.full(3, 0.5, np.float32).tobytes()
-
-
 def test_the_largest_message_counts_the_extras() -> None:
     longest = segment_with_extras(SPEC.segment_length)
     message_bytes = sum(map(len, frames_of(longest, 2**62)))
@@ -190,16 +176,6 @@ def test_other_extras_than_those_of_the_run_are_refused_by_name(given: dict[str,
     builder.begin(np.zeros(4), {"state": np.zeros(3), "mask": np.ones(2, np.bool_)})
     with pytest.raises(InvalidSegment, match=r"expected \['state', 'mask'\]"):
         builder.step(0, -0.5, 3, 1.0, np.zeros(4), False, False, given)
-
-
-def test_a_run_without_extras_takes_none() -> None:
-    with pytest.raises(InvalidSegment, match=r"\['state'\], expected \[\]"):
-        SegmentBuilder(SPEC).begin(np.zeros(4), {"state": np.zeros(3)})
-
-
-def test_an_extra_of_another_shape_is_refused_where_it_comes_from() -> None:
-    with pytest.raises(InvalidSegment, match=r"mask: \(3,\), expected \(2,\)"):
-        SegmentBuilder(WITH_EXTRAS).begin(np.zeros(4), {"state": np.zeros(3), "mask": np.ones(3, np.bool_)})
 
 
 # -- the batch --------------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ class QLearning(ReplayAlgorithm):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self.normalizer.load_state_dict(state.get("normalizer", {}))
+        self.normalizer.load_state_dict(state["normalizer"])
         self._target.load_state_dict(state["target"])
         restore_optimizer(self._optimizer, state["optimizer"], self._settings.learning_rate)
         if self._has_replay:

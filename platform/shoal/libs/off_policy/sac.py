@@ -142,7 +142,7 @@ class SAC(ReplayAlgorithm):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self.normalizer.load_state_dict(state.get("normalizer", {}))
+        self.normalizer.load_state_dict(state["normalizer"])
         self._critic.load_state_dict(state["critic"])
         self._target.load_state_dict(state["target"])
         with torch.no_grad():

@@ -107,7 +107,7 @@ class ActorCriticAlgorithm(Algorithm):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self.normalizer.load_state_dict(state.get("normalizer", {}))
+        self.normalizer.load_state_dict(state["normalizer"])
         restore_optimizer(self._optimizer, state["optimizer"], self._config.learning_rate)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -69,13 +70,11 @@ def read_quarantine(ledger: Path) -> dict[str, str]:
     """The actors in quarantine in a run, with the reasons, from the file of its ledger."""
     if not ledger.exists():
         return {}
-    database = sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)
-    try:
-        return dict(database.execute("SELECT actor_id, reason FROM quarantine"))
-    except sqlite3.OperationalError:  # a ledger from before there was a quarantine
-        return {}
-    finally:
-        database.close()
+    with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as database:
+        try:
+            return dict(database.execute("SELECT actor_id, reason FROM quarantine"))
+        except sqlite3.OperationalError:  # a gateway is about to create the table
+            return {}
 
 
 def find_ledgers(run_folder: Path) -> list[Path]:
@@ -92,8 +91,5 @@ def release_actor(ledger: Path, actor_id: str) -> bool:
     """Release an actor of a run, which notices within a heartbeat. False if the actor is not in quarantine."""
     if actor_id not in read_quarantine(ledger):
         return False
-    database = sqlite3.connect(ledger, isolation_level=None)
-    try:
+    with closing(sqlite3.connect(ledger, isolation_level=None)) as database:
         return database.execute("DELETE FROM quarantine WHERE actor_id = ?", (actor_id,)).rowcount > 0
-    finally:
-        database.close()
