@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import random
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,18 +13,11 @@ from typing import Any
 import bare_client
 import numpy as np
 import pytest
-import zmq
 from bare_client import BareClient, Refused, pack_tensor
 
 from rl_setting import EXPERIENCE, TOKEN, Parts, serving, weights
 from shoal.actor import MlpPolicy
-from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
-from shoal.rl.experience.segment_ledger import Ledger
-from shoal.rl.gateway.gateway import Gateway
-from shoal.rl.gateway.state import GatewaySetting
-from shoal.rl.local_loop import LocalLoop
-from shoal.rl.spec import GatewaySpec, RLSpec
-from shoal.weights import WeightStore
+from shoal.rl.experience.queue import BatchRequest
 from waiting import wait_for
 
 Tensors = list[tuple[dict[str, Any], bytes]]
@@ -98,28 +90,6 @@ def test_segments_are_acknowledged_and_counted() -> None:
         assert (book(parts)["received"], book(parts)["queued"]) == (5, 5)
 
 
-def test_a_learner_learns_from_it(tmp_path: Path) -> None:
-    spec = RLSpec.parse({"segment_length": 16, "hidden": [], "learner": {"batch_steps": 64, "publish_interval_s": 0}})
-    loop = LocalLoop(spec, EXPERIENCE, tmp_path / "run", TOKEN)
-    noise = random.Random(5)
-    give_up = time.monotonic() + 30
-    with loop, joined(loop.address) as client:
-        client.wait_for_weights(0)
-        while client.version < 3 and time.monotonic() < give_up:
-            acted = [client.act([0.5, 0.5, 0.5, 0.5], noise) for _ in range(16)]
-            played = tensors(16, client.version, [log_probability for _, log_probability in acted])
-            played[1] = pack_tensor("actions", "int64", [16], [action for action, _ in acted])
-            client.send_segment({"terminated": True, "episode_return": 16, "episode_length": 16}, played)
-            client.wait_for_acks()
-        assert set(statuses(client)) == {"accepted"}
-        assert loop.gateway.stats()["episodes"] == len(client.acks)
-        loop.close()
-        assert client.version >= 3
-        assert loop.gateway.stats()["segments"]["consumed"] >= 8
-        client.wait_for_bye()
-        assert client.finished
-
-
 def test_an_open_pull_brings_newer_weights_and_skips_those_in_between() -> None:
     with serving() as parts, joined(parts.address) as client:
         client.wait_for_weights(0)
@@ -151,16 +121,6 @@ def test_a_bad_segment_is_dropped_with_a_reason_and_the_next_is_welcome() -> Non
         assert book(parts)["balanced"]
 
 
-def test_a_segment_sent_twice_is_counted_once() -> None:
-    with serving() as parts, joined(parts.address) as client:
-        client.send_segment({}, tensors())
-        header, frames = client.kept[0][1], client.kept[0][2]
-        client.post({**header, "seq": 0}, *frames)
-        client.wait_for_acks_of(2)
-        assert statuses(client) == ["accepted", "duplicate"]
-        assert (book(parts)["received"], book(parts)["duplicates"]) == (1, 1)
-
-
 def test_a_gap_is_refused_and_closed_by_reconnecting() -> None:
     with serving() as parts, joined(parts.address) as client:
         client.num_sent = 1  # pretend: the first one never leaves
@@ -169,16 +129,6 @@ def test_a_gap_is_refused_and_closed_by_reconnecting() -> None:
         assert client.wait_for_error()["code"] == "sequence_gap"
         client.wait_for_acks()
         assert (book(parts)["received"], book(parts)["duplicates"]) == (2, 0)
-
-
-def test_a_segment_that_an_error_names_is_discarded_and_those_behind_it_arrive() -> None:
-    with serving() as parts, joined(parts.address) as client:
-        client.send_segment({}, tensors())
-        client.send_segment({"terminated": 1}, tensors())
-        client.send_segment({}, tensors())
-        assert client.wait_for_error()["seq"] == 1
-        client.wait_for_acks()
-        assert (client.next_seq, book(parts)["received"], book(parts)["duplicates"]) == (2, 2, 0)
 
 
 def test_what_was_on_its_way_when_the_connection_broke_is_counted_exactly_once() -> None:
@@ -192,20 +142,6 @@ def test_what_was_on_its_way_when_the_connection_broke_is_counted_exactly_once()
         client.send_segment({}, tensors())
         client.wait_for_acks()
         assert (client.acks[-1]["seq"], book(parts)["received"], book(parts)["duplicates"]) == (3, 4, 0)
-
-
-def test_it_finds_a_gateway_that_was_restarted_and_goes_on(tmp_path: Path) -> None:
-    with serving(tmp_path) as parts:
-        client = BareClient(parts.address, TOKEN, "robot", 1)
-        client.connect()
-        client.send_segment({}, tensors())
-        client.wait_for_acks()
-    with serving(tmp_path) as parts:
-        client.send_segment({}, tensors())  # into the void: the connection is gone
-        client.wait_for_acks()
-        client.close()
-        assert (client.next_seq, book(parts)["received"]) == (2, 2)
-        assert book(parts)["dropped"] == {"shutdown": 1}
 
 
 def test_it_starts_anew_when_another_run_answers_on_the_same_port() -> None:
@@ -240,43 +176,7 @@ def test_credit_holds_it_back_and_lets_it_go_on() -> None:
         assert statuses(client) == ["accepted"] * 8
 
 
-def test_sending_beyond_the_limit_is_dropped_and_the_sequence_goes_on() -> None:
-    with serving(queue_capacity=2) as parts, joined(parts.address) as client:
-        for _ in range(2):
-            client.send_segment({}, tensors())
-            client.wait_for_acks()
-        client.send_limit = 3
-        client.send_segment({}, tensors())
-        client.wait_for_acks()
-        assert [ack["reason"] for ack in client.acks] == ["", "", "over_credit"]
-        assert book(parts)["dropped"] == {"over_credit": 1}
-
-
-def test_coming_back_to_a_full_queue_drops_nothing() -> None:
-    with serving(queue_capacity=2) as parts:
-        with joined(parts.address, "slow") as slow:
-            slow.post({"kind": "bye"})
-            slow.send_limit = 0  # what it plays now stays with it
-            slow.send_segment({}, tensors())
-            slow.send_segment({}, tensors())
-            with joined(parts.address, "busy") as busy:
-                busy.send_segment({}, tensors())
-                busy.send_segment({}, tensors())
-                busy.wait_for_acks()
-                slow.connect()
-                assert (slow.num_sent, slow.send_limit) == (0, 0), "the queue is full: welcome gives no credit"
-            parts.queue.take("learner", BatchRequest(1000, 1000, 2, 1.0))
-            slow.wait_for_acks()
-            assert statuses(slow) == ["accepted"] * 2
-        assert not book(parts)["dropped"]
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_wrong_token_is_fatal() -> None:
-    with serving() as parts, pytest.raises(Refused, match="bad_token"), joined(parts.address, token="guess"):
-        pass
 
 
 def test_an_older_incarnation_is_fatal_and_so_is_being_superseded() -> None:
@@ -312,23 +212,3 @@ def test_an_error_is_answered_and_the_session_goes_on(header: dict[str, Any], nu
         client.post({"kind": "ping", "nonce": 2**63, "unknown": {"field": 1}})
         client.wait_for_pong(2**63)
         assert parts.gateway.stats()["protocol_errors"] == {code: 1}
-
-
-def test_curve_with_the_server_key_of_the_gateway() -> None:
-    public, secret = zmq.curve_keypair()
-    store, ledger = WeightStore(), Ledger()
-    store.publish(weights(1))
-    queue = ExperienceQueue(8, ledger)
-    gateway = Gateway(
-        GatewaySetting(GatewaySpec(curve=True), EXPERIENCE, TOKEN, curve_keys=(public, secret)), queue, store
-    )
-    gateway.start()
-    try:
-        with joined(gateway.address, key=public) as client:
-            client.wait_for_weights(0)
-            client.send_segment({}, tensors())
-            client.wait_for_acks()
-            assert statuses(client) == ["accepted"]
-    finally:
-        gateway.close()
-        ledger.close()

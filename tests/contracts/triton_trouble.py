@@ -69,17 +69,6 @@ def check_failing_models(client):
     same(client.infer("big", *given).as_numpy("x"), ROWS)
 
 
-def check_the_largest_request(client):
-    fits = np.zeros((60, 2000, 2), np.float32)
-    same(client.infer("open", client.input("x", fits)).as_numpy("x"), fits)
-    given = [client.input("x", np.zeros((60, 4000, 2), np.float32))]
-    if client.is_grpc:
-        client.refused(413, "larger", args=("open", given))
-        client.refused(413, "larger", args=("open", given), compression_algorithm="gzip")
-    else:  # a bomb is not unpacked
-        client.refused(413, "larger", args=("open", given), request_compression_algorithm="gzip")
-
-
 def check_keys(client):
     given = [client.input("x", ROWS)]
     client.call("unregister_plugin")

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,14 +19,13 @@ import shoal.runs
 from programs import run_ranks
 from ray_data_task import NUM_SAMPLES
 from shoal.cli import cli
-from shoal.cluster import jobs
 from shoal.errors import RunError
 from shoal.home import load_access_token
 from shoal.parallel import World
 from shoal.runs import Run, Status
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.spec import TrainSpec
-from shoal_program import END_S, ROOT, Program, commands_with, ended, shoal_command, shoal_program
+from shoal_program import END_S, ROOT, Program, commands_with, shoal_command, shoal_program
 from train_task import Toy
 from waiting import wait_for, wait_until_none
 
@@ -155,40 +153,6 @@ def _go_on_here(run_id: str) -> str:
     from shoal.flows.training import run_training
 
     return run_training(spec_from_overrides([f"resume={run_id}", "args.fault="]), "train")
-
-
-@pytest.mark.soak
-def test_ray_job_submit_trains_and_ray_job_stop_saves(cluster: EmbeddedCluster, tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "RAY_API_SERVER_ADDRESS": cluster.dashboard_url,
-        "SHOAL_RUN_ID": (run_id := f"submitted-{os.getpid()}"),
-    }
-    words = [*WORDS, "stop.steps=100000", "args.step_s=0.2", "workers=1", "parallel=single", "name=toy-submitted"]
-    words[0] = f"task={ROOT / 'tests' / 'train_task.py'}:Toy"
-    # Ray gives a job the environment of the cluster, and this one.
-    runtime = json.dumps({"env_vars": {"SHOAL_RUN_ID": run_id}})
-    submit = ["submit", "--no-wait", "--submission-id", run_id, "--runtime-env-json", runtime, "--"]
-
-    def ray_job(*command: str) -> str:
-        with Program(["ray", "job", *command], environment, tmp_path) as program:
-            assert program.wait() == 0
-            return program.said
-
-    ray_job(*submit, "python", str(ROOT / "jobs" / "train.py"), *words)
-    with ended(jobs.JobHandle(cluster, run_id)):
-        wait_for(
-            lambda: (run := newest()) is not None and run.id == run_id and at_step(2)(), STATE_S, "the second step"
-        )
-        ray_job("stop", run_id)
-        wait_for(lambda: shoal.runs.load(run_id).status is not Status.RUNNING, END_S, "the end of the run")
-        run = shoal.runs.load(run_id)
-        assert run.status is Status.STOPPED
-    at = run.last_events()["stopped"]["step"]
-    assert (run.folder / "checkpoints" / f"step-{at:09}").is_dir()
-    _, shown = shoal_command("runs", run_id)
-    assert f"shoal run train resume={run_id}" in shown
 
 
 @pytest.mark.soak

@@ -24,7 +24,7 @@ from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.support.console import make_literal_console
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobHandle
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, RegistryError, RunError, ShoalError
+from shoal.errors import ClusterError, ConnectionLost, RunError, ShoalError
 from shoal.flows.actor_processes import ActorProcesses
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
@@ -114,14 +114,6 @@ def test_a_run_that_ended_before_its_time_can_be_gone_on_with(home: Path) -> Non
         assert "  shoal report two\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
         run.finish("stopped")
     assert "  shoal report two\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
-
-
-def test_what_was_typed_is_what_goes_on() -> None:
-    command = RunArguments("my games/play.py", ("a=1",), 3, "local", 8).to_command_line()
-    with runs.create("actor_learner", "resume: ''\n", "one", command=command) as run:
-        run.finish("stopped")
-    expected = "  shoal run 'my games/play.py' --actors 3 --envs 8 --address local resume=one\n"
-    assert expected in typed(runs_command, "one")
 
 
 @pytest.mark.parametrize(
@@ -227,17 +219,6 @@ def test_words_are_said_again_until_the_record_has_them() -> None:
     assert session.format_resume_hint() == "The run has finished: shoal runs one"
 
 
-def test_to_resume_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names no run"):
-        a_session("resume=")
-
-
-def test_a_run_that_has_finished_is_not_said_to_go_on_with_what_was_refused() -> None:
-    with runs.create("x", "target_return: 475", "one"):
-        pass
-    assert a_session("resume=one").format_resume_hint() == "The run has finished: shoal runs one"
-
-
 @pytest.mark.parametrize(
     ("spec", "words"), [("resume: ''", "Go on with: shoal run x --actors 2 resume="), ("a: 1", "")]
 )
@@ -262,24 +243,6 @@ def test_what_a_run_has_named_is_said_as_it_is(home: Path, capsys: pytest.Captur
     for word in ("ended [by hand] after 1.0 s", "evaluated recall[a] 0.5", "registered m@1 (champion[x])"):
         assert word in said
     assert "mean return 1.0 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in said
-
-
-def test_of_a_program_that_keeps_no_record_nothing_more_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    session = a_session()
-    session._console = make_literal_console()
-    session._print_summary()
-    assert capsys.readouterr().out == ""
-
-
-def test_what_a_run_that_never_had_a_gateway_counts_at_its_end_is_not_learning() -> None:
-    with runs.create("x", "target_return: 475", "one") as run:
-        session = a_session("resume=one")
-    with runs.reopen("one") as run:
-        run.log(2, {"segments/received": 0.0})
-        run.flush()
-        session._read_record()
-    assert session._view is not None
-    assert session._view.phase == "starting the endpoint"
 
 
 def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,22 +283,6 @@ def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
         ExitStack() as stack,
     ):
         session.run(ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {}, temp_dir=home), stack)
-
-
-def test_an_actor_that_died_is_said_once_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with runs.create("x", "target_return: 475", "one") as run:
-        pass
-    session = a_session("resume=one")
-    session._console = Console(soft_wrap=True)
-    with runs.reopen("one"):
-        (run.folder / "actor-0.log").write_text("RuntimeError: motor burnt\n")
-        session._actors = ActorProcesses(run.folder, {})
-        session._actors._actors = [SimpleNamespace(poll=lambda: 1)]
-        session._read_record()
-        session._print_plain()
-        session._print_plain()
-    assert session._take_new_notes() == []
-    assert capsys.readouterr().out.count("actor-0 ended with status 1: RuntimeError: motor burnt") == 1
 
 
 @pytest.mark.parametrize(("file", "shown"), [("job_main(...)", "endpoint.token=***"), ("", "endpoint.token=hush")])
@@ -381,34 +328,6 @@ def test_an_interruption_while_a_job_is_submitted_ends_the_job(home: Path, monke
     assert asked == [("POST", f"/api/jobs/{begun[0]}/stop")]
 
 
-def test_an_unknown_run_is_a_run_error() -> None:
-    record("one")
-    with pytest.raises(RunError, match="did you mean one"):
-        typed(runs_command, "ones")
-
-
-def test_ids_and_states_are_whole_in_lists_on_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    run_id = "20261120-064501-3f2a"
-    with runs.create("train_a_transformer_on_a_long_context", "", run_id) as run:
-        run.log(1, {"validation/mean_absolute_error_of_tomorrow": 0.5})
-    (row, *_) = typed(runs_command).splitlines()[1:]
-    assert row.startswith(f"{run_id}  ")
-    assert "finished" in row
-    assert " s  " in row
-    assert "0.5" in row
-    with runs.create("cartpole", "", "id" * 60):
-        pass
-    first = typed(runs_command).splitlines()[1]
-    assert "cartpole" in first
-    assert "finished" in first
-    metrics = {"validation/mean_absolute_error": 0.624, "validation/mean_absolute_error_naive": 0.807}
-    Registry().register("forecasts", WeightSnapshot.of(1, {"w": np.zeros((4, 2), np.float32)}), run_id=run_id,
-                        model=ModelFactory(factory="torch.nn:Linear"), metrics=metrics,
-                        signature=Signature(inputs=[], outputs=[]))  # fmt: skip
-    assert f"  {run_id}  " in typed(models, "list")
-
-
 def test_models_are_listed_shown_promoted_and_rolled_back() -> None:
     register(3)
     listed = typed(models, "list").splitlines()
@@ -432,37 +351,6 @@ def test_models_are_listed_shown_promoted_and_rolled_back() -> None:
     ):
         assert told in shown, told
     assert json.loads(typed(models, "show", "cartpole", "--json"))["aliases"] == ["candidate"]
-
-
-def test_a_model_of_half_precision_is_shown() -> None:
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}).encode()
-    payload = len(header).to_bytes(8, "little") + header + bytes(12)
-    signature = Signature(inputs=[], outputs=[])
-    Registry().register(
-        "half", WeightSnapshot.from_payload(1, payload), model=ModelFactory(factory="m:N"), signature=signature
-    )
-    assert "1 tensors, 6 values, " in typed(models, "show", "half")
-
-
-def test_a_store_that_does_not_answer_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
-    for name, value in {**environment, "SHOAL_STORE": "s3://bucket/models", "SHOAL_STORE_TIMEOUT_S": "600"}.items():
-        monkeypatch.setenv(name, value)
-    for words in (["list"], ["show", "cartpole@1"]):
-        refused = CliRunner().invoke(models, words).exception
-        assert "s3://bucket/models/registry cannot be used" in str(refused)
-
-
-def test_an_unknown_model_is_a_registry_error() -> None:
-    with pytest.raises(RegistryError, match="shoal models list"):
-        typed(models, "show", "cartpole@1")
-
-
-@pytest.mark.parametrize("command", [runs_command, models, *models.commands.values()])
-def test_every_help_has_examples(command: click.Command) -> None:
-    shown = typed(command, "--help")
-    assert "Examples:\n  " in shown
-    assert "shoal " in shown
 
 
 @pytest.mark.parametrize(

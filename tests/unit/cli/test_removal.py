@@ -151,14 +151,6 @@ def test_a_pruned_record_takes_less_of_the_disk(home: Path) -> None:
     assert (home / "runs.sqlite").stat().st_size < before / 2
 
 
-def test_the_list_and_a_run_are_shown_without_their_commands_name() -> None:
-    record("one")
-    assert "one" in typed(runs_command)
-    assert '"id": "one"' in typed(runs_command, "--json", "one")
-    assert "status" in typed(runs_command, "show", "one")
-    assert "prune" in typed(runs_command, "--help")
-
-
 def register(num_versions: int, name: str = "tiny", base: str = "") -> None:
     weights = WeightSnapshot.of(1, {"w": np.zeros(1, np.float32)})
     tensor = {"name": "x", "datatype": "FP32", "shape": [-1, 1]}

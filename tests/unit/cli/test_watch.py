@@ -132,9 +132,3 @@ def test_the_kind_that_is_written_goes_before_the_fields_of_the_spec() -> None:
 def test_a_spec_that_is_none_says_nothing_of_its_run(spec: str) -> None:
     with runs.create("mine", spec, "one"):
         assert runs.load("one").kind is RunKind.OTHER
-
-
-def test_no_run_at_all_is_not_followed() -> None:
-    refused = CliRunner().invoke(runs_command, ["--follow"]).exception
-    assert isinstance(refused, ConfigError)
-    assert "needs one run" in str(refused)

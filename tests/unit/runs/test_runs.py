@@ -100,13 +100,6 @@ def test_to_dict_is_strict_json(run: RunRecorder) -> None:
     assert told["status"] == "running"
 
 
-def test_the_best_value_outlives_the_flush_that_saw_it(run: RunRecorder) -> None:
-    for value in (3.0, 1.0, 2.0, math.nan):
-        run.log(1, {"loss": value})
-        run.flush()
-    assert runs.load("one").best() == ("loss", 1.0)
-
-
 @pytest.mark.parametrize(("metric", "best"), [("accuracy", 0.75), ("loss", 0.25), ("return/mean_100", 0.75)])
 def test_the_best_of_a_sweep_is_that_of_its_best_trial(run: RunRecorder, metric: str, best: float) -> None:
     for trial, value in enumerate((0.5, 0.75, 0.25)):
@@ -138,42 +131,6 @@ def test_what_is_no_part_of_the_history_is_the_newest_and_may_be_the_best(run: R
     assert (seen.latest()["loss"], seen.metrics()["loss"].to_dict()) == (5.0, {1: 3.0, 4: 5.0})
 
 
-def test_of_many_versions_some_are_read_with_the_first_and_the_last(run: RunRecorder) -> None:
-    for version in range(3, 26):
-        run.record_weights(version, 10 * version, "aa", time.time())
-    run.flush()
-    seen = runs.load("one")
-    assert seen.num_versions() == len(seen.versions()) == 23
-    assert seen.versions(every=10)[["version", "step"]].to_numpy().tolist() == [
-        [3, 30],
-        [10, 100],
-        [20, 200],
-        [25, 250],
-    ]
-
-
-@pytest.mark.parametrize("name", ["step", "time"])
-def test_a_metric_cannot_take_the_name_of_a_column(run: RunRecorder, name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        run.log(1, {name: 1.0})
-
-
-def test_tensorboard_reads_the_same_numbers(run: RunRecorder) -> None:
-    from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
-        LegacyEventFileLoader,
-    )
-
-    run.log(5, {"a/b": 1.5, "nan": math.nan})
-    run.log(6, {"huge": 1e300})
-    run.finish("finished")
-    [path] = (run.folder / "tensorboard").iterdir()
-    events = list(LegacyEventFileLoader(str(path)).Load())
-    scalars = {(event.step, value.tag): value.simple_value for event in events for value in event.summary.value}
-    assert list(scalars) == [(5, "a/b"), (5, "nan"), (6, "huge")]
-    assert (scalars[5, "a/b"], scalars[6, "huge"]) == (1.5, math.inf)  # TensorBoard has single precision
-    assert math.isnan(scalars[5, "nan"])
-
-
 # --- finding runs ---
 
 
@@ -193,11 +150,6 @@ def test_runs_are_found_by_id_beginning_or_latest() -> None:
         runs.load("nope")
     with pytest.raises(RunError, match="no run ''"):
         runs.load("")
-
-
-def test_without_any_run_the_error_says_how_to_start_one() -> None:
-    with pytest.raises(RunError, match="shoal run"):
-        runs.load("latest")
 
 
 @pytest.mark.parametrize("run_id", ["../up", "a/b", "latest", ".x", " "])
