@@ -356,7 +356,7 @@ class Registry:
     def _claim_number(self, name: str) -> int:
         """The number of a new version, which nobody else gets."""
         folders = [int(folder) for folder in self.store.list_folders(name) if folder.isdigit()]
-        version = max([self._read_aliases(name).find_highest_version(), *folders])
+        version = max([self._read_aliases(name).newest, *folders])
         claim = json.dumps({"token": secrets.token_hex(8), "time": time.time()}).encode()
         while True:
             version += 1

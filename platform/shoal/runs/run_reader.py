@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from shoal.errors import RunError, needs_extra
 from shoal.home import home
 from shoal.runs.event_messages import WAITING
-from shoal.runs.record.database import list_run_ids, read_connection, read_later_column
+from shoal.runs.record.database import list_run_ids, read_connection
 from shoal.runs.run_kind import RunKind, format_title, infer_kind
 from shoal.runs.run_status import Status, resolve_status
 
@@ -118,7 +118,7 @@ def _refresh_copies(folder: Path, ref: str = "") -> None:
 
     with read_connection(folder) as connection:
         row = connection.execute("SELECT * FROM runs WHERE id = ?", (ref,)).fetchone()
-    if row is None or read_later_column(row, "copied_from") or resolve_status(row) is not Status.RUNNING:
+    if row is None or row["copied_from"] or resolve_status(row) is not Status.RUNNING:
         refresh(folder)
 
 
@@ -203,8 +203,8 @@ class Run:
             folder=folder / "runs" / row["id"],
             _home=folder,
             _number=row["number"],
-            _kind=read_later_column(row, "kind"),
-            copied_from=read_later_column(row, "copied_from"),
+            _kind=row["kind"],
+            copied_from=row["copied_from"],
         )
 
     def reload(self) -> Run:

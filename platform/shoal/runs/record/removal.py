@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shoal.errors import RunError
 from shoal.home import home
-from shoal.runs.record.database import TABLES, connect, read_later_column, transaction, translate_write_errors
+from shoal.runs.record.database import TABLES, connect, transaction, translate_write_errors
 from shoal.runs.run_reader import Run
 from shoal.runs.run_status import TERMINAL, Status, resolve_status
 
@@ -57,7 +57,7 @@ def remove_runs(runs: Sequence[Run]) -> None:
 
                 # First: a copy that remains is removed by the next attempt, one without it would come back.
                 _reject_running(resolve_status(row), run.id, row["pid"], row["host"])
-                remove_from_store(folder, run.id, read_later_column(row, "writer") or "")
+                remove_from_store(folder, run.id, row["writer"] or "")
             with transaction(connection):  # in which no process can resume the run
                 row = connection.execute("SELECT * FROM runs WHERE id = ?", (run.id,)).fetchone()
                 if row is not None:
