@@ -113,19 +113,6 @@ def test_the_demo_from_start_to_finish(home: Path, nothing_stays: None) -> None:
         assert run.id in output
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "phase", [pytest.param("starting a Ray cluster", marks=pytest.mark.soak), "starting the endpoint"]
-)
-def test_ctrl_c_while_it_starts_leaves_nothing(home: Path, nothing_stays: None, phase: str) -> None:
-    with shoal_program(*DEMO) as program:
-        program.wait_for_line(phase)
-        program.interrupt()
-        assert program.wait() == 130
-        assert "stopped" in program.said.partition(phase)[2]
-        assert "Traceback" not in program.said
-
-
 def test_the_endpoint_answers_while_actors_teach_it_and_ctrl_c_ends_it_all(home: Path, nothing_stays: None) -> None:
     question = np.zeros((1, 4), np.float32)
     seen: set[int] = set()

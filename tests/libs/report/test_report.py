@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 import shutil
@@ -19,7 +18,6 @@ from click.testing import CliRunner
 from shoal import runs
 from shoal.errors import RunError
 from shoal.libs.report import page as report_page
-from shoal.libs.report import plots
 from shoal.libs.report.command import report
 from shoal.libs.report.plots import Curve
 from shoal.runs import Run, RunRecorder, Status
@@ -188,31 +186,6 @@ def test_the_newest_value_is_told_also_where_it_is_no_number() -> None:
     assert "odd not a number 0.5 0.5" in page.text
     assert "never not a number - -" in page.text
     assert re.search(r"<b>not a number</b></figcaption>", page.source)
-
-
-@pytest.mark.parametrize("num_panels", [1, 2])
-def test_the_words_of_a_picture_do_not_lie_over_each_other(num_panels: int) -> None:
-    title, metric = f"{'job_of_a_long_name_' * 4} · 20261120-064501-3f2a", "validation/" + "mean_absolute_error_" * 4
-    line = Curve.from_points([1.0, 2.0], [1.0, 2.0])
-    for more_is_better in (None, True):
-        panels = [
-            plots.Panel(f"{number}{metric}", "step", [("", line)], more_is_better) for number in range(num_panels)
-        ]
-        figure = plots.draw_curves(title, panels)
-        figure.draw_without_rendering()
-        words = [*figure.texts, *(axes._left_title for axes in figure.axes if axes._left_title.get_text())]
-        boxes = [each.get_window_extent() for each in words]
-        assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width for box in boxes)
-        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
-
-
-@pytest.mark.parametrize("values", [(1.7e308, -1.7e308, 0.0), (1.7e308,)])
-@pytest.mark.parametrize("metric", ["return", "x"])
-def test_values_too_large_for_axes_are_left_out_of_the_plots(metric: str, values: tuple[float, ...]) -> None:
-    with runs.create("x", "") as run:
-        for step, value in enumerate(values):
-            run.log(step, {metric: value})
-    assert "1.7e+308" in write(runs.load(run.id)).text
 
 
 @pytest.mark.parametrize("names", [("return$x^$",), ("train/loss", "validation/loss", "validation/accuracy$x^$")])

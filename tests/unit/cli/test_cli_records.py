@@ -30,12 +30,6 @@ from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    return tmp_path
-
-
 def typed(command: click.Command, *words: str) -> str:
     result = CliRunner().invoke(command, list(words), catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -103,12 +97,12 @@ def test_one_run_is_shown_with_what_to_type_next() -> None:
     assert (told["id"], told["status"], told["latest"]["learner/loss"]) == ("one", "failed", 0.5)
 
 
-def test_a_run_that_ended_before_its_time_can_be_gone_on_with(home: Path) -> None:
+def test_a_run_that_ended_before_its_time_can_be_gone_on_with(shoal_home: Path) -> None:
     record("one")
     assert "resume=" not in typed(runs_command, "one")
     with runs.create("odd job", "resume: ''\n", "two", command="python jobs/odd.py") as run:
         assert "resume=" not in typed(runs_command, "two")
-        with closing(sqlite3.connect(home / "runs.sqlite")) as connection, connection:
+        with closing(sqlite3.connect(shoal_home / "runs.sqlite")) as connection, connection:
             connection.execute("UPDATE runs SET heartbeat_at = 0")
         assert "lost" in typed(runs_command, "two")
         assert "  shoal report two\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
@@ -230,7 +224,7 @@ def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> N
     assert session.format_resume_hint() == (words and f"{words}{session.run_id}")
 
 
-def test_what_a_run_has_named_is_said_as_it_is(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_run_has_named_is_said_as_it_is(shoal_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with runs.create("x", "task: t", "one") as run:
         run.record_event("trained", detail="ended [by hand]", seconds=1.0, kept=3, metrics={"recall[a]": 0.5})
         run.record_event("solved", seconds=1.0, steps=2)
@@ -267,7 +261,7 @@ def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest
 
 @pytest.mark.parametrize("error", [ConnectionLost("http://h: refused"), ClusterError("http://h answered 500: refused")])
 def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
-    error: ShoalError, home: Path, monkeypatch: pytest.MonkeyPatch
+    error: ShoalError, shoal_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(*arguments: object, **more: object) -> object:
         raise error
@@ -282,12 +276,12 @@ def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
         pytest.raises(RunError, match=r"the cluster has ended.*refused\nGo on with: shoal run x"),
         ExitStack() as stack,
     ):
-        session.run(ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {}, temp_dir=home), stack)
+        session.run(ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {}, temp_dir=shoal_home), stack)
 
 
 @pytest.mark.parametrize(("file", "shown"), [("job_main(...)", "endpoint.token=***"), ("", "endpoint.token=hush")])
 def test_the_job_is_told_what_the_user_typed(
-    home: Path, file: str, shown: str, monkeypatch: pytest.MonkeyPatch
+    shoal_home: Path, file: str, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
 
@@ -300,14 +294,17 @@ def test_the_job_is_told_what_the_user_typed(
     monkeypatch.setattr("shoal.cli.commands.run_session.ray_jobs.submit", submit)
     monkeypatch.setattr(JobHandle, "stop_quietly", lambda job: None)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
-    monkeypatch.chdir(home)
+    shoal_home.mkdir(exist_ok=True)
+    monkeypatch.chdir(shoal_home)
     Path("x.py").write_text(file)
     with ExitStack() as stack, pytest.raises(RunError, match="enough"):
         a_session("a=b c", "endpoint.token=hush").run(cluster, stack)
     assert told == ["shoal run x --actors 2 'a=b c' 'endpoint.token=***'"]
 
 
-def test_an_interruption_while_a_job_is_submitted_ends_the_job(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_while_a_job_is_submitted_ends_the_job(
+    shoal_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun: list[str] = []
     asked: list[tuple[str, str]] = []
 
@@ -361,7 +358,7 @@ def test_models_are_listed_shown_promoted_and_rolled_back() -> None:
     ],
 )
 def test_remote_inference_that_a_run_cannot_have_is_refused_before_anything_starts(
-    job: str, words: list[str], problem: str, home: Path, monkeypatch: pytest.MonkeyPatch
+    job: str, words: list[str], problem: str, shoal_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start() -> None:
         pytest.fail("a cluster starts")

@@ -8,7 +8,6 @@ import json
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -65,12 +64,6 @@ def learning(
         history=history,
         lowest=lowest,
     )
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    return tmp_path
 
 
 def drawn(view: LoopView, width: int = 140) -> str:

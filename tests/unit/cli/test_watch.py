@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +18,6 @@ from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.serving_spec import ServingSpec
 from shoal.runs import Run, RunKind, Status
 from shoal.train.spec import TrainSpec
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
 
 
 def typed(*words: str) -> str:

@@ -17,7 +17,6 @@ from typing import Any, Never
 
 import numpy as np
 import pytest
-import torch
 
 from bucket_server import BUCKET, ENVIRONMENT, bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import ConfigError, RegistryError, WeightsError
@@ -182,23 +181,6 @@ def test_damaged_weights_are_refused(registry: Registry, damage: str) -> None:
         registry.get("cartpole@1").snapshot()
     with pytest.raises(WeightsError, match="No such file" if damage == "remove" else "checksum.*register the model"):
         read_tensors(registry.get("cartpole@1").weight_file())
-
-
-@pytest.mark.parametrize("any_registry", ["folder", "bucket"], indirect=True)
-def test_tensors_of_every_kind_are_read_into_memory_of_their_own(any_registry: Registry) -> None:
-    import safetensors.torch
-
-    dtypes = (torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int64)
-    tensors = {f"w{number}": torch.arange(5).to(dtype) for number, dtype in enumerate(dtypes)}
-    tensors |= {"one": torch.tensor(3.0), "none": torch.zeros(0, 3), "many": torch.randn(300, 7).T.contiguous()}
-    snapshot = WeightSnapshot.from_payload(1, safetensors.torch.save(tensors))
-    made = any_registry.register("kinds", snapshot, model=MODEL, signature=SIGNATURE)
-    file = made.weight_file()
-    for found in (read_tensors(file), read_tensors(snapshot)):
-        assert found.keys() == tensors.keys()
-        assert all(torch.equal(found[name], each) and found[name].dtype == each.dtype for name, each in tensors.items())
-    found["many"].zero_()
-    assert file.payload == snapshot.payload
 
 
 @pytest.mark.parametrize("model", [MODEL, ModelFactory(format="onnx")], ids=["module", "onnx"])

@@ -25,14 +25,8 @@ DEADLINE_S = 15.0
 SPEC = "environment: CartPole-v1\nlearner:\n  lr: 0.001\n"
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    return tmp_path
-
-
 @pytest.fixture
-def run(home: Path) -> Iterator[RunRecorder]:
+def run(shoal_home: Path) -> Iterator[RunRecorder]:
     made = runs.create("cartpole", SPEC, "one")
     yield made
     made.close()
@@ -41,7 +35,7 @@ def run(home: Path) -> Iterator[RunRecorder]:
 # --- what is told comes back ---
 
 
-def test_everything_told_comes_back(run: RunRecorder, home: Path) -> None:
+def test_everything_told_comes_back(run: RunRecorder, shoal_home: Path) -> None:
     run.log(100, {"return/mean_100": 20.0, "learner/loss": math.nan})
     run.log(200, {"return/mean_100": math.inf})
     run.log(200, {"steps/total": 200})
@@ -55,7 +49,7 @@ def test_everything_told_comes_back(run: RunRecorder, home: Path) -> None:
 
     seen = runs.load("one")
     assert (seen.id, seen.job, seen.status, seen.spec, seen.error) == ("one", "cartpole", "finished", SPEC, None)
-    assert seen.folder == home / "runs" / "one"
+    assert seen.folder == shoal_home / "runs" / "one"
     assert (seen.folder / "spec.yaml").read_text() == SPEC
     assert seen.finished_at is not None
     assert 0 <= seen.duration_s < DEADLINE_S
@@ -312,14 +306,14 @@ def test_a_run_is_called_by_what_it_trains(job: str, kind: runs.RunKind | None, 
     assert runs.load("one").to_dict()["title"] == title
 
 
-def test_another_connection_does_not_release_the_locks_of_a_process(home: Path) -> None:
+def test_another_connection_does_not_release_the_locks_of_a_process(shoal_home: Path) -> None:
     """A process that closes any descriptor of a file loses its locks on it (POSIX): another process would then take
     itself for the last one, and remove the log that this one writes to."""
     with runs.create("train", "", "one") as run:
         runs.load("one")
         write = "import shoal.runs; shoal.runs.create('train', '', 'two').close()"
         subprocess.run([sys.executable, "-c", write], check=True, timeout=300)
-        assert (home / "runs.sqlite-wal").exists()
+        assert (shoal_home / "runs.sqlite-wal").exists()
         run.record_event("still")
     assert {each.id for each in runs.list_runs()} == {"one", "two"}
     assert "still" in runs.load("one").last_events()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import signal
@@ -24,7 +23,6 @@ from shoal.errors import ConfigError, RunError
 from shoal.runs import RunRecorder, Status
 from shoal.runs.record import recorder
 from shoal.runs.record.database import transaction
-from shoal.runs.record.tensorboard_writer import EventFile
 
 DEADLINE_S = 15.0
 
@@ -106,23 +104,6 @@ def test_the_error_of_a_run_is_not_hidden_by_a_record_that_cannot_be_written(
         with pytest.raises(ZeroDivisionError), run:
             _ = 1 / 0
         assert "its end is not in the record: the run record cannot be written: database is locked" in caplog.text
-
-
-def test_a_full_disk_costs_the_curves_their_end_and_the_record_nothing(
-    run: RunRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    close = EventFile.close
-
-    def full(file: EventFile) -> None:
-        close(file)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(EventFile, "close", full)
-    run.log(1, {"x": 1.0})
-    run.finish("failed", "why it did")
-    seen = runs.load("one")
-    assert (seen.status, seen.error, seen.latest()) == (runs.Status.FAILED, "why it did", {"x": 1.0})
-    assert "No space left on device" in caplog.text
 
 
 def test_a_reader_that_takes_its_time_does_not_hold_up_the_run(run: RunRecorder, home: Path) -> None:

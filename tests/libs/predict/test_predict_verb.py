@@ -208,20 +208,6 @@ def test_more_rows_than_a_request_takes_are_asked_in_turn(tmp_path: Path, host: 
     assert [call.num_rows for call in host.models_by_name["m"].calls[before:]] == [4, 4, 2]
 
 
-def test_more_rows_than_the_model_takes_are_said_to_be_asked_for_in_smaller_requests(
-    tmp_path: Path, host: FakeHost
-) -> None:
-    (tmp_path / "in.csv").write_text("a,b,c\n" + "".join(f"{row},0,0\n" for row in range(70)))
-    model = host.models_by_name["m"]
-    before, model.options = model.options, ModelOptions(max_batch_size=8)
-    try:
-        said = complaint("m", "--csv", "in.csv")
-    finally:
-        model.options = before
-    assert "expected 1 to 8 rows" in said
-    assert "--rows-per-request sends fewer" in said
-
-
 def test_deep_pictures_keep_their_greys(tmp_path: Path) -> None:
     Image.fromarray(GREY.astype(np.uint16) * 257).save(tmp_path / "deep.png")
     (found,) = rows("picture", "--image", "deep.png")
@@ -245,21 +231,6 @@ def test_pictures_in_the_models_size_and_channels(tmp_path: Path) -> None:
     assert np.shape(both[1]["image"]) == (4, 4, 3)
     (found,) = rows("planes", "--image", "grey.png")
     np.testing.assert_array_equal(found["image"], np.stack([GREY] * 3))
-
-
-def test_pictures_in_the_models_numbers(tmp_path: Path) -> None:
-    Image.fromarray(GREY).save(tmp_path / "grey.png")
-    (found,) = rows("halves", "--image", "grey.png")
-    np.testing.assert_allclose(found["image"], GREY / 255, rtol=2**-8)
-    (found,) = rows("halves", "--image", "grey.png", "--white", "255")
-    np.testing.assert_allclose(found["image"], GREY, rtol=2**-8)
-    (found,) = rows("wholes", "--image", "grey.png")
-    np.testing.assert_array_equal(found["image"], GREY)
-    (found,) = rows("wholes", "--image", "grey.png", "--white", "1000")
-    np.testing.assert_array_equal(found["image"], np.rint(GREY * (1000 / 255)))
-    (found,) = rows("signed", "--image", "grey.png", "--white", "127")
-    np.testing.assert_array_equal(found["image"], np.rint(GREY * (127 / 255)))
-    assert "'image': has values that INT8 cannot hold" in complaint("signed", "--image", "grey.png")
 
 
 def test_arrays_alone_by_name_and_together(tmp_path: Path) -> None:
