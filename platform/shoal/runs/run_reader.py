@@ -1,4 +1,4 @@
-"""The reading side of the run record: a run's data, while it goes on, after it ended, or after it died.
+"""The reading side of the run record: a run's data, while it is running, after it ended, or after it died.
 
 Called by the CLI, the report and flows. Opens one connection per query; never writes.
 """
@@ -102,7 +102,7 @@ def list_runs(limit: int = 50) -> list[Run]:
 
 
 def list_running() -> list[Run]:
-    """Every run of this host's record that goes on, newest first, however many were created since."""
+    """Every run in progress of this host's record, newest first, however many were created since."""
     folder = home()
     with read_connection(folder) as connection:
         rows = connection.execute(
@@ -113,7 +113,7 @@ def list_running() -> list[Run]:
 
 
 def _refresh_copies(folder: Path, ref: str = "") -> None:
-    """Unless `ref` is a run that goes on here: its processes poll it."""
+    """Unless `ref` is a run in progress of this host: its processes poll it."""
     from shoal.runs.record.store_copies import refresh
 
     with read_connection(folder) as connection:

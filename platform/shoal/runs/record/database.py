@@ -2,7 +2,7 @@
 
 Owns the schema, connections and transactions. Called by the recorder and the reader; knows nothing of runs' meaning.
 
-Write-ahead logging lets readers go on while a run writes, and committed rows outlive a kill -9 of the writer.
+With write-ahead logging, readers do not wait for a run that writes, and committed rows outlive a kill -9 of the writer.
 SQLite has no NaN: a metric that is not a number is stored as NULL and read back as NaN.
 """
 

@@ -222,7 +222,7 @@ def claim(home: Path, row: sqlite3.Row, writer: str) -> bool:
 
     row: of `runs`, after a refresh
 
-    False: the store is down or lacks the run, which is of this host. It goes on, and its mirror claims it later.
+    False: the store is down or lacks the run, which is of this host. It is resumed, and its mirror claims it later.
 
     Raises RunError when another process has resumed or removed the run.
     """
