@@ -262,12 +262,6 @@ COMPUTES_NOTHING = (
         "shoal.serve.on_ray.deployment",
     ],
 )
-
-
-def test_clients_and_workers_that_compute_nothing_load_no_torch() -> None:
-    assert loaded_by(GAME_CLIENT, ENDPOINT_CLIENT, COMPUTES_NOTHING) == {}
-
-
 # Words are checked before what only a run needs is loaded: whoever mistypes one waits for this, and so does every run
 # that starts its own cluster.
 PROGRAMS = (
@@ -282,8 +276,9 @@ LOOP = (
 )
 
 
-@pytest.mark.parametrize("groups", [[PROGRAMS, LOOP], [TRAINING]], ids=["loop", "training"])
-def test_a_run_loads_only_what_it_needs(groups: list[tuple[list[str], list[str]]]) -> None:
+@pytest.mark.parametrize("groups", [[GAME_CLIENT, ENDPOINT_CLIENT, COMPUTES_NOTHING], [PROGRAMS, LOOP, TRAINING]])
+def test_a_process_loads_only_what_it_needs(groups: list[tuple[list[str], list[str]]]) -> None:
+    """In an order in which no group loads what a later one must be without."""
     assert loaded_by(*groups) == {}
 
 

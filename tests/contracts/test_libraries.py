@@ -51,8 +51,9 @@ def test_no_module_of_the_core_names_a_library() -> None:
     """Not even as a string: the core finds what a library brings by its word. `moved` has the old names of modules."""
     for path in FILES:
         if path.relative_to(PACKAGE).parts[0] != "libs" and path.name != "moved.py":
+            text = path.read_text()
             assert not {name for name in imports_of(path) if name.startswith("shoal.libs.")}, path
-            assert not [name for name in LIBRARIES if f'"shoal.libs.{name}' in path.read_text()], path
+            assert not [name for name in LIBRARIES if f'"shoal.libs.{name}' in text], path
 
 
 def test_without_a_library_the_command_line_starts(tmp_path: Path) -> None:

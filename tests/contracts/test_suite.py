@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import suite
 from shoal_program import ROOT
 
@@ -61,23 +59,8 @@ def test_no_two_files_of_tests_have_one_name() -> None:
     assert {name for name in names if names.count(name) > 1} == set()
 
 
-def test_the_twenty_slowest_tests_are_listed_from_the_slowest_on() -> None:
-    seconds = {f"tests/unit/test_it.py::test_{number:02}": float(number) for number in range(1, 30)}
-    lines = suite.describe([suite.Stage("-n 2 tests/unit", 31.4, 0, 50.2, False, 190, seconds)]).splitlines()
-    assert lines[:2] == ["where 31 s went, and 50 s of processors:", "     31 s      50 s  tests/unit (190 tests)"]
-    assert [line.split()[-1] for line in lines[3:]] == [
-        f"tests/unit/test_it.py::test_{number:02}" for number in range(29, 9, -1)
-    ]
-
-
 def test_a_soak_of_a_change_has_the_files_that_import_what_changed() -> None:
     files = [ROOT / "tests/contracts/test_suite.py", ROOT / "tests/contracts/test_imports.py"]
     assert suite.files_about(["tests/suite.py"], files) == files[:1]
     assert suite.files_about(["tests/contracts/test_imports.py", "README.md"], files) == files[1:]
     assert suite.files_about(["docs/store.md"], files) == []
-
-
-@pytest.mark.parametrize("num_stages", [0, 2])
-def test_what_left_nothing_is_told_all_the_same(num_stages: int) -> None:
-    stages = [suite.Stage("tests/hosts", 2.0, 2)] * num_stages
-    assert suite.describe(stages).startswith(f"where {2 * num_stages} s went, and 0 s")

@@ -77,15 +77,6 @@ def check_repository(client):
     client.refused(404, "'nobody'", calling="unload_model", args=("nobody",))
 
 
-def check_what_has_no_weights_yet(client):
-    client.call("load_model", "empty")
-    assert client.call("is_server_ready") is False
-    assert client.call("is_model_ready", "empty") is False
-    client.refused(503, "no weights", args=("empty", [client.input("x", ROWS)]))
-    client.call("unload_model", "empty")
-    assert client.call("is_server_ready") is True
-
-
 # -- inference --------------------------------------------------------------------------------------------------------
 
 
@@ -135,16 +126,6 @@ def check_several_inputs_and_outputs(client):
     few = client.infer("pair", left, right, outputs=[client.output("words"), client.output("total")])
     same(few.as_numpy("total"), wanted)
     assert few.as_numpy("rows") is None
-
-
-def check_batches(client):
-    for rows in (1, 2, 8):
-        left, right = np.ones((rows, 3), np.float32), np.arange(rows)
-        result = client.infer("pair", client.input("left", left), client.input("right", right))
-        assert result.as_numpy("total").shape == (rows, 3)
-    for shape in ((1, 1, 2), (3, 5, 2), (2, 0, 2)):
-        array = np.ones(shape, np.float32)
-        same(client.infer("open", client.input("x", array)).as_numpy("x"), array)
 
 
 def check_versions(client):

@@ -44,15 +44,6 @@ def check_wrong_requests(client):
     client.refused(422, "output 'x' was asked for twice", args=big, outputs=[client.output("x"), client.output("x")])
     wrong = client.input("x", ROWS.astype(np.float64))
     client.refused(422, "input 'x': expected FP32 [-1, 3], got FP64 [2, 3]", args=("big", [wrong]))
-    for shape in ((2, 4), (6,), (1, 2, 3)):
-        wrong = client.input("x", np.ones(shape, np.float32))
-        client.refused(422, "input 'x': expected FP32 [-1, 3], got FP32", args=("big", [wrong]))
-    other = client.input("right", np.array([1, 2, 3]))
-    client.refused(422, "input 'right': expected 2 rows, as of 'left', got 3", args=("pair", [left, other]))
-    empty = client.input("x", np.ones((0, 3), np.float32))
-    client.refused(422, "input 'x': expected 1 to 64 rows, got FP32 [0, 3]", args=("big", [empty]))
-    many = [client.input("left", np.ones((9, 3), np.float32)), client.input("right", np.arange(9))]
-    client.refused(422, "expected 1 to 8 rows", args=("pair", many))
     client.refused(400, "classification", args=big, outputs=[client.output("x", class_count=2)])
     shared = client.output("x")
     shared.set_shared_memory("region", 24)
@@ -67,17 +58,6 @@ def check_failing_models(client):
     client.refused(500, "failed", args=("raising", given))
     client.refused(504, "too late", args=("late", given))
     same(client.infer("big", *given).as_numpy("x"), ROWS)
-
-
-def check_the_largest_request(client):
-    fits = np.zeros((60, 2000, 2), np.float32)
-    same(client.infer("open", client.input("x", fits)).as_numpy("x"), fits)
-    given = [client.input("x", np.zeros((60, 4000, 2), np.float32))]
-    if client.is_grpc:
-        client.refused(413, "larger", args=("open", given))
-        client.refused(413, "larger", args=("open", given), compression_algorithm="gzip")
-    else:  # a bomb is not unpacked
-        client.refused(413, "larger", args=("open", given), request_compression_algorithm="gzip")
 
 
 def check_keys(client):

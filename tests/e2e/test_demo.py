@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 
 import shoal.runs
@@ -20,11 +19,8 @@ from shoal.cli import cli
 from shoal.cluster.processes import find_cluster_processes
 from shoal.errors import RunError
 from shoal.flows.policy_connection import InferenceConnection, wait_for_version
-from shoal.models.actor_critic import ActorCritic
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.rl.learner import model_arrays
-from shoal.weights import WeightSnapshot
-from shoal_program import END_S, ROOT, commands_with, shoal_command, shoal_program
+from shoal.registry import Registry
+from shoal_program import END_S, commands_with, shoal_command, shoal_program
 from waiting import wait_for, wait_until_none
 
 if TYPE_CHECKING:
@@ -117,19 +113,6 @@ def test_the_demo_from_start_to_finish(home: Path, nothing_stays: None) -> None:
         assert run.id in output
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "phase", [pytest.param("starting a Ray cluster", marks=pytest.mark.soak), "starting the endpoint"]
-)
-def test_ctrl_c_while_it_starts_leaves_nothing(home: Path, nothing_stays: None, phase: str) -> None:
-    with shoal_program(*DEMO) as program:
-        program.wait_for_line(phase)
-        program.interrupt()
-        assert program.wait() == 130
-        assert "stopped" in program.said.partition(phase)[2]
-        assert "Traceback" not in program.said
-
-
 def test_the_endpoint_answers_while_actors_teach_it_and_ctrl_c_ends_it_all(home: Path, nothing_stays: None) -> None:
     question = np.zeros((1, 4), np.float32)
     seen: set[int] = set()
@@ -177,44 +160,6 @@ def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(cluster: 
     assert versions["version"].max() > before
     assert _accounting(again)["balanced"]
     assert _accounting(again)["received"] > received
-
-
-@pytest.mark.soak
-def test_the_champion_is_served_until_ctrl_c_and_follows_its_alias(cluster: EmbeddedCluster, shared_home: Path) -> None:
-    registry = Registry()
-    for bias in (1.0, 2.0):
-        _register_constant(registry, bias)
-    registry.promote("constant@1")
-    question = np.zeros((1, 4), np.float32)
-    with shoal_program("run", str(ROOT / "serve_apps" / "registered_model.py"), "models=constant@champion") as program:
-        found = program.wait_for_line(r"serving constant@champion.*\(now constant@1\) at (\S+)/v2/models/constant")
-        connection = InferenceConnection(found[1], "constant", (shared_home / "token").read_text(), timeout_s=ANSWER_S)
-        wait_for_version(connection, question[0], 1, timeout_s=ANSWER_S)
-        assert connection.infer(question).version == 1
-        registry.promote("constant@2")
-        wait_for(lambda: connection.infer(question).version == 2, ANSWER_S, "the flip to constant@2")
-        registry.rollback("constant")
-        wait_for(lambda: connection.infer(question).version == 1, ANSWER_S, "the flip back to constant@1")
-        connection.close()
-        program.interrupt()
-        assert program.wait() == 130
-        assert "Traceback" not in program.said
-
-
-def _register_constant(registry: Registry, value: float) -> None:
-    """A model that can be told by its version. Without `flows`, which would import Ray into this process."""
-    model = ActorCritic(4, 2, (4,))
-    for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, value)
-    factory = ModelFactory(
-        factory="shoal.models.actor_critic:ActorCritic",
-        kwargs={"observation_size": 4, "num_actions": 2, "hidden": [4]},
-    )
-    signature = Signature(
-        inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, 4])],
-        outputs=[TensorSignature(name="action", datatype="INT64", shape=[-1])],
-    )
-    registry.register("constant", WeightSnapshot.of(1, model_arrays(model)), model=factory, signature=signature)
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,10 @@ def parse(command: str) -> None:
     found = cli.get_command(click.Context(cli), verb)
     assert found is not None, verb
     while isinstance(found, click.Group):
-        if isinstance(found, DefaultCommandGroup) and not (words and words[0] in found.commands):
+        context = click.Context(found)
+        if isinstance(found, DefaultCommandGroup) and not (words and words[0] in found.list_commands(context)):
             words.insert(0, found.default)
-        inner = found.get_command(click.Context(found), words.pop(0))
+        inner = found.get_command(context, words.pop(0))
         assert inner is not None
         found = inner
     found.make_context(verb, words).close()

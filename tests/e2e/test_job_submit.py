@@ -47,7 +47,9 @@ def submit_and_play(cluster: EmbeddedCluster, folder: Path, job: str, *overrides
 
 @pytest.mark.usefixtures("shared_home")
 def test_ray_job_submit_runs_the_same_job(cluster: EmbeddedCluster, tmp_path: Path) -> None:
-    run = submit_and_play(cluster, tmp_path, "actor_learner", "target_return=40", "endpoint.name=submitted")
+    run = submit_and_play(
+        cluster, tmp_path, "actor_learner", "target_return=40", "eval_episodes=3", "endpoint.name=submitted"
+    )
     assert run.models()["name"].tolist() == ["submitted"]
     assert Registry().get("submitted@champion").manifest.run_id == run.id
     assert {endpoint.state for endpoint in run.endpoints()} == {"closed"}

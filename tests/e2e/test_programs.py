@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 import uuid
-from pathlib import Path
 
 import pytest
 
 from shoal.cluster.processes import CLUSTER_ID_VARIABLE, get_cluster_folder
-from shoal_program import MARK, ROOT, Program, end_marked, last_words, logs, processes_with
-from waiting import wait_for
+from shoal_program import MARK, ROOT, Program, processes_with
 
 # It has a child in a session of its own, which heeds no signal and holds its output, and itself heeds no interruption.
 STUBBORN = """
@@ -66,12 +63,6 @@ def test_of_a_failed_test_no_process_stays_and_what_was_said_is_shown(words: lis
     assert "it has said:\nit is up\n" in note
 
 
-def test_of_a_test_that_forgets_its_program_none_stays() -> None:
-    with python(STUBBORN, "stay") as program:
-        program.wait_for_line("is up")
-    assert processes_with(MARK, program.mark) == []
-
-
 def test_a_cluster_ends_with_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster_id = uuid.uuid4().hex
     monkeypatch.setenv(CLUSTER_ID_VARIABLE, cluster_id)
@@ -82,43 +73,6 @@ def test_a_cluster_ends_with_its_program(monkeypatch: pytest.MonkeyPatch) -> Non
         fail(python(CLUSTER))
     assert processes_with(CLUSTER_ID_VARIABLE, cluster_id) == []
     assert not folder.exists()
-
-
-def test_each_wait_ends_with_what_did_not_come() -> None:
-    with (
-        pytest.raises(AssertionError, match="has ended and has not said 'never'") as raised,
-        python("print('no')") as program,
-    ):
-        program.wait_for_line("never")
-    assert "ended with 0; it has said:\nno\n" in raised.value.__notes__[0]
-    with pytest.raises(AssertionError, match=r"has not said 'never' within 0\.1 s"), python(CLUSTER) as program:
-        program.wait_for_line("never", timeout_s=0.1)
-    with pytest.raises(AssertionError, match=r"has not ended within 0\.1 s"), python(CLUSTER) as program:
-        program.wait(0.1)
-    with pytest.raises(AssertionError, match="has ended with 3 before the state"), python("exit(3)") as program:
-        program.wait_until(lambda: False, "the state")
-    with python(STUBBORN) as program:
-        wait_for(lambda: program.process.poll() is not None)
-        with pytest.raises(AssertionError, match="something that it has started goes on"):
-            program.wait(0.3)
-        end_marked(program.mark)
-
-
-def test_a_program_that_hears_its_interruption_ends_by_itself() -> None:
-    with Program([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as program:
-        program.interrupt()
-        assert program.wait() != 0
-        assert processes_with(MARK, program.mark) == []
-
-
-def test_the_end_of_each_log_goes_with_a_failed_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("x" * 100_000 + "at last")
-    monkeypatch.setitem(logs, "an endpoint", tmp_path / "log")
-    monkeypatch.setitem(logs, "one that is gone", tmp_path / "none")
-    ((name, text),) = [each for each in last_words() if "an endpoint" in each[0] or "gone" in each[0]]
-    assert name == "the end of an endpoint"
-    assert text.endswith("xat last")
-    assert len(text) < 100_000
 
 
 def test_the_server_of_ranks_ends_with_the_session() -> None:

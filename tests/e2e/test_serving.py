@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -12,9 +11,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
 
@@ -23,9 +19,7 @@ from leftovers import listening
 from shoal.cli import cli
 from shoal.client import Client
 from shoal.client.discovery import find_endpoint, token_for
-from shoal.errors import ConnectionLost, InferenceError, RunError
-from shoal.home import home
-from shoal.libs.batch_predict.flow import BatchPredictSpec, batch_predict
+from shoal.errors import ConnectionLost
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import Status
 from shoal.runs.record.provenance import find_owner
@@ -148,21 +142,6 @@ def test_from_deploy_to_roll_back_no_request_fails(run_id: str) -> None:
     wait_for(lambda: [*_kinds(run_id)] == kinds, END_S, f"{kinds} in the record: {_kinds(run_id)}")
 
 
-def test_who_was_refused_is_in_the_audit_log(run_id: str) -> None:
-    def refused() -> list[dict[str, object]]:
-        lines = [json.loads(line) for line in (home() / "audit.jsonl").read_text().splitlines()]
-        return [line for line in lines if line["entry"] == "refused"]
-
-    with Client(find_endpoint().url, token="not-the-token") as client:
-        for _ in range(3):
-            with pytest.raises(InferenceError, match="known key"):
-                client.infer(MODEL, ROWS)
-    wait_for(refused, END_S, "a line")
-    line = refused()[0]
-    assert (line["by"], line["status"], line["from"], line["model"]) == ("unknown", 401, "127.0.0.1", MODEL)
-    assert len(refused()) == 1
-
-
 def _kinds(run_id: str) -> list[str]:
     return [str(kind) for kind in shoal.runs.load(run_id).events()["kind"]]
 
@@ -170,35 +149,6 @@ def _kinds(run_id: str) -> list[str]:
 def test_a_name_is_taken_once(run_id: str) -> None:
     error = CliRunner().invoke(cli, ["serve", "deploy", MODEL]).exception
     assert f"endpoint.name = {MODEL!r}: is the name of an endpoint of {find_owner()} on this cluster" in str(error)
-
-
-@pytest.mark.soak
-def test_a_folder_is_predicted_beside_the_endpoint(run_id: str, tmp_path: Path) -> None:
-    (tmp_path / "rows").mkdir()
-    for part in range(3):
-        table = pa.table(
-            {"id": [f"{part * 10 + row:03}" for row in range(10)], **{name: [0.5] * 10 for name in "abcd"}}
-        )
-        as_typed = pyarrow.csv.WriteOptions(quoting_style="none")
-        pyarrow.csv.write_csv(table, tmp_path / "rows" / f"{part}.csv", as_typed)
-    words = [f"{MODEL}@2", str(tmp_path / "rows"), str(tmp_path / "out"), "--columns", "a,b,c,d", "--keep", "id"]
-    said = shoal_command("batch-predict", *words, "--workers", "1")
-    assert "30 rows in" in said
-    assert "WARNING" not in said
-    predicted = pyarrow.parquet.read_table(tmp_path / "out").to_pydict()
-    assert predicted == {"id": [f"{row:03}" for row in range(30)], "y": [2.0] * 30, "model_version": [2] * 30}
-    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
-    assert shoal.runs.load("latest").last_events()["predicted"]["rows"] == 30
-
-
-@pytest.mark.soak
-def test_a_bad_row_ends_it_with_its_own_words_and_leaves_nothing(run_id: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("a,b,c,d\n1,2,3,4\n1,2,,4\n")
-    spec = BatchPredictSpec(model=MODEL, input=str(tmp_path / "rows.csv"), output=str(tmp_path / "out"))
-    with pytest.raises(RunError, match=r"^column = 'c': has no value, in the row \{.*'c': None"):
-        batch_predict(spec, "batch_predict")
-    assert [each.name for each in tmp_path.iterdir()] == ["rows.csv"]
-    assert shoal.runs.load("latest").status is Status.FAILED
 
 
 def test_deleted_it_leaves_nothing_behind(run_id: str) -> None:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import safetensors.torch
-import torch
 from click.testing import CliRunner
 
 import shoal.runs
 from programs import run_ranks
 from ray_data_task import NUM_SAMPLES
 from shoal.cli import cli
-from shoal.cluster import jobs
 from shoal.errors import RunError
-from shoal.home import load_access_token
 from shoal.parallel import World
 from shoal.runs import Run, Status
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.spec import TrainSpec
-from shoal_program import END_S, ROOT, Program, commands_with, ended, shoal_command, shoal_program
+from shoal_program import END_S, ROOT, commands_with, shoal_program
 from train_task import Toy
 from waiting import wait_for, wait_until_none
 
@@ -158,40 +151,6 @@ def _go_on_here(run_id: str) -> str:
 
 
 @pytest.mark.soak
-def test_ray_job_submit_trains_and_ray_job_stop_saves(cluster: EmbeddedCluster, tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "RAY_API_SERVER_ADDRESS": cluster.dashboard_url,
-        "SHOAL_RUN_ID": (run_id := f"submitted-{os.getpid()}"),
-    }
-    words = [*WORDS, "stop.steps=100000", "args.step_s=0.2", "workers=1", "parallel=single", "name=toy-submitted"]
-    words[0] = f"task={ROOT / 'tests' / 'train_task.py'}:Toy"
-    # Ray gives a job the environment of the cluster, and this one.
-    runtime = json.dumps({"env_vars": {"SHOAL_RUN_ID": run_id}})
-    submit = ["submit", "--no-wait", "--submission-id", run_id, "--runtime-env-json", runtime, "--"]
-
-    def ray_job(*command: str) -> str:
-        with Program(["ray", "job", *command], environment, tmp_path) as program:
-            assert program.wait() == 0
-            return program.said
-
-    ray_job(*submit, "python", str(ROOT / "jobs" / "train.py"), *words)
-    with ended(jobs.JobHandle(cluster, run_id)):
-        wait_for(
-            lambda: (run := newest()) is not None and run.id == run_id and at_step(2)(), STATE_S, "the second step"
-        )
-        ray_job("stop", run_id)
-        wait_for(lambda: shoal.runs.load(run_id).status is not Status.RUNNING, END_S, "the end of the run")
-        run = shoal.runs.load(run_id)
-        assert run.status is Status.STOPPED
-    at = run.last_events()["stopped"]["step"]
-    assert (run.folder / "checkpoints" / f"step-{at:09}").is_dir()
-    _, shown = shoal_command("runs", run_id)
-    assert f"shoal run train resume={run_id}" in shown
-
-
-@pytest.mark.soak
 def test_a_dataset_of_ray_data_trains_and_is_read_once_an_epoch(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     from shoal.flows.training import run_training
 
@@ -206,74 +165,6 @@ def test_a_dataset_of_ray_data_trains_and_is_read_once_an_epoch(cluster: Embedde
         assert sorted(index for step in epoch for index in step) == list(range(NUM_SAMPLES))
     losses = losses_of(run)
     assert losses[max(losses)] < losses[1]
-
-
-@pytest.mark.soak
-def test_from_a_loss_that_is_not_finite_to_an_endpoint(cluster: EmbeddedCluster, tmp_path: Path) -> None:
-    words = [*WORDS, "parallel=single", "workers=1", "name=toy-served", f"args.notes={tmp_path}"]
-    status, said = shoal_command("run", "train", *words, "args.fault=nan", "args.fault_step=7")
-    failed = shoal.runs.load("latest")
-    samples = json.loads((tmp_path / "samples-0.jsonl").read_text().splitlines()[7])
-    checkpoint = failed.folder / "checkpoints" / "step-000000006"
-    shown = ", ".join(str(index) for index in sorted(samples)[:16]) + " and 16 more"
-    reason = f"the loss is not finite in step 8, samples {shown}; the last good checkpoint is {checkpoint}"
-    assert status == 1
-    assert f"error: {reason}" in said
-    assert "Traceback" not in said
-    assert f"Go on with: shoal run train resume={failed.id}" in said
-    assert failed.status is Status.FAILED
-    assert (failed.error or "").startswith(f"NotFinite: {reason}")
-
-    status, said = shoal_command("run", "train", f"resume={failed.id}")
-    assert status == 0, said
-    run = shoal.runs.load(failed.id)
-    for word in (
-        f"{STEPS} steps after",
-        "evaluated loss",
-        "registered toy-served@1 (champion)",
-        f"shoal runs {run.id}",
-    ):
-        assert word in said, said
-    assert run.status is Status.FINISHED
-    assert sorted(losses_of(run)) == list(range(1, STEPS + 1))
-    assert list((run.folder / "tensorboard").iterdir())
-    assert "validation/accuracy" in (run.folder / "report.html").read_text()
-    assert (run.folder / "learning_curve.png").stat().st_size > 0
-
-    features = torch.arange(16.0).reshape(2, 8) / 16
-    with shoal_program(
-        "run", str(ROOT / "serve_apps" / "registered_model.py"), "models=toy-served@champion"
-    ) as program:
-        assert _asked(program, features) == pytest.approx(_expected(run, features), abs=1e-6)
-        program.interrupt(signal.SIGTERM)
-        assert program.wait() == 130
-
-
-def _asked(program: Program, features: torch.Tensor) -> list[float]:
-    """What the endpoint, once it says where it is, answers over HTTP."""
-    found = program.wait_for_line(r"at http://(\S+)/v2/models/toy-served")
-    values = {"name": "input", "datatype": "FP32", "shape": [2, 8], "data": features.flatten().tolist()}
-    headers = {"Authorization": f"Bearer {load_access_token()}"}
-    connection = http.client.HTTPConnection(found[1], timeout=END_S)
-
-    def answer() -> list[float]:
-        connection.request("POST", "/v2/models/toy-served/infer", json.dumps({"inputs": [values]}), headers)
-        response = connection.getresponse()
-        body = response.read()
-        return json.loads(body)["outputs"][0]["data"] if response.status == 200 else []
-
-    try:
-        return wait_for(answer, END_S, "an answer")
-    finally:
-        connection.close()
-
-
-def _expected(run: Run, features: torch.Tensor) -> list[float]:
-    model = Toy().model().eval()
-    model.load_state_dict(safetensors.torch.load_file(run.folder / "model.safetensors"))
-    with torch.no_grad():
-        values: list[float] = model(features).flatten().tolist()
-    return values
 
 
 @pytest.fixture

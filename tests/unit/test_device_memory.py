@@ -1,10 +1,14 @@
-"""A process's share of a device's memory, without a device: what is set, and what an error says."""
+"""A process's share of its machine: of a device's memory, without a device, and of the cores."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
+from shoal import cpu_count
 from shoal.device_memory import explain_out_of_memory, limit_device_memory
 
 
@@ -54,3 +58,27 @@ def test_an_error_that_is_explained_holds_no_tensor() -> None:
         assert Alive.count == 1
         explain_out_of_memory(error, "it")
         assert Alive.count == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "6400000 100000\n"}, 64),
+        ({"cpu.max": "max 100000\n"}, 99),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 99),
+        ({}, 99),
+    ],
+)
+def test_cores_are_those_that_the_control_group_pays_for(
+    files: dict[str, str], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(99)))
+    assert cpu_count.count_usable_cores(tmp_path) == most
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})  # `taskset`
+    assert cpu_count.count_usable_cores(tmp_path) == 1

@@ -90,12 +90,6 @@ def test_factors_predict_unseen_ratings_better_than_biases() -> None:
     assert errors[1] < 0.97 * errors[0]
 
 
-def test_a_sweep_does_not_depend_on_the_chunks(ratings: Ratings, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = fit(ratings, 3, 2)[0]
-    monkeypatch.setattr("films.factorisation.CHUNK_RATINGS", 37)
-    np.testing.assert_allclose(fit(ratings, 3, 2)[0].vectors, full.vectors, atol=1e-9)
-
-
 def test_the_best_are_unrated_and_in_order(items: ItemPosterior) -> None:
     rated = np.arange(0, 150, 2)
     user = fold_in(items, rated, np.full(len(rated), 4.0))
@@ -104,14 +98,6 @@ def test_the_best_are_unrated_and_in_order(items: ItemPosterior) -> None:
     assert (np.diff(expected) <= 0).all()
     np.testing.assert_allclose(expected, score(items, user)[best].clip(0.5, 5.0))
     assert len(find_best(items, user, np.arange(150), 200)[0]) == 0
-
-
-def test_expected_stars_are_on_the_scale_and_the_order_is_finer(items: ItemPosterior) -> None:
-    user = fold_in(items, np.arange(20), np.full(20, 5.0))
-    user[-1] += 3.0  # a viewer who likes all
-    best, expected = find_best(items, user, np.arange(20), 200)
-    assert expected.max() == 5.0
-    assert (np.diff(score(items, user)[best]) <= 0).all()
 
 
 @pytest.mark.parametrize(
@@ -303,20 +289,6 @@ def test_a_gap_is_named_by_file_and_row(ratings: str, movies: str | None, messag
     folder = write_csv(tmp_path, ratings, *filter(None, [movies]))
     with pytest.raises(DataError, match=message):
         read_folder(folder)
-
-
-def test_a_folder_without_files_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"movies.csv'?: cannot be read: No such file"):
-        read_folder(tmp_path / "none")
-
-
-def test_generated_ratings_are_popular_and_whole() -> None:
-    table = generate(num_users=100, num_films=120, num_ratings=3000)
-    assert set(table.rating) == {1.0, 2.0, 3.0, 4.0, 5.0}
-    assert len(set(zip(table.user.tolist(), table.film.tolist(), strict=True))) == len(table.rating)
-    counts = np.sort(np.bincount(table.film, minlength=120))
-    assert counts[-12:].sum() > 3 * counts[:12].sum()
-    assert len({film.title for film in table.films}) == 120
 
 
 def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import socketserver
-import threading
-from pathlib import Path
-
 import numpy as np
 import pytest
-from benchmarks.serving import driver
-from benchmarks.serving.driver import Driver, Plan, arrivals
+from benchmarks.serving.driver import Plan, arrivals
 from benchmarks.serving.exchange import (
     DATA,
     END_STREAM,
     HEADERS,
     SETTINGS,
     STREAM_PATH,
-    WINDOW_UPDATE,
     Answer,
     Grpc,
     GrpcStream,
@@ -79,20 +73,6 @@ def test_a_stream_is_a_message_for_a_message() -> None:
     assert fed(grpc, [frame(HEADERS, END_STREAM, 1, b"")]) == [Answer("refused grpc", 0, b"", closing=True)]
 
 
-def test_a_stream_has_a_window_of_its_own() -> None:
-    grpc = GrpcStream("127.0.0.1:1", STREAM_PATH)
-    update = (60_000).to_bytes(4, "big")
-    grpc.request(bytes(60_000))
-    grpc.feed(frame(WINDOW_UPDATE, 0, 0, update))
-    with pytest.raises(AssertionError, match="too late"):
-        grpc.request(bytes(60_000))
-    grpc = GrpcStream("127.0.0.1:1", STREAM_PATH)
-    for _ in range(3):
-        grpc.request(bytes(60_000))
-        for stream in (0, 1):
-            grpc.feed(frame(WINDOW_UPDATE, 0, stream, (60_005).to_bytes(4, "big")))
-
-
 def test_the_message_by_hand_is_the_protocols() -> None:
     x = np.arange(300, dtype=np.float32).reshape(1, 300)
     request = inference_pb2.ModelInferRequest.FromString(message("m", "FP32", x))
@@ -109,33 +89,6 @@ def test_arrivals_are_poisson_and_the_same_for_a_seed() -> None:
     assert 10.0 < due_s[0] < due_s[-1] < 110.0
     assert len(due_s) == pytest.approx(20_000, abs=600)  # four standard deviations
     assert gaps_s.std() == pytest.approx(gaps_s.mean(), rel=0.05)
-
-
-@pytest.mark.parametrize(("idle_s", "used_again"), [(-1.0, False), (1000.0, True)])
-def test_a_connection_that_the_server_may_be_about_to_close_is_not_used_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, idle_s: float, used_again: bool
-) -> None:
-    num_connections = 0
-
-    class Answering(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            nonlocal num_connections
-            num_connections += 1
-            while self.request.recv(4096):
-                self.request.sendall(ANSWER)
-
-    monkeypatch.setattr(driver, "IDLE_S", idle_s)
-    (tmp_path / "request").write_bytes(b"POST / HTTP/1.1\r\n\r\n")
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answering) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        host, port = server.server_address[:2]
-        out = str(tmp_path / "out.npz")
-        Driver(Plan(str(host), port, [str(tmp_path / "request")], out, 0.5, connections=1, rate=80.0)).run()
-        server.shutdown()
-    kinds = np.load(out)["kinds"].tolist()
-    assert len(kinds) >= 20
-    assert set(kinds) == {"ok"}
-    assert num_connections == (1 if used_again else len(kinds))
 
 
 def test_the_oracle_by_hand() -> None:

@@ -79,10 +79,6 @@ class Aliases(Spec):
         """Whether an alias has ever named this version."""
         return any(move.version == version for moves in self.moves.values() for move in moves)
 
-    def find_highest_version(self) -> int:
-        """The highest version number used, also of a removed version; 0 for none."""
-        return max([self.newest, *(move.version for moves in self.moves.values() for move in moves)])
-
     def with_version(self, version: int) -> Aliases:
         """A copy with `version` registered."""
         return self.model_copy(update={"newest": max(self.newest, version)})
@@ -90,9 +86,7 @@ class Aliases(Spec):
     def with_removal(self, versions: Iterable[int], *, keep_moves: bool) -> Aliases:
         """A copy without these versions; without `keep_moves`, also without any alias."""
         removed = sorted({*self.removed, *versions})
-        newest = max([self.find_highest_version(), *removed])
-        moves = self.moves if keep_moves else {}
-        return self.model_copy(update={"removed": removed, "newest": newest, "moves": moves})
+        return self.model_copy(update={"removed": removed, "moves": self.moves if keep_moves else {}})
 
     def with_promotion(self, version: int, aliases: Iterable[str], time: float) -> Aliases:
         """A copy in which `aliases` name `version`, with a move for each that did not; without any move, this

@@ -1,6 +1,6 @@
 """Models by name and version, immutable once registered, and aliases for versions.
 
-    NAME/VERSION/claim.json       the first object of a version: who creates it has the number, for ever
+    NAME/VERSION/claim.json       the first object of a version: the process that creates it has the number
     NAME/VERSION/weights.safetensors
     NAME/VERSION/files/           further files, such as those of a tokenizer
     NAME/VERSION/manifest.json    the last one: with it the version is there
@@ -354,9 +354,9 @@ class Registry:
         update(self.store, f"{name}/{_ALIASES}", change_payload)
 
     def _claim_number(self, name: str) -> int:
-        """The number of a new version, which nobody else gets."""
+        """The number of a new version, which no other process gets."""
         folders = [int(folder) for folder in self.store.list_folders(name) if folder.isdigit()]
-        version = max([self._read_aliases(name).find_highest_version(), *folders])
+        version = max([self._read_aliases(name).newest, *folders])
         claim = json.dumps({"token": secrets.token_hex(8), "time": time.time()}).encode()
         while True:
             version += 1

@@ -1,4 +1,4 @@
-"""Warnings of a run that goes on, in words for people. Pure functions of events."""
+"""Warnings of a run in progress, in words for people. Pure functions of events."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 
 from ray.util.metrics import Gauge
 
-from shoal.runs.record.tensorboard_writer import LogEntry
+from shoal.runs.record.metric_mirror import LogEntry
 from shoal.runs.run_kind import RunKind
 
 MAX_GAUGES = 500  # of one run, members counted apart

@@ -1,4 +1,4 @@
-"""The reading side of the run record: a run's data, while it goes on, after it ended, or after it died.
+"""The reading side of the run record: a run's data, while it is running, after it ended, or after it died.
 
 Called by the CLI, the report and flows. Opens one connection per query; never writes.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from shoal.errors import RunError, needs_extra
 from shoal.home import home
 from shoal.runs.event_messages import WAITING
-from shoal.runs.record.database import list_run_ids, read_connection, read_later_column
+from shoal.runs.record.database import list_run_ids, read_connection
 from shoal.runs.run_kind import RunKind, format_title, infer_kind
 from shoal.runs.run_status import Status, resolve_status
 
@@ -102,7 +102,7 @@ def list_runs(limit: int = 50) -> list[Run]:
 
 
 def list_running() -> list[Run]:
-    """Every run of this host's record that goes on, newest first, however many were created since."""
+    """Every run in progress of this host's record, newest first, however many were created since."""
     folder = home()
     with read_connection(folder) as connection:
         rows = connection.execute(
@@ -113,12 +113,12 @@ def list_running() -> list[Run]:
 
 
 def _refresh_copies(folder: Path, ref: str = "") -> None:
-    """Unless `ref` is a run that goes on here: its processes poll it."""
+    """Unless `ref` is a run in progress of this host: its processes poll it."""
     from shoal.runs.record.store_copies import refresh
 
     with read_connection(folder) as connection:
         row = connection.execute("SELECT * FROM runs WHERE id = ?", (ref,)).fetchone()
-    if row is None or read_later_column(row, "copied_from") or resolve_status(row) is not Status.RUNNING:
+    if row is None or row["copied_from"] or resolve_status(row) is not Status.RUNNING:
         refresh(folder)
 
 
@@ -203,8 +203,8 @@ class Run:
             folder=folder / "runs" / row["id"],
             _home=folder,
             _number=row["number"],
-            _kind=read_later_column(row, "kind"),
-            copied_from=read_later_column(row, "copied_from"),
+            _kind=row["kind"],
+            copied_from=row["copied_from"],
         )
 
     def reload(self) -> Run:

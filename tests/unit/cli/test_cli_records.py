@@ -24,16 +24,10 @@ from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.support.console import make_literal_console
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobHandle
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, RegistryError, RunError, ShoalError
+from shoal.errors import ClusterError, ConnectionLost, RunError, ShoalError
 from shoal.flows.actor_processes import ActorProcesses
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    return tmp_path
 
 
 def typed(command: click.Command, *words: str) -> str:
@@ -103,25 +97,17 @@ def test_one_run_is_shown_with_what_to_type_next() -> None:
     assert (told["id"], told["status"], told["latest"]["learner/loss"]) == ("one", "failed", 0.5)
 
 
-def test_a_run_that_ended_before_its_time_can_be_gone_on_with(home: Path) -> None:
+def test_a_run_that_ended_before_its_time_can_be_gone_on_with(shoal_home: Path) -> None:
     record("one")
     assert "resume=" not in typed(runs_command, "one")
     with runs.create("odd job", "resume: ''\n", "two", command="python jobs/odd.py") as run:
         assert "resume=" not in typed(runs_command, "two")
-        with closing(sqlite3.connect(home / "runs.sqlite")) as connection, connection:
+        with closing(sqlite3.connect(shoal_home / "runs.sqlite")) as connection, connection:
             connection.execute("UPDATE runs SET heartbeat_at = 0")
         assert "lost" in typed(runs_command, "two")
         assert "  shoal report two\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
         run.finish("stopped")
     assert "  shoal report two\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
-
-
-def test_what_was_typed_is_what_goes_on() -> None:
-    command = RunArguments("my games/play.py", ("a=1",), 3, "local", 8).to_command_line()
-    with runs.create("actor_learner", "resume: ''\n", "one", command=command) as run:
-        run.finish("stopped")
-    expected = "  shoal run 'my games/play.py' --actors 3 --envs 8 --address local resume=one\n"
-    assert expected in typed(runs_command, "one")
 
 
 @pytest.mark.parametrize(
@@ -227,17 +213,6 @@ def test_words_are_said_again_until_the_record_has_them() -> None:
     assert session.format_resume_hint() == "The run has finished: shoal runs one"
 
 
-def test_to_resume_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names no run"):
-        a_session("resume=")
-
-
-def test_a_run_that_has_finished_is_not_said_to_go_on_with_what_was_refused() -> None:
-    with runs.create("x", "target_return: 475", "one"):
-        pass
-    assert a_session("resume=one").format_resume_hint() == "The run has finished: shoal runs one"
-
-
 @pytest.mark.parametrize(
     ("spec", "words"), [("resume: ''", "Go on with: shoal run x --actors 2 resume="), ("a: 1", "")]
 )
@@ -249,7 +224,7 @@ def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> N
     assert session.format_resume_hint() == (words and f"{words}{session.run_id}")
 
 
-def test_what_a_run_has_named_is_said_as_it_is(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_run_has_named_is_said_as_it_is(shoal_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with runs.create("x", "task: t", "one") as run:
         run.record_event("trained", detail="ended [by hand]", seconds=1.0, kept=3, metrics={"recall[a]": 0.5})
         run.record_event("solved", seconds=1.0, steps=2)
@@ -262,24 +237,6 @@ def test_what_a_run_has_named_is_said_as_it_is(home: Path, capsys: pytest.Captur
     for word in ("ended [by hand] after 1.0 s", "evaluated recall[a] 0.5", "registered m@1 (champion[x])"):
         assert word in said
     assert "mean return 1.0 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in said
-
-
-def test_of_a_program_that_keeps_no_record_nothing_more_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    session = a_session()
-    session._console = make_literal_console()
-    session._print_summary()
-    assert capsys.readouterr().out == ""
-
-
-def test_what_a_run_that_never_had_a_gateway_counts_at_its_end_is_not_learning() -> None:
-    with runs.create("x", "target_return: 475", "one") as run:
-        session = a_session("resume=one")
-    with runs.reopen("one") as run:
-        run.log(2, {"segments/received": 0.0})
-        run.flush()
-        session._read_record()
-    assert session._view is not None
-    assert session._view.phase == "starting the endpoint"
 
 
 def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +261,7 @@ def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest
 
 @pytest.mark.parametrize("error", [ConnectionLost("http://h: refused"), ClusterError("http://h answered 500: refused")])
 def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
-    error: ShoalError, home: Path, monkeypatch: pytest.MonkeyPatch
+    error: ShoalError, shoal_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(*arguments: object, **more: object) -> object:
         raise error
@@ -319,28 +276,12 @@ def test_a_cluster_that_has_ended_is_said_with_how_to_go_on(
         pytest.raises(RunError, match=r"the cluster has ended.*refused\nGo on with: shoal run x"),
         ExitStack() as stack,
     ):
-        session.run(ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {}, temp_dir=home), stack)
-
-
-def test_an_actor_that_died_is_said_once_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with runs.create("x", "target_return: 475", "one") as run:
-        pass
-    session = a_session("resume=one")
-    session._console = Console(soft_wrap=True)
-    with runs.reopen("one"):
-        (run.folder / "actor-0.log").write_text("RuntimeError: motor burnt\n")
-        session._actors = ActorProcesses(run.folder, {})
-        session._actors._actors = [SimpleNamespace(poll=lambda: 1)]
-        session._read_record()
-        session._print_plain()
-        session._print_plain()
-    assert session._take_new_notes() == []
-    assert capsys.readouterr().out.count("actor-0 ended with status 1: RuntimeError: motor burnt") == 1
+        session.run(ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {}, temp_dir=shoal_home), stack)
 
 
 @pytest.mark.parametrize(("file", "shown"), [("job_main(...)", "endpoint.token=***"), ("", "endpoint.token=hush")])
 def test_the_job_is_told_what_the_user_typed(
-    home: Path, file: str, shown: str, monkeypatch: pytest.MonkeyPatch
+    shoal_home: Path, file: str, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
 
@@ -353,14 +294,17 @@ def test_the_job_is_told_what_the_user_typed(
     monkeypatch.setattr("shoal.cli.commands.run_session.ray_jobs.submit", submit)
     monkeypatch.setattr(JobHandle, "stop_quietly", lambda job: None)
     cluster = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "token", {})
-    monkeypatch.chdir(home)
+    shoal_home.mkdir(exist_ok=True)
+    monkeypatch.chdir(shoal_home)
     Path("x.py").write_text(file)
     with ExitStack() as stack, pytest.raises(RunError, match="enough"):
         a_session("a=b c", "endpoint.token=hush").run(cluster, stack)
     assert told == ["shoal run x --actors 2 'a=b c' 'endpoint.token=***'"]
 
 
-def test_an_interruption_while_a_job_is_submitted_ends_the_job(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_while_a_job_is_submitted_ends_the_job(
+    shoal_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun: list[str] = []
     asked: list[tuple[str, str]] = []
 
@@ -379,34 +323,6 @@ def test_an_interruption_while_a_job_is_submitted_ends_the_job(home: Path, monke
     with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
         a_session().run(cluster, stack)
     assert asked == [("POST", f"/api/jobs/{begun[0]}/stop")]
-
-
-def test_an_unknown_run_is_a_run_error() -> None:
-    record("one")
-    with pytest.raises(RunError, match="did you mean one"):
-        typed(runs_command, "ones")
-
-
-def test_ids_and_states_are_whole_in_lists_on_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    run_id = "20261120-064501-3f2a"
-    with runs.create("train_a_transformer_on_a_long_context", "", run_id) as run:
-        run.log(1, {"validation/mean_absolute_error_of_tomorrow": 0.5})
-    (row, *_) = typed(runs_command).splitlines()[1:]
-    assert row.startswith(f"{run_id}  ")
-    assert "finished" in row
-    assert " s  " in row
-    assert "0.5" in row
-    with runs.create("cartpole", "", "id" * 60):
-        pass
-    first = typed(runs_command).splitlines()[1]
-    assert "cartpole" in first
-    assert "finished" in first
-    metrics = {"validation/mean_absolute_error": 0.624, "validation/mean_absolute_error_naive": 0.807}
-    Registry().register("forecasts", WeightSnapshot.of(1, {"w": np.zeros((4, 2), np.float32)}), run_id=run_id,
-                        model=ModelFactory(factory="torch.nn:Linear"), metrics=metrics,
-                        signature=Signature(inputs=[], outputs=[]))  # fmt: skip
-    assert f"  {run_id}  " in typed(models, "list")
 
 
 def test_models_are_listed_shown_promoted_and_rolled_back() -> None:
@@ -434,37 +350,6 @@ def test_models_are_listed_shown_promoted_and_rolled_back() -> None:
     assert json.loads(typed(models, "show", "cartpole", "--json"))["aliases"] == ["candidate"]
 
 
-def test_a_model_of_half_precision_is_shown() -> None:
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}).encode()
-    payload = len(header).to_bytes(8, "little") + header + bytes(12)
-    signature = Signature(inputs=[], outputs=[])
-    Registry().register(
-        "half", WeightSnapshot.from_payload(1, payload), model=ModelFactory(factory="m:N"), signature=signature
-    )
-    assert "1 tensors, 6 values, " in typed(models, "show", "half")
-
-
-def test_a_store_that_does_not_answer_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
-    for name, value in {**environment, "SHOAL_STORE": "s3://bucket/models", "SHOAL_STORE_TIMEOUT_S": "600"}.items():
-        monkeypatch.setenv(name, value)
-    for words in (["list"], ["show", "cartpole@1"]):
-        refused = CliRunner().invoke(models, words).exception
-        assert "s3://bucket/models/registry cannot be used" in str(refused)
-
-
-def test_an_unknown_model_is_a_registry_error() -> None:
-    with pytest.raises(RegistryError, match="shoal models list"):
-        typed(models, "show", "cartpole@1")
-
-
-@pytest.mark.parametrize("command", [runs_command, models, *models.commands.values()])
-def test_every_help_has_examples(command: click.Command) -> None:
-    shown = typed(command, "--help")
-    assert "Examples:\n  " in shown
-    assert "shoal " in shown
-
-
 @pytest.mark.parametrize(
     ("job", "words", "problem"),
     [
@@ -473,7 +358,7 @@ def test_every_help_has_examples(command: click.Command) -> None:
     ],
 )
 def test_remote_inference_that_a_run_cannot_have_is_refused_before_anything_starts(
-    job: str, words: list[str], problem: str, home: Path, monkeypatch: pytest.MonkeyPatch
+    job: str, words: list[str], problem: str, shoal_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start() -> None:
         pytest.fail("a cluster starts")

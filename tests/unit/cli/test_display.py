@@ -8,7 +8,6 @@ import json
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -19,7 +18,7 @@ from rich.text import Text
 from shoal import runs
 from shoal.cli.commands import cluster
 from shoal.cli.display import rl_display, run_view
-from shoal.cli.display.panels import MAX_HISTORY, format_sparkline
+from shoal.cli.display.panels import format_sparkline
 from shoal.cli.display.rl_display import LoopView, make_view
 from shoal.flows.rl_metrics import select_rejections
 
@@ -67,12 +66,6 @@ def learning(
     )
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    return tmp_path
-
-
 def drawn(view: LoopView, width: int = 140) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
     console.print(view.render())
@@ -107,13 +100,6 @@ def test_the_picture_tells_everything() -> None:
     assert "corrupt" not in text  # what did not happen is not listed
 
 
-def test_registered_opponents_are_shown_by_name_before_the_versions_of_the_run() -> None:
-    won = {"win_rate/poker@3": 0.25, "win_rate/12": 0.5, "win_rate/7": 1.0}
-    assert "won       poker@3 25%  v7 100%  v12 50%" in drawn(replace(VIEW, metrics=METRICS | won))
-    policies = {"win_rate/prey 12": 0.5, "win_rate/prey 7": 1.0, "win_rate/hunters tag@3": 0.25}
-    assert "won       hunters tag@3 25%  prey v7 100%  prey v12 50%" in drawn(replace(VIEW, metrics=METRICS | policies))
-
-
 def test_of_several_policies_each_has_its_return() -> None:
     others = {name: value for name, value in METRICS.items() if name != "return/mean_100"}
     view = replace(VIEW, metrics=others | {"return/hunters": 0.5, "return/prey": -0.125})
@@ -131,12 +117,6 @@ def test_the_indicators_of_the_learner_are_shown_and_bad_ones_stand_out() -> Non
         "-0.25",
     }
     assert "learner" not in drawn(VIEW)
-
-
-def test_on_a_narrow_terminal_no_number_is_cut() -> None:
-    text = drawn(VIEW, width=40)
-    for told in ("steps/s 5,678", "steps 98,765", "episodes 432", "weights 77", "queue 13", "endpoint req/s 21"):
-        assert told in text, (told, text)
 
 
 @pytest.mark.parametrize("width", [50, 80, 140])
@@ -159,22 +139,6 @@ def test_lines_are_wrapped_on_a_console_that_wraps_no_other(width: int) -> None:
     assert told.count("note") == 30
     for reason in reasons:
         assert f"{reason.removeprefix('drops/')} 1" in told
-
-
-def test_numbers_beyond_all_sense_leave_the_picture_as_it_is() -> None:
-    text = drawn(dataclasses.replace(VIEW, metrics=METRICS | {"return/mean_100": -1.6e300}, history=(-1.6e300,)), 80)
-    assert "return    -1.6e+300" in text
-    assert len(text.splitlines()) == len(drawn(VIEW, 80).splitlines())
-
-
-def test_who_sends_what_is_dropped_is_told_with_the_reason() -> None:
-    with runs.create("job", "", "one") as run:
-        run.record_event(
-            "invalid_segment", actor_id="a", reason="non_finite", detail="rewards: has NaN or infinite values"
-        )
-        run.flush()
-        view = make_view(runs.load("one"), None, ["a note"])
-    assert view.notes == ("a note", "a sends what is dropped: non_finite: rewards: has NaN or infinite values")
 
 
 def test_who_sends_only_bad_messages_is_shown_with_reason_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,16 +196,6 @@ def test_the_bar_goes_from_the_lowest_return_to_the_target(
     assert bars(view, monkeypatch) == pytest.approx(full)
 
 
-def test_the_curve_of_negative_returns_rises() -> None:
-    view = learning(-100.0, {"return/mean_100": -100.0}, (-500.0, -300.0, -100.0))
-    assert "▁▅█" in drawn(view)
-
-
-def test_the_scale_does_not_shrink_when_the_history_does() -> None:
-    view = learning(-100.0, {"return/mean_100": -300.0}, (-300.0,), lowest=-500.0)
-    assert "▅" in drawn(view)
-
-
 # --- the line ---
 
 
@@ -259,23 +213,6 @@ def test_what_is_dropped_because_the_run_has_ended_is_no_problem() -> None:
     ended = replace(VIEW, metrics={"steps/total": 5.0, "drops/shutdown": 6.0})
     assert "drops 0," in ended.format_plain_line()
     assert "drops     none" in drawn(ended)
-
-
-def test_without_actors_nobody_lags() -> None:
-    metrics = {name: value for name, value in METRICS.items() if not name.startswith("actor_lag/")}
-    view = dataclasses.replace(VIEW, metrics={**metrics, "lag/max": math.nan})
-    assert "max lag -," in view.format_plain_line()
-    assert "lag" not in drawn(view)
-
-
-def test_before_the_first_step_the_line_is_the_phase() -> None:
-    view = LoopView(run_id="one", phase="waiting for actors", elapsed_s=3.0)
-    assert view.format_plain_line() == "[  3.0 s] waiting for actors"
-
-
-def test_what_is_not_known_yet_is_a_dash() -> None:
-    view = dataclasses.replace(VIEW, metrics={"steps/total": 5.0, "return/mean_100": math.nan})
-    assert "return -, steps/s -, weights -, max lag -, queue -, drops 0" in view.format_plain_line()
 
 
 # --- the sparkline ---
@@ -321,16 +258,6 @@ def test_the_history_has_every_new_finite_mean_and_its_lowest() -> None:
     assert view is not None
     assert (view.history, view.lowest) == ((-500.0, -300.0), -500.0)
     assert (view.endpoint, view.gateway, view.notes) == ("http://h:8000", "", ("a note",))
-
-
-def test_a_long_history_forgets_but_its_lowest_stays() -> None:
-    before = learning(-100.0, {}, tuple(map(float, range(-500, -500 + MAX_HISTORY))), lowest=-500.0)
-    with runs.create("job", "", "one") as run:
-        run.log(1, {"return/mean_100": -7.0})
-        run.flush()
-        view = make_view(runs.load("one"), before, [])
-    assert len(view.history) == MAX_HISTORY
-    assert (view.history[0], view.history[-1], view.lowest) == (-499.0, -7.0, -500.0)
 
 
 def test_a_resumed_run_does_not_show_the_numbers_of_its_earlier_life() -> None:

@@ -70,23 +70,11 @@ def test_the_bar_is_as_long_as_the_way_that_is_done() -> None:
     assert "of 1" not in shown(unreported)
 
 
-def test_after_the_last_step_nothing_is_to_go() -> None:
-    assert "to go" not in shown(dataclasses.replace(VIEW, phase="registering"))
-    assert "to go" not in dataclasses.replace(VIEW, phase="registering").format_plain_line()
-
-
 def test_before_the_first_step_there_is_a_picture_too() -> None:
     empty = TrainView(run_id="r", phase="starting workers", elapsed_s=2.0)
     assert "starting workers" in shown(empty)
     assert empty.format_plain_line() == "[  2.0 s] starting workers"
     assert "nan" not in shown(empty)
-
-
-def test_a_plain_line_has_the_same() -> None:
-    line = VIEW.format_plain_line()
-    assert line.startswith("[ 73.0 s] training: step 123,456, loss 0.001234, samples/s 1,234,567, data wait 100%")
-    assert line.endswith("validation loss 0.5, validation accuracy 0.8659, 2 d 12 h to go")
-    assert "\n" not in line
 
 
 def test_a_view_is_read_from_the_record_of_this_life(tmp_path: Path) -> None:
@@ -110,8 +98,3 @@ def test_a_view_is_read_from_the_record_of_this_life(tmp_path: Path) -> None:
     with runs.reopen("one"):
         again = make_view(runs.load("one"), None, [])
     assert (again.phase, again.metrics, again.setting) == ("starting workers", {}, {})
-
-
-def test_on_a_narrow_terminal_no_rate_is_broken() -> None:
-    text = shown(VIEW, 50)
-    assert all(word in text for word in ("step      123,456", "samples/s 1,234,567", "data wait 100%", "MFU 17.2%"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +18,6 @@ from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.serving_spec import ServingSpec
 from shoal.runs import Run, RunKind, Status
 from shoal.train.spec import TrainSpec
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
 
 
 def typed(*words: str) -> str:
@@ -132,9 +126,3 @@ def test_the_kind_that_is_written_goes_before_the_fields_of_the_spec() -> None:
 def test_a_spec_that_is_none_says_nothing_of_its_run(spec: str) -> None:
     with runs.create("mine", spec, "one"):
         assert runs.load("one").kind is RunKind.OTHER
-
-
-def test_no_run_at_all_is_not_followed() -> None:
-    refused = CliRunner().invoke(runs_command, ["--follow"]).exception
-    assert isinstance(refused, ConfigError)
-    assert "needs one run" in str(refused)

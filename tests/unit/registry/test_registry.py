@@ -18,13 +18,11 @@ from typing import Any, Never
 
 import numpy as np
 import pytest
-import torch
 
 from bucket_server import BUCKET, ENVIRONMENT, bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import ConfigError, RegistryError, WeightsError
 from shoal.home import file_lock
 from shoal.registry import (
-    Manifest,
     ModelFactory,
     ModelVersion,
     Registry,
@@ -82,15 +80,6 @@ def test_what_is_registered_comes_back(any_registry: Registry) -> None:
     weights = found.snapshot()
     assert weights.version == 1
     np.testing.assert_array_equal(weights.tensors()["layer.weight"], np.full((4, 2), 1.5, np.float32))
-
-
-def test_the_manifest_on_disk_is_strict_json(registry: Registry) -> None:
-    made = register(registry, 1.0, metrics={"loss": math.nan, "worst": -math.inf})
-
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is not JSON")
-
-    json.loads((Path(made.location) / "manifest.json").read_text(), parse_constant=refuse)
 
 
 def test_references_mean_a_number_an_alias_or_the_newest(any_registry: Registry) -> None:
@@ -195,23 +184,6 @@ def test_damaged_weights_are_refused(registry: Registry, damage: str) -> None:
         read_tensors(registry.get("cartpole@1").weight_file())
 
 
-@pytest.mark.parametrize("any_registry", ["folder", "bucket"], indirect=True)
-def test_tensors_of_every_kind_are_read_into_memory_of_their_own(any_registry: Registry) -> None:
-    import safetensors.torch
-
-    dtypes = (torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int64)
-    tensors = {f"w{number}": torch.arange(5).to(dtype) for number, dtype in enumerate(dtypes)}
-    tensors |= {"one": torch.tensor(3.0), "none": torch.zeros(0, 3), "many": torch.randn(300, 7).T.contiguous()}
-    snapshot = WeightSnapshot.from_payload(1, safetensors.torch.save(tensors))
-    made = any_registry.register("kinds", snapshot, model=MODEL, signature=SIGNATURE)
-    file = made.weight_file()
-    for found in (read_tensors(file), read_tensors(snapshot)):
-        assert found.keys() == tensors.keys()
-        assert all(torch.equal(found[name], each) and found[name].dtype == each.dtype for name, each in tensors.items())
-    found["many"].zero_()
-    assert file.payload == snapshot.payload
-
-
 @pytest.mark.parametrize("model", [MODEL, ModelFactory(format="onnx")], ids=["module", "onnx"])
 def test_a_damaged_snapshot_is_never_registered(registry: Registry, model: ModelFactory) -> None:
     good = snapshot_of(1.0)
@@ -237,15 +209,6 @@ def test_the_number_of_a_removed_version_is_not_given_again(registry: Registry, 
     assert register(registry, 4.0, aliases=()).version == 4
     registry.promote("cartpole@1")
     assert register(registry, 5.0).version == 5
-
-
-def test_what_an_alias_has_meant_counts_where_nothing_else_is_known(registry: Registry) -> None:
-    for value in (1.0, 2.0, 3.0):
-        made = register(registry, value)
-    shutil.rmtree(made.location)
-    path = Path(registry.location) / "cartpole" / "aliases.json"
-    path.write_text(json.dumps({"moves": json.loads(path.read_text())["moves"]}))  # and no number
-    assert register(registry, 4.0).version == 4
 
 
 def test_aliases_that_somebody_has_edited_into_nonsense_are_a_registry_error(registry: Registry) -> None:
@@ -325,7 +288,14 @@ registry.register("cartpole", WeightSnapshot.of(1, {"w": np.zeros(3)}), model=Mo
 
 
 @pytest.mark.parametrize(
-    ("method", "file"), [("write", "weights.safetensors"), ("create", "manifest.json"), ("replace", "aliases.json")]
+    ("any_registry", "method", "file"),
+    [
+        ("folder", "write", "weights.safetensors"),
+        ("folder", "create", "manifest.json"),
+        ("folder", "replace", "aliases.json"),
+        ("bucket", "create", "manifest.json"),
+    ],
+    indirect=["any_registry"],
 )
 def test_a_writer_killed_between_two_objects_leaves_no_version_or_all_of_it(
     any_registry: Registry, method: str, file: str
@@ -372,30 +342,19 @@ def refuse(registry: Registry, patch: pytest.MonkeyPatch, method: str, file: str
     patch.setattr(registry.store, method, refusing)
 
 
-def test_a_store_that_refuses_the_aliases_has_no_version_either(
-    any_registry: Registry, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_what_ends_a_registration_at_its_aliases_leaves_neither_them_nor_a_version(
+    any_registry: Registry, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     register(any_registry, 1.0)
     with monkeypatch.context() as patch:
-        refuse(any_registry, patch, "replace", "aliases.json", OSError(errno.ENOSPC, "No space left on device"))
-        with pytest.raises(RegistryError, match="No space left"):
+        refuse(any_registry, patch, "replace", "aliases.json", error)
+        with pytest.raises((RegistryError, KeyboardInterrupt), match=r"^$|No space left"):
             register(any_registry, 2.0, aliases=("champion", "candidate"))
     assert [found.ref for found in any_registry.list()] == ["cartpole@1"]
     assert any_registry.get("cartpole").aliases == ("champion",)
     made = register(any_registry, 3.0, aliases=("champion", "candidate"))
     assert (made.version, made.aliases) == (3, ("candidate", "champion"))
-    assert made.snapshot().tensors()["layer.weight"][0, 0] == 3.0
-
-
-def test_an_interruption_between_version_and_aliases_leaves_neither(
-    any_registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    register(any_registry, 1.0)
-    with monkeypatch.context() as patch:
-        refuse(any_registry, patch, "replace", "aliases.json", KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            register(any_registry, 2.0)
-    assert [found.ref for found in any_registry.list()] == ["cartpole@1"]
 
 
 def test_no_alias_is_left_without_its_version_by_a_disk_that_fails_at_the_last_moment(
@@ -429,20 +388,6 @@ def test_a_full_disk_gets_its_space_back(registry: Registry, monkeypatch: pytest
             register(registry, 2.0)
     assert set(list_keys(registry)) - set(before) <= {"cartpole/2/claim.json"}
     assert not [path for path in Path(registry.location).rglob(".*") if path.name != ".lock"]
-
-
-def test_all_aliases_of_a_new_version_move_at_once(any_registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    register(any_registry, 1.0, aliases=("champion", "candidate"))
-    seen: list[tuple[str, ...]] = []
-    real = any_registry.store.replace
-
-    def watched(key: str, payload: bytes, tag: str) -> None:
-        real(key, payload, tag)
-        seen.append(any_registry.get("cartpole@2").aliases)
-
-    monkeypatch.setattr(any_registry.store, "replace", watched)
-    register(any_registry, 2.0, aliases=("champion", "candidate"))
-    assert seen == [("candidate", "champion")]
 
 
 def test_rollback_to_a_version_that_was_removed_moves_nothing(registry: Registry) -> None:
@@ -622,8 +567,3 @@ def test_weights_that_numpy_has_no_datatype_for_are_not_called_damaged() -> None
         snapshot.tensors()
     with pytest.raises(WeightsError, match="is not safetensors"):
         WeightSnapshot.from_payload(1, b"nonsense").tensors()
-
-
-def test_a_manifest_is_read_back_as_it_was(registry: Registry) -> None:
-    manifest = register(registry, 1.0, metrics={"return": 1.0}).manifest
-    assert Manifest.from_yaml(manifest.to_yaml()) == manifest

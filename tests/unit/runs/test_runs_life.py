@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from shoal import runs
 from shoal.errors import Closed, RecordUnwritable, RunError
 from shoal.runs import RunRecorder, Status, transition
-from shoal.runs.record import opening, recorder
-from shoal.runs.record.database import connect
+from shoal.runs.record import recorder
 from waiting import wait_for
 
 SPEC = "environment: CartPole-v1\nlearner:\n  lr: 0.001\n"
@@ -112,12 +110,6 @@ def test_an_ended_run_refuses_more_and_closing_again_is_harmless(run: RunRecorde
     assert (runs.load("one").status, runs.load("one").error) == (Status.FAILED, "out of luck")
 
 
-def test_a_run_that_nobody_finished_is_stopped_by_close(run: RunRecorder) -> None:
-    run.log(1, {"x": 1.0})
-    run.close()
-    assert (runs.load("one").status, runs.load("one").latest()) == (Status.STOPPED, {"x": 1.0})
-
-
 def test_a_run_without_a_heartbeat_is_lost_and_found_again(run: RunRecorder, shoal_home: Path) -> None:
     run.record_endpoint("gateway", "gateway", "tcp://h:1", "closed")
     run.record_endpoint("policy", "inference", "http://h:2", "ready")
@@ -179,39 +171,6 @@ def test_steps_that_were_given_up_are_forgotten(run: RunRecorder) -> None:
     assert (runs.load("one").latest(), len(runs.load("one").metrics())) == ({}, 0)
 
 
-def test_others_can_write_while_the_history_that_is_left_is_read(
-    monkeypatch: pytest.MonkeyPatch, shoal_home: Path
-) -> None:
-    statements: list[str] = []
-    refused: list[str] = []
-
-    def look(statement: str) -> None:
-        statements.append(statement.strip())
-        if "GROUP BY" in statement:
-            with closing(sqlite3.connect(shoal_home / "runs.sqlite", timeout=0)) as other:
-                try:
-                    other.execute("BEGIN IMMEDIATE")
-                except sqlite3.OperationalError as error:
-                    refused.append(str(error))
-
-    def watched(home: Path) -> sqlite3.Connection:
-        connection = connect(home)
-        connection.set_trace_callback(look)
-        return connection
-
-    monkeypatch.setattr(opening, "connect", watched)
-    with runs.create("job", "", "one") as run:
-        for step in range(1, 6):
-            run.log(step, {"loss": float(step)})
-        run.flush()
-        statements.clear()
-        run.forget_after(3)
-        assert (any("GROUP BY" in each for each in statements), refused) == (True, [])
-        assert statements[-1] == "COMMIT"
-        assert statements[-2].startswith("UPDATE runs SET heartbeat_at")
-    assert (runs.load("one").latest(), runs.load("one").best()) == ({"loss": 3.0}, ("loss", 1.0))
-
-
 def test_what_cannot_be_forgotten_for_now_is_forgotten_before_what_is_said_later(
     run: RunRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,49 +189,6 @@ def test_what_cannot_be_forgotten_for_now_is_forgotten_before_what_is_said_later
     run.flush()
     seen = runs.load("one")
     assert (seen.metrics()["loss"].to_dict(), seen.best()) == ({100: 3.0, 101: 2.0}, ("loss", 2.0))
-
-
-def test_tensorboard_shows_each_step_once_as_it_was_last_logged(run: RunRecorder) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
-
-    counts, edges = np.array([1, 2]), np.array([0.0, 0.5, 1.0])
-    for step in range(1, 6):
-        run.log(step, {"loss": float(step)})
-        run.log_histogram(step, "weights", counts, edges)
-    run.close()
-    with runs.reopen("one") as again:
-        again.log(4, {"loss": 4.0})  # as it was: a cluster that dies may take along what was said last
-        again.log_histogram(6, "weights", counts, edges)
-        again.log(5, {"loss": 50.0})
-    shown = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"histograms": 0}).Reload()
-    assert [(each.step, each.value) for each in shown.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 50)]
-    assert [each.step for each in shown.Histograms("weights")] == [1, 2, 3, 6]
-
-
-def test_tensorboard_forgets_the_steps_that_were_given_up(run: RunRecorder) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    def shown() -> list[tuple[int, float]]:
-        read = EventAccumulator(str(run.folder / "tensorboard")).Reload()
-        scalars = read.Scalars("loss") if "loss" in read.Tags()["scalars"] else []
-        return [(each.step, each.value) for each in scalars]
-
-    counts, edges = np.array([1, 2]), np.array([0.0, 0.5, 1.0])
-    run.log_histogram(1, "weights", counts, edges)
-    for step in range(1, 6):
-        run.log(step, {"loss": float(step)})
-    wait_for(lambda: len(shown()) == 5)
-    run.forget_after(3)
-    wait_for(lambda: len(shown()) == 3)  # before anything more is said
-    run.log(4, {"loss": 40.0})
-    run.log(5, {"loss": 50.0})
-    run.flush()
-    run.forget_after(4)  # before the fifth is written, or after
-    run.log_histogram(5, "weights", counts, edges)
-    run.close()
-    assert shown() == [(1, 1), (2, 2), (3, 3), (4, 40)]
-    read = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"histograms": 0}).Reload()
-    assert [each.step for each in read.Histograms("weights")] == [1, 5]
 
 
 def test_resuming_replaces_the_spec_only_when_one_is_given(run: RunRecorder) -> None:
@@ -325,13 +241,6 @@ def test_what_a_new_life_said_is_told_apart_from_the_old(run: RunRecorder) -> No
             assert seen.latest(since_resumed=True) == {"both": 2.0}
             assert seen.latest() == {"old": 1.0, "both": 2.0}
     assert (first.incarnation, runs.load("one").incarnation) == (1, 3)
-
-
-def test_a_living_run_cannot_be_resumed_by_another(run: RunRecorder) -> None:
-    with pytest.raises(RunError, match="still running"):
-        runs.reopen("one")
-    with pytest.raises(RunError, match="no run 'two'"):
-        runs.reopen("two")
 
 
 def test_a_writer_that_was_given_up_and_replaced_cannot_write_any_more(run: RunRecorder, shoal_home: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import signal
@@ -21,11 +20,9 @@ import pytest
 
 from shoal import runs
 from shoal.errors import ConfigError, RunError
-from shoal.runs import RunKind, RunRecorder, Status
+from shoal.runs import RunRecorder, Status
 from shoal.runs.record import recorder
 from shoal.runs.record.database import transaction
-from shoal.runs.record.tensorboard_writer import EventFile
-from waiting import wait_for
 
 DEADLINE_S = 15.0
 
@@ -109,23 +106,6 @@ def test_the_error_of_a_run_is_not_hidden_by_a_record_that_cannot_be_written(
         assert "its end is not in the record: the run record cannot be written: database is locked" in caplog.text
 
 
-def test_a_full_disk_costs_the_curves_their_end_and_the_record_nothing(
-    run: RunRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    close = EventFile.close
-
-    def full(file: EventFile) -> None:
-        close(file)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(EventFile, "close", full)
-    run.log(1, {"x": 1.0})
-    run.finish("failed", "why it did")
-    seen = runs.load("one")
-    assert (seen.status, seen.error, seen.latest()) == (runs.Status.FAILED, "why it did", {"x": 1.0})
-    assert "No space left on device" in caplog.text
-
-
 def test_a_reader_that_takes_its_time_does_not_hold_up_the_run(run: RunRecorder, home: Path) -> None:
     run._connection.execute("PRAGMA busy_timeout = 20")
     with closing(sqlite3.connect(home / "runs.sqlite", isolation_level=None)) as reader:
@@ -173,18 +153,6 @@ def test_a_record_of_a_newer_shoal_is_left_alone(run: RunRecorder, home: Path) -
         connection.execute("PRAGMA user_version = 99")
     with pytest.raises(RunError, match="newer Shoal"):
         runs.list_runs()
-
-
-def test_a_record_of_an_older_shoal_is_read_and_gets_the_kinds_of_new_runs(run: RunRecorder, home: Path) -> None:
-    run.close()
-    with closing(sqlite3.connect(home / "runs.sqlite", isolation_level=None)) as connection:
-        connection.execute("ALTER TABLE runs DROP COLUMN kind")
-        connection.execute("UPDATE runs SET spec = 'task: lenet'")
-    assert [each.kind for each in runs.list_runs()] == [RunKind.TRAINING]
-    runs.create("mine", "task: lenet", "two", kind=RunKind.SERVING).close()
-    assert [each.kind for each in runs.list_runs()] == [RunKind.SERVING, RunKind.TRAINING]
-    with runs.reopen("one"):
-        assert runs.load("one").kind is RunKind.TRAINING
 
 
 def test_a_file_that_is_not_a_record_is_a_run_error(home: Path) -> None:
@@ -344,31 +312,6 @@ def test_a_killed_run_keeps_what_was_flushed_is_lost_at_once_and_can_be_resumed(
         assert runs.load("doomed").status is Status.RUNNING
         again.log(10**6, {"x": 0.0})
     assert runs.load("doomed").status is Status.FINISHED
-
-
-def test_readers_see_whole_flushes_while_other_processes_write(
-    home: Path, start_writer: Callable[[str], subprocess.Popen[str]]
-) -> None:
-    writers = {name: start_writer(name) for name in ("a", "b")}
-    lengths: dict[str, list[int]] = {name: [] for name in writers}
-
-    def both_grew_while_read() -> bool:
-        for seen in runs.list_runs():
-            newest, metrics = seen.latest(), seen.metrics()
-            if newest:
-                assert len(metrics) >= newest["x"] == -newest["y"]
-                assert metrics["y"].tolist() == [-value for value in metrics["x"]]
-                assert metrics.index.tolist() == list(range(1, len(metrics) + 1))
-                lengths[seen.id].append(len(metrics))
-        return all(len(set(seen)) >= 3 for seen in lengths.values())
-
-    wait_for(both_grew_while_read, DEADLINE_S)
-    (home / "stop").touch()
-    for name, writer in writers.items():
-        output, _ = writer.communicate(timeout=DEADLINE_S)
-        assert len(runs.load(name).metrics()) == int(output.splitlines()[-1])
-        assert (writer.returncode, runs.load(name).status) == (0, Status.FINISHED)
-        assert lengths[name] == sorted(lengths[name])
 
 
 def test_the_record_is_light_to_import_and_recording_needs_no_torch() -> None:

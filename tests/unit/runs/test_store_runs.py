@@ -99,7 +99,8 @@ def kill(recorder: runs.RunRecorder) -> None:
     mirror._thread.join(60)
     recorder._stopping.set()
     recorder._thread.join(60)
-    recorder._mirror.close()
+    for each in recorder._mirrors:
+        each.close()
     recorder._connection.execute("UPDATE runs SET heartbeat_at = 0")  # its number is that of a living process
     recorder._connection.close()
 

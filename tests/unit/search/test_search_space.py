@@ -60,11 +60,6 @@ def test_draws_stay_within_and_fill_the_space(space: SearchSpace) -> None:
     assert {draw["optimizer.name"] for draw in draws} == {"adam", "sgd"}
 
 
-def test_the_same_seed_draws_the_same(space: SearchSpace) -> None:
-    first, second = (space.sample(np.random.default_rng(3)) for _ in range(2))
-    assert first == second != space.sample(np.random.default_rng(4))
-
-
 def test_positions_and_values_are_inverse(space: SearchSpace) -> None:
     rng = np.random.default_rng(1)
     for _ in range(200):

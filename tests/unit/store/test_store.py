@@ -79,7 +79,7 @@ def test_the_times_of_objects_are_those_of_the_store(store: Store) -> None:
 def test_a_large_object_is_written_and_read_in_parts(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    payload = os.urandom(1 << 20) * 40
+    payload = os.urandom(1 << 20) * 16
     (tmp_path / "large").write_bytes(payload)
     store.write("from file", tmp_path / "large")
     store.write("from memory", payload)
@@ -319,29 +319,6 @@ def test_without_a_location_files_lie_in_the_home_folder(tmp_path: Path, monkeyp
     assert open_store().url == str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("change", "url", "problem"),
-    [
-        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, f"s3://{BUCKET}", "cannot be used"),
-        ({}, "s3://no-such-bucket", "does not exist: create the bucket"),
-    ],
-)
-def test_a_store_that_cannot_be_used_is_an_error_within_seconds(
-    bucket_environment: dict[str, str],  # noqa: F811
-    change: dict[str, str],
-    url: str,
-    problem: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in (bucket_environment | change).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("shoal.store.objects.RETRIES", {"max_retries": 0})
-    store = open_store(f"{url}/{next(_numbers)}")
-    for call in (lambda: store.write("x", b"1"), lambda: store.read("x"), store.list_entries, store.list_folders):
-        with pytest.raises(StoreError, match=problem):
-            call()
-
-
 def test_a_store_that_never_answers_is_an_error_in_less_time_than_a_file_may_take(
     bucket_environment: dict[str, str],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -353,9 +330,8 @@ def test_a_store_that_never_answers_is_an_error_in_less_time_than_a_file_may_tak
         monkeypatch.setattr("shoal.store.objects.REQUEST_TIMEOUT", "1s")
         monkeypatch.setattr("shoal.store.objects.RETRIES", {"max_retries": 0})
         store = open_store(f"s3://{BUCKET}/{next(_numbers)}")
-        for call in (lambda: store.read("x"), lambda: store.create("x", b"1"), store.list_entries):
-            with pytest.raises(StoreError, match="cannot be used"):
-                call()
+        with pytest.raises(StoreError, match="cannot be used"):
+            store.read("x")
 
 
 class Clock:

@@ -2,7 +2,7 @@
 
 Owns the schema, connections and transactions. Called by the recorder and the reader; knows nothing of runs' meaning.
 
-Write-ahead logging lets readers go on while a run writes, and committed rows outlive a kill -9 of the writer.
+With write-ahead logging, readers do not wait for a run that writes, and committed rows outlive a kill -9 of the writer.
 SQLite has no NaN: a metric that is not a number is stored as NULL and read back as NaN.
 """
 
@@ -12,7 +12,6 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 from shoal.atomic_file import connect_private, describe_newer_format
 from shoal.errors import RecordUnwritable, RunError
@@ -23,13 +22,15 @@ SCHEMA_VERSION = 1
 TABLES = ("events", "metrics", "summaries", "versions", "models", "endpoints")  # besides `runs`; their column `run`
 
 # Times are seconds since the epoch. `summaries` repeats the newest value and the finite extremes of each metric, so
-# that polling a run and listing runs cost the number of metrics and not the length of the run.
+# that polling a run and listing runs cost the number of metrics and not the length of the run. Of runs on a store,
+# `writer` has the tokens that the run's head may have; `copied_from` the host that records the run, NULL for this one;
+# `revision` that of the copied record; `head_at` when the head that was read was written, by the store's clock.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, job TEXT NOT NULL, status TEXT NOT NULL, spec TEXT NOT NULL,
     command TEXT NOT NULL, git_revision TEXT, git_dirty INTEGER NOT NULL, created_at REAL NOT NULL, finished_at REAL,
     host TEXT NOT NULL, pid INTEGER NOT NULL, heartbeat_at REAL NOT NULL, incarnation INTEGER NOT NULL, error TEXT,
-    kind TEXT);
+    kind TEXT, writer TEXT, copied_from TEXT, revision INTEGER, head_at REAL);
 CREATE TABLE IF NOT EXISTS events (
     number INTEGER PRIMARY KEY, run INTEGER NOT NULL, time REAL NOT NULL, kind TEXT NOT NULL, details TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS events_of_run ON events (run, number);
@@ -49,12 +50,6 @@ CREATE TABLE IF NOT EXISTS endpoints (
     run INTEGER NOT NULL, name TEXT NOT NULL, kind TEXT NOT NULL, address TEXT NOT NULL, state TEXT NOT NULL,
     time REAL NOT NULL, PRIMARY KEY (run, name)) WITHOUT ROWID;
 """
-
-
-# Of runs on a store. writer: the tokens that the run's head may have; copied_from: the host that records the run, NULL
-# for one of this host; revision: of the copied record; head_at: when the head that was read was written, by the store's
-# clock, or NULL.
-_LATER_COLUMNS = {"kind": "TEXT", "writer": "TEXT", "copied_from": "TEXT", "revision": "INTEGER", "head_at": "REAL"}
 
 
 def record_path(home: Path) -> Path:
@@ -113,28 +108,10 @@ def _read_schema_version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
-def add_missing_columns(connection: sqlite3.Connection) -> None:
-    """Give the tables of an older Shoal the columns that came later. Called in a transaction.
-
-    They may be NULL, and no statement of an older Shoal names them: both write to one record, and the schema's version
-    stays.
-    """
-    columns = {row["name"] for row in connection.execute("PRAGMA table_info(runs)")}
-    for name, kind in _LATER_COLUMNS.items():
-        if name not in columns:
-            connection.execute(f"ALTER TABLE runs ADD COLUMN {name} {kind}")
-
-
 def list_run_ids(connection: sqlite3.Connection) -> list[str]:
     """Every run: first the copies of runs of other hosts, then those of this host, each oldest first."""
-    columns = {row["name"] for row in connection.execute("PRAGMA table_info(runs)")}
-    own_last = "copied_from IS NULL, " if "copied_from" in columns else ""
-    return [row["id"] for row in connection.execute(f"SELECT id FROM runs ORDER BY {own_last}created_at, number")]
-
-
-def read_later_column(row: sqlite3.Row, name: str) -> Any:
-    """A value of a row of `runs`; None where an older Shoal has made the table."""
-    return row[name] if name in row.keys() else None  # noqa: SIM118 - a row contains its values
+    sql = "SELECT id FROM runs ORDER BY copied_from IS NULL, created_at, number"
+    return [row["id"] for row in connection.execute(sql)]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import math
 import sqlite3
 from collections.abc import Sequence
 
-from shoal.runs.record.tensorboard_writer import LogEntry
+from shoal.runs.record.metric_mirror import LogEntry
 
 _UPSERT = """
 INSERT INTO summaries (run, name, step, time, value, lowest, highest) VALUES (?, ?, ?, ?, ?, ?, ?)

@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import ConfigError, RunError
 from shoal.home import home
 from shoal.runs.record.database import (
-    add_missing_columns,
     connect,
-    read_later_column,
     transaction,
     translate_read_errors,
 )
@@ -64,7 +62,6 @@ def create(
     connection, folder = connect(home()), home() / "runs" / run_id
     try:
         with transaction(connection):
-            add_missing_columns(connection)
             if connection.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone():
                 raise RunError(f"there is a run {run_id!r} already: resume it, or choose another id")
             number = connection.execute(
@@ -110,7 +107,7 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
         connection.close()
         raise
     followers = start_followers(row["id"], folder, trackers)
-    known = read_later_column(row, "kind")
+    known = row["kind"]
     kind = RunKind(known) if known else infer_kind(spec or row["spec"])
     return RunRecorder(connection, row["number"], row["id"], incarnation, folder, mirror, followers, kind)
 
@@ -160,7 +157,7 @@ def _claim_in_store(connection: sqlite3.Connection, ref: str) -> tuple[str, str,
     _reject_running(row)
     writer = _make_writer()
     is_claimed = claim(home(), row, writer)
-    return row["id"], writer, "" if is_claimed else read_later_column(row, "writer") or ""
+    return row["id"], writer, "" if is_claimed else row["writer"] or ""
 
 
 def _open_mirror(run_id: str, number: int, incarnation: int, writer: str, previous: str) -> StoreMirror:
@@ -196,10 +193,9 @@ def _claim_run(
     row = connection.execute("SELECT * FROM runs WHERE number = ?", (number,)).fetchone()
     seen = _reject_running(row)
     if writers is not None:  # the run is this host's from now on
-        add_missing_columns(connection)
         own = "UPDATE runs SET writer = ?, copied_from = NULL, revision = NULL, head_at = NULL WHERE number = ?"
         connection.execute(own, (writers, number))
-    elif (copied_from := read_later_column(row, "copied_from")) is not None:
+    elif (copied_from := row["copied_from"]) is not None:
         raise RunError(f"run {row['id']!r} is a copy from {copied_from}: set SHOAL_STORE to its store to resume it")
     connection.execute(
         "UPDATE runs SET status = ?, finished_at = NULL, error = NULL, host = ?, pid = ?, heartbeat_at = ?,"

@@ -25,6 +25,7 @@ from shoal.atomic_file import create_private, make_folder
 from shoal.errors import Closed, RunError
 from shoal.runs.record import metric_summaries
 from shoal.runs.record.database import BUSY_TIMEOUT_S, transaction, translate_write_errors
+from shoal.runs.record.metric_mirror import LogEntry, open_mirrors
 from shoal.runs.record.provenance import mask_variables
 from shoal.runs.record.serialization import (
     escape_text,
@@ -34,7 +35,6 @@ from shoal.runs.record.serialization import (
     validate_metrics,
     validate_text,
 )
-from shoal.runs.record.tensorboard_writer import LogEntry, TensorBoardMirror
 from shoal.runs.run_kind import RunKind
 from shoal.runs.run_status import TERMINAL, Status, transition
 
@@ -126,7 +126,7 @@ class RunRecorder:
         self._number, self._incarnation = number, incarnation
         self._connection = connection
         self._store_mirror, self._followers = store_mirror, followers
-        self._mirror = TensorBoardMirror(run_id, folder / "tensorboard", incarnation)
+        self._mirrors = open_mirrors(run_id, folder, incarnation)
         self._pending = PendingWrites()
         self._status = Status.RUNNING
         self._closed = False
@@ -173,14 +173,16 @@ class RunRecorder:
             self.flush()
 
     def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        """Add a distribution to the TensorBoard files only: counts [bins] between edges [bins + 1]."""
+        """Add a distribution to files such as those of TensorBoard only: counts [bins] between edges [bins + 1]."""
         with self._buffer_lock:
             self._require_open()
-        if not self._mirror.has_file:  # metrics logged before, perhaps of an earlier step, begin the file
-            with suppress(RunError):  # written later; `flush` reports the error
-                self.flush()
-            self._mirror.write()
-        self._mirror.add_histogram(validate_integer("step", step), validate_metric_name(name), counts, edges)
+        step, name = validate_integer("step", step), validate_metric_name(name)
+        for mirror in self._mirrors:
+            if not mirror.has_file:  # metrics logged before, perhaps of an earlier step, begin the file
+                with suppress(RunError):  # written later; `flush` reports the error
+                    self.flush()
+                mirror.write()
+            mirror.add_histogram(step, name, counts, edges)
 
     def record_weights(self, version: int, step: int, sha256: str, published_at: float) -> None:
         """Record that version `version` of the weights was published after step `step`."""
@@ -306,9 +308,10 @@ class RunRecorder:
                     self._pending = pending
                 raise
             self._heartbeat_monotonic_s = time.monotonic()
-            if pending.forgotten_after is not None:
-                self._mirror.forget_after(pending.forgotten_after)
-            self._mirror.enqueue(pending.logged)
+            for mirror in self._mirrors:
+                if pending.forgotten_after is not None:
+                    mirror.forget_after(pending.forgotten_after)
+                mirror.enqueue(pending.logged)
             self._publish(pending)
             if self._store_mirror is not None and pending.num_rows:
                 self._store_mirror.mark_changed()
@@ -358,7 +361,8 @@ class RunRecorder:
         while not self._stopping.wait(FLUSH_INTERVAL_S):
             try:
                 self.flush()
-                self._mirror.write()
+                for mirror in self._mirrors:
+                    mirror.write()
             except RunError as error:  # retried later; `flush` and `record_event` report it
                 if str(error) != last_problem:
                     _log.warning("run %s: %s", self.id, error)
@@ -367,7 +371,8 @@ class RunRecorder:
     def _release(self) -> None:
         self._stopping.set()
         try:
-            self._mirror.close()
+            for mirror in self._mirrors:
+                mirror.close()
             if self._followers is not None:  # they know by the end in the record that there are no more values
                 closed = self._followers.close()
                 rows = [(self._number, time.time(), "tracked", to_json(details)) for details in closed]

@@ -1,6 +1,6 @@
 """Removing runs: their rows, and their folders with checkpoints, experience and drafts.
 
-Called by the command line. Never removes a run that goes on, nor registered models.
+Called by the command line. Never removes a run in progress, nor registered models.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shoal.errors import RunError
 from shoal.home import home
-from shoal.runs.record.database import TABLES, connect, read_later_column, transaction, translate_write_errors
+from shoal.runs.record.database import TABLES, connect, transaction, translate_write_errors
 from shoal.runs.run_reader import Run
 from shoal.runs.run_status import TERMINAL, Status, resolve_status
 
@@ -25,7 +25,7 @@ _REMOVED = ".removed-"
 def choose_old_runs(runs: Iterable[Run], keep: int, older_than_s: float, now: float) -> list[Run]:
     """The runs that retention removes: those that ended more than `older_than_s` ago, except the `keep` newest of all.
 
-    A run that goes on stays, and so do the trials of a sweep that goes on: it reads them at its end. Runs of other
+    A run in progress stays, and so do the trials of a running sweep: it reads them at its end. Runs of other
     hosts are not counted, and stay.
     """
     newest_first = sorted(
@@ -38,7 +38,7 @@ def choose_old_runs(runs: Iterable[Run], keep: int, older_than_s: float, now: fl
 
 
 def reject_running_runs(runs: Iterable[Run]) -> None:
-    """Raises RunError for a run that goes on."""
+    """Raises RunError for a running one."""
     for run in runs:
         _reject_running(run.status, run.id, run.pid, run.host)
 
@@ -46,7 +46,7 @@ def reject_running_runs(runs: Iterable[Run]) -> None:
 def remove_runs(runs: Sequence[Run]) -> None:
     """Remove runs with their folders, and from the store where `$SHOAL_STORE` is set.
 
-    Raises RunError, which names it, for one that goes on; it and the rest stay. Raises StoreError.
+    Raises RunError, which names it, for a running one; it and the rest stay. Raises StoreError.
     """
     folder = home()
     with closing(connect(folder)) as connection:
@@ -57,7 +57,7 @@ def remove_runs(runs: Sequence[Run]) -> None:
 
                 # First: a copy that remains is removed by the next attempt, one without it would come back.
                 _reject_running(resolve_status(row), run.id, row["pid"], row["host"])
-                remove_from_store(folder, run.id, read_later_column(row, "writer") or "")
+                remove_from_store(folder, run.id, row["writer"] or "")
             with transaction(connection):  # in which no process can resume the run
                 row = connection.execute("SELECT * FROM runs WHERE id = ?", (run.id,)).fetchone()
                 if row is not None:

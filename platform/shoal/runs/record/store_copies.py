@@ -26,9 +26,7 @@ from shoal.errors import RunError, ShoalError, StoreError
 from shoal.runs.record.database import (
     SCHEMA_VERSION,
     TABLES,
-    add_missing_columns,
     connect,
-    read_later_column,
     transaction,
 )
 from shoal.runs.record.store_head import (
@@ -78,8 +76,6 @@ def _refresh(home: Path, url: str) -> None:
             return
         store = store.without_waiting()
         listed, now_s = _list_heads(store)
-        with closing(connect(home)) as connection, transaction(connection):
-            add_missing_columns(connection)
         waiting: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         for entry in reversed(listed):  # ids begin with the time
             waiting.put(entry)
@@ -226,16 +222,16 @@ def claim(home: Path, row: sqlite3.Row, writer: str) -> bool:
 
     row: of `runs`, after a refresh
 
-    False: the store is down or lacks the run, which is of this host. It goes on, and its mirror claims it later.
+    False: the store is down or lacks the run, which is of this host. It is resumed, and its mirror claims it later.
 
     Raises RunError when another process has resumed or removed the run.
     """
-    run_id, copied_from = row["id"], read_later_column(row, "copied_from")
+    run_id, copied_from = row["id"], row["copied_from"]
     try:
         if (store := open_shared_store(home, store_url())) is None:
             return False
         head, tagged = read_head(store, run_id)
-        if head.is_removed or head.writer not in (read_later_column(row, "writer") or "").split():
+        if head.is_removed or head.writer not in (row["writer"] or "").split():
             raise RunError(describe_other_writer(head))
         host, pid, incarnation = socket.gethostname(), os.getpid(), row["incarnation"] + 1
         mine = structs.replace(

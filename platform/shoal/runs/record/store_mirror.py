@@ -1,4 +1,4 @@
-"""Mirrors one run to the store while it goes on, in a thread of the process that records it.
+"""Mirrors one run to the store while it is running, in a thread of the process that records it.
 
 Owns the run's head and record in the store. Called by the recorder, where `$SHOAL_STORE` is set. Never makes a caller
 wait for the store, except `close`, and for a bounded time.
@@ -93,7 +93,7 @@ class StoreMirror:
             is_last = self._stopping.wait(TOUCH_INTERVAL_S)
 
     def _attempt(self, *, is_last: bool) -> bool:
-        """Whether to go on: not where the store is the folder of the record itself, and not without the run."""
+        """Whether to try again: not where the store is the folder of the record itself, and not without the run."""
         try:
             if self._store is None:
                 if (store := open_shared_store(self._home, self._url)) is None:
@@ -181,7 +181,7 @@ class StoreMirror:
 def pack_record(home: Path, number: int, head: RunHead) -> tuple[str, bytes]:
     """The status of a run, and its rows and small files as a compressed SQLite file. Raises Superseded.
 
-    SQLite copies the rows, without Python's lock. Readers of the record and its writers go on meanwhile.
+    SQLite copies the rows, without Python's lock. Readers and writers of the record do not wait for it.
     """
     with closing(sqlite3.connect(":memory:", timeout=BUSY_TIMEOUT_S, isolation_level=None)) as memory:
         memory.execute("ATTACH ? AS record", (str(record_path(home)),))

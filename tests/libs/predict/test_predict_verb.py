@@ -21,7 +21,7 @@ import shoal.runs
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
 from shoal.cli import cli
-from shoal.errors import InferenceError, ShoalError
+from shoal.errors import ShoalError
 from shoal.libs.predict.input_readers import from_table
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry import ModelFactory, Registry, Signature
@@ -112,22 +112,6 @@ def test_numbers_beyond_int64_keep_their_digits(tmp_path: Path) -> None:
     assert "is object, the model takes UINT64" in complaint("hashes", "--input", "[[null, 1]]")
 
 
-def test_no_rows_are_said_to_be_none(tmp_path: Path) -> None:
-    np.save(tmp_path / "none.npy", np.zeros((0, 3), np.float32))
-    assert "has no rows" in complaint("m", "--npy", "none.npy")
-    (tmp_path / "none.json").write_text("[]")
-    assert "has no rows" in complaint("m", "--json", "none.json")
-
-
-def test_words_of_one_input_are_rows_one_after_the_other() -> None:
-    assert [row["text"] for row in rows("words", "--input", "a, b", "--input", "text=c")] == ["a, b", "c"]
-    assert [row["x"] for row in rows("m", "--input", "1,2,3", "--input", "x=4,5,6,7,8,9")] == [
-        [1, 2, 3],
-        [4, 5, 6],
-        [7, 8, 9],
-    ]
-
-
 def test_json_is_rows_or_inputs_or_a_request_of_the_protocol(tmp_path: Path) -> None:
     request = {"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}
     for content in ([[1, 2, 3]], [1, 2, 3], {"x": [[1, 2, 3]]}, {"x": [1, 2, 3]}, request):
@@ -207,13 +191,6 @@ def test_tables_in_csv_and_parquet(tmp_path: Path) -> None:
     assert rows("two", "--parquet", "in.parquet") == [{"a": [1, 2], "b": 7, "version": 7}]
 
 
-def test_the_name_of_a_folder_is_no_column(tmp_path: Path) -> None:
-    (tmp_path / "days" / "day=3").mkdir(parents=True)
-    table = pa.table({"a": [1.0], "b": [2.0], "c": [3.0]})
-    pyarrow.parquet.write_table(table, tmp_path / "days" / "day=3" / "t.parquet")
-    assert rows("m", "--parquet", "days") == [{"x": [1, 2, 3], "version": 7}]
-
-
 def test_words_of_a_csv_file_stay_as_they_are_whatever_they_look_like(tmp_path: Path) -> None:
     words = ["001", "1.50", "12345678901234567890123", "true", ""]
     (tmp_path / "in.csv").write_text("text,y\n" + "".join(f"{word},1\n" for word in words))
@@ -229,29 +206,6 @@ def test_more_rows_than_a_request_takes_are_asked_in_turn(tmp_path: Path, host: 
     found = rows("m", "--csv", "in.csv", "--rows-per-request", "4")
     assert [row["x"] for row in found] == [[row, 0, 0] for row in range(10)]
     assert [call.num_rows for call in host.models_by_name["m"].calls[before:]] == [4, 4, 2]
-
-
-def test_more_rows_than_the_model_takes_are_said_to_be_asked_for_in_smaller_requests(
-    tmp_path: Path, host: FakeHost
-) -> None:
-    (tmp_path / "in.csv").write_text("a,b,c\n" + "".join(f"{row},0,0\n" for row in range(70)))
-    model = host.models_by_name["m"]
-    before, model.options = model.options, ModelOptions(max_batch_size=8)
-    try:
-        said = complaint("m", "--csv", "in.csv")
-    finally:
-        model.options = before
-    assert "expected 1 to 8 rows" in said
-    assert "--rows-per-request sends fewer" in said
-
-
-def test_rows_that_make_a_request_too_large_are_said_to_be_asked_for_in_smaller_requests(tmp_path: Path) -> None:
-    np.save(tmp_path / "large.npy", np.zeros((5, 1_000_000), np.float32))
-    said = complaint("wide", "--npy", "large.npy")
-    assert "the limit is 16777216" in said
-    assert "the requests had up to 5 rows each; --rows-per-request sends fewer" in said
-    np.save(tmp_path / "larger.npy", np.zeros((1, 5_000_000), np.float32))
-    assert "--rows-per-request" not in complaint("wide", "--npy", "larger.npy")
 
 
 def test_deep_pictures_keep_their_greys(tmp_path: Path) -> None:
@@ -279,21 +233,6 @@ def test_pictures_in_the_models_size_and_channels(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["image"], np.stack([GREY] * 3))
 
 
-def test_pictures_in_the_models_numbers(tmp_path: Path) -> None:
-    Image.fromarray(GREY).save(tmp_path / "grey.png")
-    (found,) = rows("halves", "--image", "grey.png")
-    np.testing.assert_allclose(found["image"], GREY / 255, rtol=2**-8)
-    (found,) = rows("halves", "--image", "grey.png", "--white", "255")
-    np.testing.assert_allclose(found["image"], GREY, rtol=2**-8)
-    (found,) = rows("wholes", "--image", "grey.png")
-    np.testing.assert_array_equal(found["image"], GREY)
-    (found,) = rows("wholes", "--image", "grey.png", "--white", "1000")
-    np.testing.assert_array_equal(found["image"], np.rint(GREY * (1000 / 255)))
-    (found,) = rows("signed", "--image", "grey.png", "--white", "127")
-    np.testing.assert_array_equal(found["image"], np.rint(GREY * (127 / 255)))
-    assert "'image': has values that INT8 cannot hold" in complaint("signed", "--image", "grey.png")
-
-
 def test_arrays_alone_by_name_and_together(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(6.0).reshape(2, 3))
     np.save(tmp_path / "one.npy", np.arange(3.0))
@@ -309,10 +248,6 @@ def test_versions_tracks_and_keys_are_passed_on(host: FakeHost) -> None:
     call = host.models_by_name["m"].calls[-1]
     assert (call.sticky, call.track, call.deadline_s is not None) == ("me", "candidate", True)
     assert "a known key is required" in complaint("m", "--input", "1,2,3", "--key", "wrong")
-
-
-def test_a_heading_is_the_name_of_its_output() -> None:
-    assert "logits[a]:key:" in predict("odd", "--input", "1").stdout
 
 
 def test_what_is_not_finite_is_null(host: FakeHost) -> None:
@@ -441,21 +376,3 @@ def test_pictures_may_differ_in_size_where_the_input_leaves_it_open(tmp_path: Pa
     assert shapes == [(1, 4, 4), (1, 2, 4)]
     assert "is no number of a pixel" in complaint("picture", "--image", "a.png", "--white", "nan")
     assert "which is no picture" in complaint("flags", "--image", "a.png")
-
-
-def test_an_endpoint_that_is_full_is_tried_again_and_then_says_so(host: FakeHost) -> None:
-    model = host.models_by_name["m"]
-    model.error = InferenceError(429, "the queue is full", retry_after_s=5.0)
-    try:
-        assert complaint("m", "--input", "1,2,3", "--deadline-s", "0.3") == "the queue is full"
-    finally:
-        model.error = None
-
-
-def test_whole_numbers_are_shown_whole() -> None:
-    from shoal.libs.predict.command import _format_value
-
-    assert _format_value(np.int64(1234567890123)) == "1234567890123"
-    assert _format_value(np.array([123456, 7])) == "123456 7"
-    assert _format_value(np.float32(0.123456)) == "0.1235"
-    assert _format_value(np.True_) == "True"

@@ -18,6 +18,7 @@ import numpy as np
 
 from shoal.atomic_file import create_private, make_folder
 from shoal.errors import needs_extra
+from shoal.extend.runs import LogEntry, MetricMirror
 
 
 class EventFile:
@@ -81,12 +82,10 @@ class EventFile:
         self._writer.close()
 
 
-LogEntry = tuple[int, float, dict[str, float]]  # step, Unix time in seconds, values
-
 _log = logging.getLogger(__name__)
 
 
-class TensorBoardMirror:
+class TensorBoardMirror(MetricMirror):
     """The files of one incarnation of a run. Every method may be called from any thread; disk errors are logged.
 
     | capacity                    | what blocks               | who unblocks | close()                       |
@@ -95,12 +94,12 @@ class TensorBoardMirror:
     """
 
     def __init__(self, run_id: str, folder: Path, incarnation: int) -> None:
-        self._run_id, self._folder, self._incarnation = run_id, folder, incarnation
+        self._run_id, self._folder, self._incarnation = run_id, folder / "tensorboard", incarnation
         self._file: EventFile | None = None
         self._closed = False
         self._queued: list[LogEntry] = []
         self._forgotten_after: int | None = None  # drop later steps that were written before
-        self._queue_lock = threading.Lock()  # guards _taken and _forgotten_after; held for moments
+        self._queue_lock = threading.Lock()  # guards _queued and _forgotten_after; held for moments
         self._write_lock = threading.Lock()  # guards _file and _closed
 
     @property
