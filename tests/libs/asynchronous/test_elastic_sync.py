@@ -203,22 +203,18 @@ def test_the_steps_are_those_of_synchronous_training(tmp_path: Path, elsewhere: 
         group.close()
 
 
-def test_a_gradient_counts_by_its_samples(group: Group) -> None:
+def test_a_gradient_counts_by_its_samples_and_by_what_its_loss_divides_by(group: Group) -> None:
     members = group.begin(0, 1, 2)
     members[1].num_samples, members[2].num_samples = 5, 3  # 12 together
     take_steps(members, range(3))
-    torch.testing.assert_close(members[0].weights, train_alone(3 * [{0: 4, 1: 5, 2: 3}], make_adam))
-
-
-def test_a_gradient_counts_by_what_its_loss_divides_by(group: Group) -> None:
-    members = group.begin(0, 1, 2)
     for member, factor in zip(members, (2.5, 0.0, 2.5), strict=True):  # no sample of worker 1 counts
-        member.factor = factor
-    take_steps(members, range(3))
-    torch.testing.assert_close(members[0].weights, train_alone(3 * [{0: 4, 2: 4}], make_adam))
+        member.factor, member.num_samples = factor, NUM_SAMPLES
+    take_steps(members, range(3, 5))
+    expected = train_alone([*3 * [{0: 4, 1: 5, 2: 3}], *2 * [{0: 4, 2: 4}]], make_adam)
+    torch.testing.assert_close(members[0].weights, expected)
     for member in members:
         member.factor = 0.0
-    take_steps(members, range(3, 4))
+    take_steps(members, range(5, 6))
     assert all(each.isfinite().all() for each in members[0].weights)
 
 

@@ -289,13 +289,6 @@ def test_gradients_are_found_twice_where_the_graph_is_retained(lenet: LaneNetwor
     assert all(map(torch.equal, first, second))
 
 
-def test_second_derivatives_are_refused(lenet: LaneNetwork) -> None:
-    parameters, buffers = stack(build_members(LeNet, 2))
-    outputs = lenet.forward(parameters, buffers, torch.randn(2, 1, 28, 28), generators=generators(2))
-    with pytest.raises(EngineMisfit, match=r"no second derivatives \(create_graph=True\): engine=auto takes another"):
-        torch.autograd.grad(outputs.sum(), parameters.values(), create_graph=True)
-
-
 class Penalty:
     """The slope of outputs by the inputs, which `inputs` makes and `loss` needs."""
 

@@ -47,16 +47,6 @@ def test_a_member_leaves_as_the_state_dict_that_it_came_from() -> None:
         assert torch.equal(rows.buffers["hidden"][row], model.hidden)
 
 
-def test_views_share_the_rows_memory_and_tied_weights_their_columns() -> None:
-    rows, models = make_rows()
-    assert rows.layout.num_parameters == sum(each.numel() for each in models[0].parameters() if each.requires_grad)
-    assert not {"second.weight", "scale"} & rows.parameters.keys()
-    rows.parameters["convolution.weight"][1].fill_(7)
-    assert (rows.weights[1] == 7).sum() == models[0].convolution.weight.numel()
-    assert not (rows.weights[[0, 2]] == 7).any()
-    assert torch.equal(rows.state_dict(1)["second.weight"], rows.state_dict(1)["first.weight"])
-
-
 def test_tensors_of_a_cuda_device_are_aligned_and_saved_as_those_of_a_cpu() -> None:
     rows, _ = make_rows(device="cuda")  # its layout, in host memory
     for views in (rows.parameters, rows.gradient_views, rows.buffers):
@@ -85,14 +75,6 @@ def test_copy_takes_everything_of_a_member_and_nothing_of_others() -> None:
     rows.copy(2, 0)
     for name, each in rows.state().items():
         assert torch.equal(each, before[name][[2, 1, 2]])
-
-
-def test_swap_exchanges_two_members() -> None:
-    rows, _ = make_rows()
-    before = {name: each.clone() for name, each in rows.state().items()}
-    rows.swap(0, 2)
-    for name, each in rows.state().items():
-        assert torch.equal(each, before[name][[2, 1, 0]])
 
 
 def test_a_loaded_member_forgets_its_optimizer() -> None:

@@ -306,15 +306,6 @@ def test_a_loss_that_is_no_scalar_is_a_typed_error(wrong: Any, kind: str) -> Non
         population.step(make_batches(1, NUM_SAMPLES)[0])
 
 
-def test_a_models_weights_come_from_the_members_seed_and_the_process_generator_stays() -> None:
-    before = torch.get_rng_state()
-    population = make_population(seed=7)
-    assert torch.equal(before, torch.get_rng_state())
-    for member in range(5):
-        expected = make_model(partial(make_perceptron, 0.3), 7 + member).state_dict()
-        assert all(torch.equal(value, expected[name]) for name, value in population.member_state_dict(member).items())
-
-
 def test_a_restored_population_chooses_anew_where_its_engine_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = make_batches(2, NUM_SAMPLES)
     population = make_population(engine="auto", chunk=None)

@@ -181,17 +181,6 @@ def test_an_endpoint_answers_a_history_as_the_trainer_answers_a_new_sensor() -> 
     assert served.item() != pytest.approx(history[-1], abs=1e-5)
 
 
-def test_no_answer_depends_on_what_comes_later() -> None:
-    messages = make_messages(60)
-    other = messages[:45] + [
-        Message(each.sensor, (each.values[0] + 50,), each.time_s, each.publisher, each.sequence)
-        for each in messages[45:]
-    ]
-    first, second = (process(OnlineTrainer(SMALL), each, 3) for each in (messages, other))
-    assert first[:45] == second[:45]
-    assert first[45].prediction != second[45].prediction
-
-
 def test_a_state_goes_on_to_the_bit_also_as_sensors_join() -> None:
     messages = make_messages(210, num_sensors=70)  # more than the table begins with
     spec = SMALL.model_copy(update={"update_sensors": 20})
@@ -249,8 +238,3 @@ def test_an_outlier_and_a_constant_leave_the_weights_finite() -> None:
     values = [5.0] * 20 + [1e100] + [5.0] * 20
     process(trainer, [Message("s", (value,), 0.0, "p", at) for at, value in enumerate(values)], 1)
     assert all(torch.isfinite(tensor).all() for tensor in trainer.network.state_dict().values())
-
-
-def test_the_network_takes_several_values() -> None:
-    network = StreamNetwork(width=2)
-    assert network(torch.randn(3, 5, 2)).shape == (3,)
