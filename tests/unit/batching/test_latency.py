@@ -27,7 +27,7 @@ def test_nothing_is_promised_before_the_first_batch() -> None:
     assert model.list_points() == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(points=observations)
 def test_it_never_falls_with_the_rows_and_stays_within_what_was_seen(points: list[tuple[int, float]]) -> None:
     model = learned(points)
@@ -37,7 +37,7 @@ def test_it_never_falls_with_the_rows_and_stays_within_what_was_seen(points: lis
     assert min(seen) - 1e-12 <= estimates[0] <= estimates[-1] <= max(seen) + 1e-12
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(points=observations, seconds=st.floats(-1.0, 11.0))
 def test_rows_within_is_the_other_way_round(points: list[tuple[int, float]], seconds: float) -> None:
     model = learned(points)
