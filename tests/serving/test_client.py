@@ -77,6 +77,7 @@ def test_outputs_are_those_of_a_mapping(client: Client) -> None:
         answer["c"]
 
 
+@pytest.mark.parametrize("client", [True], indirect=True)
 def test_a_forked_process_has_connections_of_its_own(client: Client) -> None:
     def are_ours(first: int) -> bool:
         return all(client.infer("m", [[number, 0, 0]])["x"][0, 0] == number for number in range(first, first + 60))
