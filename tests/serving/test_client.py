@@ -227,14 +227,6 @@ def test_a_client_that_cannot_be_is_refused_and_no_token_shown(options: dict[str
         assert "SEC" not in f"{caught.value} {caught.value.value}"
 
 
-def test_without_a_token_nothing_is_told(endpoint: tuple[str, Counting]) -> None:
-    with Client(endpoint[0]) as client:
-        assert client.live()
-        with pytest.raises(InferenceError) as refused:
-            client.metadata("m")
-        assert refused.value.status == 401
-
-
 def test_the_repository_and_the_statistics(client: Client) -> None:
     assert ("m", "7", "READY") in [(each.name, each.version, each.state) for each in client.models()]
     client.load("shelved")

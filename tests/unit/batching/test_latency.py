@@ -66,13 +66,6 @@ def test_a_noisy_affine_model_is_learned_to_its_high_quantile() -> None:
         assert model.seconds(rows) == pytest.approx((0.02 + 0.0005 * rows) * (0.9 + 0.2 * QUANTILE), rel=0.05)
 
 
-def test_steps_are_seen() -> None:
-    """A model that pads to powers of two is no straight line."""
-    model = learned([(rows, 0.01 * (1 << (rows - 1).bit_length())) for rows in range(1, 65) for _ in range(3)])
-    assert model.seconds(32) == pytest.approx(0.32)
-    assert model.seconds(40) == pytest.approx(0.64)
-
-
 @pytest.mark.parametrize("outliers", [1, 3])
 def test_slow_batches_now_and_then_do_not_move_it(outliers: int) -> None:
     model = learned([(8, 0.01)] * WINDOW)
