@@ -9,7 +9,7 @@
 
 from shoal.cluster.job_main import job_main
 from shoal.flows.actor_learner import run_actor_learner
-from shoal.flows.actor_learner_spec import OLDER_FIELDS, ActorLearnerSpec
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_policy import check
 
 
@@ -19,4 +19,4 @@ def spec() -> ActorLearnerSpec:
 
 
 if __name__ == "__main__":
-    job_main(spec(), run_actor_learner, job="actor_learner", check=check, renamed=OLDER_FIELDS)
+    job_main(spec(), run_actor_learner, job="actor_learner", check=check)

@@ -10,8 +10,6 @@ from shoal.cluster.job_main import job_main
 from shoal.flows.serving import serve_models
 from shoal.flows.serving_spec import ServingSpec, check
 
-RENAMED = {"model": "models", "endpoint.max_replicas": "endpoint.scale.max"}
-
 
 def spec() -> ServingSpec:
     """The recipe: the champion of the demo."""
@@ -19,4 +17,4 @@ def spec() -> ServingSpec:
 
 
 if __name__ == "__main__":
-    job_main(spec(), serve_models, job="registered_model", check=check, renamed=RENAMED)
+    job_main(spec(), serve_models, job="registered_model", check=check)

@@ -1,6 +1,6 @@
 """A driver that starts workers of every kind, which asked for other numbers of GPUs, and prints what each of them sees.
 
-    python tests/gpu_workers.py [all]      on the cluster of $RAY_ADDRESS, with four GPUs, real ones or not
+    python tests/gpu_workers.py      on the cluster of $RAY_ADDRESS, with four GPUs, real ones or not
 
 Each line is JSON: the kind, the number of GPUs that it reserves, its CUDA_VISIBLE_DEVICES, its process.
 """
@@ -185,14 +185,12 @@ def main() -> None:
         report_actors()
         report_actor("mailbox", 0, start_mailbox())
         report_processes(Path(folder))
-        report_loop(Path(folder), 0.5)
-        if "all" in sys.argv:
-            report_loop(Path(folder), 0, 1)
-            report_trainers(Path(folder))
-            report_trials(Path(folder))
-            report_members()
-            report_predictions()
-            report_replicas()
+        report_loop(Path(folder), 0, 0.5, 1)
+        report_trainers(Path(folder))
+        report_trials(Path(folder))
+        report_members()
+        report_predictions()
+        report_replicas()
     disconnect()
 
 

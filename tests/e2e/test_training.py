@@ -241,7 +241,9 @@ def test_from_a_loss_that_is_not_finite_to_an_endpoint(cluster: EmbeddedCluster,
     assert (run.folder / "learning_curve.png").stat().st_size > 0
 
     features = torch.arange(16.0).reshape(2, 8) / 16
-    with shoal_program("run", str(ROOT / "serve_apps" / "registered_model.py"), "model=toy-served@champion") as program:
+    with shoal_program(
+        "run", str(ROOT / "serve_apps" / "registered_model.py"), "models=toy-served@champion"
+    ) as program:
         assert _asked(program, features) == pytest.approx(_expected(run, features), abs=1e-6)
         program.interrupt(signal.SIGTERM)
         assert program.wait() == 130

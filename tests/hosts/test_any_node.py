@@ -21,39 +21,6 @@ from shoal_program import ROOT
 pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600), pytest.mark.soak]
 DASHBOARD = "http://127.0.0.1:8265"
 LEARNING_S = 1500.0
-TASK = """\
-import socket
-from pathlib import Path
-
-import torch
-from torch.utils.data import TensorDataset
-
-import shoal
-
-
-class Line(shoal.Task):
-    def __init__(self, *, notes: str = ""):
-        self.notes = notes
-
-    def note(self, what):
-        with Path(self.notes).open("a") as file:
-            file.write(f"{what} {socket.gethostname()}\\n")
-
-    def model(self):
-        self.note("model")
-        return torch.nn.Linear(1, 1)
-
-    def data(self):
-        self.note("data")
-        x = torch.arange(64.0)[:, None] / 64
-        return shoal.Data(train=TensorDataset(x, 2 * x), validation=TensorDataset(x, 2 * x))
-
-    def inputs(self, batch):
-        return (batch[0],)
-
-    def loss(self, outputs, batch):
-        return (outputs - batch[1]).square().mean()
-"""
 
 
 @dataclass
@@ -75,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with network(folder) as made:
         head, worker, client = map(made.add, ("head", "worker", "client"))
         shutil.copytree(ROOT / "jobs", head.project / "jobs")
-        (head.project / "line.py").write_text(TASK)
+        shutil.copy(ROOT / "tests/hosts/line.py", head.project)
         start_ray(head, head, num_cpus=0)
         start_ray(worker, head)
         yield Cluster(folder / "shared", head, worker, client)

@@ -1,12 +1,11 @@
-"""A cluster of two hosts by the commands of cluster.yaml, and a client's: training, the loop, an endpoint with an
-ingress on both, and one of a gang that has a worker on each. The hosts lose each other."""
+"""A cluster of two hosts by the commands of cluster.yaml, and a client's: an endpoint with an ingress on both, and
+a gang that has a worker on each. The hosts lose each other."""
 # Some endpoints here have a port for gRPC, which shoal.libs.grpc answers.
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -32,9 +31,9 @@ from waiting import wait_for
 
 pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600)]
 DASHBOARD = "http://127.0.0.1:8265"
-LEARNING_S = 1500.0
-HANG_S = 20.0  # and so long an answer may take: nothing on the network says that a host is gone
-REQUEST_S = 5.0  # stands for one of 50 s: twice as long is well below HANG_S
+HANG_S = 12.0  # and so long an answer may take: nothing on the network says that a host is gone
+REQUEST_S = 3.0  # stands for one of 50 s: twice as long is well below HANG_S
+ASKING_S = 16
 LOST_ANSWER_S = 10.0  # what an ingress has sent to a lost host becomes a 504; its replicas notice it in 5 s
 ASKER, HOLDER, SCALER, MODEL_ASKER = (
     ROOT / f"tests/hosts/{name}.py" for name in ("ask_steadily", "hold_requests", "scale_replicas", "ask_models")
@@ -69,37 +68,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for host in (there.head, there.worker):
             start_ray(host, there.head)
         yield there
-
-
-@pytest.mark.soak
-def test_ranks_of_two_hosts_train_as_one_process(cluster: Cluster) -> None:
-    said = cluster.shoal("run", "tabular", "parallel=ddp", "workers=4", "stop.steps=40", "--address", DASHBOARD)
-    rays_own = ("dashboard_sdk.py", "packaging.py", "working_dir.py", "job_manager.py")
-    assert not [line for line in said.splitlines() if any(name in line for name in rays_own)], said
-    alone = cluster.head.run(sys.executable, "-m", "shoal.train", "task=jobs/tabular.py", "stop.steps=40")
-    assert _loss(said) == pytest.approx(_loss(alone), rel=0.02), said + alone
-
-
-def _loss(said: str) -> float:
-    """Of the last line that tells one, in three or four digits."""
-    found = re.findall(r"\bloss ([\d.]+)", said)
-    assert found, said
-    return float(found[-1].rstrip("."))
-
-
-@pytest.mark.soak
-def test_an_actor_elsewhere_teaches_a_policy_that_both_hosts_serve(cluster: Cluster) -> None:
-    words = ["target_return=40", "gateway.host=0.0.0.0", "gateway.curve=true", "endpoint.num_replicas=4"]
-    command = ["shoal", "run", "actor_learner", *words, "endpoint.num_cpus=0.3", "--address", DASHBOARD]
-    with cluster.head.start(command, limit_s=LEARNING_S) as learning, ExitStack() as stack:
-        told = learning.wait_for_line(".*--connect.*")[0]
-        assert f"tcp://{cluster.head.address}:" in told, "the address is one that others reach"
-        acting = [sys.executable, *shlex.split(told)[1:]]
-        nobodys = {"SHOAL_HOME": str(cluster.client.home), "SHOAL_TOKEN": cluster.token}
-        actors = [stack.enter_context(cluster.client.start(acting, nobodys, LEARNING_S)) for _ in range(2)]
-        assert learning.wait(LEARNING_S) == 0
-        assert re.search(r"cartpole@1 \(champion\): mean return", learning.said)
-        assert [actor.wait() for actor in actors] == [0, 0]
 
 
 def _register(cluster: Cluster, name: str = "linear") -> int:
@@ -141,26 +109,18 @@ def endpoint(cluster: Cluster) -> Endpoint:
     _register(cluster, name := "linear")
     (cluster.head.project / "waiting_hooks.py").write_text(HOOKS)
     files = _sign(cluster)
-    words = [
-        "--replicas",
-        "2",
-        "endpoint.num_cpus=1.5",
-        "endpoint.grpc_port=0",
-        "endpoint.model.max_batch_size=1",
-        "endpoint.show_errors=true",
-        f"endpoint.hang_s={HANG_S:g}",
-    ]
-    words += ["endpoint.ingress=every_node", "endpoint.host=0.0.0.0", f"endpoint.tls.certificate={files.certificate}"]
+    words = ["--replicas", "2", "endpoint.num_cpus=1.5", "endpoint.grpc_port=0", "endpoint.model.max_batch_size=1"]
+    words += ["endpoint.show_errors=true", f"endpoint.hang_s={HANG_S:g}", "endpoint.ingress=every_node"]
+    words += ["endpoint.host=0.0.0.0", f"endpoint.tls.certificate={files.certificate}"]
     words += [f"endpoint.tls.key={files.key}", "endpoint.model.preprocess=waiting_hooks:wait_as_told"]
     words += ["endpoint.model.postprocess=waiting_hooks:say_where", "--address", DASHBOARD]
     said = cluster.shoal("serve", "deploy", name, *words)
     address = re.escape(cluster.head.address)
     found = re.search(rf"endpoint {name} is ready at https://{address}:(\d+), .* of each node with a replica", said)
     assert found, said
-    assert _hosts(cluster) == {"head", "worker"}
-    assert "replicas 2 of 2 ready on 2 hosts" in cluster.shoal("serve", "status")
-    grpc_port = json.loads(cluster.shoal("serve", "status", "--json"))["grpc"].rpartition(":")[2]
-    return Endpoint(name, found[1], grpc_port, {"SHOAL_CA": str(cluster.authority.ca)})
+    status = json.loads(cluster.shoal("serve", "status", "--json"))
+    assert {each["host"] for each in status["replicas"] if each["ready"]} == {"head", "worker"}
+    return Endpoint(name, found[1], status["grpc"].rpartition(":")[2], {"SHOAL_CA": str(cluster.authority.ca)})
 
 
 def _sign(cluster: Cluster) -> CertificateFiles:
@@ -270,34 +230,29 @@ def test_a_gang_of_two_hosts_answers_as_one_process(cluster: Cluster, gang: Gang
 
 def test_each_of_two_hosts_that_lose_each_other_answers_on(cluster: Cluster, endpoint: Endpoint, gang: Gang) -> None:
     """A balancer reaches both ingresses; then the link is cut, and each has the replicas of its own host alone."""
-    words = [cluster.token, endpoint.name, "20", "20"]
-    outcomes = []
+    urls = [f"https://{host.address}:{endpoint.port}" for host in (cluster.head, cluster.worker)]
+    asked = [(cluster.client, urls[0], endpoint.name, 20), (cluster.worker, urls[1], endpoint.name, 20)]
+    asked.append((cluster.client, gang.url, "layers", 10))
     with ExitStack() as stack:
-        askers = [
-            stack.enter_context(
-                host.start([sys.executable, str(ASKER), f"https://{address}:{endpoint.port}", *words], endpoint.ca)
-            )
-            for host, address in ((cluster.client, cluster.head.address), (cluster.worker, cluster.worker.address))
-        ]
-        asks_gang = [sys.executable, str(ASKER), gang.url, cluster.token, "layers", "10", "20"]
-        askers.append(stack.enter_context(cluster.client.start(asks_gang, endpoint.ca)))
+        askers = []
+        for host, url, model, rate in asked:
+            asks = [sys.executable, str(ASKER), url, cluster.token, model, str(rate), f"{ASKING_S:g}"]
+            askers.append(stack.enter_context(host.start(asks, endpoint.ca)))
         for asking in askers:
             asking.wait_for_line("^asking$")  # of both replicas by now
         cluster.network.cut(cluster.worker)
-        for asking in askers:
-            assert asking.wait() == 0
-            outcomes.append(json.loads(asking.said.splitlines()[-1]))
+        assert [asking.wait() for asking in askers] == [0, 0, 0]
+        outcomes = [json.loads(asking.said.splitlines()[-1]) for asking in askers]
     of_gang = outcomes.pop()
-    assert sum(of_gang.values()) == 200
+    assert sum(of_gang.values()) == 10 * ASKING_S
     assert {"200", "503"} <= set(of_gang) <= {"200", "503", "504"}, of_gang
     for answered in outcomes:
-        assert sum(answered.values()) == 400
+        assert sum(answered.values()) == 20 * ASKING_S
         # What the other's replica had in hand is told after HANG_S.
         assert set(answered) <= {"200", "503", "504"}, outcomes
-        assert answered["200"] >= 380, outcomes
+        assert answered["200"] >= 0.95 * 20 * ASKING_S, outcomes
     cluster.network.power_off(cluster.worker)
     wait_for(lambda: _hosts(cluster, endpoint.name) == {"head"}, STATE_S, "word that the other host is gone")
-    assert "of 2 ready" in cluster.shoal("serve", "status", endpoint.name), "as many as there were are to be"
     assert "gone" in cluster.shoal("serve", "delete", endpoint.name, "--address", DASHBOARD)
 
 

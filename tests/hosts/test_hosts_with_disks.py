@@ -1,21 +1,156 @@
-"""Hosts that share a bucket and nothing else: runs that lose one with its disk, and what the others have then."""
+"""Hosts that share a bucket and nothing else: runs that lose one with its disk, and what the others have then.
+
+One of them, `lost`, is slow, so that no run ends before it is lost.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from bucket_hosts import DASHBOARD, RUN_S, STEPS, TASK, TRAINING, Cluster, Lost, begin, bucket_cluster, find, lose_host
-from network import why_none
+from network import Host, Network, network, start_ray, why_none
 
-from shoal_program import ROOT, STATE_S
+from bucket_server import BUCKET
+from shoal_program import ROOT, STATE_S, Program
 from waiting import wait_for
+
+LINE = ROOT / "tests/hosts/line.py"
+DASHBOARD = "http://127.0.0.1:8265"
+RUN_S, CLUSTER_S = 1500.0, 3600.0
+STEPS = 300
+TRAINING = ["task=line.py:Line", "batch_size=48", f"stop.steps={STEPS}", "checkpoint.every_steps=20"]
+TRAINING += ["evaluate.every_steps=100", "log_every_steps=1", "device=cpu"]
+
+
+class Observer:
+    """What a host knows of runs, by tests/hosts/observe_runs.py."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._number = program, 0
+
+    def observe(self, run_id: str) -> dict[str, Any]:
+        self._number += 1
+        assert self._program.process.stdin is not None
+        self._program.process.stdin.write(f"{self._number} {run_id}\n")
+        self._program.process.stdin.flush()
+        found: dict[str, Any] = json.loads(self._program.wait_for_line(rf"^{self._number} (.*)")[1])
+        return found
+
+
+@dataclass
+class Run:
+    """A run that the head has started."""
+
+    program: Program
+    observer: Observer
+    job: str
+    id: str
+
+    def observe(self) -> dict[str, Any]:
+        return self.observer.observe(self.id)
+
+    @property
+    def step(self) -> int:
+        return int(self.observe()["step"])
+
+    @property
+    def saved(self) -> list[int]:
+        """The steps whose checkpoint is in the store."""
+        found: list[int] = self.observe()["saved"]
+        return found
+
+    def count_updates(self) -> int:
+        """Of a learner."""
+        return int(self.observe()["latest"].get("learner/updates", 0))
+
+    def list_events(self, *kinds: str) -> list[tuple[str, dict[str, Any]]]:
+        return [(kind, details) for kind, details in self.observe()["events"] if kind in kinds]
+
+
+@dataclass
+class Cluster:
+    """`client` is none of it. `spare` comes when `lost` goes, with as many CPUs. trained: a run that has ended."""
+
+    network: Network
+    head: Host
+    lost: Host
+    client: Host
+    observer: Observer
+    num_cpus: int
+    spare: Host | None = None
+    trained: str = ""
+
+    @property
+    def token(self) -> str:
+        return (self.head.files / ".shoal/token").read_text().strip()
+
+
+@contextmanager
+def bucket_cluster(folder: Path, *, num_cpus: int, num_head_cpus: int = 3) -> Iterator[Cluster]:
+    """A head, a host that is to be lost, with `num_cpus`, and a client."""
+    with network(folder, has_disks=True) as made, ExitStack() as stack:
+        bucket = made.add("bucket")
+        serving = [sys.executable, str(ROOT / "tests/bucket_server.py"), bucket.address]
+        server = stack.enter_context(bucket.start(serving, limit_s=CLUSTER_S, stdin=subprocess.PIPE))
+        made.environment |= json.loads(server.wait_for_line(r"^\{.*")[0]) | {"SHOAL_STORE": f"s3://{BUCKET}/shoal"}
+        head, lost, client = map(made.add, ("head", "lost", "client"))
+        shutil.copytree(ROOT / "jobs", head.files / "project/jobs")
+        shutil.copy(LINE, head.files / "project")
+        start_ray(head, head, num_cpus=num_head_cpus)
+        start_ray(lost, head, num_cpus=num_cpus)
+        observing = [sys.executable, str(ROOT / "tests/hosts/observe_runs.py")]
+        observer = Observer(stack.enter_context(head.start(observing, limit_s=CLUSTER_S, stdin=subprocess.PIPE)))
+        yield Cluster(made, head, lost, client, observer, num_cpus)
+
+
+def begin(stack: ExitStack, cluster: Cluster, *words: str) -> Program:
+    """`shoal run`, of a user of the head."""
+    command = ["shoal", "run", *words, "--address", DASHBOARD]
+    return stack.enter_context(cluster.head.start(command, limit_s=RUN_S))
+
+
+def find(program: Program, cluster: Cluster) -> Run:
+    """The run, once it has a record."""
+    job = program.wait_for_line(r"^job ([\w-]+) on")[1]
+    return Run(program, cluster.observer, job, program.wait_for_line(r"^run ([\w-]+):")[1])
+
+
+@dataclass
+class Lost:
+    """What a run has lost with a host: its newest step, or update, before; what it has gone on from; what was saved."""
+
+    newest: int
+    restored: int
+    saved: int
+
+    def check(self, name: str) -> None:
+        sys.stdout.write(f"{name}: lost {self.newest - self.restored} of {self.newest}, saved was {self.saved}\n")
+        assert self.saved <= self.restored <= self.newest, (name, self)
+
+
+def lose_host(cluster: Cluster, runs: Mapping[str, Run]) -> dict[str, int]:
+    """The slow host goes, and with it its disk; an empty one comes. Returns the step of each run that was saved."""
+    for run in runs.values():
+        is_ready = partial(lambda run: run.saved and run.step > 50, run)
+        run.program.wait_until(is_ready, "steps, and a checkpoint in the store")
+    saved = {name: run.saved[-1] for name, run in runs.items()}
+    cluster.network.power_off(cluster.lost)
+    assert not cluster.lost.files.exists()
+    cluster.spare = cluster.network.add("spare")
+    start_ray(cluster.spare, cluster.head, num_cpus=cluster.num_cpus)
+    return saved
+
 
 pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600), pytest.mark.soak]
 SERVERS = ["workers=2", "sync.kind=parameter_server", "sync.servers=2", "sync.durable=true"]
@@ -27,6 +162,14 @@ LOOP += ["target_return=1000", "max_wall_s=3600", "learner.checkpoint_every_s=1"
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with bucket_cluster(tmp_path_factory.mktemp("disks"), num_cpus=7) as made:
         yield made
+
+
+def check_restored(name: str, run: Run, saved: int) -> None:
+    """It ends, after it went on from a checkpoint that was not older than `saved`."""
+    assert run.program.wait(STATE_S) == 0
+    [(_, lost), (_, restored), (_, stopped)] = run.list_events("workers_lost", "restored", "stopped")
+    Lost(lost["step"], restored["step"], saved).check(name)
+    assert stopped["step"] == STEPS
 
 
 def test_hosts_see_nothing_of_each_other(cluster: Cluster) -> None:
@@ -56,10 +199,7 @@ def test_runs_go_on_from_their_checkpoints_when_a_host_is_lost_with_its_disk(clu
         learner = runs.pop("learner")
         learner.program.wait_until(lambda: learner.list_events("learner_restarted"), "another learner")
         for name, run in runs.items():
-            assert run.program.wait(STATE_S) == 0
-            [(_, lost), (_, restored), (_, stopped)] = run.list_events("workers_lost", "restored", "stopped")
-            Lost(lost["step"], restored["step"], saved[name]).check(name)
-            assert stopped["step"] == STEPS
+            check_restored(name, run, saved[name])
         [(_, lost)] = learner.list_events("learner_restarted")
         Lost(lost["updates"], lost["restored_updates"], saved["learner"]).check("learner")
         learner.program.wait_until(lambda: learner.count_updates() > lost["updates"], "what was lost, learnt again")
@@ -92,12 +232,34 @@ def test_a_run_goes_on_when_the_host_of_its_gateway_and_its_learner_is_lost(tmp_
         assert segments["dropped"].get("stale_consumption", 0) < 0.05 * segments["consumed"]
 
 
+def test_ranks_that_keep_their_weights_whole_go_on_from_their_checkpoint(tmp_path: Path) -> None:
+    with bucket_cluster(tmp_path, num_cpus=2, num_head_cpus=2) as made, ExitStack() as stack:
+        run = find(begin(stack, made, "train", *TRAINING, "workers=3", "parallel=ddp"), made)
+        check_restored("ddp", run, lose_host(made, {"ddp": run})["ddp"])
+
+
+def test_a_trial_of_a_sweep_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """Both trials are on the host that is lost."""
+    words = [f"train.{word}" for word in TRAINING] + ["trials=2", "concurrent=2", "metric=loss", "direction=min"]
+    words.append("space={optimizer.learning_rate: 'log(0.001,0.01)'}")
+    with bucket_cluster(tmp_path, num_cpus=2, num_head_cpus=0) as made, ExitStack() as stack:
+        sweep = find(begin(stack, made, "sweep", *words), made)
+        trials = {f"trial {number}": replace(sweep, id=f"{sweep.id}-t{number:03d}") for number in range(2)}
+        saved = lose_host(made, trials)
+        assert sweep.program.wait(STATE_S) == 0
+        assert any(trial.list_events("restored") for trial in trials.values())
+        for name, trial in trials.items():
+            assert trial.step == STEPS
+            for _, restored in trial.list_events("restored"):
+                Lost(STEPS, restored["step"], saved[name]).check(name)
+
+
 def test_a_host_that_had_nothing_of_a_run_shows_it_and_resumes_it(cluster: Cluster) -> None:
     """It is not of the cluster: it has the bucket alone."""
     client, run_id = cluster.client, cluster.trained
     wait_for(lambda: run_id in client.run("shoal", "runs"), STATE_S, "the copy of its record")
     assert f"The report of {run_id} (finished)" in client.run("shoal", "report", run_id)
-    (client.files / "project/line.py").write_text(TASK)
+    shutil.copy(LINE, client.files / "project")
     words = [f"resume={run_id}", "workers=1", "parallel=ddp", f"stop.steps={STEPS + 20}"]
     assert f"{STEPS + 20} steps" in client.run(sys.executable, "-m", "shoal.train", *words)
     restored = [details["step"] for kind, details in cluster.observer.observe(run_id)["events"] if kind == "restored"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,37 +15,117 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from kube_pods import Pods
 from network import Host, network, why_none
 
 from bucket_server import BUCKET
 from certificates import Authority
 from shoal.libs.kube import command
-from shoal_program import ROOT
+from shoal_program import ROOT, STATE_S, Program
+
+GCS, DASHBOARD = 6379, 8265
+READ = "import sys, httpx2; print(httpx2.get(sys.argv[1], verify=False, timeout=5).status_code)"
+
+
+class Pods:
+    """A RayCluster: the pods of one manifest. `stack` ends them."""
+
+    def __init__(self, cluster: Mapping[str, Any], secret: Mapping[str, Any], stack: ExitStack) -> None:
+        self._cluster, self._tokens, self._stack = cluster, secret["stringData"], stack
+        self._head: Host | None = None
+        self._programs: dict[str, Program] = {}
+
+    @property
+    def head(self) -> Host:
+        assert self._head is not None
+        return self._head
+
+    @property
+    def ray_environment(self) -> dict[str, str]:
+        """Which KubeRay gives to all containers of a cluster with `authOptions`."""
+        assert self._cluster["authOptions"]["mode"] == "token"
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._tokens["auth_token"]}
+
+    def start_head(self, host: Host) -> None:
+        self._head = host
+        self._start(host, "head", self._cluster["headGroupSpec"], {"head": ""})
+
+    def start_worker(self, host: Host, group: str) -> None:
+        [found] = [each for each in self._cluster["workerGroupSpecs"] if each["groupName"] == group]
+        self._start(host, group, found, {"address": f"{self.head.address}:{GCS}"})
+
+    def stop(self, host: Host, group: str) -> None:
+        """As Kubernetes removes a pod: `preStop`, then SIGTERM."""
+        [found] = [each for each in self._cluster["workerGroupSpecs"] if each["groupName"] == group]
+        container = found["template"]["spec"]["containers"][0]
+        command = container["lifecycle"]["preStop"]["exec"]["command"]
+        with host.start(
+            command, self._get_environment(container) | {"RAY_ADDRESS": f"{self.head.address}:{GCS}"}
+        ) as stopping:
+            assert stopping.wait() == 0
+        host.run("bash", "-c", "! pgrep -x raylet && kill -TERM $(pgrep -f '[r]ay start')")
+        self._programs[host.name].wait(STATE_S)
+
+    def submit(self, client: Host, job: Mapping[str, Any]) -> str:
+        """What the submitter of a RayJob says, to the job's end. Raises AssertionError when it fails."""
+        words = ["ray", "job", "submit", "--address", f"http://{self.head.address}:{DASHBOARD}"]
+        if "entrypointResources" in job:
+            words += ["--entrypoint-resources", job["entrypointResources"]]
+        typed = f"{shlex.join(words)} -- {_place(job['entrypoint'])}"
+        with client.start(["bash", "-c", typed], self.ray_environment) as submitting:
+            assert submitting.wait() == 0
+            return submitting.said
+
+    def apply_service(self, client: Host, config: str) -> None:
+        """Give Serve a RayService's configuration, and wait until its applications run."""
+        url = f"http://{self.head.address}:{DASHBOARD}/api/serve/applications/"
+        content = json.dumps(yaml.safe_load(_place(config)))
+        client.run(sys.executable, str(ROOT / "tests/hosts/apply_serve.py"), url, self._tokens["auth_token"], content)
+
+    def is_ready(self, client: Host, host: Host, group: str) -> bool:
+        """Whether the pod passes its readiness probe."""
+        [found] = [each for each in self._cluster["workerGroupSpecs"] if each["groupName"] == group]
+        probe = found["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]
+        url = f"{probe.get('scheme', 'HTTP').lower()}://{host.address}:{probe['port']}{probe['path']}"
+        with client.start([sys.executable, "-c", READ, url]) as reading:
+            return reading.wait() == 0 and reading.said.split()[-1] == "200"
+
+    def _start(self, host: Host, name: str, group: Mapping[str, Any], first: Mapping[str, str]) -> None:
+        container = group["template"]["spec"]["containers"][0]
+        limits = container["resources"]["limits"]
+        given = {"num-cpus": limits["cpu"], "metrics-export-port": "8080", "dashboard-agent-listen-port": "52365"}
+        given |= {**group["rayStartParams"], "object-store-memory": "200000000"}
+        options = [f"--{option}={value}" if value else f"--{option}" for option, value in {**first, **given}.items()]
+        ray = f"ray start {' '.join(options)} --block"
+        command = f"{' '.join(container['command'])} && ulimit -n $(ulimit -Hn); {ray}"
+        address = "127.0.0.1" if "head" in first else self.head.address
+        environment = self._get_environment(container) | {"RAY_ADDRESS": f"{address}:{GCS}"}
+        program = self._stack.enter_context(host.start(["bash", "-c", _place(command)], environment))
+        self._programs[host.name] = program
+        program.wait_for_line(".*Ray runtime started.*")
+
+    def _get_environment(self, container: Mapping[str, Any]) -> dict[str, str]:
+        found = dict(self.ray_environment)
+        for each in container["env"]:
+            secret = each.get("valueFrom", {}).get("secretKeyRef")
+            found[each["name"]] = self._tokens[secret["key"]] if secret else _place(each["value"])
+        return found
+
+
+def _place(text: str) -> str:
+    """Put the folders of the image, and those of volumes, where hosts have them."""
+    places = {
+        "/opt/shoal/jobs": str(ROOT / "jobs"),
+        "/var/lib/shoal": "/tmp/ray/home",
+        "/etc/shoal/tls": "/tmp/ray/tls",
+        "shoal.cluster.host_environment)": "shoal.cluster.host_environment /tmp/ray/ha)",
+    }
+    for there, here in places.items():
+        text = text.replace(there, here)
+    return text
+
 
 pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600), pytest.mark.soak]
 RATE, ASKING_S = 10, 45
-TASK = """\
-import torch
-from torch.utils.data import TensorDataset
-
-import shoal
-
-
-class Line(shoal.Task):
-    def model(self):
-        return torch.nn.Linear(1, 1)
-
-    def data(self):
-        x = torch.arange(64.0)[:, None] / 64
-        return shoal.Data(train=TensorDataset(x, 2 * x))
-
-    def inputs(self, batch):
-        return (batch[0],)
-
-    def loss(self, outputs, batch):
-        return (outputs - batch[1]).square().mean()
-"""
 
 
 def render(folder: Path, *words: str) -> list[dict[str, Any]]:
@@ -73,7 +156,7 @@ def test_pods_train_and_serve_and_a_drained_one_cuts_nothing(tmp_path: Path, mon
         pods = Pods(service["spec"]["rayClusterConfig"], secret, stack)
 
         def add_pod(host: Host) -> None:
-            (host.files / "project/line.py").write_text(TASK)
+            shutil.copy(ROOT / "tests/hosts/line.py", host.files / "project")
             files = authority.sign(name=host.name, names=(host.address,))
             host.run("mkdir", "/tmp/ray/tls", "/tmp/ray/home")
             root = Path(*host.files.parts[:4])

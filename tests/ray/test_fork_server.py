@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from shoal.cluster.forking import fork_client
-from shoal.cluster.forking.fork_client import ADDRESS_VARIABLE, WorkerRequest, parse_worker_request, request_fork
+from shoal.cluster.forking.fork_client import ADDRESS_VARIABLE, WorkerRequest, parse_worker_request
 from shoal.cluster.forking.fork_server import can_fork
 from waiting import wait_for
 
@@ -280,8 +280,3 @@ def test_what_ray_does_to_start_some_workers_is_left_to_ray(context: dict[str, o
     assert plain["environment"] == {"A": "1", "B": "2"}
     assert parse_worker_request([*words, "--serialized-runtime-env-context=" + json.dumps(context)], {}) is None
     assert parse_worker_request(["/ray/cpp/default_worker", "--language=CPP"], {}) is None
-
-
-def test_nobody_who_forks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert not request_fork("fork.sock", request())

@@ -40,12 +40,10 @@ CPU = torch.device("cpu")
 GPUS = ["0", "1", "2", "3"]
 PAIRS = {",".join(pair) for pair in itertools.permutations(GPUS, 2)}
 DEVICES: dict[float, set[str]] = {0: {""}, 0.5: set(GPUS), 1: set(GPUS), 2: PAIRS}
-KINDS: dict[str, set[float]] = {
+ALL_KINDS: dict[str, set[float]] = {
     **{"task": {0, 0.5, 1, 2}, "actor": {0, 0.5, 1, 2}, "task of an actor": {0}, "mailbox": {0}},
     **{"worker of replicas": {0, 1}, "server of replicas": {0}},
-    **{"learner": {0.5}, "replica of a learner": {0.5}, "gateway": {0}, "weight store": {0}},
-}
-ALL_KINDS = KINDS | {
+    **{"gateway": {0}, "weight store": {0}},
     **{"learner": {0, 0.5, 1}, "replica of a learner": {0, 0.5, 1}, "trainer": {0, 1, 2}, "population members": {0, 1}},
     **{kind: {0, 0.5, 1, 2} for kind in ("sweep trial", "batch-predict", "serve replica")},
 }
@@ -202,34 +200,26 @@ def test_a_job_brings_the_switch_along_unless_its_cluster_has_it(monkeypatch: py
     assert asked == [{"env_vars": HIDE_GPUS}, None, None]
 
 
-def read_rows(cluster: EmbeddedCluster, *words: str, **variables: str) -> list[list[Any]]:
+def read_rows(cluster: EmbeddedCluster, **variables: str) -> list[list[Any]]:
     """What `gpu_workers.py` prints. variables: "" removes one"""
     path = os.pathsep.join(filter(None, ["tests", os.environ.get("PYTHONPATH")]))
     env = {**os.environ, **cluster.environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
-    with Program(
-        [sys.executable, "tests/gpu_workers.py", *words], env={name: value for name, value in env.items() if value}
-    ) as program:
+    env = {name: value for name, value in env.items() if value}
+    with Program([sys.executable, "tests/gpu_workers.py"], env=env) as program:
         assert program.wait() == 0
         return [json.loads(line) for line in program.said.splitlines() if line.startswith('["')]
 
 
-def require_own_devices(rows: list[list[Any]], kinds: dict[str, set[float]]) -> None:
+def require_own_devices(rows: list[list[Any]]) -> None:
     asked_by_kind, processes = defaultdict(set), defaultdict(set)
     for kind, asked, seen, process in rows:
         assert seen in DEVICES[asked], (kind, asked, seen)
         asked_by_kind[kind].add(asked)
         processes[kind].add(process)
-    assert asked_by_kind == kinds
+    assert asked_by_kind == ALL_KINDS
     held = [seen for kind, asked, seen, _ in rows if kind == "worker of replicas" and asked]
     assert sorted(held) == GPUS, "four workers at once, each on a GPU of its own"
     assert len(processes["task"]) == 2  # of eight tasks: used again, by those with a GPU and by those without
-
-
-@pytest.mark.soak
-def test_workers_see_what_they_reserve_on_a_cluster_that_hides_nothing() -> None:
-    """As others start it. The driver, which finds no HIDE_GPUS in its environment, brings them along."""
-    with start_cluster(num_cpus=8, num_gpus=4, environment=dict.fromkeys(HIDE_GPUS, "0")) as cluster:
-        require_own_devices(read_rows(cluster, **dict.fromkeys(HIDE_GPUS, "")), KINDS)
 
 
 @pytest.mark.soak
@@ -237,4 +227,4 @@ def test_workers_see_what_they_reserve_on_a_cluster_that_hides_nothing() -> None
 def test_every_kind_of_worker_sees_what_it_reserves(is_ours: bool) -> None:
     off = {} if is_ours else dict.fromkeys(HIDE_GPUS, "0")
     with start_cluster(num_cpus=8, num_gpus=4, environment=off) as cluster:
-        require_own_devices(read_rows(cluster, "all", **dict.fromkeys(off, "")), ALL_KINDS)
+        require_own_devices(read_rows(cluster, **dict.fromkeys(off, "")))

@@ -112,7 +112,7 @@ PAIRS = [
 @pytest.mark.parametrize(
     "cells",
     [
-        ["loop", "connect", "fit"],
+        ["loop", "connect"],
         pytest.param([*PAIRS, *PAIRS, KINDS[0]], marks=pytest.mark.soak),
     ],
     ids=["without Ray", "pairs"],

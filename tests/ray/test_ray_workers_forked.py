@@ -30,9 +30,6 @@ class Worker:
 
         return {"torch": was_imported, "threads": torch.get_num_threads(), "said": os.environ.get("OMP_NUM_THREADS")}
 
-    def imports(self, name: str) -> str | None:
-        return __import__(name).__file__
-
     def starts(self) -> int:
         return subprocess.Popen(["sleep", "600"]).pid
 
@@ -57,23 +54,6 @@ def test_an_actor_is_forked_and_has_its_processors(fork_server: psutil.Process) 
     worker: Any = Worker.remote()
     assert ray.get(worker.parent.remote()) == fork_server.pid
     assert ray.get(worker.finds.remote()) == {"torch": False, "threads": 1, "said": "1"}
-
-
-def test_what_a_job_brings_along_is_found_first(fork_server: psutil.Process, tmp_path: Path) -> None:
-    for name in ("brought_along", "uvicorn"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / f"{name}.py").touch()
-        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-        worker: Any = Worker.options(runtime_env={"env_vars": {"PYTHONPATH": path}}).remote()
-        assert ray.get(worker.imports.remote(name)) == str(folder / f"{name}.py")
-        assert (ray.get(worker.parent.remote()) == fork_server.pid) == (name != "uvicorn")
-
-
-def test_who_says_how_many_threads_has_them(fork_server: psutil.Process) -> None:
-    worker: Any = Worker.options(runtime_env={"env_vars": {"OMP_NUM_THREADS": "2"}}).remote()
-    assert ray.get(worker.finds.remote())["said"] == "2"
-    assert ray.get(worker.parent.remote()) != fork_server.pid
 
 
 @pytest.mark.parametrize("by", ["ray.kill", "SIGKILL"])

@@ -11,23 +11,21 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MappingProxyType
 from typing import TypeVar
 
 import shoal.runs
 from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle, set_environment
 from shoal.config import Spec, last_override
 from shoal.errors import ClusterError, ShoalError
+from shoal.runs.event_messages import format_warning
 from shoal.runs.json_lines import JSON, TEXT, log_json, write_json_lines
 from shoal.runs.record.provenance import restore_secrets
-from shoal.runs.report.event_messages import format_warning
 
 SpecT = TypeVar("SpecT", bound=Spec)
 CHECK, HELP = "--check", ("-h", "--help")
 ACTORS_INFERENCE = "SHOAL_ACTORS_INFERENCE"  # where the actors of `shoal run` have their policy: for the job's check
-NOT_RENAMED: Mapping[str, str] = MappingProxyType({})
 
 
 def job_main(
@@ -36,13 +34,11 @@ def job_main(
     job: str,
     check: Callable[[SpecT], object] = lambda spec: None,
     arguments: Sequence[str] | None = None,
-    renamed: Mapping[str, str] = NOT_RENAMED,
     needs_cluster: bool = True,
 ) -> None:
     """Run `run(spec with overrides applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError or OSError.
 
     spec:    what the words change, or a function that finds it by looking at them
-    renamed: fields' old names -> their names; a word with an old one is taken, with a warning
     needs_cluster: False where, without $RAY_ADDRESS, this process is enough
 
     `--help` prints the fields. `--check` validates the overrides, runs `check` and exits. `resume=RUN` takes every
@@ -50,11 +46,7 @@ def job_main(
     """
     sys.path.append(os.getcwd())  # overrides may name modules there; the job's own folder is in it already
     words = restore_secrets(sys.argv[1:]) if arguments is None else list(arguments)
-    fields = []
-    for name, separator, value in (word.partition("=") for word in words if word not in (CHECK, *HELP)):
-        if name in renamed:
-            print(f"warning: the field {name} is called {renamed[name]} now", file=sys.stderr, flush=True)
-        fields.append(f"{renamed.get(name, name)}{separator}{value}")
+    fields = [word for word in words if word not in (CHECK, *HELP)]
     try:
         if not isinstance(spec, Spec):
             base = spec(fields)

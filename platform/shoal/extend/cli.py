@@ -16,13 +16,13 @@ if TYPE_CHECKING:
         strip_task_key,
     )
     from shoal.cli.support.jobs import (
+        JobLogReader,
         describe_failure,
         find_job,
         ignore_further_interrupts,
         interrupt_on_termination,
         job_environment,
         new_run_id,
-        read_job_lines,
         validate_overrides,
     )
     from shoal.cli.support.options import SECONDS, FiniteRange, ca_option

@@ -6,6 +6,7 @@ from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
     from shoal.batching.batcher import PendingBatch, Prediction
+    from shoal.client.payload import ArrayLike
     from shoal.open_inference.binary_tensors import from_binary, to_binary
     from shoal.open_inference.request_schema import REFUSED_PARAMETERS, RequestSchema, format_tensor_type
     from shoal.serve.http.codec import HttpCodec
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
         decompress_in_thread,
     )
     from shoal.serve.scaling.policy import EndpointLoad, ReplicaLoad, ScalePolicy
-    from shoal.serve.spec.batch_layout import BatchLayout
+    from shoal.serve.spec.batch_layout import BatchLayout, has_batch_first
     from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S, EndpointSpec, GangSplit, GpuCount, TraceDestination
     from shoal.serve.spec.model_options import ModelOptions
     from shoal.serve.spec.model_source import ModelPackage, RegisteredModel

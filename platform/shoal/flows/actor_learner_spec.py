@@ -12,18 +12,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from shoal.registry import AliasNames
-from shoal.rl.algorithm_config import find_algorithm_config_type
 from shoal.rl.spec import RLSpec
 from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, with_default_values
 
 NAMED_BY_ENV = "named-by-env"
 ONLY_POLICY = ""  # the name of the policy of a run that has one
 # Fields' names from before there were several algorithms.
-OLDER_FIELDS = {
-    f"impala.{name}": f"algorithm.{name}"
-    for name in find_algorithm_config_type("impala").model_fields
-    if name != "name"
-}
 _IS_JOB = re.compile(r"\bActorLearnerSpec\b")
 TRIAL_FACTOR = 6  # docs/decisions/028-trials.md
 

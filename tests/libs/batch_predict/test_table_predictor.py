@@ -77,8 +77,9 @@ def test_a_column_of_errors_is_an_input_s_where_none_are_skipped() -> None:
 
 def test_one_bad_row_ends_it_unless_it_is_to_be_skipped() -> None:
     table = rows(1, 2, -1, 4, 5, 6)
-    with pytest.raises(InferenceError, match="'total' is not finite"):
-        predictor(columns_by_input={"x": ["a", "b"]})(table)
+    for given in (table, table.select(["b", "a", "id"])):  # whatever the order of its columns
+        with pytest.raises(InferenceError, match="'total' is not finite"):
+            predictor(columns_by_input={"x": ["a", "b"]})(given)
     answered = predictor(columns_by_input={"x": ["a", "b"]}, skip_errors=True)(table)
     assert answered["total"].to_pylist() == [4.0, 6.0, None, 10.0, 12.0, 14.0]
     assert ["not finite" in (error or "") for error in answered["error"].to_pylist()] == [False, False, True] + [

@@ -67,12 +67,6 @@ class LateLayer(Chain):
         return self.c(h) if bool(x[0, 0] >= 0) else self.other(h)
 
 
-class LateParameter(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.c(self.b(self.a(x).relu()).relu())
-        return h if bool(x[0, 0] >= 0) else (h * self.bias).argmax(-1)[:, None].expand(-1, 4).float()
-
-
 class EarlyLayer(Chain):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x) if bool(x[0, 0] >= 0) else self.other(x)
@@ -89,14 +83,6 @@ class Flagged(Chain):
         return torch.where(chosen, h, -h)
 
 
-class Branching(Flagged):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x).relu()
-        chosen = h.mean() < -1
-        h = self.c(self.b(h).relu())
-        return h if chosen else -h
-
-
 class Tied(nn.Module):
     """Uses its embedding again, without a gradient."""
 
@@ -111,14 +97,13 @@ class Tied(nn.Module):
         return nn.functional.linear(h, self.embedding.weight).argmax(-1), self.value(h)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(LateLayer, "other"), (LateParameter, "bias")])
-def test_a_branch_for_which_a_stage_has_no_weights_is_an_error(kind: type[nn.Module], name: str) -> None:
-    version = register(kind)
+def test_a_branch_for_which_a_stage_has_no_weights_is_an_error() -> None:
+    version = register(LateLayer)
     options = ModelOptions(max_batch_size=16, finite=False)
     expected = predictor_of(version, None, options).load(version.snapshot())
     with started(ThreadLauncher()) as gang:
         loaded = predictor_of(version, gang, options).load(version.weight_file())
-        with pytest.raises(ModelError, match=name):
+        with pytest.raises(ModelError, match="other"):
             loaded.predict_batch(request(-1, 2, 3, 4))
         one, other = (each.predict_batch(request(1, 2, 3, 4))[0]["y"] for each in (loaded, expected))
         np.testing.assert_allclose(one, other, rtol=1e-4)
@@ -137,12 +122,6 @@ def test_a_branch_for_which_the_stage_has_the_weights_is_answered() -> None:
 class Whole(Chain):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).argmax(-1)
-
-
-class WithoutGradient(Chain):
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.b(self.a(x)))
 
 
 class Listed(Chain):
@@ -167,9 +146,7 @@ TIED: list[Spec] = [("choice", "INT64", [-1]), ("value", "FP32", [-1, 1])]
 REJECTED: list[tuple[type[nn.Module], Spec, list[Spec], str]] = [
     (Tied, TOKENS, TIED, "embedding.weight"),
     (Flagged, X, [Y], "used by a worker that does not have it"),
-    (Branching, X, [Y], "used by a worker that does not have it"),
     (Whole, X, [("y", "INT64", [-1])], "gradients of floating-point outputs"),
-    (WithoutGradient, X, [Y], "gradients of floating-point outputs"),
     (Listed, X, [Y], "has a parameter in a list or an object"),
     (Picky, ("x", "FP32", [-1, -1]), [Y], r"example \(x \[2, 16\]\)"),
 ]

@@ -19,6 +19,7 @@ from shoal.libs.kube.command import kube
 pytestmark = pytest.mark.skipif(not CRDS.exists(), reason="KubeRay's schemas are not here")
 IMAGE, STORE = "kube.image=example.org/shoal:1", "kube.store=s3://bucket/shoal"
 PLAIN = (IMAGE, STORE)
+INSECURE = ("endpoint", "digits", "endpoint.insecure=true", *PLAIN)
 TASK = "task=lenet"
 GPU_GROUP = "kube.groups=[{name: gpu, cpus: 8, gpus: 2, max: 3, spot: gke}]"
 
@@ -69,15 +70,13 @@ SPECS: dict[str, tuple[tuple[str, ...], str, object]] = {
     "cluster": (("cluster", "kube.name=lab", *PLAIN), "spec.enableInTreeAutoscaling", "yes"),
     "cluster of fixed size": (
         (
+            *("cluster", IMAGE, "kube.home_claim=shared", "kube.credentials=aws", "kube.secret=own"),
             *(
-                "cluster",
-                IMAGE,
-                "kube.home_claim=shared",
-                "kube.credentials=aws",
-                "kube.secret=own",
                 "kube.autoscale=false",
+                "kube.workers.min=3",
+                "kube.pull_secrets=[registry]",
+                "kube.service_account=shoal",
             ),
-            *("kube.workers.min=3", "kube.pull_secrets=[registry]", "kube.service_account=shoal"),
         ),
         "spec.workerGroupSpecs.0.template.spec.volumes.0.persistentVolumeClaim",
         "shared",
@@ -150,19 +149,15 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("endpoint", "digits", "endpoint.insecure=true", "endpoint.port=80", *PLAIN), "endpoint.port"),
     (("endpoint", "digits", "endpoint.insecure=true", "endpoint.token=hidden-word", *PLAIN), "endpoint.token"),
     (("endpoint", "digits", "endpoint.tls.certificate=a", "endpoint.tls.key=b", *PLAIN), "kube.tls_secret"),
-    (
-        ("endpoint", "digits", "endpoint.insecure=true", "endpoint.keys=[{name: ada, key: hidden-word}]", *PLAIN),
-        "endpoint.keys.0.key",
-    ),
+    ((*INSECURE, "endpoint.keys=[{name: ada, key: hidden-word}]"), "endpoint.keys.0.key"),
 ]
 
 
-INSECURE = ("endpoint", "digits", "endpoint.insecure=true", *PLAIN)
+GPU_WORKERS, HALF_GPUS = ("endpoint.num_gpus=1", "kube.workers.gpus=1"), "{name: b, cpus: 1, gpus: 1, max: 1}"
 TAINT = "kube.workers.tolerations=[{{{}}}]"
 # The rules of Kubernetes' API server and of KubeRay's containers, which the schemas do not have.
 REFUSED += [
     (("cluster", *PLAIN, TAINT.format("key: a, operator: Exist")), "kube.workers.tolerations.0.operator = 'Exist'"),
-    (("cluster", *PLAIN, TAINT.format("key: a, effect: NoSchedul")), "kube.workers.tolerations.0.effect"),
     (("cluster", *PLAIN, TAINT.format("key: a, operater: Exists")), "kube.workers.tolerations.0.operater"),
     (("cluster", *PLAIN, TAINT.format("key: a b, operator: Exists")), "'a b' is no key"),
     (("cluster", *PLAIN, TAINT.format("key: a, value: x y")), "kube.workers.tolerations.0.value"),
@@ -170,29 +165,16 @@ REFUSED += [
     (("cluster", *PLAIN, TAINT.format("effect: NoSchedule")), "has no key"),
     (("cluster", *PLAIN, TAINT.format("key: a, value: b, tolerationSeconds: 3")), "effect: NoExecute"),
     (("cluster", *PLAIN, "kube.head.tolerations=[{key: a, operator: exists}]"), "kube.head.tolerations.0.operator"),
-    (
-        ("cluster", *PLAIN, "kube.groups=[{name: b, tolerations: [{key: a, effect: no}]}]"),
-        "kube.groups.0.tolerations.0",
-    ),
-    (("cluster", *PLAIN, "kube.workers.node_selector={my role: x}"), "kube.workers.node_selector"),
+    (("cluster", *PLAIN, "kube.groups=[{name: b, tolerations: [{key: a, effect: no}]}]"), "groups.0.tolerations.0"),
     (("cluster", *PLAIN, "kube.workers.node_selector={role: x/y}"), "'x/y' is no value"),
     (("cluster", *PLAIN, "kube.workers.node_selector={Example.org/role: x}"), "'Example.org/role' is no key"),
     (("cluster", *PLAIN, "kube.service_annotations={example.org/a b: x}"), "'example.org/a b' is no key"),
-    (("cluster", *PLAIN, "kube.service_annotations={a/b/c: x}"), "kube.service_annotations"),
     (("cluster", *PLAIN, f"kube.service_annotations={{{'a' * 64}: x}}"), "kube.service_annotations"),
     (("cluster", *PLAIN, "kube.credentials=a..b"), "kube.credentials"),
     (("cluster", *PLAIN, "kube.gpu_resource=-/gpu"), "kube.gpu_resource"),
     *(
         (("cluster", STORE, f"kube.image={image}"), "kube.image")
-        for image in (
-            "My/Shoal:1",
-            "shoal 1",
-            "shoal:",
-            "host:port/shoal",
-            "a//b",
-            "shoal@sha256:12",
-            "https://a.b/c:1",
-        )
+        for image in ("My/Shoal:1", "shoal 1", "shoal:", "host:port/shoal", "a//b", "shoal@sha256:12")
     ),
     ((*INSECURE, "endpoint.num_cpus=8"), "endpoint.num_cpus = 8.0: is more than the 4 CPUs of a pod"),
     ((*INSECURE, "endpoint.num_gpus=1"), "kube.workers.gpus=1"),
@@ -201,13 +183,7 @@ REFUSED += [
     ((*INSECURE, "endpoint.num_cpus=3", "endpoint.num_replicas=5"), "endpoint.num_replicas = 5"),
     ((*INSECURE, "endpoint.num_cpus=4", "endpoint.scale={min: 5, max: 8}"), "endpoint.scale.min = 5"),
     (
-        (
-            *INSECURE,
-            "endpoint.num_cpus=8",
-            "endpoint.num_gpus=1",
-            "kube.workers.gpus=1",
-            "kube.groups=[{name: b, cpus: 8}]",
-        ),
+        (*INSECURE, "endpoint.num_cpus=8", *GPU_WORKERS, "kube.groups=[{name: b, cpus: 8}]"),
         "0 processes of 8 CPUs and 1 GPUs",
     ),
 ]
@@ -226,12 +202,7 @@ REFUSED += [
         ("cluster", *PLAIN, "kube.service_annotations={Example.org/A_b.c: 'any text: 1'}", "kube.name=lab"),
         ("cluster", *PLAIN, "kube.workers.node_selector={cloud.google.com/gke-spot: 'true', role: ''}"),
         (*INSECURE, "endpoint.num_cpus=0.1", "endpoint.num_replicas=160"),
-        (
-            *INSECURE,
-            "endpoint.num_gpus=0.5",
-            "kube.groups=[{name: b, cpus: 1, gpus: 1, max: 1}]",
-            "endpoint.num_replicas=2",
-        ),
+        (*INSECURE, "endpoint.num_gpus=0.5", f"kube.groups=[{HALF_GPUS}]", "endpoint.num_replicas=2"),
         (*INSECURE, "endpoint.model.device=cuda", "kube.workers.gpus=1", "endpoint.num_replicas=4"),
     ],
 )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import time
@@ -16,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import click
 import psutil
@@ -27,7 +26,7 @@ from shoal.cli.commands import cluster as verbs
 from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.support.jobs import ignore_further_interrupts, interrupt_on_termination
 from shoal.client.discovery import find_endpoint
-from shoal.cluster import attach, dashboard_api, embedded_cluster
+from shoal.cluster import attach, embedded_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.dashboard_api import ClusterResources
 from shoal.cluster.jobs import SILENCE_TIMEOUT_S, JobHandle, JobInfo, JobStatus
@@ -42,17 +41,29 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("words", [[], ["--json"]])
-def test_status_shows_no_secret_of_a_job(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = ClusterHandle("127.0.0.1:6379", "http://127.0.0.1:8265", "token", {}, temp_dir=Path("/tmp/none"))
-    command = "cd /tmp && exec python -m job 'endpoint.keys=[{name: ada, key: S3CRET}]' endpoint.port=80"
+def show(*words: str) -> str:
+    """What `shoal status` says."""
+    return CliRunner().invoke(verbs.status, words, catch_exceptions=False).output
+
+
+def attach_to(handle: ClusterHandle | None, monkeypatch: pytest.MonkeyPatch, *jobs: JobInfo) -> None:
+    """The cluster that `shoal status` finds, with these jobs."""
     monkeypatch.setattr(verbs, "find_cluster", lambda address: handle)
     monkeypatch.setattr(verbs, "get_resources", lambda cluster: ClusterResources(1, 2.0, 0.0, 0, 0, 0.0))
-    monkeypatch.setattr(verbs, "list_jobs", lambda cluster: [JobInfo("one", JobStatus.RUNNING, command, "", 0.0)])
-    shown = CliRunner().invoke(verbs.status, words, catch_exceptions=False).output
-    assert "S3CRET" not in shown
-    assert "endpoint.keys=***" in shown
-    assert "endpoint.port=80" in shown
+    monkeypatch.setattr(verbs, "list_jobs", lambda cluster: [*jobs])
+
+
+def test_status_shows_names_and_addresses_as_they_are_and_no_secret_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = ClusterHandle("[fe80::1]:6379", "http://[fe80::1]:8265", "token", {}, temp_dir=None)
+    command = "cd /tmp && exec python -m job 'endpoint.keys=[{name: ada, key: S3CRET}]' endpoint.port=80"
+    attach_to(handle, monkeypatch, JobInfo("one", JobStatus.RUNNING, command, "", 0.0))
+    with runs.create("play[fast]:key:", "", "one") as run:
+        run.record_endpoint("shop[/]", "inference", "http://[fe80::1]:8000", "ready")
+        for shown in (show(), show("--json")):
+            for word in ("http://[fe80::1]:8265", "play[fast]:key:", "endpoint.keys=***", "endpoint.port=80"):
+                assert word in shown
+            assert "S3CRET" not in shown
+        assert "shop[/]  http://[fe80::1]:8000" in show()
 
 
 MANY_NEWER = """
@@ -65,64 +76,49 @@ SELECT number + i, id || i, job, 'finished', spec, command, git_revision, git_di
 
 
 def test_an_endpoint_is_found_however_many_runs_are_newer(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "find_cluster", lambda address: None)
+    attach_to(None, monkeypatch)
     with runs.create("serve", "", "one") as run:
         run.record_endpoint("shop", "inference", "http://127.0.0.1:8000", "ready")
         with closing(connect(home)) as connection:
             connection.execute(MANY_NEWER)
         assert find_endpoint("shop").run_id == "one"
-        assert "shop  http://127.0.0.1:8000" in CliRunner().invoke(verbs.status, []).output
+        assert "shop  http://127.0.0.1:8000" in show()
     with pytest.raises(RunError, match="no endpoint is up"):
         find_endpoint("shop")
 
 
-def test_status_shows_names_and_addresses_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = ClusterHandle("[fe80::1]:6379", "http://[fe80::1]:8265", "token", {}, temp_dir=None)
-    monkeypatch.setattr(verbs, "find_cluster", lambda address: handle)
-    monkeypatch.setattr(verbs, "get_resources", lambda cluster: ClusterResources(1, 2.0, 0.0, 0, 0, 0.0))
-    monkeypatch.setattr(verbs, "list_jobs", lambda cluster: [])
-    with runs.create("play[fast]:key:", "", "one") as run:
-        run.record_endpoint("shop[/]", "inference", "http://[fe80::1]:8000", "ready")
-        shown = CliRunner().invoke(verbs.status, [], catch_exceptions=False).output
-    for word in ("dashboard http://[fe80::1]:8265", "play[fast]:key:", "shop[/]  http://[fe80::1]:8000"):
-        assert word in shown
-
-
 def test_the_queue_shows_position_owner_priority_need_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "find_cluster", lambda address: None)
-    needs = {"GPU": 4.0}
+    attach_to(None, monkeypatch)
     with runs.create("train", "", "late") as late, runs.create("train", "", "first") as first:
         for run, position, owner, priority in ((late, 2, "ann@a", 0), (first, 1, "bob@b", 5)):
             reason = f"4 workers need a GPU each: {position} of 8 GPUs free"
-            entry = {"position": position, "owner": owner, "priority": priority, "needs": needs, "since_s": time.time()}
-            run.record_event("waiting", reason=reason, wait_s=1800.0, **entry)
-        shown = CliRunner().invoke(verbs.status, []).output
-        assert "queue\n  1  first  bob@b  priority 5  4 GPU  for 0 s\n     4 workers need a GPU each: 1 of 8" in shown
-        assert "  2  late  ann@a  priority 0  4 GPU  for" in shown
-        assert shown.count("    waiting in the queue\n") == 2
-        queue = json.loads(CliRunner().invoke(verbs.status, ["--json"]).output)["queue"]
+            entry = {"position": position, "owner": owner, "priority": priority, "since_s": time.time()}
+            run.record_event("waiting", reason=reason, wait_s=1800.0, needs={"GPU": 4.0}, **entry)
+        assert "queue\n  1  first  bob@b  priority 5  4 GPU  for 0 s\n     4 workers need a GPU each: 1 of 8" in show()
+        assert "  2  late  ann@a  priority 0  4 GPU  for" in show()
+        assert show().count("    waiting in the queue\n") == 2
+        queue = json.loads(show("--json"))["queue"]
         assert [(each["run"], each["position"]) for each in queue] == [("first", 1), ("late", 2)]
-        listed = CliRunner().invoke(runs_command, []).output
-        assert listed.count("waiting") == 2
+        assert CliRunner().invoke(runs_command, []).output.count("waiting") == 2
         assert "waiting: 4 workers need a GPU each: 1 of 8 GPUs free (up to 30 min)" in (
             CliRunner().invoke(runs_command, ["first"]).output
         )
         first.record_event("waiting", reason="", wait_s=1800.0)
         assert "running" in CliRunner().invoke(runs_command, ["first"]).output
-    assert "queue\n" not in CliRunner().invoke(verbs.status, []).output
+    assert "queue\n" not in show()
     with runs.reopen("late"):
-        assert "queue\n" not in CliRunner().invoke(verbs.status, []).output, "what it waited for before is past"
+        assert "queue\n" not in show(), "what it waited for before is past"
 
 
 def test_status_says_what_a_run_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "find_cluster", lambda address: None)
+    attach_to(None, monkeypatch)
     with runs.create("train", "", "one") as run:
         run.record_event("waiting", reason="waiting for nodes: 1 small is being started", wait_s=1800.0)
         told = "waiting for nodes: 1 small is being started (up to 30 min)"
-        assert f"    {told}\n" in CliRunner().invoke(verbs.status, []).output
-        assert json.loads(CliRunner().invoke(verbs.status, ["--json"]).output)["runs"][0]["waiting"] == told
+        assert f"    {told}\n" in show()
+        assert json.loads(show("--json"))["runs"][0]["waiting"] == told
         run.record_event("waiting", reason="", wait_s=1800.0)
-        assert "waiting" not in CliRunner().invoke(verbs.status, []).output
+        assert "waiting" not in show()
 
 
 class Unexpected(Exception):
@@ -140,33 +136,6 @@ def _handlers() -> Iterator[None]:
     yield
     for each, handler in before.items():
         signal.signal(each, handler)
-
-
-def is_locked(home: Path) -> bool:
-    with (home / "up.lock").open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def test_between_looking_for_a_cluster_and_the_word_of_it_no_other_begins(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[bool] = []
-    monkeypatch.setattr(verbs, "find_running_cluster", lambda: seen.append(is_locked(home)))
-
-    def start(**options: object) -> SimpleNamespace:
-        seen.append(is_locked(home))
-        assert options["save_as"] == home / "cluster.json"
-        return SimpleNamespace(dashboard_url="http://127.0.0.1:8265")
-
-    monkeypatch.setattr(verbs, "start_cluster", start)
-    result = CliRunner().invoke(verbs.up, [], catch_exceptions=False)
-    assert result.exit_code == 0
-    assert seen == [True, True]
-    assert not is_locked(home)
 
 
 @pytest.mark.parametrize("verb", [verbs.up, verbs.down])
@@ -294,39 +263,6 @@ def test_what_cleans_up_is_not_interrupted() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize(("scheme", "num_read"), [("http", 0), ("https", 1)])
-def test_asking_a_dashboard_again_and_again_reads_the_trusted_certificates_once_at_most(
-    scheme: str, num_read: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[object] = []
-    original = ssl.create_default_context
-    monkeypatch.setattr(ssl, "create_default_context", lambda *a, **k: read.append(a) or original(*a, **k))
-    dashboard_api._make_ssl_context.cache_clear()
-    handle = ClusterHandle("127.0.0.1:6379", f"{scheme}://127.0.0.1:8265", "token", {})
-    for _ in range(3):
-        dashboard_api.connect(handle).close()
-    assert len(read) == num_read
-
-
-class Asked(JobHandle):
-    """A job of which a dashboard that is a stand-in says these things, or fails to, at the times of a clock."""
-
-    def __init__(self, head_is_alive: bool, clock: SimpleNamespace) -> None:
-        cluster = SimpleNamespace(is_local=True, is_head_alive=lambda: head_is_alive)
-        super().__init__(cluster, "one")  # type: ignore[arg-type]
-        self._clock = clock
-
-    def told(self, after_s: float, answer: JobStatus | ShoalError) -> JobStatus | None:
-        self._clock.now += after_s
-        self._answer = answer
-        return self.poll_outcome()
-
-    def status(self) -> JobStatus:
-        if isinstance(self._answer, ShoalError):
-            raise self._answer
-        return self._answer
-
-
 SILENCE = [ConnectionLost("no answer from http://h: ReadTimeout"), ClusterError("http://h answered 500: no reason")]
 
 
@@ -342,16 +278,31 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("silence", SILENCE)
-def test_a_dashboard_that_does_not_answer_for_a_while_costs_no_job(silence: ShoalError, clock: SimpleNamespace) -> None:
-    job = Asked(True, clock)
+@pytest.mark.parametrize("is_head_alive", [True, False])
+def test_a_dashboard_that_does_not_answer_for_a_while_costs_no_job_of_a_head_that_lives(
+    silence: ShoalError, is_head_alive: bool, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = SimpleNamespace(is_local=True, is_head_alive=lambda: is_head_alive)
+    job = JobHandle(cluster, "one")  # type: ignore[arg-type]
+
+    def poll(after_s: float, answer: JobStatus | ShoalError) -> JobStatus | None:
+        clock.now += after_s
+        status = Mock(side_effect=[answer])
+        monkeypatch.setattr(JobHandle, "status", lambda job: status())
+        return job.poll_outcome()
+
+    if not is_head_alive:
+        with pytest.raises(type(silence)):
+            poll(1.0, silence)
+        return
     for _ in range(3):
-        assert job.told(SILENCE_TIMEOUT_S, silence) is None
-        assert job.told(SILENCE_TIMEOUT_S - 1.0, silence) is None
-        assert job.told(2.0, JobStatus.RUNNING) is None
-    assert job.told(1.0, JobStatus.FAILED) is JobStatus.FAILED
-    assert job.told(1.0, silence) is None
+        assert poll(SILENCE_TIMEOUT_S, silence) is None
+        assert poll(SILENCE_TIMEOUT_S - 1.0, silence) is None
+        assert poll(2.0, JobStatus.RUNNING) is None
+    assert poll(1.0, JobStatus.FAILED) is JobStatus.FAILED
+    assert poll(1.0, silence) is None
     with pytest.raises(type(silence)):
-        job.told(SILENCE_TIMEOUT_S, silence)
+        poll(SILENCE_TIMEOUT_S, silence)
 
 
 @pytest.mark.parametrize("silence", SILENCE)
@@ -409,9 +360,3 @@ def test_a_log_is_read_while_the_link_to_its_session_is_renewed(tmp_path: Path) 
             link.symlink_to(log.parent.parent)
         assert job.read_logs() == "trained\n"
         assert job.read_logs_from(4, is_complete=True) == ("ned\n", 8)
-
-
-@pytest.mark.parametrize("silence", SILENCE)
-def test_a_cluster_that_has_died_is_noticed_at_once(silence: ShoalError, clock: SimpleNamespace) -> None:
-    with pytest.raises(type(silence)):
-        Asked(False, clock).told(0.0, silence)

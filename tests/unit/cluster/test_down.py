@@ -73,16 +73,9 @@ def test_every_job_has_the_whole_time_to_save_what_it_has(
     jobs: Saving, saved: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    ClusterHandle(
-        "127.0.0.1:1",
-        "http://127.0.0.1:2",
-        "",
-        {"RAY_AUTH_TOKEN_PATH": "none"},
-        tmp_path / "one",
-        "id",
-        os.getpid(),
-        0.0,
-    ).save(tmp_path / "cluster.json")
+    token = {"RAY_AUTH_TOKEN_PATH": "none"}
+    handle = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "", token, tmp_path / "one", "id", os.getpid(), 0.0)
+    handle.save(tmp_path / "cluster.json")
     monkeypatch.setattr(ClusterHandle, "is_head_alive", lambda _: True)
     monkeypatch.setattr(verbs, "list_jobs", jobs.list)
     monkeypatch.setattr(verbs, "JobHandle", jobs.job)

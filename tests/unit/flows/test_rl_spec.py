@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import gymnasium
 import numpy as np
 import pytest
@@ -23,7 +21,10 @@ from shoal.train.spec import TrainSpec
 def test_a_host_beyond_loopback_needs_encryption(host: str) -> None:
     with pytest.raises(ConfigError, match="curve=true"):
         GatewaySpec.parse({"host": host})
+    with pytest.raises(ConfigError, match="curve=true"):
+        GatewaySpec.parse({"advertise": "learn.example:5555"})
     assert GatewaySpec.parse({"host": host, "curve": True}).curve
+    assert GatewaySpec.parse({"advertise": "127.0.0.1:5555"}).advertised == ("127.0.0.1", 5555)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +60,6 @@ def test_an_advertised_address_that_no_actor_can_use_is_refused(advertise: str, 
     with pytest.raises(ConfigError, match=problem) as caught:
         GatewaySpec.parse({"curve": True, "advertise": advertise})
     assert caught.value.field == "advertise"
-
-
-def test_an_advertised_address_beyond_loopback_needs_encryption() -> None:
-    with pytest.raises(ConfigError, match="curve=true"):
-        GatewaySpec.parse({"advertise": "learn.example:5555"})
-    assert GatewaySpec.parse({"advertise": "127.0.0.1:5555"}).advertised == ("127.0.0.1", 5555)
 
 
 def test_actions_that_do_not_count_from_zero_are_refused() -> None:
@@ -109,56 +104,41 @@ def test_values_with_which_nothing_can_be_learnt_are_refused(words: str, field: 
         ActorLearnerSpec().override([words])
 
 
-@pytest.mark.parametrize(
-    ("word", "problem"),
-    [
-        ("hidden=[8]", r"hidden = \[8\]: run one has learnt with \[64, 64\]"),
-        ("env=Acrobot-v1", "has learnt CartPole-v1"),
-        ("algorithm=dqn", "algorithm = 'dqn': run one has learnt with another network, by name='impala'"),
-    ],
-)
-def test_what_does_not_fit_what_a_run_has_learnt_is_refused(
-    word: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    spec = ActorLearnerSpec()
+def resume(*words: str) -> ActorLearnerSpec:
+    """The spec of a run of these words that has learnt, and is resumed."""
+    spec = ActorLearnerSpec().override(words)
     with shoal.runs.create("actor_learner", spec.to_yaml(), "one") as run:
         run.finish("stopped")
     resumed = spec.override(["resume=one"])
-    check(resumed.override([word]))  # it has learnt nothing yet
+    check(resumed.override(["hidden=[8]"]))  # it has learnt nothing yet
     (run.folder / "checkpoints" / "step-000000001").mkdir(parents=True)
     check(resumed)
-    with pytest.raises(SpecMismatch, match=problem):
-        check(resumed.override([word]))
+    return resumed
+
+
+RECURRENT = ["algorithm=ppo", "core=gru", "core_size=128"]
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("learnt", "words", "problem"),
     [
-        (["core=lstm", "core_size=64"], r"core = 'lstm of 64': run one has learnt with gru of 128"),  # a state as large
-        (["core_size=64"], r"core = 'gru of 64': run one has learnt with gru of 128"),
-        (["core=none"], r"core = 'none': run one has learnt with gru of 128"),
+        ([], ["hidden=[8]"], r"hidden = \[8\]: run one has learnt with \[64, 64\]"),
+        ([], ["env=Acrobot-v1"], "has learnt CartPole-v1"),
+        ([], ["algorithm=dqn"], "algorithm = 'dqn': run one has learnt with another network, by name='impala'"),
+        ([], ["algorithm=r2d2"], "algorithm = 'r2d2': run one has learnt with another network"),
+        # a state as large
+        (RECURRENT, ["core=lstm", "core_size=64"], r"core = 'lstm of 64': run one has learnt with gru of 128"),
+        (RECURRENT, ["core_size=64"], r"core = 'gru of 64': run one has learnt with gru of 128"),
+        (RECURRENT, ["core=none"], r"core = 'none': run one has learnt with gru of 128"),
     ],
 )
-def test_another_core_than_a_run_has_learnt_with_is_refused(words: list[str], problem: str) -> None:
-    spec = ActorLearnerSpec().override(["algorithm=ppo", "core=gru", "core_size=128"])
-    with shoal.runs.create("actor_learner", spec.to_yaml(), "one") as run:
-        run.finish("stopped")
-    (run.folder / "checkpoints" / "step-000000001").mkdir(parents=True)
-    resumed = spec.override(["resume=one"])
+def test_what_does_not_fit_what_a_run_has_learnt_is_refused(learnt: list[str], words: list[str], problem: str) -> None:
+    resumed = resume(*learnt)
     check(resumed.override(["algorithm=impala"]))
+    if not learnt:  # it has no core
+        check(resumed.override(["core_size=8"]))
     with pytest.raises(SpecMismatch, match=problem):
         check(resumed.override(words))
-
-
-def test_the_size_of_a_core_that_a_network_does_not_have_may_be_another_one() -> None:
-    spec = ActorLearnerSpec()
-    with shoal.runs.create("actor_learner", spec.to_yaml(), "one") as run:
-        run.finish("stopped")
-    (run.folder / "checkpoints" / "step-000000001").mkdir(parents=True)
-    check(spec.override(["resume=one", "core_size=8"]))
-    with pytest.raises(SpecMismatch, match="algorithm = 'r2d2': run one has learnt with another network"):
-        check(spec.override(["resume=one", "algorithm=r2d2"]))
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])

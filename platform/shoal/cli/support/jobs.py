@@ -101,12 +101,6 @@ def job_environment(run_id: str, command: str) -> dict[str, str]:
     }
 
 
-def read_job_lines(job: JobHandle) -> list[str]:
-    """The lines of the job so far, without a final ShoalError, which `describe_failure` reports."""
-    lines = [line for line in job.read_logs().splitlines() if not _RAY_LOG_LINE.search(line)]
-    return list(takewhile(lambda line: not line.startswith(_ERROR_PREFIX), lines))
-
-
 class JobLogReader:
     """The lines of a job as it writes them, each once, without a final ShoalError."""
 

@@ -16,13 +16,13 @@ from rich.console import Console
 from shoal.config import format_override
 from shoal.errors import ConfigError, RunError
 from shoal.extend.cli import (
+    JobLogReader,
     describe_failure,
     ignore_further_interrupts,
     interrupt_on_termination,
     job_environment,
     make_literal_console,
     new_run_id,
-    read_job_lines,
 )
 from shoal.extend.cluster import (
     ClusterHandle,
@@ -134,13 +134,11 @@ def _run(fields: list[str], cluster: ClusterHandle | None, console: Console, sta
 
 def _follow_job(job: JobHandle, console: Console) -> JobStatus:
     """Print the job's output until it is over; returns its final state."""
-    num_printed = 0
+    log = JobLogReader(job)
     while True:
         outcome = job.poll_outcome()
-        lines = read_job_lines(job)
-        for line in lines[num_printed:]:
+        for line in log.read_new_lines(is_over=outcome is not None):
             console.print(line)
-        num_printed = len(lines)
         if outcome is not None:
             return outcome
         time.sleep(POLL_S)

@@ -194,9 +194,6 @@ class EndpointReplica:
             "version": models[0].version if models else 0,
             "requests": sum(statuses.values()),
             "statuses": {str(status): count for status, count in sorted(statuses.items())},
-            "rejected_version": max(
-                (each.thread.rejected_version for each in self.manager.followers.values()), default=0
-            ),
             "models": {
                 each.name: {"version": each.version, "batcher": asdict(each.batcher_counts())} for each in models
             },
