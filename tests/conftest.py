@@ -40,7 +40,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several of us share the cores; torch 
 # A suite started in the background ignores SIGINT, and so would every program that its tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # How long an example takes says something about the machine, not about the code.
-hypothesis.settings.register_profile("shoal", deadline=None)
+hypothesis.settings.register_profile("shoal", deadline=None, max_examples=40)  # others come with every run
 hypothesis.settings.load_profile("shoal")
 
 TESTS = Path(__file__).parent

@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from shoal.batching.batcher import Batch, BatchQueue
+from shoal.batching.batcher import Batch, Batcher, BatchQueue
 
 DEADLINE_S = 60.0
 T = TypeVar("T")
+Queue = BatchQueue[Any, Any, Any]
 
 
 @dataclass
@@ -66,6 +67,21 @@ def run(body: Callable[[], Awaitable[T]]) -> T:
         return await asyncio.wait_for(body(), 4 * DEADLINE_S)
 
     return asyncio.run(bounded())
+
+
+def with_queue(max_batch_rows: int, max_queue_rows: int) -> Callable[..., Callable[[], None]]:
+    """Makes a test of a coroutine that takes a forward and its queue. Their batcher is closed behind it."""
+
+    def wrap(test: Callable[[GatedForward, Queue], Awaitable[None]]) -> Callable[[], None]:
+        async def body() -> None:
+            forward, batcher = GatedForward(), Batcher[Any, Any, Any]()
+            queue = batcher.add_queue("model", forward, max_batch_rows=max_batch_rows, max_queue_rows=max_queue_rows)
+            await test(forward, queue)
+            batcher.close()
+
+        return lambda: run(body)
+
+    return wrap
 
 
 async def answer(queue: BatchQueue[Any, Any, Any], request: object, num_rows: int = 1, **words: Any) -> Any:

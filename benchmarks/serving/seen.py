@@ -16,11 +16,11 @@ from typing import Any
 
 from benchmarks.children import scratch
 from benchmarks.result import Row, compare, options, write
+from shoal.libs.tracing.tracer import Tracer
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import InferCall, Outputs, Prediction
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.tracing import Tracer
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions
 

@@ -271,7 +271,7 @@ PROGRAMS = (
 TRAINING = (["ray.train", "ray.serve", "torch.distributed.tensor", "sympy"], ["jobs/train.py"])
 # A run has a dozen processes: a second of imports in each of them is what a user waits for at its start.
 LOOP = (
-    ["torch.distributed.checkpoint", "sympy", "matplotlib", "shoal.train", "shoal.data"],
+    ["torch.distributed.checkpoint", "sympy", "matplotlib", "opentelemetry", "shoal.train", "shoal.data"],
     ["shoal.rl.learner", "shoal.serve.replica.replica", "shoal.registry"],
 )
 

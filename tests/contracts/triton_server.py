@@ -8,27 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 
 import numpy as np
-import uvicorn
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
+from serving.replica_server import served
 from shoal.cluster.ports import find_free_port
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import DATATYPES
-from shoal.serve.http import fast_path
-from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import Arrays
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.request_lifecycle import EndpointApp
 from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions
 
-HOST = "127.0.0.1"
 TOKEN = "the-token"
 MAX_BODY_BYTES = 1 << 20
 
@@ -71,20 +66,14 @@ async def main() -> None:
     models = host()
     access = AccessControl(TOKEN, [ApiKey(name="narrow", key="narrow-key", models=["pair"])])  # type: ignore[arg-type]
     limits = RequestLimits(max_body_bytes=MAX_BODY_BYTES)
-    app = EndpointApp(RestApp(models, access, limits=limits), models, access, limits)
-    fast_path.install_application(app)
-    with socket.create_server((HOST, 0)) as listener:
-        http_server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
-        serving = asyncio.create_task(http_server.serve(sockets=[listener]))
-        http_port = listener.getsockname()[1]
+    http_port = find_free_port()
+    async with served(models, http_port, access, limits):
         proxy = await asyncio.to_thread(HaproxyProcess, http_port, find_free_port(), UNCHECKED)
         reached = {"http": http_port, "proxy": proxy.port, "grpc": proxy.grpc_port}
         sys.stdout.write(json.dumps(reached) + "\n")
         sys.stdout.flush()
         await asyncio.to_thread(sys.stdin.read)
         proxy.close()
-        http_server.should_exit = True
-        await serving
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ def test_outputs_are_those_of_a_mapping(client: Client) -> None:
         answer["c"]
 
 
+@pytest.mark.parametrize("client", [True], indirect=True)
 def test_a_forked_process_has_connections_of_its_own(client: Client) -> None:
     def are_ours(first: int) -> bool:
         return all(client.infer("m", [[number, 0, 0]])["x"][0, 0] == number for number in range(first, first + 60))
@@ -224,14 +225,6 @@ def test_a_client_that_cannot_be_is_refused_and_no_token_shown(options: dict[str
         with pytest.raises(ConfigError, match=message) as caught:
             client_type(**{"url": "http://127.0.0.1:1", **options})
         assert "SEC" not in f"{caught.value} {caught.value.value}"
-
-
-def test_without_a_token_nothing_is_told(endpoint: tuple[str, Counting]) -> None:
-    with Client(endpoint[0]) as client:
-        assert client.live()
-        with pytest.raises(InferenceError) as refused:
-            client.metadata("m")
-        assert refused.value.status == 401
 
 
 def test_the_repository_and_the_statistics(client: Client) -> None:

@@ -139,35 +139,15 @@ def test_who_waits_for_a_signature_has_a_deadline_of_its_own_and_may_leave(
 
 def test_waiting_for_a_connection_is_no_waiting_for_an_answer(endpoint: tuple[str, Counting], held: FakeModel) -> None:
     async def ask() -> None:
-        async with AsyncClient(endpoint[0], token=TOKEN, num_connections=1, timeout_s=2.0) as client:
+        async with AsyncClient(endpoint[0], token=TOKEN, num_connections=1, timeout_s=0.5) as client:
             await client.metadata("other")
             await client.metadata("m")
             late = [asyncio.ensure_future(client.infer("m", ROWS)) for _ in range(2)]
             last = asyncio.ensure_future(client.infer("other", ROWS))
             for call in late:
-                with pytest.raises(InferenceError, match=r"no answer within 2 s"):
+                with pytest.raises(InferenceError, match=r"no answer within 0.5 s"):
                     await call
             assert (await last).model == "other"
-
-    asyncio.run(ask())
-
-
-def test_a_deadline_begins_before_there_is_a_connection(
-    endpoint: tuple[str, Counting], host: FakeHost, held: FakeModel
-) -> None:
-    other = host.models_by_name["other"]
-
-    async def ask() -> None:
-        async with AsyncClient(endpoint[0], token=TOKEN, num_connections=1) as client:
-            await client.metadata("other")
-            first = asyncio.ensure_future(client.infer("m", ROWS))
-            await _until(lambda: held.waiting == 1)
-            before = len(other.calls)
-            with pytest.raises(InferenceError, match=r"no answer within 0.05 s"):
-                await client.infer("other", ROWS, deadline_s=0.05)
-            assert len(other.calls) == before
-            first.cancel()
-            await asyncio.wait([first])
 
     asyncio.run(ask())
 

@@ -70,8 +70,9 @@ def is_like_logits(found: Counter[int]) -> bool:
     return all(abs(found[index] / 1000 - share) < 0.08 for index, share in enumerate((0.2, 0.3, 0.5)))
 
 
-def test_a_request_says_how_the_policy_acts_and_a_seed_repeats_it() -> None:
+def test_a_request_or_a_version_says_how_the_policy_acts_and_a_seed_repeats_it() -> None:
     register("best")
+    register("sampled")
 
     async def run() -> None:
         async with ReplicaSet(model_from_ref("policy@1")) as endpoint:
@@ -87,31 +88,9 @@ def test_a_request_says_how_the_policy_acts_and_a_seed_repeats_it() -> None:
                 answer = await act(endpoint, **parameters)
                 assert answer.status == 400
                 assert next(iter(parameters)) in answer.body["error"]
-
-    asyncio.run(run())
-
-
-def test_a_version_says_how_it_acts_and_a_rollout_changes_it() -> None:
-    register("best")
-    register("sampled")
-
-    async def run() -> None:
-        async with ReplicaSet(model_from_ref("policy@1")) as endpoint:
-            await endpoint.start()
             await endpoint.administer(action="deploy", model="policy", version=2, reason="it is mixed")
             assert is_like_logits(await draw(endpoint))
             assert await draw(endpoint, action="best") == {2: 1000}
-
-    asyncio.run(run())
-
-
-def test_an_option_of_the_endpoint_replaces_what_the_version_says() -> None:
-    register("sampled")
-
-    async def run() -> None:
-        async with ReplicaSet(model_from_ref("policy@1"), model={"action": "best"}) as endpoint:
-            await endpoint.start()
-            assert await draw(endpoint) == {2: 1000}
 
     asyncio.run(run())
 
@@ -159,6 +138,15 @@ def test_numbers_are_drawn_from_the_squashed_gaussian_within_the_bounds(words: t
     drawn = sample(SPACES.Box(-2, 2, (1,), np.float32), outputs, *words)
     u = np.arctanh(drawn / 2.0)
     assert (u.mean(), u.std()) == pytest.approx((0.5, np.exp(-1)), abs=0.03)
+
+
+def test_an_option_of_the_endpoint_replaces_what_the_version_says() -> None:
+    factory, signature = describe(SPACES.Discrete(3))
+    outputs = {"action": np.full(40, 2), "logits": np.tile(LOGITS, (40, 1))}
+    for version, option, is_best in (("sampled", "best", True), ("best", "sampled", False), ("sampled", None, False)):
+        sampler = make_sampler(factory.update({"action": version}), signature, option)
+        assert sampler is not None
+        assert (sampler.act(outputs, InferCall({}, 40)) is outputs) is is_best
 
 
 def test_values_of_actions_are_no_distribution() -> None:

@@ -86,14 +86,6 @@ def ask(model: LoadedModel, inputs: Arrays = ONES) -> dict[str, list[object]]:
     return {name: array.tolist() for name, array in model.predict_batch([inputs])[0].items()}
 
 
-def test_a_version_answers_with_its_own_weights_whatever_is_loaded_after_it() -> None:
-    subject = predictor()
-    first = subject.load(weights(1))
-    others = [subject.load(weights(version)) for version in (2, 3)]
-    assert [model.version for model in (first, *others)] == [1, 2, 3]
-    assert [ask(model)["y"] for model in (first, *others)] == [[[4.0, 4.0]], [[8.0, 8.0]], [[12.0, 12.0]]]
-
-
 def test_a_batch_is_answered_like_its_requests_one_by_one() -> None:
     subject = predictor().load(weights(3))
     generator = np.random.default_rng(0)

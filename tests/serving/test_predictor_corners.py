@@ -51,18 +51,6 @@ class Narrow(nn.Module):
         return self.layer(x.to(torch.bfloat16)).float()
 
 
-class Text(nn.Module):
-    """An encoder with a mask, as for sentences of several lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(128, 2, dim_feedforward=512, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.encoder(x, src_key_padding_mask=x[..., 0] == 0)
-
-
 class Enclosed(nn.Module):
     """Python copies no function: that of a copy of this computes with the layer of the original."""
 
@@ -241,21 +229,6 @@ def test_a_preprocessing_may_give_a_view_that_runs_backwards() -> None:
         WeightSnapshot.of(1, {})
     )
     np.testing.assert_array_equal(model.predict_batch([{"x": ROWS.copy()}])[0]["y"], ROWS[:, ::-1])
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # once a process, in whoever comes first
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_an_encoder_with_a_mask_runs_in_every_precision(precision: str) -> None:
-    torch.manual_seed(0)
-    module = Text().eval()
-    weights = WeightSnapshot.of(1, {name: value.numpy() for name, value in module.state_dict().items()})
-    model = predictor("Text", [-1, -1, 128], precision=precision).load(weights)
-    x = np.random.default_rng(0).standard_normal((2, 5, 128), np.float32)
-    x[1, 3:] = 0.0
-    with torch.no_grad():
-        expected = module(torch.from_numpy(x)).numpy()
-    answer = model.predict_batch([{"x": x}])[0]["y"]
-    np.testing.assert_allclose(answer[1, :3], expected[1, :3], atol=0.1)
 
 
 def test_graphs_for_inputs_of_any_length_are_refused() -> None:

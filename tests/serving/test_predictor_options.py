@@ -151,9 +151,13 @@ def test_torchs_own_transformer_layer_runs_in_every_precision(name: str) -> None
     np.testing.assert_allclose(model.predict_batch([{"x": x}])[0]["y"], expected, atol=0.06)
 
 
-def test_a_compiled_model_is_not_compiled_again_for_new_weights_or_sizes() -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.soak)])
+def test_a_compiled_model_is_not_compiled_again_for_new_weights_or_sizes(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With `predict`, two inputs and a dimension of variable size: what could be compiled for one of its values."""
     inputs = [tensor("x", -1), tensor("scale")]
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     subject = predictor("Named", inputs, [tensor("y", -1), tensor("sum")], compile=True, max_batch_size=8)
     torch.manual_seed(1)
     modules = [Named() for _ in range(4)]

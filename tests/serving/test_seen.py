@@ -1,4 +1,5 @@
 """What is seen of an endpoint from outside: a scrape, the traces, its keys; whole replicas, no Ray, no socket."""
+# Traces are recorded by shoal.libs.tracing.
 
 from __future__ import annotations
 

@@ -35,10 +35,6 @@ def inputs(table: pa.Table, spec: TensorMetadata, *words: str) -> np.ndarray:
     return build_inputs(table, [spec], chosen)[spec.name]
 
 
-def test_a_column_of_lists_is_the_input_of_its_name() -> None:
-    np.testing.assert_array_equal(inputs(TABLE, X), [[1, 2], [3, 4], [5, 6]])
-
-
 NAMED = TensorMetadata("rows", "FP32", [-1, 2], ["b", "a"])
 
 
@@ -75,13 +71,12 @@ def test_a_missing_tensor_is_named() -> None:
         inputs(pa.table({"x": pa.ExtensionArray.from_storage(kind, storage)}), X)
 
 
-def test_named_columns_stand_side_by_side() -> None:
-    found = inputs(TABLE, X, "b,a")
-    np.testing.assert_array_equal(found, [[0.5, 1], [1.5, 2], [2.5, 3]])
-    assert found.dtype == np.float32
-
-
-def test_all_columns_are_the_only_input_of_as_many_values() -> None:
+def test_columns_of_a_name_of_words_or_of_all_are_an_input() -> None:
+    assert inputs(TABLE, X).tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert inputs(TABLE, X, "b,a").tolist() == [[0.5, 1], [1.5, 2], [2.5, 3]]
+    assert inputs(TABLE, TensorMetadata("id", "BYTES", [-1])).tolist() == [b"p", b"q", b"r"]
+    table = pa.table({"image": [[1, 2, 3, 4], [5, 6, 7, 8]]})
+    assert inputs(table, TensorMetadata("image", "FP32", [-1, 1, 2, 2])).shape == (2, 1, 2, 2)
     np.testing.assert_array_equal(inputs(TABLE.select(["a", "b"]), X), [[1, 0.5], [2, 1.5], [3, 2.5]])
 
 
@@ -110,12 +105,6 @@ def test_fractions_may_be_whole_or_missing_in_the_beginning_of_a_file() -> None:
         "a": pa.float64(),
     }  # c is complained of by row
     assert infer_csv_types([X, FLAG], {"x": ["a", "b"], "flag": ["a"]}, seen) == {"c": pa.string(), "b": pa.float64()}
-
-
-def test_pictures_are_flat_columns_too() -> None:
-    picture = TensorMetadata("image", "FP32", [-1, 1, 2, 2])
-    table = pa.table({"image": [[1, 2, 3, 4], [5, 6, 7, 8]]})
-    assert inputs(table, picture).shape == (2, 1, 2, 2)
 
 
 def test_lists_of_words_are_words() -> None:
@@ -159,11 +148,6 @@ def test_no_rows_are_an_input_of_none() -> None:
     table = pa.table({"x": pa.array([], pa.list_(pa.float32()))})
     assert inputs(table, TensorMetadata("x", "FP32", [-1, -1])).shape == (0, 0)
     assert inputs(table, X).shape == (0, 2)
-
-
-def test_words_become_bytes() -> None:
-    text = TensorMetadata("id", "BYTES", [-1])
-    assert inputs(TABLE, text).tolist() == [b"p", b"q", b"r"]
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ class _ClientBase:
             client.end_episode(episode, reward=1.0)
 
         observation: one, without a row axis
-        episode:     the one that goes on; None begins one
+        episode:     the one to continue; None begins one
 
         An episode that is not continued for `gateway.episode_timeout_s` of the run expires; without a reward for its
         last action it teaches nothing. Raises InferenceError: 404 for a model that does not learn, 410 for an episode

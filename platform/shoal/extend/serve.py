@@ -5,15 +5,20 @@ from typing import TYPE_CHECKING
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
+    from shoal.batching.batcher import PendingBatch, Prediction
     from shoal.client.payload import ArrayLike
     from shoal.open_inference.binary_tensors import from_binary, to_binary
     from shoal.open_inference.request_schema import REFUSED_PARAMETERS, RequestSchema, format_tensor_type
     from shoal.serve.http.codec import HttpCodec
     from shoal.serve.messages.inference import (
+        CLIENT_GONE,
         Caller,
         Disconnected,
+        InferCall,
         ModelManagerProtocol,
+        Outputs,
         ServedModelProtocol,
+        TracerProtocol,
         format_origin,
     )
     from shoal.serve.model.formats import open_template
@@ -60,10 +65,9 @@ if TYPE_CHECKING:
         Send,
         decompress_in_thread,
     )
-    from shoal.serve.protocol.tracing import Tracer
     from shoal.serve.scaling.policy import EndpointLoad, ReplicaLoad, ScalePolicy
     from shoal.serve.spec.batch_layout import BatchLayout, has_batch_first
-    from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S, EndpointSpec, GangSplit, GpuCount
+    from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S, EndpointSpec, GangSplit, GpuCount, TraceDestination
     from shoal.serve.spec.model_options import ModelOptions
     from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
     from shoal.serve.spec.scale import MAX_REPLICAS, ScaleSpec

@@ -20,7 +20,6 @@ from shoal.libs.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader
 from shoal.libs.grpc.request_cache import (
     MAX_LAYOUTS,
     MAX_LAYOUTS_PER_LENGTH,
-    MAX_SEEN_HEADS,
     RequestLayout,
     RequestLayoutCache,
 )
@@ -125,25 +124,6 @@ def test_whatever_a_layout_is_found_for_is_read_as_by_protobuf(seed: int, change
         assert caught.value.status == expected.status  # noqa: PT017
     else:
         assert_same(layout, bytes(content))
-
-
-def test_only_what_begins_like_an_earlier_one_is_learnt() -> None:
-    """Whatever came between: clients take turns."""
-    layouts = RequestLayoutCache()
-    first, second = (request_of(arrays_of(num_rows, 0)).SerializeToString() for num_rows in (1, 2))
-    for content in (first, second):
-        learn(layouts, content)
-        assert layouts.find(content) is None
-    for content in (first, second):
-        learn(layouts, content)
-        assert layouts.find(content) is not None
-
-
-def test_of_the_beginnings_that_came_once_no_more_are_kept_than_the_limit_says() -> None:
-    layouts = RequestLayoutCache()
-    for version in range(3 * MAX_SEEN_HEADS):
-        learn(layouts, request_of(arrays_of(1, 0), model_version=str(version)).SerializeToString())
-        assert len(layouts._seen) <= MAX_SEEN_HEADS
 
 
 def test_elements_that_come_before_other_fields_have_no_layout() -> None:

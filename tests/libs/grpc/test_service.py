@@ -3,24 +3,238 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
+from libs.grpc.asking import raw
 from serving.fake_host import FakeHost, FakeModel, tensors
-from shoal.errors import InferenceError
+from shoal.errors import Closed, InferenceError
 from shoal.libs.grpc import inference_pb2 as pb
-from shoal.libs.grpc.codec import GrpcCodec, InferRequestHeader
+from shoal.libs.grpc.codec import FIELDS, GrpcCodec, InferRequestHeader
 from shoal.libs.grpc.methods import GrpcCall
 from shoal.libs.grpc.request_cache import RequestLayoutCache
-from shoal.libs.grpc.service import InferenceServicer, Invocation
-from shoal.open_inference.datatypes import NUMPY_DTYPES
+from shoal.libs.grpc.service import InferenceServicer, Invocation, to_inference_error
+from shoal.open_inference.datatypes import DATATYPES, NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
 from shoal.serve.messages.auth_failures import AuthFailure
+from shoal.serve.messages.inference import Arrays
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.infer_call import LARGE_BYTES
+from shoal.serve.spec.api_key import ApiKey
+from shoal.serve.spec.model_options import ModelOptions
 from unit.serve.test_large_tensors import COUNT, answers, gated, host
+
+
+def call(
+    models: FakeHost, method: str, request: Any, access: AccessControl | None = None, **invocation: Any
+) -> tuple[Any, Invocation]:
+    """The answer of a method, and its call."""
+    servicer = InferenceServicer(models, access or AccessControl(None, []))
+    made = Invocation(**{"metadata": {}, **invocation})
+    answer = asyncio.run(getattr(servicer, method)(request, made))
+    return answer, made
+
+
+def infer(request: pb.ModelInferRequest, *models: FakeModel, **options: Any) -> pb.ModelInferResponse:
+    answer, _ = call(FakeHost(*models), "model_infer", request.SerializeToString(), **options)
+    return pb.ModelInferResponse.FromString(answer)
+
+
+def typed_values(datatype: str) -> list[Any]:
+    if datatype == "BOOL":
+        return [True, False, True, True]
+    if datatype == "BYTES":
+        return [b"", b"\xff\x00", b"plain", b"x" * 300]
+    dtype = NUMPY_DTYPES[datatype]
+    if dtype.kind == "f":
+        return [0.0, -0.5, 1e-30, 3e38]
+    info = np.iinfo(dtype)
+    return [0, 1, int(info.min), int(info.max)]
+
+
+def test_every_datatype_is_typed_but_those_that_travel_raw() -> None:
+    assert set(DATATYPES) - set(FIELDS) == {"FP16", "BF16"}
+    for datatype, field in FIELDS.items():
+        request = pb.ModelInferRequest(model_name="m", id="7")
+        tensor = request.inputs.add(name="x", datatype=datatype, shape=[2, 2])
+        getattr(tensor.contents, field).extend(typed_values(datatype))
+        answer = infer(request, FakeModel("m", tensors(x=(datatype, [-1, 2]))))
+        assert (answer.model_name, answer.model_version, answer.id) == ("m", "7", "7")
+        (output,) = answer.outputs
+        assert (output.name, output.datatype, list(output.shape)) == ("x", datatype, [2, 2])
+        assert output.contents == tensor.contents
+        assert not answer.raw_output_contents
+
+
+def test_an_answer_is_raw_when_one_of_its_outputs_has_no_typed_field() -> None:
+    def half(inputs: Arrays) -> dict[str, np.ndarray]:
+        return {"h": inputs["x"].astype(np.float16), "x": inputs["x"]}
+
+    model = FakeModel("m", outputs=tensors(h=("FP16", [-1, 3]), x=("FP32", [-1, 3])), compute=half)
+    request = pb.ModelInferRequest(model_name="m")
+    tensor = request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
+    tensor.contents.fp32_contents.extend([1, 2, 3])
+    answer = infer(request, model)
+    assert [each.name for each in answer.outputs] == ["h", "x"]
+    assert list(np.frombuffer(answer.raw_output_contents[0], np.float16)) == [1, 2, 3]
+    request.outputs.add(name="x")
+    assert list(infer(request, model).outputs[0].contents.fp32_contents) == [1, 2, 3]
+
+
+def two_inputs(**fields: Any) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name="m", **fields)
+    request.inputs.add(name="x", datatype="FP32", shape=[2, 3])
+    return request
+
+
+def broken_requests() -> dict[str, tuple[pb.ModelInferRequest, str]]:
+    both = raw()
+    both.inputs[0].contents.fp32_contents.append(1.0)
+    wrong_field = two_inputs()
+    wrong_field.inputs[0].contents.fp64_contents.extend([1.0] * 6)
+    wide = pb.ModelInferRequest(model_name="wide")
+    wide.inputs.add(name="x", datatype="FP32", shape=[1, 4096])
+    negative = pb.ModelInferRequest(model_name="wide")
+    negative.inputs.add(name="x", datatype="FP32", shape=[1, -4])
+    overflow = pb.ModelInferRequest(model_name="tiny")
+    overflow.inputs.add(name="x", datatype="INT8", shape=[1]).contents.int_contents.append(128)
+    half = pb.ModelInferRequest(model_name="half")
+    half.inputs.add(name="x", datatype="FP16", shape=[1]).contents.fp32_contents.append(1)
+    shared = raw()
+    shared.inputs[0].parameters["shared_memory_region"].string_param = "r"
+    repeated = raw()
+    for name in ("x", "x"):
+        repeated.outputs.add(name=name)
+    text = raw()
+    text.parameters["timeout"].string_param = "soon"
+    return {
+        "nothing at all": (pb.ModelInferRequest(model_name="m"), "input 'x' is missing"),
+        "no contents": (two_inputs(), "expected 6 values in fp32_contents for FP32 [2, 3], got 0"),
+        "contents of another type": (wrong_field, "expected 6 values in fp32_contents for FP32 [2, 3], got 0"),
+        "raw and typed": (both, "expected contents or raw_input_contents, got both"),
+        "too many blobs": (two_inputs(raw_input_contents=[b"", b""]), "has 2 entries for 1 inputs"),
+        "too few bytes": (two_inputs(raw_input_contents=[b"1234"]), "expected 24 bytes of FP32 [2, 3], got 4"),
+        "more values than there are": (wide, "expected 4096 values in fp32_contents for FP32 [1, 4096], got 0"),
+        "a negative shape": (negative, "got FP32 [1, -4]"),
+        "a value that does not fit": (overflow, "expected values of INT8"),
+        "FP16 in a typed field": (half, "expected FP16 in raw_input_contents"),
+        "shared memory": (shared, "shared_memory_region"),
+        "an output twice": (repeated, "output 'x' was asked for twice"),
+        "a timeout that is a word": (text, "timeout = 'soon': expected microseconds"),
+    }
+
+
+def test_a_wrong_request_is_refused_and_says_why() -> None:
+    inputs = {"m": ("FP32", [-1, 3]), "wide": ("FP32", [-1, -1]), "tiny": ("INT8", [-1]), "half": ("FP16", [-1])}
+    models = [FakeModel(name, tensors(x=each)) for name, each in inputs.items()]
+    for what, (request, words) in broken_requests().items():
+        with pytest.raises(InferenceError) as caught:
+            infer(request, *models)
+        assert caught.value.status in (400, 422), what
+        assert words in str(caught.value), what
+    for contents in ([], [b""]):  # before anything is allocated for it
+        request = pb.ModelInferRequest(model_name="wide", raw_input_contents=contents)
+        request.inputs.add(name="x", datatype="FP32", shape=[1, 1 << 62])
+        with pytest.raises(InferenceError) as caught:
+            infer(request, *models)
+        assert caught.value.status == 413
+    assert not any(model.calls for model in models)
+
+
+def test_metadata_becomes_the_terms_of_the_call() -> None:
+    model, key = FakeModel("m", versions=(1, 2)), ApiKey(name="tenant", key="k")  # type: ignore[arg-type]
+    metadata = {b"authorization": b"Bearer k", b"shoal-sticky": b"s", b"shoal-track": b"candidate"}
+    content = raw(model_version="1").SerializeToString()
+    answer, made = call(FakeHost(model), "model_infer", content, AccessControl(None, [key]), metadata=metadata)
+    assert pb.ModelInferResponse.FromString(answer).model_version == "1"
+    assert made.trailing == [(b"shoal-model-version", b"1")]
+    (seen,) = model.calls
+    assert (seen.tenant, seen.sticky, seen.track, seen.trace) == ("tenant", "s", "candidate", None)
+    assert (seen.version, seen.num_rows, seen.outputs) == (1, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("timeout_us", "metadata", "called_s", "expected_s"),
+    [
+        (0, {}, None, 100),  # the model's own, when the client names none
+        (0, {}, 200, 200),
+        (30_000_000, {}, 200, 30),
+        (30_000_000, {b"shoal-deadline-ms": b"8000"}, 200, 8),
+        (30_000_000, {}, 5, 5),
+    ],
+)
+def test_the_earliest_deadline_counts(
+    timeout_us: int, metadata: dict[bytes, bytes], called_s: float | None, expected_s: float
+) -> None:
+    model, request = FakeModel("m", options=ModelOptions(deadline_s=100.0)), raw()
+    if timeout_us:
+        request.parameters["timeout"].int64_param = timeout_us
+    deadline_s = None if called_s is None else time.monotonic() + called_s
+    infer(request, model, metadata=metadata, deadline_s=deadline_s)
+    assert model.calls[-1].deadline_s == pytest.approx(time.monotonic() + expected_s, abs=2)
+
+
+STATUSES = [
+    (InferenceError(400, "w"), grpc.StatusCode.INVALID_ARGUMENT),
+    (InferenceError(401, "w"), grpc.StatusCode.UNAUTHENTICATED),
+    (InferenceError(403, "w"), grpc.StatusCode.PERMISSION_DENIED),
+    (InferenceError(404, "w"), grpc.StatusCode.NOT_FOUND),
+    (InferenceError(409, "w"), grpc.StatusCode.FAILED_PRECONDITION),
+    (InferenceError(413, "w"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (InferenceError(422, "input 'K\u00f6ln': 100% wrong\nand more"), grpc.StatusCode.INVALID_ARGUMENT),
+    (InferenceError(429, "w", retry_after_s=1.2), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (InferenceError(500, "w"), grpc.StatusCode.INTERNAL),
+    (InferenceError(503, "w", retry_after_s=2.0), grpc.StatusCode.UNAVAILABLE),
+    (InferenceError(504, "w"), grpc.StatusCode.DEADLINE_EXCEEDED),
+    (Closed("w"), grpc.StatusCode.UNAVAILABLE),
+    (KeyError("w" * 10_000), grpc.StatusCode.INTERNAL),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), STATUSES, ids=lambda each: getattr(each, "name", ""))
+def test_an_error_has_the_status_for_it(error: Exception, code: grpc.StatusCode) -> None:
+    subject = GrpcCall([])
+    subject.set_error(to_inference_error(error))
+    trailers = dict(subject.build_trailers())
+    assert trailers[b"grpc-status"] == b"%d" % code.value[0]
+    assert len(trailers[b"grpc-message"]) <= 2000
+    retry_after_s = getattr(error, "retry_after_s", 1.0 if isinstance(error, Closed) else None)
+    assert trailers.get(b"retry-after") == (None if retry_after_s is None else b"%d" % np.ceil(retry_after_s))
+
+
+def test_a_message_of_a_status_is_escaped() -> None:
+    subject = GrpcCall([])
+    for text, message in (("no: \udcff.txt", rb"no: \udcff.txt"), ("K\u00f6ln 100%\n", b"K%C3%B6ln 100%25%0A")):
+        subject.set_error(InferenceError(500, text))
+        assert dict(subject.build_trailers())[b"grpc-message"] == message
+
+
+def test_a_key_of_some_models_sees_no_others() -> None:
+    models, key = FakeHost(FakeModel("mine"), FakeModel("theirs")), ApiKey(name="some", key="k", models=["mine"])  # type: ignore[arg-type]
+    options = {"access": AccessControl("secret", [key]), "metadata": {b"authorization": b"Bearer k"}}
+    statistics, _ = call(models, "model_statistics", pb.ModelStatisticsRequest(), **options)
+    assert {each.name for each in statistics.model_stats} == {"mine"}
+    index, _ = call(models, "repository_index", pb.RepositoryIndexRequest(), **options)
+    assert {each.name for each in index.models} == {"mine"}
+    for kind in ("Load", "Unload"):
+        request = getattr(pb, f"RepositoryModel{kind}Request")(model_name="mine")
+        with pytest.raises(InferenceError) as caught:
+            call(models, f"repository_model_{kind.lower()}", request, **options)
+        assert caught.value.status == 403
+    assert set(models.models_by_name) == {"mine", "theirs"}
+
+
+def test_a_load_s_parameters_reach_the_host() -> None:
+    models = FakeHost(FakeModel("m"), shelf=(FakeModel("new"),))
+    request = pb.RepositoryModelLoadRequest(model_name="new")
+    request.parameters["version"].int64_param = 3
+    request.parameters["config"].string_param = "{}"
+    call(models, "repository_model_load", request)
+    assert models.parameters == [{"version": 3, "config": "{}"}]
 
 
 def test_parameters_of_a_policy_are_read() -> None:
@@ -97,9 +311,3 @@ def test_a_refused_call_is_counted_with_its_address_and_model() -> None:
         asyncio.run(servicer.model_infer(pb.ModelInferRequest(model_name="m").SerializeToString(), invocation))
     assert caught.value.status == 401
     assert access.get_auth_failures() == (AuthFailure("", 401, 1, "10.0.0.9", "m"),)
-
-
-def test_half_a_pair_of_utf_16_in_a_status_is_escaped() -> None:
-    call = GrpcCall([])
-    call.set_error(InferenceError(500, "no such file: \udcff.txt"))
-    assert dict(call.build_trailers())[b"grpc-message"] == rb"no such file: \udcff.txt"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import multiprocessing
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,7 +13,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import uvicorn
 
 from libs.grpc.asking import raw, request, until
 from serving.fake_host import FakeHost, FakeModel, tensors
@@ -26,7 +24,7 @@ from shoal.errors import InferenceError
 from shoal.libs.grpc import inference_pb2 as pb
 from shoal.libs.grpc.methods import METHODS, SERVICE
 from shoal.libs.grpc.service import STREAM_WINDOW
-from shoal.serve.messages.inference import Arrays, InferCall, Prediction
+from shoal.serve.messages.inference import Arrays
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.request_limits import RequestLimits
 from waiting import wait_for
@@ -117,35 +115,6 @@ def test_what_is_sent_at_once_is_in_hand_at_once_and_answered_in_its_order(run: 
         assert [each.infer_response.id for each in await answers] == list(map(str, range(num_requests)))
 
     run(FakeHost(model), test)
-
-
-class Reversing(FakeModel):
-    """Answers a full house of calls, the last one first."""
-
-    def __init__(self, num_calls: int) -> None:
-        super().__init__("m")
-        self._num_calls, self._stack = num_calls, list[asyncio.Event]()
-
-    async def infer(self, call: InferCall) -> Prediction:
-        event = asyncio.Event()
-        self._stack.append(event)
-        if len(self._stack) == self._num_calls:
-            self._stack[-1].set()
-        await event.wait()
-        number = self._stack.index(event)
-        if number:
-            self._stack[number - 1].set()
-        return await super().infer(call)
-
-
-def test_what_is_sent_at_once_fills_batches(run: Callable[..., None]) -> None:
-    async def test(stream: Stream) -> None:
-        requests = [request(id=str(number)) for number in range(16)]
-        answers = await collected(stream(iter(requests)))
-        assert [each.infer_response.id for each in answers] == [str(number) for number in range(16)]
-        assert all(each.infer_response.parameters["triton_final_response"].bool_param for each in answers)
-
-    run(FakeHost(Reversing(16)), test)
 
 
 def test_silence_between_two_messages_is_waited_for(run: Callable[..., None]) -> None:
@@ -299,25 +268,6 @@ def test_a_server_that_is_to_end_answers_what_it_has_and_waits_for_no_more(
     asyncio.run(test())
 
 
-def test_nor_for_a_client_that_always_has_more(proxy: HaproxyProcess, http_port: int) -> None:
-    def ask(server: uvicorn.Server) -> tuple[grpc.StatusCode, str]:
-        """In a thread: a client of grpc.aio whose stream ends while it sends says something of its own."""
-        with grpc.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel:
-            make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
-            num_answers, call = 0, make(itertools.repeat(request()), timeout=TIMEOUT_S)
-            with suppress(grpc.RpcError):
-                for _ in call:
-                    num_answers += 1
-                    server.should_exit = num_answers > 500
-            return call.code(), call.details()
-
-    async def test() -> None:
-        async with served(FakeHost(), http_port) as server:
-            assert await asyncio.to_thread(ask, server) == CLOSED
-
-    asyncio.run(test())
-
-
 def serve_until_killed(http_port: int) -> None:
     """In a process of its own."""
 
@@ -390,23 +340,6 @@ def test_a_wrong_stream_is_refused(http_port: int) -> None:
                 assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), what
                 assert b"grpc-status: %d\r\n" % status in answer, what
                 assert words in answer, what
-
-    asyncio.run(test())
-
-
-def test_a_message_that_does_not_come_on_is_not_waited_for(http_port: int) -> None:
-    async def test() -> None:
-        limits = replace(LIMITS, body_grace_s=0.3)
-        async with served(FakeHost(), http_port, limits=limits):
-            reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
-            writer.write(f"{POST}\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode())
-            writer.write(b"8\r\n" + FRAME + b"\r\n")
-            answer = await asyncio.wait_for(reader.readuntil(b"input 'x' is missing"), TIMEOUT_S)
-            assert b"grpc-status:" not in answer
-            await asyncio.sleep(0.6)
-            writer.write(b"2\r\n" + FRAME[:2] + b"\r\n")
-            answer = await asyncio.wait_for(reader.readuntil(b"grpc-status: 4\r\n"), TIMEOUT_S)
-            writer.close()
 
     asyncio.run(test())
 

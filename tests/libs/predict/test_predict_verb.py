@@ -96,6 +96,7 @@ def test_words_of_other_kinds() -> None:
     assert rows("two", "--input", "a=1,2", "--input", "b=3") == [{"a": [1, 2], "b": 3, "version": 7}]
     assert rows("words", "--input", "text= shoe, hat") == [{"text": " shoe, hat", "version": 7}]
     assert [row["text"] for row in rows("words", "--input", '["shoe, hat", "coat"]')] == ["shoe, hat", "coat"]
+    assert [row["text"] for row in rows("words", "--input", "a, b", "--input", "text=c")] == ["a, b", "c"]
     assert rows("flags", "--input", "true,0")[0]["on"] == [True, False]
 
 
@@ -112,12 +113,21 @@ def test_numbers_beyond_int64_keep_their_digits(tmp_path: Path) -> None:
     assert "is object, the model takes UINT64" in complaint("hashes", "--input", "[[null, 1]]")
 
 
+def test_no_rows_are_said_to_be_none(tmp_path: Path) -> None:
+    np.save(tmp_path / "none.npy", np.zeros((0, 3), np.float32))
+    assert "has no rows" in complaint("m", "--npy", "none.npy")
+    (tmp_path / "none.json").write_text("[]")
+    assert "has no rows" in complaint("m", "--json", "none.json")
+
+
 def test_json_is_rows_or_inputs_or_a_request_of_the_protocol(tmp_path: Path) -> None:
     request = {"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}
     for content in ([[1, 2, 3]], [1, 2, 3], {"x": [[1, 2, 3]]}, {"x": [1, 2, 3]}, request):
         (tmp_path / "in.json").write_text(json.dumps(content))
         assert rows("m", "--json", "in.json") == [{"x": [1, 2, 3], "version": 7}], content
-    assert rows("m", "--json", "-", stdin="[[1, 2, 3]]")[0]["x"] == [1, 2, 3]
+    assert rows("m", "--json", "-", stdin="[[1, NaN, 3]]")[0]["x"] == [1, None, 3]
+    objects = '[{"a": [1, 2], "b": 1}, {"b": 2, "a": [3, 4]}]'
+    assert [row["b"] for row in rows("two", "--json", "-", stdin=objects)] == [1, 2]
 
 
 def test_to_a_model_without_a_batch_each_row_is_a_request(tmp_path: Path, host: FakeHost) -> None:
@@ -130,14 +140,6 @@ def test_to_a_model_without_a_batch_each_row_is_a_request(tmp_path: Path, host: 
     request = {"inputs": [tensor, {"name": "rate", "shape": [], "datatype": "INT64", "data": [5]}]}
     assert rows("alone", "--json", "-", stdin=json.dumps(request)) == [first]
     assert [call.inputs["x"].shape for call in host.models_by_name["alone"].calls] == [(2, 2)] * 4
-
-
-def test_json_rows_may_be_objects() -> None:
-    assert rows("two", "--json", "-", stdin='[{"a": [1, 2], "b": 1}, {"b": 2, "a": [3, 4]}]') == [
-        {"a": [1, 2], "b": 1, "version": 7},
-        {"a": [3, 4], "b": 2, "version": 7},
-    ]
-    assert rows("m", "--json", "-", stdin='[{"x": [1, 2, 3]}]')[0]["x"] == [1, 2, 3]
 
 
 def test_rows_may_differ_where_the_input_leaves_it_open(tmp_path: Path, host: FakeHost) -> None:
@@ -200,6 +202,13 @@ def test_words_of_a_csv_file_stay_as_they_are_whatever_they_look_like(tmp_path: 
     assert list(found["y"]) == [1] * 5
 
 
+def test_the_name_of_a_folder_is_no_column(tmp_path: Path) -> None:
+    (tmp_path / "days" / "day=3").mkdir(parents=True)
+    table = pa.table({"a": [1.0], "b": [2.0], "c": [3.0]})
+    pyarrow.parquet.write_table(table, tmp_path / "days" / "day=3" / "t.parquet")
+    assert rows("m", "--parquet", "days") == [{"x": [1, 2, 3], "version": 7}]
+
+
 def test_more_rows_than_a_request_takes_are_asked_in_turn(tmp_path: Path, host: FakeHost) -> None:
     (tmp_path / "in.csv").write_text("a,b,c\n" + "".join(f"{row},0,0\n" for row in range(10)))
     before = len(host.models_by_name["m"].calls)
@@ -260,6 +269,7 @@ def test_a_table_for_people_and_who_answered() -> None:
     assert result.stderr.startswith("m version 7, ")
     assert "... (20 values)" in predict("long", "--input", ",".join("1" * 20)).stdout
     assert "shoe" in predict("words", "--input", "shoe").stdout
+    assert "logits[a]:key:" in predict("odd", "--input", "1").stdout
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gated_forward import GatedForward, Request, answer, opened, requests_of, run, until
+from gated_forward import GatedForward, Queue, Request, answer, opened, requests_of, run, until, with_queue
 from shoal.batching.batcher import Batch, Batcher, DeadlineExceeded, QueueFull
 from shoal.errors import Closed, InferenceError
 
@@ -34,41 +34,29 @@ def test_one_request_is_answered_off_the_event_loop() -> None:
     run(body)
 
 
-def test_a_free_slot_takes_everything_that_is_queued() -> None:
-    async def body() -> None:
-        forward = GatedForward()
-        batcher = Batcher()
-        queue = batcher.add_queue("model", forward, max_batch_rows=64, max_queue_rows=64)
-        first = asyncio.create_task(answer(queue, Request(0)))
-        await forward.wait_entered()
-        others = [asyncio.create_task(answer(queue, Request(number))) for number in range(1, 11)]
-        await until(lambda: queue.queued_rows == 10)
-        forward.open()
-        assert await asyncio.gather(first, *others) == [number * 10 for number in range(11)]
-        assert forward.batches == [[0], list(range(1, 11))]
-        batcher.close()
-
-    run(body)
+@with_queue(max_batch_rows=64, max_queue_rows=64)
+async def test_a_free_slot_takes_everything_that_is_queued(forward: GatedForward, queue: Queue) -> None:
+    first = asyncio.create_task(answer(queue, Request(0)))
+    await forward.wait_entered()
+    others = [asyncio.create_task(answer(queue, Request(number))) for number in range(1, 11)]
+    await until(lambda: queue.queued_rows == 10)
+    forward.open()
+    assert await asyncio.gather(first, *others) == [number * 10 for number in range(11)]
+    assert forward.batches == [[0], list(range(1, 11))]
 
 
-def test_a_request_is_never_split_and_order_is_kept() -> None:
-    async def body() -> None:
-        forward = GatedForward()
-        batcher = Batcher()
-        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=64)
-        sizes = [1, 3, 2, 4, 1, 1]
-        tasks = []
-        for number, size in enumerate(sizes):
-            tasks.append(asyncio.create_task(answer(queue, Request(number, size), size)))
-            if number == 0:
-                await forward.wait_entered()
-        await until(lambda: queue.queued_rows == sum(sizes[1:]))
-        forward.open()
-        await asyncio.gather(*tasks)
-        assert forward.batches == [[0], [1], [2], [3], [4, 5]]
-        batcher.close()
-
-    run(body)
+@with_queue(max_batch_rows=4, max_queue_rows=64)
+async def test_a_request_is_never_split_and_order_is_kept(forward: GatedForward, queue: Queue) -> None:
+    sizes = [1, 3, 2, 4, 1, 1]
+    tasks = []
+    for number, size in enumerate(sizes):
+        tasks.append(asyncio.create_task(answer(queue, Request(number, size), size)))
+        if number == 0:
+            await forward.wait_entered()
+    await until(lambda: queue.queued_rows == sum(sizes[1:]))
+    forward.open()
+    await asyncio.gather(*tasks)
+    assert forward.batches == [[0], [1], [2], [3], [4, 5]]
 
 
 @pytest.mark.parametrize("error", [SystemExit, StopIteration])
@@ -108,47 +96,35 @@ def test_wrong_number_of_answers_is_an_error_of_the_model_and_of_rows_one_of_the
     run(body)
 
 
-def test_a_cancelled_request_leaves_the_queue_and_makes_room() -> None:
-    async def body() -> None:
-        forward = GatedForward()
-        batcher = Batcher()
-        queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=2)
-        blocker = asyncio.create_task(answer(queue, Request(0)))
-        await forward.wait_entered()
-        doomed = asyncio.create_task(answer(queue, Request(1, 2), 2))
-        await until(lambda: queue.queued_rows == 2)
-        with pytest.raises(QueueFull) as refused:
-            await answer(queue, Request(2))
-        assert refused.value.status == 429
-        doomed.cancel()
-        await until(doomed.done)
-        assert queue.queued_rows == 0
-        successor = asyncio.create_task(answer(queue, Request(3)))
-        forward.open()
-        assert await asyncio.gather(blocker, successor) == [0, 30]
-        assert [1] not in forward.batches
-        assert queue.counts().cancelled == 1
-        batcher.close()
-
-    run(body)
+@with_queue(max_batch_rows=2, max_queue_rows=2)
+async def test_a_cancelled_request_leaves_the_queue_and_makes_room(forward: GatedForward, queue: Queue) -> None:
+    blocker = asyncio.create_task(answer(queue, Request(0)))
+    await forward.wait_entered()
+    doomed = asyncio.create_task(answer(queue, Request(1, 2), 2))
+    await until(lambda: queue.queued_rows == 2)
+    with pytest.raises(QueueFull) as refused:
+        await answer(queue, Request(2))
+    assert refused.value.status == 429
+    doomed.cancel()
+    await until(doomed.done)
+    assert queue.queued_rows == 0
+    successor = asyncio.create_task(answer(queue, Request(3)))
+    forward.open()
+    assert await asyncio.gather(blocker, successor) == [0, 30]
+    assert [1] not in forward.batches
+    assert queue.counts().cancelled == 1
 
 
-def test_a_request_cancelled_while_it_is_computed_disturbs_nobody() -> None:
-    async def body() -> None:
-        forward = GatedForward()
-        batcher = Batcher()
-        queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=2)
-        doomed = asyncio.create_task(answer(queue, Request(0)))
-        await forward.wait_entered()
-        doomed.cancel()
-        await until(doomed.done)
-        forward.open()
-        assert await answer(queue, Request(1)) == 10
-        counts = queue.counts()
-        assert (counts.submitted, counts.answered, counts.cancelled) == (2, 1, 1)
-        batcher.close()
-
-    run(body)
+@with_queue(max_batch_rows=2, max_queue_rows=2)
+async def test_a_request_cancelled_while_it_is_computed_disturbs_nobody(forward: GatedForward, queue: Queue) -> None:
+    doomed = asyncio.create_task(answer(queue, Request(0)))
+    await forward.wait_entered()
+    doomed.cancel()
+    await until(doomed.done)
+    forward.open()
+    assert await answer(queue, Request(1)) == 10
+    counts = queue.counts()
+    assert (counts.submitted, counts.answered, counts.cancelled) == (2, 1, 1)
 
 
 def test_close_fails_what_is_queued_answers_what_is_in_hand_and_is_idempotent() -> None:
@@ -202,7 +178,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(steps=steps, close_early=st.booleans())
 def test_every_request_ends_exactly_once(steps: list[tuple[str, int, bool]], close_early: bool) -> None:
     """In = answered + failed + cancelled + expired + evicted, whatever comes, is cancelled, poisoned, closed."""

@@ -1,15 +1,13 @@
 """Several queues, groups and slots in one batcher, and how a failing batch is taken apart."""
 
 import asyncio
-import gc
 import threading
-import weakref
 from collections.abc import Hashable
 from typing import Any
 
 import pytest
 
-from gated_forward import DEADLINE_S, GatedForward, Request, answer, opened, requests_of, run, until
+from gated_forward import DEADLINE_S, GatedForward, Queue, Request, answer, opened, requests_of, run, until, with_queue
 from shoal.batching.batcher import Batch, Batcher, QueueFull
 from shoal.errors import Closed
 
@@ -74,20 +72,6 @@ def test_each_queue_has_its_own_forward_and_counts_and_closes_alone() -> None:
     run(body)
 
 
-def test_a_queue_that_is_closed_lets_go_of_its_model() -> None:
-    async def body() -> None:
-        batcher, forward = Batcher(), opened()
-        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=4)
-        assert await answer(queue, Request(1)) == 10
-        queue.close()
-        held = weakref.ref(forward)
-        del queue, forward
-        await until(lambda: gc.collect() >= 0 and held() is None)
-        batcher.close()
-
-    run(body)
-
-
 def test_two_slots_compute_at_the_same_time_and_wake_each_other() -> None:
     async def body() -> None:
         together = threading.Barrier(2)
@@ -112,32 +96,28 @@ def test_two_slots_compute_at_the_same_time_and_wake_each_other() -> None:
     run(body)
 
 
-def test_who_has_to_leave_a_full_queue_for_another_tenant_is_told_when_to_come_back() -> None:
-    async def body() -> None:
-        batcher = Batcher()
-        forward = GatedForward()
-        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=4)
-        in_hand = asyncio.create_task(answer(queue, Request(0)))
-        await forward.wait_entered()
-        flood = [asyncio.create_task(answer(queue, Request(n), tenant="x")) for n in range(1, 5)]
-        await until(lambda: queue.queued_rows == 4)
-        other = asyncio.create_task(answer(queue, Request(5), tenant="y"))
-        with pytest.raises(QueueFull) as caught:
-            await flood[-1]
-        assert caught.value.retry_after_s is not None
-        with pytest.raises(QueueFull):
-            await answer(queue, Request(6), tenant="x")
-        last = asyncio.create_task(answer(queue, Request(7), tenant="y"))
-        await asyncio.sleep(0)
-        flood[2].cancel()  # in the turn in which it has to leave
-        forward.open()
-        assert await asyncio.gather(in_hand, other, last, *flood[:2]) == [0, 50, 70, 10, 20]
-        counts = queue.counts()
-        assert counts.submitted == 7
-        assert (counts.answered, counts.evicted, counts.cancelled, counts.refused_full) == (5, 1, 1, 1)
-        batcher.close()
-
-    run(body)
+@with_queue(max_batch_rows=4, max_queue_rows=4)
+async def test_who_has_to_leave_a_full_queue_for_another_tenant_is_told_when_to_come_back(
+    forward: GatedForward, queue: Queue
+) -> None:
+    in_hand = asyncio.create_task(answer(queue, Request(0)))
+    await forward.wait_entered()
+    flood = [asyncio.create_task(answer(queue, Request(n), tenant="x")) for n in range(1, 5)]
+    await until(lambda: queue.queued_rows == 4)
+    other = asyncio.create_task(answer(queue, Request(5), tenant="y"))
+    with pytest.raises(QueueFull) as caught:
+        await flood[-1]
+    assert caught.value.retry_after_s is not None
+    with pytest.raises(QueueFull):
+        await answer(queue, Request(6), tenant="x")
+    last = asyncio.create_task(answer(queue, Request(7), tenant="y"))
+    await asyncio.sleep(0)
+    flood[2].cancel()  # in the turn in which it has to leave
+    forward.open()
+    assert await asyncio.gather(in_hand, other, last, *flood[:2]) == [0, 50, 70, 10, 20]
+    counts = queue.counts()
+    assert counts.submitted == 7
+    assert (counts.answered, counts.evicted, counts.cancelled, counts.refused_full) == (5, 1, 1, 1)
 
 
 def test_one_poisonous_request_costs_a_few_halves_not_everybody() -> None:
@@ -185,44 +165,19 @@ def test_each_half_has_its_own_time_to_be_taken_for_hung() -> None:
     assert seen_s == [30.0] * len(seen_s)
 
 
-def test_halves_leave_out_who_was_cancelled_meanwhile() -> None:
-    async def body() -> None:
-        forward = GatedForward()
-        batcher = Batcher()
-        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=4)
-        first = asyncio.create_task(answer(queue, Request(0)))
-        await forward.wait_entered()
-        tasks = [asyncio.create_task(answer(queue, Request(n, poisonous=n == 1))) for n in range(1, 5)]
-        await until(lambda: queue.queued_rows == 4)
-        forward.release()
-        await forward.wait_entered()
-        tasks[3].cancel()
-        await until(tasks[3].done)
-        forward.open()
-        await asyncio.gather(first, *tasks, return_exceptions=True)
-        assert forward.batches == [[0], [1, 2, 3, 4], [1, 2], [1], [2], [3]]
-        batcher.close()
-
-    run(body)
-
-
-def test_tenants_share_a_queue_that_one_of_them_floods() -> None:
-    async def body() -> None:
-        forward = GatedForward()
-        batcher = Batcher()
-        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=64)
-        first = asyncio.create_task(answer(queue, Request(0), tenant="loud"))
-        await forward.wait_entered()
-        loud = [asyncio.create_task(answer(queue, Request(n), tenant="loud")) for n in range(1, 21)]
-        await until(lambda: queue.queued_rows == 20)
-        quiet = [asyncio.create_task(answer(queue, Request(n), tenant="quiet")) for n in (100, 101)]
-        await until(lambda: queue.queued_rows == 22)
-        forward.open()
-        await asyncio.gather(first, *loud, *quiet)
-        assert {100, 101} <= set(forward.batches[1])
-        batcher.close()
-
-    run(body)
+@with_queue(max_batch_rows=4, max_queue_rows=4)
+async def test_halves_leave_out_who_was_cancelled_meanwhile(forward: GatedForward, queue: Queue) -> None:
+    first = asyncio.create_task(answer(queue, Request(0)))
+    await forward.wait_entered()
+    tasks = [asyncio.create_task(answer(queue, Request(n, poisonous=n == 1))) for n in range(1, 5)]
+    await until(lambda: queue.queued_rows == 4)
+    forward.release()
+    await forward.wait_entered()
+    tasks[3].cancel()
+    await until(tasks[3].done)
+    forward.open()
+    await asyncio.gather(first, *tasks, return_exceptions=True)
+    assert forward.batches == [[0], [1, 2, 3, 4], [1, 2], [1], [2], [3]]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

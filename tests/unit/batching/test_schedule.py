@@ -15,7 +15,7 @@ from shoal.errors import ConfigError
 from unit.batching.schedule_world import MAX_BATCH, MAX_QUEUE, QUEUES, Job, World, events, play
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(script=events, slots=st.integers(1, 3), exact=st.booleans())
 def test_nothing_is_lost_nothing_idles_and_limits_hold(
     script: list[tuple[object, ...]], slots: int, exact: bool
@@ -43,7 +43,7 @@ def test_everything_compatible_goes_into_one_batch_and_the_rest_waits() -> None:
     assert world.started[1].requests == [jobs[0], jobs[2], jobs[4]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20)
 @given(
     weights=st.tuples(st.floats(0.2, 5), st.floats(0.2, 5)),
     rows=st.tuples(st.integers(1, MAX_BATCH), st.integers(1, MAX_BATCH)),
@@ -67,7 +67,7 @@ def test_busy_queues_get_time_by_their_weights(
         world.advance(longest_s)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(
     sizes=st.tuples(st.integers(1, MAX_BATCH), st.integers(1, MAX_BATCH)),
     groups=st.tuples(st.integers(0, 1), st.integers(0, 1)),

@@ -2,13 +2,12 @@
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from shoal.batching.fair_queue import DEFAULT_DEADLINE_S
 from unit.batching.schedule_world import MAX_BATCH, Job, World, events, play
 
 
-@settings(max_examples=100, deadline=None)
 @given(script=events)
 def test_what_is_answered_is_answered_in_time_when_the_model_is_right(script: list[tuple[object, ...]]) -> None:
     """But for a lone request that an idle slot tries though it should be hopeless."""

@@ -79,22 +79,6 @@ def test_a_poisonous_request_fails_alone_on_the_loop_too() -> None:
     run_with(body)
 
 
-def test_a_model_that_becomes_slow_goes_to_a_thread_and_returns_when_it_is_fast() -> None:
-    async def body(forward: TimedForward, queue: BatchQueue[Any, Any, Any]) -> None:
-        async def ask_until(has_moved: Callable[[], bool]) -> None:
-            while not has_moved():
-                await answer(queue, Request(1))
-                forward.now_s += 0.01  # short forwards are sampled
-
-        forward.seconds = 1.0
-        await ask_until(lambda: forward.threads[-1:] != [threading.main_thread()] and len(forward.threads) > 1)
-        forward.seconds, forward.threads = SHORT_S / 10, []
-        forward.now_s += 60.0  # what was slow is forgotten
-        await ask_until(lambda: forward.threads[-1:] == [threading.main_thread()])
-
-    run_with(body)
-
-
 def test_a_thread_leaves_short_batches_behind_a_long_one_to_the_loop() -> None:
     """Under load no slot is ever free, and the thread would go on with batches that it need not be woken for."""
 

@@ -134,7 +134,7 @@ def test_the_token_is_never_printed() -> None:
     assert "hush" not in f"{subject} {subject!r} {subject.to_yaml()}"
 
 
-def test_workers_and_grpc_need_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_grpc_and_traces_need_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="give num_workers = 2"):
         spec(parallel="tensor")
     monkeypatch.setattr(endpoint, "collect_extensions", lambda group: {})
@@ -142,3 +142,5 @@ def test_workers_and_grpc_need_a_library(monkeypatch: pytest.MonkeyPatch) -> Non
         spec(num_workers=2)
     with pytest.raises(ConfigError, match=r"grpc_port = 0: no library speaks gRPC here: leave it out"):
         spec(grpc_port=0)
+    with pytest.raises(ConfigError, match=r"trace = 'file:x': no library records traces here"):
+        spec(trace="file:x")

@@ -117,6 +117,8 @@ def test_histograms_are_cumulative() -> None:
 def test_every_metric_has_a_series_and_none_is_unnamed() -> None:
     names = {name.removesuffix("_bucket") for name, _ in scrape(report(worked()))}
     assert set(METRICS) <= names
+    for name, labels, _ in series(report(worked())):
+        assert set(labels) <= set(METRICS[name].labels), name
 
 
 def test_a_scrape_sees_every_replica() -> None:
@@ -167,8 +169,3 @@ def test_a_key_for_some_models_sees_nothing_of_the_others_nor_of_other_callers()
 def test_no_replica_no_series() -> None:
     assert render([]) == b"\n"
     assert b"version=0.0.4" in CONTENT_TYPE
-
-
-def test_every_series_has_the_labels_that_its_metric_names() -> None:
-    for name, labels, _ in series(report(worked())):
-        assert set(labels) <= set(METRICS[name].labels), name

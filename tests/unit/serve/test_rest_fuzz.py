@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.asgi import Reply, client
@@ -92,7 +92,6 @@ def judged(reply: Reply) -> None:
         assert NAMED.match(reply.body["error"]), reply.body
 
 
-@settings(max_examples=40)  # they are dear to draw, and others come with every run
 @given(REQUESTS)
 def test_requests_that_are_nearly_right(request: dict[str, Any]) -> None:
     judged(SUBJECT.infer(request))

@@ -29,7 +29,7 @@ from shoal.extend.serve import (
     RequestsInProgress,
     Scope,
     Send,
-    Tracer,
+    TracerProtocol,
     decompress_in_thread,
 )
 from shoal.libs.grpc.methods import (
@@ -53,7 +53,7 @@ FOREVER_S = 1e9  # gRPC writes no deadline as one in some hundred years
 
 
 def make_app(
-    manager: ModelManagerProtocol, access: AccessControl, limits: RequestLimits, tracer: Tracer | None
+    manager: ModelManagerProtocol, access: AccessControl, limits: RequestLimits, tracer: TracerProtocol | None
 ) -> tuple[str, GrpcApp]:
     """The application of a replica, and the prefix of its paths: an extension of the group `shoal.protocols`."""
     return PATH_PREFIX, GrpcApp(InferenceServicer(manager, access, tracer), limits)

@@ -181,12 +181,12 @@ def parameter_value(parameter: pb.InferParameter | pb.ModelRepositoryParameter) 
 @lru_cache(1024)
 def encode_field_head(key: int, size_bytes: int) -> bytes:
     """The bytes before a field's content: its key, of one byte, and the length, seven bits in each byte."""
-    found = bytearray((key,))
+    head = bytearray((key,))
     while size_bytes > 127:
-        found.append(size_bytes & 127 | 128)
+        head.append(size_bytes & 127 | 128)
         size_bytes >>= 7
-    found.append(size_bytes)
-    return bytes(found)
+    head.append(size_bytes)
+    return bytes(head)
 
 
 def _decode_typed(tensor: InputTensorMessage, shape: list[int]) -> np.ndarray:

@@ -39,7 +39,7 @@ from shoal.extend.serve import (
     ModelCodecs,
     ModelManagerProtocol,
     ServedModelProtocol,
-    Tracer,
+    TracerProtocol,
     build_metadata,
     build_model_config,
     decode_in_thread,
@@ -97,7 +97,7 @@ class Invocation:
 class InferenceServicer:
     """Answers each method of the service, or raises InferenceError or Closed."""
 
-    def __init__(self, host: ModelManagerProtocol, access: AccessControl, tracer: Tracer | None = None) -> None:
+    def __init__(self, host: ModelManagerProtocol, access: AccessControl, tracer: TracerProtocol | None = None) -> None:
         self._manager, self._access, self._tracer = host, access, tracer
         self._codecs = ModelCodecs(GrpcCodec)
         self._layouts = RequestLayoutCache()

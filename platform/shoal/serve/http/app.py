@@ -15,20 +15,16 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from shoal.errors import Closed, InferenceError
 from shoal.serve.http.admin import RestHandlers
 from shoal.serve.http.inference import InferenceHandler, read_body
 from shoal.serve.http.response import RestResponse, build_error_response
 from shoal.serve.http.routes import ADMIN_ACTIONS, PEERS_PATH, UNAUTHENTICATED_ACTIONS, RouteAction, match_route
-from shoal.serve.messages.inference import Caller, Disconnected, ModelManagerProtocol, format_origin
+from shoal.serve.messages.inference import Caller, Disconnected, ModelManagerProtocol, TracerProtocol, format_origin
 from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
 from shoal.serve.protocol.request_lifecycle import Receive, RequestLifecycle, RequestsInProgress, Scope, Send
 from shoal.serve.protocol.request_limits import RequestLimits
-
-if TYPE_CHECKING:
-    from shoal.serve.protocol.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +47,7 @@ class RestApp:
         *,
         limits: RequestLimits | None = None,
         metrics: Callable[[Caller], bytes] | None = None,
-        tracer: Tracer | None = None,
+        tracer: TracerProtocol | None = None,
         root: str = "",
     ) -> None:
         self._root, self._access = root, access

@@ -14,13 +14,12 @@ import asyncio
 import dataclasses
 import time
 import zlib
-from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from shoal.serve.http.codec import HttpCodec
 from shoal.serve.http.response import RestResponse, read_length
 from shoal.serve.http.routes import RouteAction, RouteTarget
-from shoal.serve.messages.inference import Caller, ModelManagerProtocol
+from shoal.serve.messages.inference import Caller, ModelManagerProtocol, TracerProtocol
 from shoal.serve.protocol.infer_call import (
     BATCH_HEADER,
     GENERATION_HEADER,
@@ -37,9 +36,6 @@ from shoal.serve.protocol.infer_call import (
 from shoal.serve.protocol.request_lifecycle import Receive, RequestLifecycle, RequestsInProgress, decompress_in_thread
 from shoal.serve.protocol.request_limits import WINDOW_BITS
 
-if TYPE_CHECKING:
-    from shoal.serve.protocol.tracing import Tracer
-
 MIN_COMPRESSED_BYTES = 1024  # smaller answers are not compressed
 COMPRESSION_LEVEL = 1
 TRACE_NAME = "POST /v2/models/{model}/infer"
@@ -48,7 +44,9 @@ TRACE_NAME = "POST /v2/models/{model}/infer"
 class InferenceHandler:
     """Answers inferences of the models of `host`. `in_progress`: the requests of clients."""
 
-    def __init__(self, host: ModelManagerProtocol, in_progress: RequestsInProgress, tracer: Tracer | None) -> None:
+    def __init__(
+        self, host: ModelManagerProtocol, in_progress: RequestsInProgress, tracer: TracerProtocol | None
+    ) -> None:
         self._manager, self._tracer, self._in_progress = host, tracer, in_progress
         # A JSON number of two bytes takes eight in the form that replicas send each other.
         limits = in_progress.limits

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from sys import getsizeof
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import numpy as np
 
-from shoal.batching.batcher import Prediction
+from shoal.batching.batcher import PendingBatch, Prediction
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
@@ -22,15 +23,49 @@ from shoal.serve.spec.model_options import ModelOptions
 
 Outputs = dict[str, np.ndarray]
 EMPTY_BYTES = getsizeof(b"")
+CLIENT_GONE = 499  # the status of a request whose client has disconnected
 _FROM = " from "
 
 
 class RequestTraceProtocol(Protocol):
-    """The span of one request, as the queue and the batch use it."""
+    """The span of one request: a context manager that ends it.
+
+    submitted_ns:     when it entered a queue
+    cancelled_status: the status of a cancelled request; `CLIENT_GONE` unless it is set
+    context:          by which a batch's span names it
+    """
 
     submitted_ns: int
     cancelled_status: int
     context: Any
+
+    def record_prediction(self, prediction: Prediction[Outputs], num_rows: int) -> None:
+        """Record a model's answer and its times."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+class TracerProtocol(Protocol):
+    """Traces the requests of a replica. A library has one for each kind of destination: see `EndpointSpec.trace`."""
+
+    def start_request(
+        self, name: str, model: str, traceparent: str = "", tracestate: str = ""
+    ) -> RequestTraceProtocol | None:
+        """Start the span of a new request; None when it is not traced."""
+        ...
+
+    def record_batch(self, model: str, batch: PendingBatch[Any, InferCall, Outputs]) -> None:
+        """Record a batch that was just computed, when any of its requests is traced."""
+        ...
+
+    def close(self) -> None:
+        """Export the waiting spans. Idempotent."""
+        ...
 
 
 class InferCall(DecodedRequest, gc=False):

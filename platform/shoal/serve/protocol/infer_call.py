@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -32,13 +32,10 @@ from shoal.errors import InferenceError
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.decoded_request import DecodedRequest
-from shoal.serve.messages.inference import Caller, InferCall, RequestTraceProtocol, ServedModelProtocol
+from shoal.serve.messages.inference import Caller, InferCall, RequestTraceProtocol, ServedModelProtocol, TracerProtocol
 from shoal.serve.messages.model_errors import find_version
 from shoal.serve.protocol.model_metadata import to_tensor_metadata
 from shoal.serve.spec.model_options import ModelOptions
-
-if TYPE_CHECKING:
-    from shoal.serve.protocol.tracing import RequestTrace, Tracer
 
 T = TypeVar("T")
 CodecT = TypeVar("CodecT")
@@ -78,8 +75,8 @@ class ModelCodecs(Generic[CodecT]):
 
 
 def start_trace(
-    tracer: Tracer | None, name: str, model: str, headers: Mapping[bytes, bytes]
-) -> AbstractContextManager[RequestTrace | None]:
+    tracer: TracerProtocol | None, name: str, model: str, headers: Mapping[bytes, bytes]
+) -> AbstractContextManager[RequestTraceProtocol | None]:
     """The span of a new request as a context, by its headers or metadata; None when it is not traced."""
     if tracer is None:
         return _NO_TRACE

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any, Self
 from shoal.errors import InferenceError
 from shoal.plugins.find import load_reference
 from shoal.plugins.library import collect_extensions
-from shoal.serve.messages.inference import Disconnected, ModelManagerProtocol
+from shoal.serve.messages.inference import Disconnected, ModelManagerProtocol, TracerProtocol
 from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.endpoint import PROTOCOLS
 
 if TYPE_CHECKING:
     from shoal.serve.protocol.access import AccessControl
-    from shoal.serve.protocol.tracing import Tracer
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -176,7 +175,7 @@ class EndpointApp:
         manager: ModelManagerProtocol,
         access: AccessControl,
         limits: RequestLimits,
-        tracer: Tracer | None = None,
+        tracer: TracerProtocol | None = None,
     ) -> None:
         protocols = [load_reference(each) for each in collect_extensions(PROTOCOLS).values()]
         self._rest = rest

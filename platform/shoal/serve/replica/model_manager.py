@@ -10,7 +10,7 @@ import hmac
 import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -18,7 +18,7 @@ from shoal.batching.batcher import Batcher
 from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.serve.messages.desired_state import EndpointPlan
-from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, ServedModelProtocol
+from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, ServedModelProtocol, TracerProtocol
 from shoal.serve.messages.model_errors import unloaded_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.model.predictor import OpenTemplate
@@ -33,9 +33,6 @@ from shoal.serve.replica.version_router import BatchGroup
 from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
-
-if TYPE_CHECKING:
-    from shoal.serve.protocol.tracing import Tracer
 
 ON_DEMAND_LOADS = 2, 16  # of models on demand, at a time; predictors kept for models that are built alike
 MAX_STAGING_S = 900.0  # of staging; the controller gives up earlier
@@ -58,7 +55,7 @@ class ModelManager:
         live: Mapping[str, LiveModel],
         batcher: Batcher[BatchGroup, InferCall, Outputs],
         controller: ControllerClient,
-        tracer: Tracer | None = None,
+        tracer: TracerProtocol | None = None,
         share: OpenTemplate | None = None,
         peers: PeerTransport | None = None,
     ) -> None:

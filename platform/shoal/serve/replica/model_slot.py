@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.batching.batcher import Batcher
 from shoal.serve.messages.desired_state import ModelPlan
-from shoal.serve.messages.inference import InferCall, Outputs, ServedModelProtocol
+from shoal.serve.messages.inference import InferCall, Outputs, ServedModelProtocol, TracerProtocol
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.replica.cold_models import OnDemandRequests
@@ -26,9 +26,6 @@ from shoal.serve.replica.version_router import BatchGroup
 from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import LiveModel, RegisteredModel
-
-if TYPE_CHECKING:
-    from shoal.serve.protocol.tracing import Tracer
 
 DRAIN_POLL_S = 0.02
 Options = dict[str, Any]  # as the plan has them
@@ -49,7 +46,7 @@ class SlotHost:
     controller: ControllerClient
     live: Mapping[str, LiveModel]
     show_errors: bool
-    tracer: Tracer | None = None
+    tracer: TracerProtocol | None = None
     on_changed: Callable[[], None] = lambda: None
 
 

@@ -21,8 +21,9 @@ import torch
 from shoal.batching.batcher import Batcher
 from shoal.device_memory import limit_device_memory
 from shoal.errors import ShoalError
+from shoal.plugins.find import find_extension
 from shoal.serve.http.app import RestApp
-from shoal.serve.messages.inference import InferCall, Outputs
+from shoal.serve.messages.inference import InferCall, Outputs, TracerProtocol
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.model.device import device_lost
 from shoal.serve.model.formats.template import Template, TemplateConfig
@@ -30,13 +31,12 @@ from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.prometheus import render
 from shoal.serve.protocol.request_lifecycle import EndpointApp
 from shoal.serve.protocol.request_limits import RequestLimits
-from shoal.serve.protocol.tracing import Tracer
 from shoal.serve.replica.model_manager import ModelManager
 from shoal.serve.replica.peers import PeerTransport
 from shoal.serve.replica.version_router import BatchGroup
 from shoal.serve.replica.watchers import ControllerClient, PlanFollower
 from shoal.serve.scaling.replica_counts import LoadMeter, encode
-from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.endpoint import TRACERS, EndpointSpec, TraceDestination
 from shoal.serve.spec.model_source import LiveModel
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,10 @@ class EndpointReplica:
             slots=1 if workers is None else workers.batches_in_flight,
             on_thread_start=lambda: torch.set_num_threads(spec.torch_threads),
         )
-        self._tracer = Tracer(spec.trace, spec.name, replica) if spec.trace else None
+        self._tracer: TracerProtocol | None = None
+        if spec.trace:
+            make_tracer = find_extension(TraceDestination.parse(spec.trace).kind, TRACERS, {})
+            self._tracer = make_tracer(spec.trace, spec.name, replica)
         share = None if workers is None else workers.open_template
         self.manager = ModelManager(replica, spec, live, self._batcher, controller, self._tracer, share, peers)
         self._rest = RestApp(

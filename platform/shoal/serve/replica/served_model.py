@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -21,12 +21,18 @@ from shoal.errors import Closed, InferenceError, ModelError
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.desired_state import ModelPlan
-from shoal.serve.messages.inference import InferCall, Outputs, ServedModelProtocol, size_bytes
+from shoal.serve.messages.inference import (
+    CLIENT_GONE,
+    InferCall,
+    Outputs,
+    ServedModelProtocol,
+    TracerProtocol,
+    size_bytes,
+)
 from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.action_sampler import ActionSampler, check_parameters
 from shoal.serve.model.predictor import Predictor
-from shoal.serve.protocol.tracing import CLIENT_GONE
 from shoal.serve.replica.fallback_predictor import FallbackPredictor, is_model_error
 from shoal.serve.replica.live_versions import LiveVersionSelector
 from shoal.serve.replica.loader import BuiltModel
@@ -35,9 +41,6 @@ from shoal.serve.replica.shadow import ShadowTraffic
 from shoal.serve.replica.version_router import Answering, BatchGroup, CallBatch, Track, VersionTable
 from shoal.serve.scaling.replica_counts import ModelLoad
 from shoal.serve.spec.model_options import ModelOptions
-
-if TYPE_CHECKING:
-    from shoal.serve.protocol.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +95,7 @@ class ServedModel:
         batcher: Batcher[BatchGroup, InferCall, Outputs],
         *,
         is_live: bool = False,
-        tracer: Tracer | None = None,
+        tracer: TracerProtocol | None = None,
         show_errors: bool = False,
         counts: ModelStatistics | None = None,
     ) -> None:

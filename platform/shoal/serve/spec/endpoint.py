@@ -65,6 +65,7 @@ def _require_countable_gpus(num_gpus: float) -> float:
 
 GangSplit = Literal["pipeline", "tensor"]
 PREDICTORS = "shoal.predictors"  # the extensions that start the workers of a replica, by how they split models
+TRACERS = "shoal.tracers"  # the extensions that trace the requests of a replica, by the kind of destination
 PROTOCOLS = "shoal.protocols"  # the extensions that answer other requests than REST, such as calls of gRPC
 GpuCount = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_require_countable_gpus)]
 
@@ -153,7 +154,7 @@ class EndpointSpec(Reach):
                     a version is refused unless the same code lies on the replicas' hosts: none is run that only the
                     registry has
     trace:          the destination of traces (OpenTelemetry) of requests, from the ingress to the forward; "" for none.
-                    See `shoal.serve.protocol.tracing`: otlp://HOST:PORT, file:FOLDER
+                    See `TraceDestination`: otlp://HOST:PORT, file:FOLDER
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)
@@ -210,8 +211,8 @@ class EndpointSpec(Reach):
     @field_validator("trace")
     @classmethod
     def _destination(cls, trace: str) -> str:
-        if trace:
-            TraceDestination.parse(trace)
+        if trace and TraceDestination.parse(trace).kind not in collect_extensions(TRACERS):
+            raise ValueError(f"trace = {trace!r}: no library records traces here: leave it out, or install one")
         return trace
 
     @model_validator(mode="after")

@@ -61,7 +61,7 @@ def _read_limits(program: Any, batch_dims: Mapping[str, int | None]) -> SizeLimi
     nodes = {node.name: node for node in program.graph.nodes}
     tensors = [argument.name for argument in _read_arguments(program)[0] if argument.name is not None]
     shapes = {name: nodes[tensor].meta["val"].shape for name, tensor in zip(batch_dims, tensors, strict=True)}
-    found: list[Dimension] = []
+    dimensions: list[Dimension] = []
     for name, shape in shapes.items():
         for index, size in enumerate(shape):
             symbols = [] if isinstance(size, int) else list(size.node.expr.free_symbols)
@@ -72,14 +72,14 @@ def _read_limits(program: Any, batch_dims: Mapping[str, int | None]) -> SizeLimi
             if expression == factor * symbol + offset and factor > 0:
                 batch = batch_dims[name]
                 position = 0 if index == batch else index + (batch is None or index < batch)
-                found.append(Dimension(name, index, position, str(symbol), int(factor), int(offset)))
+                dimensions.append(Dimension(name, index, position, str(symbol), int(factor), int(offset)))
     sizes = {
         str(symbol): SizeRange(int(values.lower), int(values.upper) if values.upper.is_Integer else None)
         for symbol, values in program.range_constraints.items()
     }
-    rows = {each.symbol for each in found if each.position == 0}
-    inner = [each for each in found if each.symbol in sizes.keys() - rows]
-    bounds = [sizes[each.symbol] for each in found if each.position == 0 and each.symbol in sizes]
+    rows = {each.symbol for each in dimensions if each.position == 0}
+    inner = [each for each in dimensions if each.symbol in sizes.keys() - rows]
+    bounds = [sizes[each.symbol] for each in dimensions if each.position == 0 and each.symbol in sizes]
     return SizeLimits(inner, sizes, bounds[0] if bounds else SizeRange())
 
 
@@ -116,14 +116,14 @@ def _read_arguments(program: Any) -> tuple[list[_Argument], list[_Argument]]:
 
 def bind_constants(program: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     """Bind a flat program to its exported constants, as a function of its tensors alone."""
-    given, made = _read_arguments(program)
-    if all(each.name is not None for each in (*given, *made)):
+    inputs, outputs = _read_arguments(program)
+    if all(each.name is not None for each in (*inputs, *outputs)):
         return call
 
     def called(*tensors: torch.Tensor) -> list[Any]:
         ahead = iter(tensors)
-        outputs = call(*[each.value if each.name is None else next(ahead) for each in given])
-        return [output for output, each in zip(outputs, made, strict=True) if each.name is not None]
+        results = call(*[each.value if each.name is None else next(ahead) for each in inputs])
+        return [result for result, each in zip(results, outputs, strict=True) if each.name is not None]
 
     return called
 

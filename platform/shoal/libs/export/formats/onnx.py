@@ -47,12 +47,12 @@ def read_signature(payload: bytes, file: str) -> Signature:
     )
 
 
-def _to_tensor_signature(file: str, found: Any) -> TensorSignature:
-    datatype = _DATATYPES.get(found.type.removeprefix("tensor(").removesuffix(")"))
+def _to_tensor_signature(file: str, tensor: Any) -> TensorSignature:
+    datatype = _DATATYPES.get(tensor.type.removeprefix("tensor(").removesuffix(")"))
     if datatype is None:
         remedy = "export it with tensors for inputs and outputs"
-        if found.type.startswith("seq(map("):  # the last operation of skl2onnx's classifiers, ZipMap
+        if tensor.type.startswith("seq(map("):  # the last operation of skl2onnx's classifiers, ZipMap
             remedy = "export it with convert_sklearn(model, ..., options={id(model): {'zipmap': False}})"
-        raise ConfigError("file", file, f"{found.name!r} is a {found.type}, which cannot be served", remedy)
-    shape = [size if isinstance(size, int) and size > 0 else -1 for size in found.shape]
-    return TensorSignature(name=found.name, datatype=datatype, shape=shape)
+        raise ConfigError("file", file, f"{tensor.name!r} is a {tensor.type}, which cannot be served", remedy)
+    shape = [size if isinstance(size, int) and size > 0 else -1 for size in tensor.shape]
+    return TensorSignature(name=tensor.name, datatype=datatype, shape=shape)

@@ -1,4 +1,4 @@
-"""Traces of an endpoint's requests: from the ingress through the queue and the batch to the forward (OpenTelemetry).
+"""A replica's traces: from the ingress through the queue and the batch to the forward.
 
     POST .../infer     the request, from arrival to answer; child of the caller's span (W3C traceparent)
       queue            waiting for a slot
@@ -6,7 +6,7 @@
     batch              a separate trace, with a link to each request in it: from the oldest request's arrival
       forward          to the end of the forward
 
-Made by the replica when its spec names a destination, else None: then OpenTelemetry is not imported, and a request
+A replica makes a Tracer when its spec names a destination. Without one, OpenTelemetry is not imported, and a request
 costs a comparison. Called by the protocol applications (`start_request`) and by the served model (`record_batch`). A
 span that cannot be exported is dropped without a wait; at most `MAX_WAITING_SPANS` wait.
 
@@ -26,8 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.serve.messages.inference import Disconnected
-from shoal.serve.spec.endpoint import TraceDestination
+from shoal.extend.serve import CLIENT_GONE, Disconnected, TraceDestination
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -35,13 +34,11 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, SpanContext
     from opentelemetry.trace import Tracer as OpenTelemetryTracer
 
-    from shoal.batching.batcher import PendingBatch, Prediction
-    from shoal.serve.messages.inference import InferCall, Outputs
+    from shoal.extend.serve import InferCall, Outputs, PendingBatch, Prediction
 
 MAX_WAITING_SPANS = 8192
 EXPORT_TIMEOUT_S = 3.0  # a stopping replica's wait for a collector that does not answer
 EXPORT_EVERY_S = 2.0
-CLIENT_GONE = 499
 
 
 class RequestTrace:

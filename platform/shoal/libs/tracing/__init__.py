@@ -1,0 +1,1 @@
+"""Traces of an endpoint's requests, as OpenTelemetry records them."""
