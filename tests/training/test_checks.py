@@ -142,21 +142,6 @@ class Unsplittable(Toy):
         return nn.Sequential(nn.Linear(8, 3))
 
 
-class Sparse(Toy):
-    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SparseAdam(parameters)
-
-
-class Closure(Toy):
-    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(parameters)
-
-
-class WholeTensors(Toy):
-    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        return type("Unknown", (torch.optim.SGD,), {})(parameters, 0.1)
-
-
 class Double(Toy):
     def model(self) -> nn.Module:
         return super().model().double()
@@ -226,9 +211,6 @@ def test_a_plan_that_does_not_fit(changes: dict[str, Any], field: str, value: ob
     ("task", "sync", "field", "problem"),
     [
         ("Toy", {"servers": 100_000}, "sync.servers", "more than the model has elements"),
-        ("WholeTensors", {"servers": 17}, "sync.servers", "needs each whole"),
-        ("Sparse", {}, "sync.kind", "sparse gradients"),
-        ("Closure", {}, "task", "LBFGS"),
         ("Double", {}, "sync.kind", "float64"),
         ("Toy", {"kind": "diloco", "fragments": 20}, "sync.fragments", "more than the model has parameters"),
     ],
