@@ -90,7 +90,8 @@ def test_a_worker_that_raises_or_dies_is_named_with_its_samples() -> None:
         assert loader.get_worker_pids() != [survivor]
 
 
-def test_a_batch_that_cannot_travel_is_named_and_so_is_how_a_worker_ended() -> None:
+def test_a_batch_that_cannot_travel_is_named_and_so_is_how_a_worker_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.data.workers.pool._EXIT_TIMEOUT_S", 120.0)  # however busy the machine is
     with Loader(Leaving(8), batch_size=2, shuffle=False, spec=ONE) as loader:
         with pytest.raises(DataError, match=r"of samples 0, 1 cannot be handed over .*TypeError: .*lock"):
             next(iter(loader))
