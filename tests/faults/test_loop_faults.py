@@ -177,26 +177,6 @@ def test_two_runs_learn_on_one_cluster_at_once(cluster: EmbeddedCluster, tmp_pat
 
 
 @pytest.mark.soak
-def test_an_actor_that_is_killed_returns_as_a_new_incarnation(loop: Loop) -> None:
-    first = loop.start_actor("phoenix")
-    loop.learn_on()
-    first.process.kill()
-    first.wait()
-    wait_for(lambda: not loop.gateway()["actors"][0]["connected"], STATE_S, "the loss of the actor")
-    old = loop.gateway()["actors"][0]["incarnation"]
-    loop.start_actor("phoenix")
-    wait_for(lambda: any(actor["connected"] for actor in loop.gateway()["actors"]), STATE_S, "its return")
-    loop.learn_on()
-    actors = loop.gateway()["actors"]
-    assert len(actors) == 1
-    assert actors[0]["incarnation"] > old
-    kinds = [kind for _, kind, _ in loop.workers.take_events()]
-    assert kinds.count("actor_restarted") == 1  # it may have been lost, and joined again, in between
-    assert kinds.count("actor_joined") >= 2
-    assert_balanced(loop.close())
-
-
-@pytest.mark.soak
 def test_a_killed_weight_store_is_filled_again(loop: Loop) -> None:
     import ray
 

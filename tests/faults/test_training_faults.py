@@ -15,7 +15,6 @@ import pytest
 import shoal.runs
 from leftovers import pids_of
 from programs import run_ranks
-from shoal.errors import TrainError
 from shoal.parallel import World
 from shoal.runs import Run, Status
 from shoal.train.spec import TrainSpec
@@ -189,17 +188,3 @@ def test_the_death_of_the_mailbox_is_a_loss_of_workers(
     assert "the mailbox of the workers died" in run.last_events()["workers_lost"]["error"]
     assert 8 <= run.last_events()["restored"]["step"] < STEPS  # where the workers heard of it, and saved
     assert losses_of(run) == undisturbed  # what was not delivered is said again
-
-
-@pytest.mark.soak
-def test_an_error_of_the_users_own_comes_out_once_with_its_traceback(cluster: EmbeddedCluster, tmp_path: Path) -> None:
-    from shoal.flows.training import run_training
-
-    with pytest.raises(TrainError) as raised:
-        run_training(spec_of(tmp_path, fault="raise", fault_step=4, fault_rank=1), "train")
-    assert str(raised.value).count("Traceback") == 1
-    assert "in _failed" in str(raised.value)
-    assert str(raised.value).endswith("ValueError: a fault of the user's own")
-    run = shoal.runs.load("latest")
-    assert run.status is Status.FAILED
-    assert run.events()["kind"].tolist().count("training") == 1  # not tried again

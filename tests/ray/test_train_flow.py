@@ -450,20 +450,6 @@ def test_a_group_whose_room_something_else_has_taken_is_told_of_once(
     assert found.last_events()["room_taken"] == {"workers": 2, "fit": 1, "wait_s": 600.0}
 
 
-def test_a_group_that_soon_has_its_room_is_not_told_of(
-    fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from shoal.flows import training
-
-    report_after_s = training.OCCUPIED_CAPACITY.report_after_s
-    _beside_what_runs(monkeypatch, "PENDING", "PENDING", "CREATED")
-    monkeypatch.setattr(
-        training, "OCCUPIED_CAPACITY", dataclasses.replace(training.OCCUPIED_CAPACITY, report_after_s=report_after_s)
-    )
-    fit.script = [([[], [], [], logged(2), []], ended(tmp_path))]
-    assert "room_taken" not in run(spec_of()).events()["kind"].tolist()
-
-
 def test_a_group_whose_room_something_else_has_taken_is_given_up(
     fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch
 ) -> None:

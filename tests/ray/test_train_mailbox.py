@@ -207,15 +207,6 @@ def test_a_flush_asks_again_and_not_for_ever(handle: Handle, monkeypatch: pytest
     assert len(handle.mailbox.poll(0)[0]) == 2
 
 
-def test_rank_0_hears_that_it_is_asked_to_stop(handle: Handle) -> None:
-    from shoal.runs.ray_event_channel import RayLog
-
-    posted = RayLog(handle)
-    handle.mailbox.request_stop()
-    assert posted.stop_requested.wait(120)
-    posted.close()
-
-
 def test_the_death_of_the_mailbox_lets_rank_0_save_and_end(handle: Handle) -> None:
     from shoal.runs.ray_event_channel import RayLog
 

@@ -14,10 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import shoal.runs
-from shoal.train.loop.step_reports import compute_histogram, write_histograms
+from shoal.train.loop.step_reports import compute_histogram
 from shoal.train.optim.ema import WeightAverage
-from shoal.train.reporting.event_log import NullLog, RecordLog
 
 
 class _Whole:
@@ -194,15 +192,3 @@ def test_a_bin_holds_more_values_than_can_be_counted_at_once(monkeypatch: pytest
     assert found is not None
     assert found[0].dtype == np.int64
     assert found[0].tolist() == [100, 37]
-
-
-def test_histograms_of_weights_and_of_the_gradients_that_there_are() -> None:
-    recorder = shoal.runs.create("train", "{}", "one")
-    seen: list[tuple[int, str]] = []
-    recorder.log_histogram = lambda step, name, counts, edges: seen.append((step, name))  # type: ignore[method-assign]
-    module = nn.Linear(3, 2)
-    module.weight.grad = torch.ones(2, 3)
-    for journal in (RecordLog(recorder), NullLog()):
-        write_histograms(journal, _Whole(module), 7)  # type: ignore[arg-type]
-    recorder.close()
-    assert seen == [(7, "weights/weight"), (7, "gradients/weight"), (7, "weights/bias")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import sys
 import threading
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from shoal.data import Data
-from shoal.data.formats import Idx
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError
 from shoal.train.launch.validate import ValidatedRun, validate_run
 from shoal.train.spec import TrainSpec
@@ -132,17 +130,6 @@ class OnlyItems(Toy):
         return Data(object())
 
 
-class Images(Toy):
-    """`folder`: where the two IDX files are."""
-
-    def __init__(self, folder: str = "") -> None:
-        super().__init__()
-        self.folder = Path(folder)
-
-    def data(self) -> Data:
-        return Data(Idx(self.folder / "images-idx3-ubyte", self.folder / "labels-idx1-ubyte"))
-
-
 class OtherLoss(Toy):
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
         return {"loss": outputs.mean()}
@@ -153,21 +140,6 @@ class Unsplittable(Toy):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 3))
-
-
-class Sparse(Toy):
-    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SparseAdam(parameters)
-
-
-class Closure(Toy):
-    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(parameters)
-
-
-class WholeTensors(Toy):
-    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        return type("Unknown", (torch.optim.SGD,), {})(parameters, 0.1)
 
 
 class Double(Toy):
@@ -239,9 +211,6 @@ def test_a_plan_that_does_not_fit(changes: dict[str, Any], field: str, value: ob
     ("task", "sync", "field", "problem"),
     [
         ("Toy", {"servers": 100_000}, "sync.servers", "more than the model has elements"),
-        ("WholeTensors", {"servers": 17}, "sync.servers", "needs each whole"),
-        ("Sparse", {}, "sync.kind", "sparse gradients"),
-        ("Closure", {}, "task", "LBFGS"),
         ("Double", {}, "sync.kind", "float64"),
         ("Toy", {"kind": "diloco", "fragments": 20}, "sync.fragments", "more than the model has parameters"),
     ],
@@ -316,7 +285,7 @@ def test_what_cannot_be_sent_to_workers() -> None:
     assert (error.field, error.value) == ("loader.workers", 2)
 
 
-def test_data_that_is_not_there(tmp_path: Path) -> None:
+def test_data_that_is_not_there() -> None:
     assert "No such file" in refused(spec_of("Missing"), DataError).problem
     error = refused(spec_of("Empty"), DataError)
     assert (error.field, error.problem) == ("data.train", "is empty")
@@ -326,16 +295,6 @@ def test_data_that_is_not_there(tmp_path: Path) -> None:
     error = refused(spec_of(batch_size=300), DataError)
     assert "256 samples, not one whole batch of 300" in error.problem
     assert "neither a map-style nor an iterable" in refused(spec_of("OnlyItems")).problem
-    with pytest.raises(DataError, match="does not exist"):
-        validate_run(spec_of("Images", args={"folder": str(tmp_path)}))
-
-
-def test_a_truncated_file(tmp_path: Path) -> None:
-    (tmp_path / "images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, 100, 4, 4) + bytes(99 * 16))
-    (tmp_path / "labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, 100) + bytes(100))
-    with pytest.raises(DataError, match="images-idx3-ubyte") as raised:
-        validate_run(spec_of("Images", args={"folder": str(tmp_path)}))
-    assert raised.value.remedy
 
 
 def test_an_end_that_cannot_come() -> None:

@@ -33,14 +33,6 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_workers_wait_for_their_turn_on_a_busy_core_and_the_training_process_does_not() -> None:
-    with Loader(Numbers(8), batch_size=4, spec=ONE) as loader:
-        next(iter(loader))
-        [pid] = loader.get_worker_pids()
-        assert os.sched_getscheduler(pid) == os.SCHED_BATCH
-        assert os.sched_getscheduler(0) == os.SCHED_OTHER
-
-
 def test_workers_give_the_same_batches_and_end_with_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -98,11 +90,14 @@ def test_a_worker_that_raises_or_dies_is_named_with_its_samples() -> None:
         assert loader.get_worker_pids() != [survivor]
 
 
-def test_a_batch_that_cannot_travel_is_named_and_so_is_how_a_worker_ended() -> None:
+def test_a_batch_that_cannot_travel_is_named_and_so_is_how_a_worker_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.data.workers.pool._EXIT_TIMEOUT_S", 120.0)  # however busy the machine is
     with Loader(Leaving(8), batch_size=2, shuffle=False, spec=ONE) as loader:
         with pytest.raises(DataError, match=r"of samples 0, 1 cannot be handed over .*TypeError: .*lock"):
             next(iter(loader))
         (worker,) = loader.get_worker_pids()
+        assert os.sched_getscheduler(worker) == os.SCHED_BATCH  # on a busy core it waits, and training does not
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
         loader.seek(0, 2)
         batches = iter(loader)
         assert next(batches)["inputs"].tolist() == [2, 3]

@@ -28,6 +28,7 @@ from shoal.libs.stream.mqtt import PrivateBroker
 from shoal.runs import Status
 from shoal.sources import MqttSource, MqttSpec
 from shoal.sources.source import Delivery, MalformedPayload, Sample, StreamState
+from shoal.train.__main__ import main
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.validate import validate_run
 from shoal.train.spec import TrainSpec
@@ -93,8 +94,7 @@ def test_lenet_learns_from_pictures_of_a_broker_and_a_kill_loses_none(broker: Pr
     before = shoal.runs.load("latest")
     taken = read_notes(tmp_path)
     (tmp_path / "notes").unlink()
-    done = subprocess.run([*words, f"resume={before.id}", "args.wait_at=0"], env=environment, timeout=600)
-    assert done.returncode == 0
+    assert main([f"resume={before.id}", "args.wait_at=0"]) == 0
     run = shoal.runs.load("latest")
     assert (run.id, run.status) == (before.id, Status.FINISHED)
     restored = run.last_events()["restored"]["step"]

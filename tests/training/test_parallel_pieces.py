@@ -149,16 +149,6 @@ def test_an_overflowing_step_is_repeated_until_its_gradients_are_finite() -> Non
     assert parallel._loss_scale.value < 65536
 
 
-def test_a_repeated_step_counts_once_in_batch_statistics() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
-    parallel = _single(model, Mean(8.0), precision="fp16")
-    parallel.train_step(torch.randn(4, 1), 0)
-    assert parallel._loss_scale is not None
-    assert parallel._loss_scale.value < 65536
-    assert model[1].num_batches_tracked == 1
-
-
 class Caching(nn.Module):
     """Its forward pass makes one buffer, lets another grow and replaces a third."""
 
@@ -361,17 +351,6 @@ def test_evaluation_counts_samples_and_leaves_modes_as_they_were() -> None:
     assert parallel.sum_over_data_ranks(torch.ones(2)).tolist() == [1.0, 1.0]
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
-    torch.manual_seed(0)
-    model, batch = nn.Linear(3, 2), torch.randn(8, 3)
-    found = []
-    for accumulate in (1, 4):
-        loss = _single(model, accumulate=accumulate).train_step(batch, 0)
-        assert model.weight.grad is not None
-        found.append((loss, model.weight.grad.clone()))
-    torch.testing.assert_close(found[0], found[1])
-
-
 def test_a_parameter_that_is_thawed_in_mid_run_is_refused() -> None:
     """It would keep the gradients of all steps, and be averaged over no ranks."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
@@ -422,13 +401,3 @@ def test_each_block_is_compiled_and_alike_ones_once(
         expected = block[1](block[0](torch.ones(2, width)))
         torch.testing.assert_close(block(torch.ones(2, width)), expected)
     assert len(graphs) == num_graphs
-
-
-def test_a_second_model_that_is_alike_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_with = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: compile_with(function, backend="eager"))
-    losses = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        losses.append(_single(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), compile=True).train_step(torch.ones(4, 3), 0))
-    torch.testing.assert_close(losses[0], losses[1])

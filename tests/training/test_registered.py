@@ -38,7 +38,7 @@ def spec_of(**changes: Any) -> TrainSpec:
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Run:
-    """A run of a Task whose file is gone by now."""
+    """A run of a Task of which the file is gone by now."""
     copy = tmp_path / "mine.py"
     copy.write_text(TASK.read_text())
     outcome = fit_locally(spec_of(task=f"{copy}:Toy"))
@@ -50,10 +50,10 @@ def trained(tmp_path: Path) -> Run:
 def test_the_end_of_a_run_is_in_its_record_and_in_the_registry(trained: Run) -> None:
     assert trained.status is Status.FINISHED
     events = trained.last_events()
-    (model,) = trained.models().to_dict("records")
+    (row,) = trained.models().to_dict("records")
     version = Registry().get("toy@champion")
     manifest = version.manifest
-    assert (model["name"], model["version"]) == (version.name, version.version) == ("toy", 1)
+    assert (row["name"], row["version"]) == (version.name, version.version) == ("toy", 1)
     assert (manifest.run_id, manifest.weights_version) == (trained.id, events["trained"]["kept"])
     assert manifest.metrics == events["trained"]["metrics"]
     assert sorted(manifest.metrics) == ["accuracy", "loss"]
@@ -62,10 +62,7 @@ def test_the_end_of_a_run_is_in_its_record_and_in_the_registry(trained: Run) -> 
     assert [(each.name, each.datatype, each.shape) for each in manifest.signature.inputs] == [
         ("input", "FP32", [-1, 8])
     ]
-
-
-def test_it_is_built_again_without_the_tasks_file(trained: Run) -> None:
-    model = Registry().get("toy@champion").manifest.model.build()
+    model = manifest.model.build()  # without the Task's file
     assert isinstance(model, torch.nn.Module)
     model.load_state_dict(safetensors.torch.load_file(trained.folder / "model.safetensors"))
     assert type(model) is type(Toy(hidden=4).model())
@@ -110,20 +107,16 @@ def test_what_is_registered_is_the_source_that_was_trained(
         assert make_factory(spec_of(task=f"{copy}:Toy")).kwargs["source"] == text
 
 
-@pytest.mark.parametrize("renews", [True, False])
-def test_a_run_trains_what_the_file_says_when_it_begins(
-    renews: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_trains_what_the_file_says_when_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook, where one process trains, the file is changed, and it trains again."""
     monkeypatch.delitem(sys.modules, "shoal_task_again", raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])
     file, text = tmp_path / "again.py", "from train_task import Toy\nclass Again(Toy): RATE: int = 1\n"
-    for rate in (1, 2):  # the same length, within one second
+    for rate, renews, expected in ((1, False, 1), (2, False, 1), (3, True, 3)):  # the same length, within one second
         file.write_text(text.replace("1", str(rate)))
         fit_locally(spec_of(task=f"{file}:Again", name="again"), renews=renews)
-    trained = find_task(f"{file}:Again").RATE  # type: ignore[attr-defined]
-    assert trained == (2 if renews else 1)
-    assert f"RATE: int = {trained}" in Registry().get("again@2").manifest.model.kwargs["source"]
+        assert expected == find_task(f"{file}:Again").RATE  # type: ignore[attr-defined]
+        assert f"RATE: int = {expected}" in Registry().get("again").manifest.model.kwargs["source"]
 
 
 def test_a_run_trains_and_registers_the_modules_of_its_file_as_they_are_when_it_begins(

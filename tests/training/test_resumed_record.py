@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import shoal.runs
+from programs import RanksFailed, run_ranks
 from shoal.errors import ConfigError, ShoalError
+from shoal.parallel import World
 from shoal.runs import Status
+from shoal.runs.record import recorder
 from shoal.train.__main__ import main
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import spec_from_overrides
@@ -25,14 +25,14 @@ def trained() -> shoal.runs.Run:
     return shoal.runs.load(fit_locally(spec_from_overrides(WORDS), registers=False).run_id)
 
 
-@pytest.mark.parametrize("words", [["seed=5"], ["optimizer.name=sgd"]])
-def test_words_that_are_refused_leave_the_record_as_it_was(words: list[str]) -> None:
+def test_words_that_are_refused_leave_the_record_as_it_was() -> None:
     run = trained()
-    with pytest.raises(ShoalError):
-        fit_locally(spec_from_overrides([f"resume={run.id}", "stop.steps=6", *words]), registers=False)
-    refused = shoal.runs.load(run.id)
-    assert (refused.spec, (run.folder / "spec.yaml").read_text()) == (run.spec, run.spec)
-    assert refused.status is Status.FAILED
+    for words in (["seed=5"], ["optimizer.name=sgd"]):
+        with pytest.raises(ShoalError):
+            fit_locally(spec_from_overrides([f"resume={run.id}", "stop.steps=6", *words]), registers=False)
+        refused = shoal.runs.load(run.id)
+        assert (refused.spec, (run.folder / "spec.yaml").read_text()) == (run.spec, run.spec)
+        assert refused.status is Status.FAILED
     fit_locally(spec_from_overrides([f"resume={run.id}", "stop.steps=6"]), registers=False)
     assert shoal.runs.load(run.id).latest()["train/step"] == 6
 
@@ -45,14 +45,17 @@ def test_words_with_which_it_trained_stay_whatever_comes_then() -> None:
     assert "steps: 9" in shoal.runs.load(run.id).spec
 
 
+def train_until_killed(world: World, words: list[str]) -> None:
+    """The program of a process whose record is written now and then, and whose steps are quicker."""
+    recorder.FLUSH_INTERVAL_S = 1000.0
+    fit_locally(spec_from_overrides(words), registers=False)
+
+
 def test_what_a_checkpoint_outlives_is_in_the_record_when_the_process_is_killed(tmp_path: Path) -> None:
-    """The record is written now and then, and steps are quicker; who goes on does not log them again."""
-    program = "import sys; from shoal.runs.record import recorder; from shoal.train.__main__ import main;"
-    program += "recorder.FLUSH_INTERVAL_S = 1000.0; sys.exit(main(sys.argv[1:]))"
+    """The process that resumes the run does not log those steps again."""
     words = [*WORDS, "stop.steps=200", "checkpoint.every_steps=30", f"args.notes={tmp_path}"]
-    fault = ["args.fault=kill", "args.fault_step=66"]
-    killed = subprocess.run([sys.executable, "-c", program, *words, *fault], check=False, timeout=600)
-    assert killed.returncode == -signal.SIGKILL
+    with pytest.raises(RanksFailed, match="exit code -9"):
+        run_ranks(train_until_killed, 1, [*words, "args.fault=kill", "args.fault_step=66"])
     run = shoal.runs.load("latest")
     saved = max(int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").glob("step-*"))
     assert saved in (30, 60)

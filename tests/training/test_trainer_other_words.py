@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.checkpoint import Checkpointer
 from shoal.parallel import World
 from shoal.train.loop.trainer import Trainer
 from shoal.train.spec import TrainSpec
@@ -179,20 +178,3 @@ def test_selective_backprop_may_begin_when_a_run_goes_on(tmp_path: Path) -> None
     notes = Notes()
     assert train(tmp_path, spec_of(stop={"steps": 6}, selective_backprop={"beta": 1.0}), notes).steps == 6
     assert "selective_backprop_emptied" not in dict(notes.events)
-
-
-def test_checkpoints_that_say_less_can_be_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of earlier releases, without counts of evaluations and the measure of what was best."""
-    save = Checkpointer.save
-
-    def save_less(self: Checkpointer, step: int, state: Any, extras: dict[str, Any], **more: Any) -> None:
-        del extras["counts"]
-        del extras["progress"]["policy"]["watched"]
-        save(self, step, state, extras, **more)
-
-    words = {"stop": {"steps": 8, "convergence": {"patience": 9}}}
-    calls = iter(range(1, 100))
-    with monkeypatch.context() as patched:
-        patched.setattr(Checkpointer, "save", save_less)
-        train(tmp_path, spec_of(**words), Notes(), should_stop=lambda: next(calls) >= 4)
-    assert train(tmp_path, spec_of(**words), Notes()).steps == 8

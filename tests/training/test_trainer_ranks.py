@@ -236,8 +236,6 @@ def die_on_the_way(world: World, folder: Path, plan: str, place: str) -> Any:
     [
         ("ddp", "assembly"),
         ("tensor", "exchange of signs"),
-        pytest.param("ddp", "evaluation", marks=pytest.mark.soak),
-        pytest.param("fsdp", "evaluation", marks=pytest.mark.soak),
         ("pipeline", "evaluation"),
         ("fsdp", "the network at the end"),
     ],

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.dataset import Source, is_iterable, length_of
-from shoal.data.formats.base import FileDataset
+from shoal.data.file_dataset import FileDataset
 from shoal.data.readers.map_reader import make_read_error, seed_all
 from shoal.random_state import preserve_rng
 from shoal.store import fetch, get_size_bytes

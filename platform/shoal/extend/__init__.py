@@ -10,6 +10,7 @@
 | `RunFlow`: a kind of run             | `shoal run my_run.py`                           |                        |
 | `ReportPanels` of a kind of run      | `shoal report`                                  | `shoal.report_panels`  |
 | `Estimator`, of a step's cost        | `shoal inspect`, the predicted cost of a run    | `shoal.estimators`     |
+| `data.FileDataset`                   | `shoal.data.formats`                            | `shoal.data_formats`   |
 | `Library`: verbs and displays        | `shoal VERB`                                    | `shoal.libraries`      |
 
 `contracts` has tests to inherit. The other modules here, a room of Shoal each, are for libraries

@@ -1,4 +1,4 @@
-"""Data, for libraries: datasets and loaders."""
+"""Data, for libraries: datasets and loaders, and what a dataset in files is made of."""
 
 from typing import TYPE_CHECKING
 
@@ -7,8 +7,19 @@ from shoal.plugins.lazy import load_on_demand
 if TYPE_CHECKING:
     from shoal.data import Batch, Data, Loader
     from shoal.data.dataset import length_of
+    from shoal.data.file_dataset import (
+        Fields,
+        FileDataset,
+        as_tensor,
+        build_batch,
+        check_equal_lengths,
+        name_positions,
+        parse_fields,
+        require_path,
+    )
     from shoal.data.fingerprint import fingerprint
     from shoal.data.formats import ImageFolder
     from shoal.data.loader import load_first_batch
+    from shoal.data.sampling.sampler import Indices, RankShare
 
 __getattr__ = load_on_demand(__name__)

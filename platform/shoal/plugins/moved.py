@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 MOVED = {
+    "shoal.data.formats.arrow": "shoal.libs.files.arrow",
+    "shoal.data.formats.hdf5": "shoal.libs.files.hdf5",
+    "shoal.data.formats.idx": "shoal.libs.files.idx",
+    "shoal.data.formats.image_folder": "shoal.libs.files.image_folder",
+    "shoal.data.formats.numpy_files": "shoal.libs.files.numpy_files",
+    "shoal.data.formats.ray_data": "shoal.libs.files.ray_data",
     "shoal.games": "shoal.libs.games",
     "shoal.models.gaussian_actor": "shoal.libs.off_policy.gaussian_actor",
     "shoal.models.prior_fitted": "shoal.libs.tables",

@@ -20,7 +20,7 @@ from shoal.parallel import World
 from shoal.parallel.state import gradients
 from shoal.random_state import get_random_state, set_random_state
 from shoal.store import Store
-from shoal.train.loop.components import AVERAGE, HAS_STATE, OUTER_MOMENTUM, TrainComponents
+from shoal.train.loop.components import AVERAGE, OUTER_MOMENTUM, TrainComponents
 from shoal.train.reporting.event_log import EventLog
 from shoal.train.spec import CheckpointSpec
 
@@ -98,10 +98,9 @@ class CheckpointManager:
         self._components.load_state(state)
         if self._components.average is not None and AVERAGE in extras.absent:
             self._event_log.record_event("average_begun", step=newest.step)
-        own = extras.own["position"] if extras.own else None
-        self._components.load_position(extras.extras["position"], own)
-        if "counts" in extras.extras:  # missing in older checkpoints
-            self._components.load_counts(extras.extras["counts"])
+        own = extras.own["position"] if extras.own else None  # None: the number of ranks has changed
+        self._components.training.load_state_dict(extras.extras["position"] if own is None else own["data"])
+        self._components.load_counts(extras.extras["counts"])
         # The waiting samples belong to this rank's share of the data.
         if own is not None and newest.plan == self._components.degrees.description:
             self._components.load_selective(own)
@@ -116,7 +115,7 @@ class CheckpointManager:
 
     def _load(self, found: Found, state: dict[str, Any]) -> Extras:
         """Fill `state`; entries that the checkpoint lacks are removed from it."""
-        extras = self._checkpointer.load(found, state, may_lack=(AVERAGE, HAS_STATE, OUTER_MOMENTUM))
+        extras = self._checkpointer.load(found, state, may_lack=(AVERAGE, OUTER_MOMENTUM))
         for name in extras.absent & state.keys():
             del state[name]
         return extras
@@ -144,7 +143,7 @@ class CheckpointManager:
         self.wait()  # for the previous one, whose failure is reported but does not stop this one
         parts = self._components
         own = {"random": get_random_state(), "position": parts.get_rank_position()}
-        extras = {"progress": asdict(progress), "position": parts.get_position(), "counts": parts.get_counts()}
+        extras = {"progress": asdict(progress), "position": parts.training.state_dict(), "counts": parts.get_counts()}
         state, plan = parts.state(), parts.degrees.description
         self._event_log.flush()
         try:
@@ -193,7 +192,7 @@ class CheckpointManager:
     def _commit(self) -> None:
         """Tell the data what is on the disk."""
         if self._uncommitted is not None:
-            self._components.commit_position(self._uncommitted)
+            self._components.training.commit(self._uncommitted)
             self._uncommitted = None
 
     def describe_newest(self) -> str | None:

@@ -55,7 +55,7 @@ from shoal.train.task import Task, build_model, load_data
 
 AVERAGE = "average"  # its key in the state; missing in a run that began without one
 OUTER_MOMENTUM = "outer_momentum"  # of DiLoCo; missing in a run of another kind
-HAS_STATE = "begun"  # the parameters with optimiser state; missing in older checkpoints
+HAS_STATE = "begun"  # the parameters with optimiser state
 
 
 class BatchStream:
@@ -211,7 +211,7 @@ class TrainComponents:
         self.load_network_state(state)
         self.model.load_optimizer_state(self.optimizer, state["optimizer"])
         for name, each in self._iter_trained():
-            if HAS_STATE in state and not state[HAS_STATE][name]:
+            if not state[HAS_STATE][name]:
                 self.optimizer.state.pop(each, None)
         if self.outer is not None and OUTER_MOMENTUM in state:
             for name, each in self._iter_trained():
@@ -221,24 +221,12 @@ class TrainComponents:
     def _iter_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, each) for name, each in self.model.named_parameters() if each.requires_grad)
 
-    def get_position(self) -> dict[str, Any]:
-        """The data position, for any number of ranks; rank 0's is used."""
-        return self.training.state_dict()
-
-    def commit_position(self, position: dict[str, Any]) -> None:
-        """Tell the data that a checkpoint with this position is on the disk."""
-        self.training.commit(position)
-
     def get_rank_position(self) -> dict[str, Any]:
         """The part of the position that belongs to this rank."""
         own: dict[str, Any] = {"data": self.training.state_dict()}
         if self.selective is not None:
             own["selective"] = self.selective.state_dict()
         return own
-
-    def load_position(self, position: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Restore the data position; `own` is None when the number of ranks has changed."""
-        self.training.load_state_dict(own["data"] if own is not None else position)
 
     def load_selective(self, own: dict[str, Any]) -> None:
         """Restore Selective Backprop's part of this rank's position, saved under the same plan, if any."""
@@ -255,7 +243,7 @@ class TrainComponents:
     def load_counts(self, counts: dict[str, Any]) -> None:
         """Restore `get_counts`; the validation data's random numbers follow from it."""
         self.model.load_loss_scale_state(counts["scale"])
-        if counts.get("is_scheduled", False):  # a run resumed without its schedule uses the optimiser's rates
+        if counts["is_scheduled"]:  # a run resumed without its schedule uses the optimiser's rates
             set_learning_rate(self.optimizer, 1.0)
         if self.validation is not None:
             self.validation.seek(counts["evaluated"])

@@ -120,9 +120,7 @@ class StopPolicy:
         """
         self._before, self._now = _Spent(state["elapsed_s"], state["money"]), _Spent()
         self._best, self._num_since_best, self._evaluated_step, self._stop = None, 0, -1, None
-        if self._watched_measure is None or self._watched_measure != state.get(
-            "watched", self._watched_measure
-        ):  # missing in older states
+        if self._watched_measure is None or self._watched_measure != state["watched"]:
             return
         if state["best"] is not None:
             self._best = int(state["best"][0]), float(state["best"][1])

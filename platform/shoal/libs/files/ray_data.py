@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from shoal.data.sampling.sampler import RankShare
 from shoal.errors import ConfigError
+from shoal.extend.data import RankShare
 
 
 class RayData:

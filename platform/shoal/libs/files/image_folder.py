@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.formats.base import FileDataset, require_path
-from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError, needs_extra
+from shoal.extend.data import FileDataset, Indices, require_path
 from shoal.store import fetch
 
 with needs_extra("data"):

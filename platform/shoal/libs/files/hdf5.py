@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from shoal.data.formats.base import (
+from shoal.errors import DataError, needs_extra
+from shoal.extend.data import (
     Fields,
     FileDataset,
+    Indices,
     as_tensor,
     build_batch,
     check_equal_lengths,
     parse_fields,
     require_path,
 )
-from shoal.data.sampling.sampler import Indices
-from shoal.errors import DataError, needs_extra
 
 with needs_extra("data"):
     import h5py

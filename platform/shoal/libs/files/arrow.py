@@ -12,9 +12,8 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from shoal.data.formats.base import Fields, FileDataset, as_tensor, build_batch, parse_fields, require_path
-from shoal.data.sampling.sampler import Indices
 from shoal.errors import DataError, needs_extra
+from shoal.extend.data import Fields, FileDataset, Indices, as_tensor, build_batch, parse_fields, require_path
 from shoal.store import fetch
 
 with needs_extra("data"):

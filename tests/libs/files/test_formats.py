@@ -131,7 +131,7 @@ def test_hdf5_reads_no_more_in_one_go_than_its_bound(
 ) -> None:
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file.create_dataset("x", data=X, chunks=chunks)
-    monkeypatch.setattr("shoal.data.formats.hdf5._READ_BYTES", 8 * X[0].nbytes)
+    monkeypatch.setattr("shoal.libs.files.hdf5._READ_BYTES", 8 * X[0].nbytes)
     sizes: list[int] = []
     read = h5py.Dataset.__getitem__
 
@@ -144,7 +144,7 @@ def test_hdf5_reads_no_more_in_one_go_than_its_bound(
     assert torch.equal(batch, torch.from_numpy(X[MIXED]))
     assert max(sizes) <= 8
     sizes.clear()
-    monkeypatch.setattr("shoal.data.formats.hdf5._READ_BYTES", 1)  # a row is read all the same
+    monkeypatch.setattr("shoal.libs.files.hdf5._READ_BYTES", 1)  # a row is read all the same
     assert torch.equal(Hdf5(tmp_path / "data.h5", ["x"]).batch(MIXED)[0], torch.from_numpy(X[MIXED]))
     assert set(sizes) == {1}
 
@@ -477,7 +477,7 @@ def test_a_fingerprint_that_is_no_method_is_not_asked_for() -> None:
 
 
 def test_a_fingerprint_of_objects_is_the_same_in_every_process() -> None:
-    script = "import test_data_formats as t; print(t.fingerprint(t.a_dataset('a')))"
+    script = "import test_formats as t; print(t.fingerprint(t.a_dataset('a')))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == fingerprint(a_dataset("a")), done.stderr

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
-from shoal.data.formats.base import (
+from shoal.errors import DataError
+from shoal.extend.data import (
     FileDataset,
+    Indices,
     as_tensor,
     build_batch,
     check_equal_lengths,
     name_positions,
     require_path,
 )
-from shoal.data.sampling.sampler import Indices
-from shoal.errors import DataError
 
 _REMEDY = "save an array of numbers with the sample as dimension 0"
 _READ_ERRORS = (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error)
