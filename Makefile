@@ -8,7 +8,7 @@ COMPAT := .venv-compat
 NODE    := clients/node/node_modules
 SMOLLM2 := .venv-smollm2
 PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som fewrows s3fs)
-PROTOCOL := platform/shoal/open_inference
+PROTOCOL := platform/shoal/libs/grpc
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo recommender test soak rehearse compat gpu check format proto bench bench-check clean

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 import shoal
 from benchmarks.children import scratch
 from benchmarks.result import compare, options, write
-from shoal.runs.tracking import processes
+from shoal.libs.tracking import processes
 
 STEPS = 30_000
 BAR = 1.01

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
+import inspect
 import itertools
 import os
 import signal
@@ -229,3 +231,13 @@ def cluster(shared_home: Path) -> Iterator[EmbeddedCluster]:
 def wait_for() -> object:
     """`wait_for(predicate, timeout_s, what)`: see tests/waiting.py."""
     return _wait_for
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True

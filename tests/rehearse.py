@@ -33,7 +33,7 @@ from shoal.client import Client
 from shoal.errors import ConfigError, PlanError
 from shoal.home import load_access_token
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.runs.report.event_messages import describe_wait, format_warning
+from shoal.runs.event_messages import describe_wait, format_warning
 from shoal.weights import WeightSnapshot
 from waiting import wait_for
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shoal.rl.experience.group_commit import GroupCommit
-from shoal.rl.experience.queue import ExperienceQueue
+from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.experience.segment_log import SegmentLog
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.spec import GatewaySpec
 from shoal.store import Store
@@ -43,28 +45,65 @@ def segment(length: int = 8, version: int = 1, **changes: object) -> Segment:
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
-class Parts:
-    """A gateway and what is around it, without a learner. log: where its segments are, with `durable: store`"""
+def random_batch(
+    seed: int, lengths: list[int], terminated: list[bool] | None = None, size: int = 4, **arrays: Any
+) -> ExperienceBatch:
+    """Segments of these lengths with normal observations and rewards, and two actions; `arrays` in place of some."""
+    random, steps = np.random.default_rng(seed), sum(lengths)
+    drawn: dict[str, Any] = {
+        "observations": random.normal(size=(steps + len(lengths), size)).astype(np.float32),
+        "actions": random.integers(0, 2, steps),
+        "rewards": random.normal(size=steps).astype(np.float32),
+        "log_probabilities": np.log(random.uniform(0.05, 1.0, steps)).astype(np.float32),
+        "versions": np.ones(steps, np.int64),
+        "lengths": np.array(lengths, np.int64),
+        "terminated": random.random(len(lengths)) < 0.5 if terminated is None else np.array(terminated),
+    }
+    return ExperienceBatch(1, **{**drawn, **arrays})
 
-    def __init__(self, folder: Path | None = None, log: Store | None = None, **spec: object) -> None:
+
+class Parts:
+    """A gateway and what is around it, without a learner.
+
+    log:       where its segments are, with `durable: store`
+    setting:   further fields of GatewaySetting; others are the spec's
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        log: Store | None = None,
+        experience: ExperienceSpec = EXPERIENCE,
+        opponents: OpponentPool | None = None,
+        setting: Mapping[str, Any] | None = None,
+        **spec: object,
+    ) -> None:
         self.store = WeightStore()
         self.store.publish(weights(1))
         self.ledger = Ledger(folder / "ledger.sqlite" if folder else None)
         self.spec = GatewaySpec.parse({"heartbeat_s": 0.2, "timeout_s": 60.0, **spec})
         self.queue = ExperienceQueue(self.spec.queue_capacity, self.ledger)
-        commit = None if log is None else GroupCommit(SegmentLog(log, EXPERIENCE), self.queue)
-        setting = GatewaySetting(self.spec, EXPERIENCE, TOKEN, "run-1", 475.0)
-        self.gateway = Gateway(setting, self.queue, self.store, group_commit=commit)
+        commit = None if log is None else GroupCommit(SegmentLog(log, experience), self.queue)
+        made = GatewaySetting(self.spec, experience, TOKEN, "run-1", 475.0, **(setting or {}))
+        self.gateway = Gateway(made, self.queue, self.store, opponents, commit)
 
     @property
     def address(self) -> str:
         return self.gateway.address
 
+    def take(
+        self, min_steps: int = 1, max_steps: int = 10_000, max_segments: int = 1_000, timeout_s: float = 60.0
+    ) -> ExperienceBatch:
+        """The next batch, as the learner takes it; there must be one in this time."""
+        batch = self.queue.take("learner", BatchRequest(min_steps, max_steps, max_segments, timeout_s))
+        assert batch is not None
+        return batch
+
 
 @contextmanager
-def serving(folder: Path | None = None, log: Store | None = None, **spec: object) -> Iterator[Parts]:
-    """A gateway that serves; at the end its books must balance, with nothing queued."""
-    parts = Parts(folder, log, **spec)
+def serving(folder: Path | None = None, log: Store | None = None, **fields: Any) -> Iterator[Parts]:
+    """A gateway that serves; at the end its books must balance, with nothing queued. fields: of `Parts`"""
+    parts = Parts(folder, log, **fields)
     parts.gateway.start()
     try:
         yield parts

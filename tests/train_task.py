@@ -132,10 +132,10 @@ class Toy(Task):
 
 
 class Held(Toy):
-    """One whose third process at step `HELD_AT`, and every later one, waits there for a file `go` in `folder`."""
+    """One whose second process at step `HELD_AT`, and every later one, waits there for a file `go` in `folder`."""
 
     HELD_AT: ClassVar = 30
-    NUM_FREE: ClassVar = 2
+    NUM_FREE: ClassVar = 1
 
     def __init__(self, folder: str) -> None:
         super().__init__()

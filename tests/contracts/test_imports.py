@@ -125,7 +125,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"ray_app"},
         {"on_ray"},
         {"replica"},
-        {"grpc", "http"},
+        {"http"},
         {"controller", "model", "protocol", "scaling"},
         {"messages"},
         {"spec"},

@@ -9,11 +9,11 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "platform" / "shoal"
-TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 # Each with the field's words for it.
 REFUSED = {
@@ -67,9 +67,15 @@ def words_of(name: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
 
 
-def names_of(path: Path) -> Iterator[str]:
+@cache
+def parse() -> dict[Path, ast.Module]:
+    """Not when the tests are collected, which each worker does."""
+    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def names_of(path: Path, tree: ast.Module) -> Iterator[str]:
     yield path.stem
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.arg(arg=name):
                 yield name
@@ -85,13 +91,15 @@ def names_of(path: Path) -> Iterator[str]:
                 yield name
 
 
-NAMES = {(str(path.relative_to(PACKAGE)), name) for path in TREES for name in names_of(path)}
+@cache
+def list_names() -> set[tuple[str, str]]:
+    return {(str(path.relative_to(PACKAGE)), name) for path, tree in parse().items() for name in names_of(path, tree)}
 
 
 def test_names_have_no_words_of_our_own() -> None:
     wrong = [
         f"{file}: {name} has {word}: {REFUSED[word]}"
-        for file, name in sorted(NAMES)
+        for file, name in sorted(list_names())
         if name not in EXCEPTIONS and (file, name) not in FIXED
         for word in words_of(name) & REFUSED.keys()
     ]
@@ -99,13 +107,13 @@ def test_names_have_no_words_of_our_own() -> None:
 
 
 def test_every_exception_is_needed() -> None:
-    assert set(FIXED) <= NAMES
-    assert set(EXCEPTIONS) <= {name for _, name in NAMES}
+    assert set(FIXED) <= list_names()
+    assert set(EXCEPTIONS) <= {name for _, name in list_names()}
 
 
 def test_no_class_name_is_given_twice() -> None:
     homes = defaultdict(list)
-    for path, tree in TREES.items():
+    for path, tree in parse().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(str(path.relative_to(PACKAGE)))

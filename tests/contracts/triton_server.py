@@ -19,8 +19,6 @@ from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.cluster.ports import find_free_port
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import DATATYPES
-from shoal.serve.grpc.app import GrpcApp
-from shoal.serve.grpc.service import InferenceServicer
 from shoal.serve.http import fast_path
 from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import Arrays
@@ -72,9 +70,8 @@ def _added(inputs: Arrays) -> dict[str, np.ndarray]:
 async def main() -> None:
     models = host()
     access = AccessControl(TOKEN, [ApiKey(name="narrow", key="narrow-key", models=["pair"])])  # type: ignore[arg-type]
-    servicer = InferenceServicer(models, access)
     limits = RequestLimits(max_body_bytes=MAX_BODY_BYTES)
-    app = EndpointApp(RestApp(models, access, limits=limits), GrpcApp(servicer, limits))
+    app = EndpointApp(RestApp(models, access, limits=limits), models, access, limits)
     fast_path.install_application(app)
     with socket.create_server((HOST, 0)) as listener:
         http_server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))

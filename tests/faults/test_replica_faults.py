@@ -18,9 +18,9 @@ import pytest
 from endpoint_process import Client, EndpointProcess, Load
 from serving.faulty_models import FINE, HANG, SIGNATURE, factory, weights
 from shoal.cluster.ingress.serve_environment import BUFFER_BYTES
-from shoal.open_inference import inference_pb2 as pb
+from shoal.libs.grpc import inference_pb2 as pb
+from shoal.libs.grpc.methods import METHODS, SERVICE
 from shoal.registry import Registry
-from shoal.serve.grpc.methods import METHODS, SERVICE
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 400.0

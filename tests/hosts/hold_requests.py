@@ -22,8 +22,8 @@ import grpc
 import httpx2
 import numpy as np
 
-from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.grpc.methods import METHODS, SERVICE
+from shoal.libs.grpc import inference_pb2 as pb
+from shoal.libs.grpc.methods import METHODS, SERVICE
 
 TIMEOUT_S = 300.0
 NUM_REQUESTS = 2  # for each ingress

@@ -1,5 +1,6 @@
 """A cluster of two hosts by the commands of cluster.yaml, and a client's: an endpoint with an ingress on both, and
 a gang that has a worker on each. The hosts lose each other."""
+# Some endpoints here have a port for gRPC, which shoal.libs.grpc answers.
 
 from __future__ import annotations
 

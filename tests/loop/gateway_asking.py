@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import zmq
 
 from rl_setting import TOKEN, Parts
 from shoal.actor import ActorClient
 from shoal.wire import MessageLimits, Segment, decode, encode, pack_segment
 from shoal.wire.messages import Ack, Hello, Message, Welcome
+
+M = TypeVar("M", bound=Message)
 
 
 class Raw:
@@ -27,7 +31,7 @@ class Raw:
     def say(self, message: Message) -> None:
         self.socket.send(encode(message))
 
-    def hear(self, kind: type, timeout_s: float = 60.0) -> Message:
+    def hear(self, kind: type[M], timeout_s: float = 60.0) -> M:
         """The next message of this kind; others are passed over."""
         while self.socket.poll(int(timeout_s * 1000)):
             message = decode(self.socket.recv_multipart(), MessageLimits())
@@ -44,15 +48,11 @@ class Raw:
 
     def enter(self, actor_id: str = "raw", incarnation: int = 1, inference: str = "local") -> Welcome:
         self.say(Hello(1, TOKEN, actor_id, incarnation, inference=inference))
-        welcome = self.hear(Welcome)
-        assert isinstance(welcome, Welcome)
-        return welcome
+        return self.hear(Welcome)
 
     def send(self, seq: int, value: Segment) -> Ack:
         self.socket.send_multipart(pack_segment(value, seq))
-        ack = self.hear(Ack)
-        assert isinstance(ack, Ack)
-        return ack
+        return self.hear(Ack)
 
 
 def client(parts: Parts, actor_id: str = "one", **options: object) -> ActorClient:

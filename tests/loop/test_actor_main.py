@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from rl_setting import EXPERIENCE, TOKEN, Parts, serving
 from shoal.actor.__main__ import main
@@ -54,11 +54,9 @@ def test_the_token_is_the_variable_or_else_the_file(home: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--connect", "tcp://127.0.0.1"), "connect = "),
         (("--connect", "tcp://127.0.0.1:99999"), "connect = 'tcp://127.0.0.1:99999': is not an address"),
         (("--connect", "tcp://127.0.0.1:0"), "connect = "),
         (("--server-key", "nonsense"), "server-key = "),
-        ((), "no gateway answers"),
         ((), "; if it prints a server key, it answers only actors that have it (--server-key)"),
         (("--server-key", "k" * 40), f"; if it is there, its server key is another than {'k' * 40}, or it has none"),
     ],
@@ -66,7 +64,10 @@ def test_the_token_is_the_variable_or_else_the_file(home: Path, monkeypatch: pyt
 def test_what_is_wrong_is_said_in_one_line(
     more: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And no game is started for an address that is none."""
     monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
+    if "connect" in said:
+        monkeypatch.setattr("shoal.actor.__main__.open_environment", lambda *_: pytest.fail("a game is started"))
     assert main([*WORDS, *more]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -87,14 +88,6 @@ def test_an_actor_whose_clock_went_back_begins_with_a_larger_incarnation(
         assert [(each["actor_id"], each["reason"]) for each in refused] == [("robot", "stale_incarnation")]
         assert main([*words, "--incarnation", str(2**62 + 1)]) == 0
         assert parts.ledger.get_account(("robot", 2**62 + 1)).received > 0
-
-
-def test_no_game_is_started_for_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
-    made: list[str] = []
-    monkeypatch.setattr("shoal.actor.__main__.open_environment", made.append)
-    assert main([*WORDS, "--connect", "tcp://127.0.0.1"]) == 1
-    assert made == []
 
 
 def test_an_actor_that_gets_no_answer_says_that_it_goes_on_trying(
@@ -123,22 +116,18 @@ def plays(parts: Parts) -> bool:
     return any(each["steps"] for each in parts.gateway.stats()["actors"])
 
 
-def test_an_actor_ends_with_the_program_that_holds_its_lifeline() -> None:
-    with serving() as parts:
-        words = ["--connect", parts.address, "--env", "CartPole-v1", "--timeout-s", "600", "--lifeline"]
-        with actor(*words, stdin=subprocess.PIPE) as program:
-            program.wait_until(lambda: plays(parts), "its first steps")
-            program.process.stdin.close()  # as the kernel does for a program that is killed
-            assert program.wait() == 0
-
-
-def test_a_signal_ends_an_actor_whose_gateway_is_gone() -> None:
+@pytest.mark.parametrize("has_lifeline", [True, False])
+def test_an_actor_ends_with_the_program_that_holds_its_lifeline_and_by_a_signal(has_lifeline: bool) -> None:
+    """By a signal also where its gateway is gone."""
     with serving() as parts:
         words = ["--connect", parts.address, "--env", "CartPole-v1", "--timeout-s", "600"]
-        with actor(*words) as program:
+        with actor(*words, *["--lifeline"] * has_lifeline, stdin=subprocess.PIPE) as program:
             program.wait_until(lambda: plays(parts), "its first steps")
-            parts.gateway.close()
-            program.interrupt(signal.SIGTERM)
+            if has_lifeline:
+                program.process.stdin.close()  # as the kernel does for a program that is killed
+            else:
+                parts.gateway.close()
+                program.interrupt(signal.SIGTERM)
             assert program.wait() == 0
 
 
@@ -174,18 +163,12 @@ def test_an_actor_does_not_play_along_when_a_run_of_another_game_takes_the_addre
         with actor(*words) as program:
             program.wait_until(lambda: plays(parts), "its first steps")
             parts.gateway.close()
-            other = Parts(port=port)
-            other.gateway._handshake.run_id = "run-2"
-            three = msgspec.structs.replace(EXPERIENCE.action, high=2)
-            other.gateway._handshake._experience = msgspec.structs.replace(EXPERIENCE, action=three)
-            other.gateway.start()
-            try:
+            three = replace(EXPERIENCE, action=replace(EXPERIENCE.action, high=2))
+            with serving(port=port, experience=three) as other:
+                other.gateway._handshake.run_id = "run-2"
                 program.wait_for_line(r"acts with Discrete\(2\), and this run with Discrete\(3\)")
                 assert program.wait() == 1
                 assert other.ledger.get_totals().received == 0
-            finally:
-                other.gateway.close()
-                other.ledger.close()
 
 
 @pytest.mark.parametrize(

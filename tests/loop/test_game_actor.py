@@ -17,7 +17,6 @@ from loop.test_local_loop import SPEC, SignGame
 from rl_setting import TOKEN, Parts, serving, weights
 from shoal.actor import GameActor
 from shoal.errors import ConfigError, InvalidSegment, Refused
-from shoal.rl.experience.queue import BatchRequest
 from shoal.rl.local_loop import LocalLoop
 from waiting import wait_for
 
@@ -42,8 +41,7 @@ def test_two_episodes_at_once_become_a_segment_each() -> None:
         actor.end_episode(observe(9), episode="red")
         actor.end_episode(observe(-9), truncated=True, episode="blue")
         wait_for(lambda: parts.ledger.get_totals().received == 2)
-        batch = parts.queue.take("learner", BatchRequest(6, 6, 4, 10))
-        assert batch is not None
+        batch = parts.take(6, 6, 4, 10)
         assert batch.observations[:, 0].tolist() == [0, 1, 2, 9, 0, -1, -2, -9]
         assert batch.rewards.tolist() == [0.75] * 3 + [0.0] * 3
         assert (batch.lengths.tolist(), batch.terminated.tolist()) == ([3, 3], [True, False])
@@ -61,8 +59,7 @@ def test_a_game_goes_on_while_the_learner_is_busy_and_the_newest_experience_is_k
         assert actor.discarded >= 40 - 2 - 16
         seen: list[float] = []
         while 3.9 not in seen:  # of the last episode
-            batch = parts.queue.take("learner", BatchRequest(1, 1, 1, 10))
-            assert batch is not None
+            batch = parts.take(1, 1, 1)
             seen.append(round(float(batch.observations[0, 0]), 1))
             parts.queue.acknowledge(batch.lease_id, [None])
         assert parts.ledger.get_totals().dropped.total() == 0
@@ -103,8 +100,7 @@ def test_an_episode_in_which_the_run_changes_is_not_recorded_and_the_next_one_is
             actor.act(observe(3))
             actor.end_episode(observe(4))
             wait_for(lambda: other.ledger.get_totals().received == 1)
-            batch = other.queue.take("learner", BatchRequest(1, 1, 1, 10))
-            assert batch is not None
+            batch = other.take(1, 1, 1)
             assert batch.observations[:, 0].tolist() == [3, 4]
 
 

@@ -6,19 +6,16 @@ import socket as network
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
-import zmq
 
 from loop.gateway_asking import Raw, client
 from rl_setting import TOKEN, Parts, segment, serving, weights
 from shoal.errors import ConfigError, LedgerUnwritable
 from shoal.flows.rl_metrics import count_lost
 from shoal.rl.experience.segment_ledger import Ledger
-from shoal.rl.gateway.zmq_listener import bind_router
-from shoal.rl.spec import GatewaySpec
 from shoal.wire import pack_segment
 from shoal.wire.messages import Bye, Hello
 from waiting import wait_for
@@ -108,99 +105,70 @@ def test_a_gateway_waits_for_weights_that_a_store_on_its_way_back_does_not_have_
     parts.gateway.close()
 
 
-def test_connections_to_peers_that_vanished_are_given_up() -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket, _ = bind_router(context, GatewaySpec())
-    assert [socket.getsockopt(option) for option in (zmq.TCP_KEEPALIVE, zmq.TCP_KEEPALIVE_IDLE)] == [1, 60]
-    context.destroy(linger=0)
-
-
-def test_a_disk_that_is_full_for_a_while_holds_up_actors_and_costs_nothing(tmp_path: Path) -> None:
-    with serving(tmp_path, timeout_s=5.0) as parts:
-        actor = client(parts)
-        actor.connect()
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_a_ledger_that_cannot_be_written_for_a_while_holds_up_acknowledgements_and_nothing_else(
+    tmp_path: Path, is_locked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full, or a backup that locks the file: SQLite itself would wait for that for 5 s at each commit,
+    and every actor with it."""
+    with ExitStack() as lock, serving(tmp_path, timeout_s=2.0) as parts, client(parts) as actor:
         actor.send(segment())
         assert actor.drain(60)
-        commit, refused = parts.ledger.commit, threading.Event()
-
-        def refuse() -> None:
-            refused.set()
-            raise LedgerUnwritable("the ledger cannot be written: database or disk is full")
-
-        parts.ledger.commit = refuse  # type: ignore[method-assign]
+        if is_locked:
+            other = lock.enter_context(closing(sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)))
+            other.execute("BEGIN IMMEDIATE")
+        else:
+            refuse_commits(lock.enter_context(monkeypatch.context()))
         actor.send(segment())
-        assert refused.wait(60)
-        assert not actor.drain(parts.gateway.spec.timeout_s + 2.0)
-        parts.ledger.commit = commit  # type: ignore[method-assign]
+        assert not actor.drain(parts.gateway.spec.timeout_s + 0.5)
+        lock.close()
         assert actor.drain(60)
         assert actor.reconnects == 0
         assert parts.ledger.get_account((actor.actor_id, actor.incarnation)).received == 2
         kinds = [kind for _, kind, _ in parts.gateway.take_events()]
         assert kinds == ["actor_joined", "ledger_unwritable", "ledger_writable"]
         assert parts.gateway.is_alive
-        actor.close()
 
 
-def test_a_ledger_that_somebody_else_holds_for_a_while_holds_up_acknowledgements_and_nothing_else(
-    tmp_path: Path,
+def refuse_commits(patch: pytest.MonkeyPatch) -> None:
+    def refuse(ledger: Ledger) -> None:
+        raise LedgerUnwritable("the ledger cannot be written: database or disk is full")
+
+    patch.setattr(Ledger, "commit", refuse)
+
+
+def test_a_gateway_that_closes_while_the_disk_is_full_tells_nobody_what_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A backup, say. SQLite itself would wait for it for 5 s at each commit, and every actor with it."""
-    with serving(tmp_path, timeout_s=3.0) as parts, client(parts) as actor:
-        actor.send(segment())
-        assert actor.drain(60)
-        with closing(sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
-            actor.send(segment())
-            assert not actor.drain(parts.gateway.spec.timeout_s + 2.0)
-        assert actor.drain(60)
-        assert actor.reconnects == 0
-        assert parts.ledger.get_account((actor.actor_id, actor.incarnation)).received == 2
-        kinds = [kind for _, kind, _ in parts.gateway.take_events()]
-        assert kinds == ["actor_joined", "ledger_unwritable", "ledger_writable"]
-
-
-def test_a_gateway_that_closes_while_the_disk_is_full_tells_nobody_what_is_not_written(tmp_path: Path) -> None:
     with serving(tmp_path) as parts, Raw(parts) as raw, Raw(parts) as again:
         raw.enter("one")
         assert raw.send(0, segment()).seq == 0
-        commit = parts.ledger.commit
-
-        def refuse() -> None:
-            raise LedgerUnwritable("the ledger cannot be written: database or disk is full")
-
-        parts.ledger.commit = refuse  # type: ignore[method-assign]
-        raw.socket.send_multipart(pack_segment(segment(), 1))
-        wait_for(lambda: parts.ledger.get_account(("one", 1)).received == 2)
-        again.say(Hello(1, TOKEN, "one", 1))
-        wait_for(lambda: [kind for _, kind, _ in parts.gateway.take_events()].count("actor_left"))
-        with pytest.raises(LedgerUnwritable):
-            parts.gateway.close()
-        parts.ledger.commit = commit  # type: ignore[method-assign]
+        with monkeypatch.context() as full:
+            refuse_commits(full)
+            raw.socket.send_multipart(pack_segment(segment(), 1))
+            wait_for(lambda: parts.ledger.get_account(("one", 1)).received == 2)
+            again.say(Hello(1, TOKEN, "one", 1))
+            wait_for(lambda: [kind for _, kind, _ in parts.gateway.take_events()].count("actor_left"))
+            with pytest.raises(LedgerUnwritable):
+                parts.gateway.close()
         heard = [message for asking in (raw, again) for message in asking.rest()]
         assert {type(message) for message in heard} == {Bye}
 
 
 def test_a_gateway_begins_on_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tmp_path) as first:
-        actor = client(first)
-        actor.connect()
+    with serving(tmp_path) as first, client(first) as actor:
         actor.send(segment())
         assert actor.drain(60)
-        actor.close()
-        commit = type(first.ledger).commit
-
-    def refuse(ledger: Ledger) -> None:
-        raise LedgerUnwritable("the ledger cannot be written: database or disk is full")
-
-    monkeypatch.setattr(Ledger, "commit", refuse)
-    with serving(tmp_path) as second:
+    with monkeypatch.context() as full:
+        refuse_commits(full)
+        second = Parts(tmp_path)
+        second.gateway.start()
         wait_for(lambda: [kind for _, kind, _ in second.gateway.take_events()] == ["ledger_unwritable"])
-        monkeypatch.setattr(Ledger, "commit", commit)
-        again = client(second)
-        again.connect()
+    with client(second) as again:
         again.send(segment())
         assert again.drain(60)
-        again.close()
+    second.gateway.close()
+    second.ledger.close()
 
 
 def test_what_a_gateway_had_acknowledged_that_is_lost_with_its_disk_is_counted() -> None:

@@ -148,14 +148,6 @@ def test_a_silent_actor_is_lost_and_a_slow_one_is_not() -> None:
         assert ("actor_lost", "slow") not in kinds
 
 
-def test_actors_that_leave_say_so() -> None:
-    with serving() as parts:
-        with client(parts):
-            assert connected(parts) == {"one"}
-        wait_for(lambda: not connected(parts))
-        assert [kind for _, kind, _ in parts.gateway.take_events()] == ["actor_joined", "actor_left"]
-
-
 def test_an_actor_that_left_does_not_lag() -> None:
     with serving() as parts:
         with client(parts, "gone") as actor:

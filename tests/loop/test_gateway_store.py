@@ -10,7 +10,6 @@ from loop.gateway_asking import client
 from rl_setting import TOKEN, segment, serving
 from shoal.actor import ActorClient
 from shoal.errors import StoreError
-from shoal.rl.experience.queue import BatchRequest
 from shoal.store.folder import FolderStore
 from waiting import wait_for
 
@@ -46,8 +45,7 @@ def test_actors_go_on_at_a_gateway_of_another_host(tmp_path: Path) -> None:
             assert actor.drain(60)
             assert actor.acknowledged == {"accepted": 5, "dropped": 0, "duplicate": 0}
             assert second.ledger.get_account(key).queued == 5
-            batch = second.queue.take("learner", BatchRequest(1, 1000, 10, 0.0))
-            assert batch is not None
+            batch = second.take(1, 1000, 10, 0.0)
             assert len(batch.lengths) == 5
             actor.close()
 
@@ -76,13 +74,13 @@ def test_an_actor_follows_a_gateway_that_has_moved(tmp_path: Path, finds_by: str
 
 def test_while_the_store_is_down_actors_keep_their_session_and_wait(tmp_path: Path) -> None:
     store = BreakableStore(tmp_path / "store")
-    with serving(None, store, queue_capacity=4, timeout_s=3.0) as parts, client(parts) as actor:
+    with serving(None, store, queue_capacity=4, timeout_s=2.0) as parts, client(parts) as actor:
         actor.send(segment())
         assert actor.drain(60)
         store.is_down = True
         while actor.has_credit:
             actor.send(segment())
-        assert not actor.drain(parts.gateway.spec.timeout_s + 2.0)
+        assert not actor.drain(parts.gateway.spec.timeout_s + 0.5)
         assert actor.reconnects == 0
         assert not actor.has_credit
         store.is_down = False

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket as network
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -90,11 +88,3 @@ def test_a_loop_that_cannot_start_leaves_nothing_open(tmp_path: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) < before  # the ledger's file is closed, and the gateway's sockets
         with pytest.raises(Closed):
             loop.store.publish(loop.learner.snapshot())
-
-
-def test_actors_without_numpy_teach_a_policy_by_remote_inference(tmp_path: Path) -> None:
-    script = Path(__file__).parent / "bare_sign_actor.py"
-    with LocalLoop(SPEC, EXPERIENCE, tmp_path / "run", TOKEN, target_return=7.0) as loop:
-        actors = [subprocess.Popen([sys.executable, script, loop.address, TOKEN, f"bare-{i}"]) for i in range(2)]
-        assert loop.wait_until_solved(timeout_s=600) > 0
-    assert [each.wait(30) for each in actors] == [0, 0]

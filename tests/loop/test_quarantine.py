@@ -29,7 +29,7 @@ from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, policy_spec
-from shoal.runs.report.event_messages import format_warning
+from shoal.runs.event_messages import format_warning
 from sign_game import SignGame
 from waiting import wait_for
 
@@ -57,7 +57,7 @@ def draw_log_ratios(random: np.random.Generator, num_steps: int, distance: float
     return log_pi[rows, actions] - log_mu[rows, actions]
 
 
-@pytest.mark.parametrize("distance", [0.0, 0.1, 1.0, 3.0])
+@pytest.mark.parametrize("distance", [0.0, 0.3, 3.0])
 def test_honest_actors_are_never_accused_however_far_they_lag(distance: float) -> None:
     random, table, highest = np.random.default_rng(0), EvidenceTable(), 0.0
     for _ in range(200):
@@ -153,10 +153,8 @@ class Actor:
                         policy.load(*newer)
 
 
-@pytest.mark.parametrize("algorithm", ["impala", "ppo"])
-def test_the_liar_alone_is_dropped_until_it_is_mended_and_released(tmp_path: Path, algorithm: str) -> None:
-    spec = SPEC.override([f"algorithm={algorithm}", "algorithm.learning_rate=0.02"])
-    with LocalLoop(spec, EXPERIENCE, tmp_path / "run", TOKEN) as loop:
+def test_the_liar_alone_is_dropped_until_it_is_mended_and_released(tmp_path: Path) -> None:
+    with LocalLoop(SPEC, EXPERIENCE, tmp_path / "run", TOKEN) as loop:
         actors = [Actor(loop, "honest", None), Actor(loop, "slow", None, pull_every=40), Actor(loop, "liar", -4.0)]
         ledger = tmp_path / "run" / LEDGER_NAME
         wait_for(lambda: read_quarantine(ledger))
@@ -203,8 +201,5 @@ def test_the_command_releases_and_names_who_can_be_released(
     done = CliRunner().invoke(runs.release, ["latest", "actor 3"], catch_exceptions=False)
     assert "actor 3 is released" in done.output
     assert read_run_quarantine(tmp_path) == {}
-
-
-def test_the_display_says_how_to_release() -> None:
     warning = format_warning("actor_quarantined", {"actor_id": "actor 3", "reason": "claims too much"})
     assert warning == "actor 3 is in quarantine, it claims too much: mend it, then shoal release RUN 'actor 3'"

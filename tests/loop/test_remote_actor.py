@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,19 +17,17 @@ from loop.test_local_loop import EXPERIENCE as OF_SIGNS
 from loop.test_local_loop import SPEC, SignGame
 from rl_setting import EXPERIENCE, TOKEN, Parts, serving, weights
 from shoal.actor import RemoteActor, RemoteClient
-from shoal.actor.adapters.flattening import flatten_environment
+from shoal.actor.other_games import flatten_environment
 from shoal.actor.remote import run_remote_actor
 from shoal.errors import Closed, ConfigError, InvalidSegment, Refused
-from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.rl_policy import check, inspect_environment
+from shoal.flows.rl_policy import inspect_environment
 from shoal.libs.games.tictactoe import TicTacToe
 from shoal.rl.experience.queue import BatchRequest
-from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.remote_inference import RemoteInference
-from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.learner import Learner
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec
+from shoal.weights import WeightSnapshot
 from shoal.wire.action_masks import describe_masks
 from shoal.wire.messages import ActMessage
 from waiting import wait_for
@@ -57,8 +52,7 @@ def test_two_episodes_at_once_become_a_segment_each() -> None:
             actor.act(observe(-step), "blue")
         actor.end_episode(observe(9), episode="red")
         actor.end_episode(observe(-9), truncated=True, episode="blue")
-        batch = parts.queue.take("learner", TAKE_ALL)
-        assert batch is not None
+        batch = parts.take()
         assert batch.observations[:, 0].tolist() == [0, 1, 2, 9, 0, -1, -2, -9]
         assert batch.rewards.tolist() == [0.75] * 3 + [0.0] * 3
         assert (batch.lengths.tolist(), batch.terminated.tolist()) == ([3, 3], [True, False])
@@ -67,22 +61,15 @@ def test_two_episodes_at_once_become_a_segment_each() -> None:
             actor.reward(1.0)
         with pytest.raises(InvalidSegment, match="expected"):
             actor.act([0.0])
-        with pytest.raises(InvalidSegment, match=r"observation: 11\.0 is above 10\.0"):
-            actor.act(observe(11))
+        actor.act(observe(0))
+        for call in (actor.act, actor.end_episode):
+            with pytest.raises(InvalidSegment, match=r"observation: 11\.0 is above 10\.0"):
+                call(observe(11))
+        actor.end_episode(observe(1))  # the episode has stayed
+        assert parts.take().observations[:, 0].tolist() == [0, 1]
         parts.gateway.close(finished=True)
         with pytest.raises(Closed):
             actor.act(observe(0), "green")
-
-
-def test_an_end_that_the_gateway_does_not_take_is_an_error_and_the_episode_stays() -> None:
-    with serving() as parts, connect(parts) as actor:
-        actor.act(observe(0))
-        with pytest.raises(InvalidSegment, match=r"observation: 11\.0 is above 10\.0"):
-            actor.end_episode(observe(11))
-        actor.end_episode(observe(1))
-        batch = parts.queue.take("learner", TAKE_ALL)
-        assert batch is not None
-        assert batch.observations[:, 0].tolist() == [0, 1]
 
 
 def test_too_many_open_episodes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +118,7 @@ def test_an_episode_goes_on_at_a_gateway_that_has_restarted_with_its_whole_retur
             actor.reward(1.0)
             actor.end_episode(observe(3))
             assert actor.client.reconnects >= 1
-            batch = second.queue.take("learner", TAKE_ALL)
-            assert batch is not None
+            batch = second.take()
             assert batch.observations[:, 0].tolist() == [2, 3]  # the steps before were lost, and never counted
             assert list(second.gateway._progress.returns) == [4.0]
 
@@ -145,8 +131,7 @@ def test_another_run_that_takes_the_address_gets_the_steps_from_then_on() -> Non
             other.gateway._handshake.run_id = "run-2"
             actor.act(observe(1))
             actor.end_episode(observe(2))
-            batch = other.queue.take("learner", TAKE_ALL)
-            assert batch is not None
+            batch = other.take()
             assert batch.observations[:, 0].tolist() == [1, 2]
 
 
@@ -175,8 +160,7 @@ def test_an_actor_waits_for_a_busy_learner_and_goes_on() -> None:
         parts.store.publish(weights(2))
         taken = []
         while len(taken) < 6:
-            batch = parts.queue.take("learner", BatchRequest(1, 1, 1, 10))
-            assert batch is not None
+            batch = parts.take(1, 1, 1)
             taken += batch.observations[::2, 0].tolist()
             parts.queue.acknowledge(batch.lease_id, [None])
         game.join(60)
@@ -184,14 +168,14 @@ def test_an_actor_waits_for_a_busy_learner_and_goes_on() -> None:
         assert not parts.ledger.get_totals().dropped
 
 
-@pytest.mark.parametrize("has_turns", [False, True])
-def test_each_agent_has_an_episode_of_its_own(has_turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_agent_has_an_episode_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LENGTHS, "blue", 10)  # it observes the number of its steps, at most 10
     with serving() as parts:
         with RemoteClient(parts.address, TOKEN, "actor") as client:
-            assert run_remote_actor(Chase(has_turns), client, seed=1, max_steps=23) == 23  # one episode of each agent
-        batch = parts.queue.take("learner", TAKE_ALL)
-        assert batch is not None
+            assert (
+                run_remote_actor(Chase(has_turns=True), client, seed=1, max_steps=23) == 23
+            )  # one episode of each agent
+        batch = parts.take()
         order = np.argsort(batch.lengths)
         assert batch.lengths[order].tolist() == [5, 8, 10]
         assert batch.terminated[order].tolist() == [True, True, False]  # the last one is truncated
@@ -205,7 +189,7 @@ def test_each_agent_has_an_episode_of_its_own(has_turns: bool, monkeypatch: pyte
             )
             is_right = (actions == (seen[:-1, 0] > 0)).astype(np.float32)
             waited = rewards - is_right
-            assert (waited.max() > 0) == has_turns
+            assert waited.max() > 0
             assert set((waited % 0.25).tolist()) == {0.0}
         parts.queue.acknowledge(batch.lease_id, [None] * 3)
 
@@ -254,26 +238,6 @@ def test_the_actions_go_on_while_the_learner_restarts(tmp_path: Path) -> None:
     assert loop.ledger.get_totals().is_balanced
 
 
-@pytest.mark.soak
-def test_cart_pole_is_learnt_by_the_ready_actor_with_the_policy_at_the_gateway(tmp_path: Path) -> None:
-    spec = RLSpec()
-    environment = gymnasium.make("CartPole-v1")
-    experience = experience_spec(environment.observation_space, environment.action_space, spec)
-    with LocalLoop(spec, experience, tmp_path / "run", TOKEN, target_return=45.0) as loop:
-        words = [sys.executable, "-m", "shoal.actor", "--connect", loop.address, "--env", "CartPole-v1"]
-        actors = [
-            subprocess.Popen(
-                [*words, "--inference", "remote", "--actor-id", f"actor-{index}", "--seed", str(index)],
-                env={**os.environ, "SHOAL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
-            )
-            for index in range(2)
-        ]
-        assert loop.wait_until_solved(timeout_s=600) > 0
-        counts = loop.gateway.stats()["remote_inference"]
-        assert counts["actions"] >= loop.gateway.stats()["steps"]
-    assert [each.wait(30) for each in actors] == [0, 0]
-
-
 def test_the_actions_of_a_box_are_arrays() -> None:
     spec = RLSpec().override(["algorithm=ppo"])
     space = gymnasium.spaces.Box(np.array([-1, 0], np.float32), np.array([1, 2], np.float32))
@@ -281,26 +245,16 @@ def test_the_actions_of_a_box_are_arrays() -> None:
     size = {"policy.0": (64, 4), "policy.2": (64, 64), "policy.4": (2, 64)}
     arrays = {f"{name}.weight": np.zeros(shape, np.float32) for name, shape in size.items()}
     arrays |= {f"{name}.bias": np.zeros(shape[0], np.float32) for name, shape in size.items()}
-    from shoal.weights import WeightSnapshot
-
-    parts = Parts()
-    parts.gateway = Gateway(GatewaySetting(parts.spec, experience, TOKEN, "run-1"), parts.queue, parts.store)
-    parts.store.publish(WeightSnapshot.of(2, {**arrays, "log_std": np.zeros(2, np.float32)}))
-    parts.gateway.start()
-    try:
+    with serving(experience=experience) as parts:
+        parts.store.publish(WeightSnapshot.of(2, {**arrays, "log_std": np.zeros(2, np.float32)}))
         wait_for(lambda: parts.gateway.stats()["weights_version"] == 2)
         with connect(parts) as actor:
             action = actor.act(observe(0))
             assert (action.shape, action.dtype) == ((2,), np.float32)
             assert space.contains(action)
             actor.end_episode(observe(0))
-            batch = parts.queue.take("learner", TAKE_ALL)
-            assert batch is not None
+            batch = parts.take()
             np.testing.assert_array_equal(batch.actions[0], action)
-    finally:
-        parts.store.close()
-        parts.gateway.close()
-        parts.ledger.close()
 
 
 class LegalTicTacToe(TicTacToe):
@@ -339,29 +293,17 @@ def test_action_masks_travel_with_the_observations(tmp_path: Path, algorithm: st
     assert set(totals.dropped) <= {"shutdown", "stale_admission", "stale_consumption"}
 
 
-def test_an_endpoint_s_users_give_no_masks() -> None:
-    spec = ActorLearnerSpec(env="shoal.libs.games:TicTacToe-v0", learn_from_endpoint=True)
-    with pytest.raises(ConfigError, match="users give no action masks"):
-        check(spec)
-
-
 @pytest.mark.parametrize("inference", ["local", "remote"])
 def test_a_truncated_episode_ends_with_the_mask_of_its_last_observation(inference: str) -> None:
     """From which the learner estimates what would have followed."""
-    parts, mask = Parts(), describe_masks(EXPERIENCE.action, ())
-    experience = replace(EXPERIENCE, extras=(mask,))
-    parts.gateway = Gateway(GatewaySetting(parts.spec, experience, TOKEN, "run-1"), parts.queue, parts.store)
-    parts.gateway.start()
-    try:
-        with shoal.connect(parts.address, token=TOKEN, actor_id="game", inference=inference) as actor:
-            actor.act(observe(0), mask=[1, 0])
-            actor.end_episode(observe(1), truncated=True, mask=[0, 1])
-            actor.act(observe(0), mask=[1, 0])
-            actor.end_episode(observe(1))
-            batches = [parts.queue.take("learner", BatchRequest(number, 1, 1, 10.0)) for number in (1, 2)]
-            masks = [each.extras["masks"].tolist() for each in batches if each is not None]
-            assert masks == [[[True, False], [False, True]], [[True, False], [True, True]]]
-    finally:
-        parts.store.close()
-        parts.gateway.close()
-        parts.ledger.close()
+    experience = replace(EXPERIENCE, extras=(describe_masks(EXPERIENCE.action, ()),))
+    with (
+        serving(experience=experience) as parts,
+        shoal.connect(parts.address, token=TOKEN, actor_id="game", inference=inference) as actor,
+    ):
+        actor.act(observe(0), mask=[1, 0])
+        actor.end_episode(observe(1), truncated=True, mask=[0, 1])
+        actor.act(observe(0), mask=[1, 0])
+        actor.end_episode(observe(1))
+        masks = [parts.take(1, 1, 1).extras["masks"].tolist() for _ in range(2)]
+        assert masks == [[[True, False], [False, True]], [[True, False], [True, True]]]

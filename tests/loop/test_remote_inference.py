@@ -37,8 +37,7 @@ def test_an_episode_becomes_one_segment_with_versions_and_log_probabilities() ->
         actions = [ask(raw, 7, step, 0.1 * step, reward=float(step)).action for step in range(3)]
         end = ask(raw, 7, 3, 0.3, reward=3.0, terminated=True)
         assert (end.action, end.reason) == (None, "")
-        batch = parts.queue.take("test", TAKE_ALL)
-        assert batch is not None
+        batch = parts.take()
         assert batch.actions.tolist() == actions
         assert batch.rewards.tolist() == [1.0, 2.0, 3.0]
         assert batch.versions.tolist() == [1, 1, 1]
@@ -58,8 +57,7 @@ def test_a_step_that_is_sent_again_after_a_reconnect_is_taken_once() -> None:
             assert ask(again, 0, 1, reward=1.0) == before
             ask(again, 0, 2, reward=1.0, truncated=True)
             ask(again, 0, 2, reward=1.0, truncated=True)  # its answer was lost
-            batch = parts.queue.take("test", TAKE_ALL)
-        assert batch is not None
+            batch = parts.take()
         assert batch.num_steps == 2
         assert parts.ledger.get_totals().received == 1
 
@@ -91,8 +89,6 @@ def test_a_session_does_what_its_hello_says() -> None:
         assert (welcome.inference, welcome.send_limit) == ("remote", welcome.next_seq)  # it needs no credit
         raw.socket.send_multipart(pack_segment(segment(), 0))
         assert raw.hear(ErrorMessage).code == "malformed"
-        raw.say(Hello(1, TOKEN, "other", 1, inference="elsewhere"))
-        assert raw.hear(ErrorMessage).code == "malformed"
 
 
 def test_a_policy_that_is_unknown_here_refuses_the_session_for_good() -> None:
@@ -105,21 +101,16 @@ def test_a_policy_that_is_unknown_here_refuses_the_session_for_good() -> None:
         assert (error.code, error.fatal) == ("no_remote_inference", True)
 
 
-def test_an_episode_that_no_one_continues_expires_and_is_counted() -> None:
-    with serving(heartbeat_s=0.05, episode_timeout_s=0.2) as parts, Raw(parts) as raw:
+@pytest.mark.parametrize("timeout_s", [60.0, 0.1])
+def test_an_episode_that_no_one_continues_expires_and_is_counted_also_of_a_vanished_actor(timeout_s: float) -> None:
+    with serving(heartbeat_s=0.05, timeout_s=timeout_s, episode_timeout_s=0.2) as parts, Raw(parts) as raw:
         raw.enter(inference="remote")
         ask(raw, 0, 0)
         wait_for(lambda: parts.ledger.get_totals().dropped["expired"] == 1, what="the end of the episode")
-        assert ask(raw, 0, 1).reason == "ended_episode"
         assert parts.gateway.stats()["remote_inference"]["open_episodes"] == 0
-
-
-def test_the_episode_of_a_vanished_actor_expires() -> None:
-    with serving(heartbeat_s=0.05, timeout_s=0.1, episode_timeout_s=0.2) as parts:
-        with Raw(parts) as raw:
-            raw.enter(inference="remote")
-            ask(raw, 0, 0)
-        wait_for(lambda: parts.ledger.get_totals().dropped["expired"] == 1, what="the end of the episode")
+        if timeout_s > 1.0:
+            assert ask(raw, 0, 1).reason == "ended_episode"
+            return
         wait_for(lambda: not parts.gateway._inference.start()._clients, what="an actor that is forgotten")
 
 
@@ -161,7 +152,7 @@ def test_a_completed_segment_waits_for_room_and_takes_no_credit_of_others(monkey
         assert not [each for each in raw.rest(0.3) if isinstance(each, ActionMessage)]
         assert len(parts.queue) == 4 - limit
         assert local.send(0, segment()).status == "accepted"
-        assert parts.queue.take("test", TAKE_ALL) is not None
+        parts.take()
         assert raw.hear(ActionMessage).reason == ""
         assert parts.ledger.get_account(("raw", 1)).received == 1
         assert not parts.ledger.get_totals().dropped
@@ -173,7 +164,6 @@ def test_a_client_without_numpy_and_torch_plays_episodes_of_several_at_once() ->
             [sys.executable, BARE, parts.address, TOKEN], capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == 0, done.stderr
-        batch = parts.queue.take("test", TAKE_ALL)
-        assert batch is not None
+        batch = parts.take()
         assert batch.lengths.tolist() == [5, 5]
         assert parts.ledger.get_totals().received == 2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from benchmarks.ours.kuhn_poker import KuhnPoker
 
-from rl_setting import EXPERIENCE, TOKEN, Parts, segment, weights
+from rl_setting import EXPERIENCE, TOKEN, Parts, segment, serving, weights
 from shoal.actor import ActorClient, GameActor, RemoteClient, play
 from shoal.errors import ConfigError, Refused, RegistryError, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
@@ -22,9 +23,7 @@ from shoal.flows.rl_policy import _require_same_opponents, check, inspect_enviro
 from shoal.registry import Registry
 from shoal.rl.algorithm_config import find_algorithm_config_type
 from shoal.rl.algorithms.algorithm import make_algorithm
-from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.opponent_pool import OpponentPool
-from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightSnapshot
@@ -72,64 +71,58 @@ def test_a_full_pool_thins_out_evenly_between_its_oldest_and_its_newest(tmp_path
 
 
 def test_an_actor_forgets_the_members_that_have_gone(tmp_path: Path) -> None:
-    parts = Parts()
     pool = OpponentPool(tmp_path, snapshot_every=8, max_versions=2)
-    experience = msgspec.structs.replace(EXPERIENCE, self_play=True)
-    gateway = Gateway(GatewaySetting(parts.spec, experience, TOKEN, "run-1"), parts.queue, parts.store, pool)
-    gateway.start()
-    try:
-        with ActorClient(gateway.address, TOKEN, "actor-0") as client:
-            client.wait_for_opponents()
-            for version in (2, 3, 4):
-                parts.store.publish(weights(version))
-                client.wait_for_weights(version - 1)
-                client.send(segment(version=version, opponent=1))
-                client.drain(5)
-                wait_for(lambda version=version: client._wait(lambda: True, 1, "") or version in client.opponents)
-            assert list(client.opponents) == [1, 4]
-            client.send(segment(version=4, opponent=2))
-            client.drain(5)
-            assert client.drops == {}
-    finally:
-        parts.store.close()
-        gateway.close()
-        parts.ledger.close()
+    with serving(experience=WITH_OPPONENTS, opponents=pool) as parts, connect(parts) as client:
+        for version in (2, 3, 4):
+            publish(parts, version, client)
+            send(client, segment(version=version, opponent=1))
+            wait_for_member(client, version)
+        assert list(client.opponents) == [1, 4]
+        send(client, segment(version=4, opponent=2))
+        assert client.drops == {}
 
 
 def test_an_actor_gets_every_member_and_the_gateway_counts_who_was_beaten(tmp_path: Path) -> None:
-    parts = Parts()
     pool = OpponentPool(tmp_path, snapshot_every=8)
-    experience = msgspec.structs.replace(EXPERIENCE, self_play=True)
-    gateway = Gateway(GatewaySetting(parts.spec, experience, TOKEN, "run-1"), parts.queue, parts.store, pool)
-    gateway.start()
-    try:
-        with ActorClient(gateway.address, TOKEN, "actor-0") as client:
-            client.wait_for_opponents()
-            assert list(client.opponents) == [1]
-            for version in (2, 3):
-                parts.store.publish(weights(version))
-                client.wait_for_weights(version - 1)
-                for reward in (1.0, -1.0):
-                    ending: dict[str, Any] = {"terminated": True, "episode_return": reward, "episode_length": 8}
-                    client.send(segment(version=version, opponent=1, **ending))
-                client.drain(5)
-                wait_for(lambda version=version: client._wait(lambda: True, 1, "") or version in client.opponents)
-            np.testing.assert_array_equal(
-                client.opponents[3]["policy.0.weight"], weights(3).tensors()["policy.0.weight"]
-            )
-            client.send(segment(version=3, opponent=7))
-            client.drain(5)
-            assert client.last_drop == "invalid_range: opponent: 7 is not in the pool of opponents"
-            client.send(replace(segment(version=3, opponent=1), unrecorded=(EpisodeSummary(9.0, 8, opponent=8),)))
-            client.drain(5)
-            assert client.last_drop == "invalid_range: opponent: 8 is not in the pool of opponents"
-            client.send(replace(segment(version=3, opponent=1), unrecorded=(EpisodeSummary(10.0, 8, opponent=1),)))
-            client.drain(5)
-        assert gateway.stats()["opponents"] == {1: {"episodes": 5, "win_rate": 0.6, "mean_return": 2.0}}
-    finally:
-        parts.store.close()
-        gateway.close()
-        parts.ledger.close()
+    with serving(experience=WITH_OPPONENTS, opponents=pool) as parts, connect(parts) as client:
+        assert list(client.opponents) == [1]
+        for version in (2, 3):
+            publish(parts, version, client)
+            for reward in (1.0, -1.0):
+                ending: dict[str, Any] = {"terminated": True, "episode_return": reward, "episode_length": 8}
+                send(client, segment(version=version, opponent=1, **ending))
+            wait_for_member(client, version)
+        np.testing.assert_array_equal(client.opponents[3]["policy.0.weight"], weights(3).tensors()["policy.0.weight"])
+        send(client, segment(version=3, opponent=7))
+        assert client.last_drop == "invalid_range: opponent: 7 is not in the pool of opponents"
+        send(client, segment(version=3, opponent=1, unrecorded=(EpisodeSummary(9.0, 8, opponent=8),)))
+        assert client.last_drop == "invalid_range: opponent: 8 is not in the pool of opponents"
+        send(client, segment(version=3, opponent=1, unrecorded=(EpisodeSummary(10.0, 8, opponent=1),)))
+        assert parts.gateway.stats()["opponents"] == {1: {"episodes": 5, "win_rate": 0.6, "mean_return": 2.0}}
+
+
+WITH_OPPONENTS = msgspec.structs.replace(EXPERIENCE, self_play=True)
+
+
+@contextmanager
+def connect(parts: Parts) -> Iterator[ActorClient]:
+    with ActorClient(parts.address, TOKEN, "actor-0") as client:
+        client.wait_for_opponents()
+        yield client
+
+
+def publish(parts: Parts, version: int, client: ActorClient) -> None:
+    parts.store.publish(weights(version))
+    client.wait_for_weights(version - 1)
+
+
+def send(client: ActorClient, sent: Segment) -> None:
+    client.send(sent)
+    client.drain(60)
+
+
+def wait_for_member(client: ActorClient, version: int) -> None:
+    wait_for(lambda: client._wait(lambda: True, 1, "") or version in client.opponents)
 
 
 class StubbornClient:
@@ -260,6 +253,7 @@ def test_opponents_that_a_run_cannot_play_are_refused_by_name() -> None:
     dqn = champion.override(["algorithm=dqn", "self_play.opponents=[poker@1]"])
     with pytest.raises(ConfigError, match=r"another network than this run: factory = shoal\.models\.actor_critic"):
         check(dqn)
+    assert check(champion.override(["action=sampled", "self_play.opponents=[poker@1]"]))  # how it acts is no matter
     with pytest.raises(RegistryError, match="holdem"):
         check(champion.override(["self_play.opponents=[holdem@champion]"]))
     with pytest.raises(ConfigError, match="has one agent, and self-play needs several"):
@@ -296,14 +290,6 @@ def test_who_cannot_draw_opponents_is_refused(tmp_path: Path) -> None:
             pass
 
 
-def test_self_play_needs_several_agents() -> None:
-    with pytest.raises(ConfigError, match="has one agent, and self-play needs several"):
-        inspect_environment(RLSpec(env="CartPole-v1").override(["self_play.snapshot_every=100"]))
-    spec = RLSpec(env="benchmarks.ours.kuhn_poker:make").override(["self_play.snapshot_every=100"])
-    assert inspect_environment(spec)[0].self_play
-    assert not inspect_environment(RLSpec())[0].self_play
-
-
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -317,26 +303,17 @@ def test_users_cannot_teach_every_run(words: list[str], problem: str) -> None:
         check(spec)
 
 
-def test_win_rates_are_of_versions_at_equal_distances_and_of_the_newest() -> None:
+def test_win_rates_are_of_versions_at_equal_distances_and_of_the_newest_of_each_policy_by_name() -> None:
     results = {version: {"win_rate": version / 100} for version in range(1, 101)}
     found = select_win_rates({"": {"opponents": results}})
     assert len(found) <= MAX_WIN_RATES
     assert found["100"] == 1.0
     assert np.diff([int(version) for version in found]).tolist() == [7] * (len(found) - 1)
     assert select_win_rates({"": {}}) == {}
-
-
-def test_win_rates_of_several_policies_have_their_names() -> None:
-    results = {version: {"win_rate": version / 100} for version in range(1, 101)}
     results[1]["name"] = "tag-prey@1"  # type: ignore[assignment]
     found = select_win_rates({"hunters": {"opponents": results}, "prey": {"opponents": {1: results[1]}}, "late": {}})
     assert len(found) <= MAX_WIN_RATES
     assert (found["hunters 100"], found["prey tag-prey@1"]) == (1.0, 0.01)
-
-
-def test_how_a_champion_acts_is_no_other_network() -> None:
-    champion = register_champion()
-    assert check(champion.override(["action=sampled", "self_play.opponents=[poker@1]"]))
 
 
 def test_the_average_of_a_pool_is_registered_as_one_version(tmp_path: Path) -> None:

@@ -72,11 +72,11 @@ def test_every_step_is_of_the_newest_weights_and_a_killed_actor_stops_nobody(tmp
     with loop:
         actors = [start_actor(loop, index) for index in range(3)]
         try:
-            wait_for(lambda: len(batches) > 20)
+            wait_for(lambda: len(batches) > 8)
             actors[0].kill()
             after_kill = len(batches)
             assert loop.wait_until_solved(timeout_s=600) > 0
-            wait_for(lambda: len(batches) > after_kill + 20)
+            wait_for(lambda: len(batches) > after_kill + 8)
             assert loop.learner.stats()["metrics"]["learner/policy_lag"] == 0.0
         finally:
             for each in actors[1:]:
@@ -128,7 +128,6 @@ def test_credit_waits_for_the_pull_that_says_that_the_weights_have_come(tmp_path
         assert welcome.send_limit == 0
         raw.say(Pull(0))
         weights = raw.hear(WeightsMessage)
-        assert isinstance(weights, WeightsMessage)
         assert raw.rest(quiet_s=0.3) == []
         raw.say(Pull(weights.version))
         limits = {message.send_limit for message in raw.rest(quiet_s=0.3)}  # type: ignore[union-attr]

@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
-from gateway_asking import Raw
 
-from rl_setting import EXPERIENCE, TOKEN, Parts, segment, weights
+from rl_setting import Parts, segment, serving, weights
 from shoal.errors import ConfigError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.rl.experience.queue import BatchRequest
-from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.sessions import USERS_ACTOR_ID
-from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.user_episodes import EpisodeRejection
-from shoal.wire.messages import ErrorMessage, Hello
 from waiting import wait_for
 
 TAKE_ALL = BatchRequest(1, 10_000, 1_000, 10.0)
 
 
-@contextmanager
-def learning(**spec: object) -> Iterator[Parts]:
-    parts = Parts(**spec)
-    setting = GatewaySetting(parts.spec, EXPERIENCE, TOKEN, "run-1", learns_from_users=True)
-    parts.gateway = Gateway(setting, parts.queue, parts.store)
-    parts.gateway.start()
-    try:
-        yield parts
-    finally:
-        parts.store.close()
-        parts.gateway.close()
-        totals = parts.ledger.get_totals()
-        parts.ledger.close()
-        assert totals.is_balanced, totals
+def learning(**spec: object) -> AbstractContextManager[Parts]:
+    return serving(setting={"learns_from_users": True}, **spec)
 
 
 def ask(parts: Parts, **fields: Any) -> EpisodeAnswer:
@@ -68,8 +51,7 @@ def test_an_episode_of_several_calls_enters_the_same_books_as_an_actors() -> Non
         assert (first.version, second.version) == (1, 2)
         end = ask(parts, episode=first.episode, reward=2.0, ended=True)
         assert end.action is None
-        batch = parts.queue.take("learner", TAKE_ALL)
-        assert batch is not None
+        batch = parts.take()
         assert batch.observations[:, 0].tolist() == [1, 2, 2]
         assert batch.actions.tolist() == [first.action, second.action]
         assert batch.rewards.tolist() == [0.75, 2.0]
@@ -90,8 +72,7 @@ def test_a_handle_that_is_never_rewarded_expires_and_a_rewarded_one_is_cut_off()
         ask(parts, episode=rewarded.episode, reward=1.0)
         wait_for(lambda: parts.ledger.get_totals().received == 2)
         assert parts.ledger.get_totals().dropped == {"expired": 1}
-        batch = parts.queue.take("learner", TAKE_ALL)
-        assert batch is not None
+        batch = parts.take()
         assert (batch.rewards.tolist(), batch.terminated.tolist()) == ([1.0], [False])
         assert list(parts.gateway._progress.returns) == [1.0]
         assert refuse(parts, episode=silent.episode, reward=1.0) == 410
@@ -139,8 +120,7 @@ def test_wrong_requests_are_refused_by_name_and_change_nothing() -> None:
         ask(parts, episode=handle, reward=7e11)
         assert refuse(parts, episode=handle, reward=5.0, observation=observe(-11)) == 422
         ask(parts, episode=handle, reward=1.0, ended=True)
-        batch = parts.queue.take("learner", TAKE_ALL)
-        assert batch is not None
+        batch = parts.take()
         assert batch.rewards.tolist() == [1.0]
 
 
@@ -152,19 +132,11 @@ def test_an_answer_waits_for_the_learner_and_a_second_request_meanwhile_is_refus
         with pytest.raises(TimeoutError):
             parts.gateway.answer_user(EpisodeRequest("m", handle, ended=True), 0.2)
         assert refuse(parts, episode=handle, reward=1.0) == 409
-        assert parts.queue.take("learner", TAKE_ALL) is not None
+        parts.take()
         wait_for(lambda: parts.ledger.get_account(parts.gateway._users.key).received == 1)  # type: ignore[union-attr]
 
 
-def test_a_run_learns_from_users_only_where_it_says_so_and_no_actor_takes_their_name() -> None:
-    with learning() as parts, Raw(parts) as raw:
-        raw.say(Hello(1, TOKEN, USERS_ACTOR_ID, 2**62))
-        error = raw.hear(ErrorMessage)
-        assert isinstance(error, ErrorMessage)
-        assert error.code == "malformed"
-    parts = Parts()
-    assert refuse(parts, observation=observe(1)) == 404
-    setting = GatewaySetting(parts.spec, EXPERIENCE, TOKEN, is_synchronous=True, learns_from_users=True)
-    parts.gateway = Gateway(setting, parts.queue, parts.store)
+def test_a_run_learns_from_users_only_where_it_says_so() -> None:
+    assert refuse(Parts(), observation=observe(1)) == 404
     with pytest.raises(ConfigError, match="does not pause"):
-        parts.gateway.start()
+        Parts(setting={"is_synchronous": True, "learns_from_users": True}).gateway.start()

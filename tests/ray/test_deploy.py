@@ -1,4 +1,5 @@
 """What is left of an endpoint that did not come to be, or whose driver is gone; Serve is a fake, but in one test."""
+# Some endpoints here have a port for gRPC, which shoal.libs.grpc answers.
 
 from __future__ import annotations
 

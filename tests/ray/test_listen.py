@@ -1,4 +1,5 @@
 """Where a replica's servers listen; Serve's own functions, without a cluster."""
+# Some endpoints here have a port for gRPC, which shoal.libs.grpc answers.
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.errors import ConfigError
 from shoal.flows.serving import record_endpoint
 from shoal.flows.serving_spec import ServingSpec
+from shoal.libs.grpc.methods import METHODS, SERVICE
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.grpc.methods import METHODS, SERVICE
 from shoal.weights import WeightSnapshot
 from waiting import wait_for
 

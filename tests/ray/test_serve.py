@@ -3,27 +3,20 @@
 import json
 import os
 import queue
-import re
 import signal
 import socket
 import stat
-import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 import grpc
 import numpy as np
-import psutil
 import pytest
 
 from endpoint_process import BODY, INFER, NUM_FEATURES, NUM_OUTPUTS, NUM_REGISTERED, Client, EndpointProcess, Load
-from shoal.cluster.embedded_cluster import EmbeddedCluster
-from shoal.errors import ClusterError
-from shoal.open_inference import inference_pb2 as pb
-from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
-from shoal.serve.grpc.methods import METHODS, SERVICE
-from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.libs.grpc import inference_pb2 as pb
+from shoal.libs.grpc.methods import METHODS, SERVICE
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 400.0
@@ -125,21 +118,6 @@ def test_published_weights_answer_over_http_and_grpc(
     assert answer.raw_output_contents[0] == np.full((3, NUM_OUTPUTS), version, np.float32).tobytes()
 
 
-def test_grpc_errors_are_ours_through_the_whole_stack(channel: grpc.Channel, version: int) -> None:
-    wrong, late = tensor_request(), tensor_request()
-    wrong.inputs[0].datatype = "FP64"
-    late.parameters["timeout"].int64_param = 1  # microsecond
-    for request, code, words in [
-        (wrong, grpc.StatusCode.INVALID_ARGUMENT, "input 'x': expected FP32 [-1, 4], got FP64 [1, 4]"),
-        (tensor_request(model="other"), grpc.StatusCode.NOT_FOUND, "there is no model 'other'"),
-        (tensor_request(MAX_BODY_BYTES // 16), grpc.StatusCode.RESOURCE_EXHAUSTED, str(MAX_BODY_BYTES)),
-        (late, grpc.StatusCode.DEADLINE_EXCEEDED, ""),
-    ]:
-        call = infer(channel, request)
-        assert call.code() is code
-        assert words in call.details()
-
-
 def test_a_grpc_stream_is_a_conversation(channel: grpc.Channel, version: int) -> None:
     """Each request leaves when the answer to the one before has come: nothing on the way waits for more."""
     method = METHODS["ModelStreamInfer"]
@@ -155,18 +133,6 @@ def test_a_grpc_stream_is_a_conversation(channel: grpc.Channel, version: int) ->
         assert answer.infer_response.model_version == (str(version) if number % 5 else "")
     requests.put(None)
     assert list(answers) == []
-
-
-def test_requests_and_answers_larger_than_any_buffer(endpoint: EndpointProcess, version: int) -> None:
-    rows = 4096
-    data = [0.5] * NUM_FEATURES * rows
-    tensor = {"name": "x", "shape": [rows, NUM_FEATURES], "datatype": "FP32", "data": data}
-    client = Client(endpoint.url)
-    for _ in range(3):
-        status, _, body = client.request("POST", INFER, json.dumps({"inputs": [tensor]}))
-        assert status == 200
-        assert body["outputs"][0]["data"] == [version] * NUM_OUTPUTS * rows
-    client.close()
 
 
 @pytest.mark.parametrize("num_swaps", [4, pytest.param(20, marks=pytest.mark.soak)])
@@ -271,38 +237,6 @@ def controller_pid(endpoint: EndpointProcess) -> int:
         return 0
 
 
-def test_a_scrape_through_haproxy_sees_every_replica(endpoint: EndpointProcess, version: int) -> None:
-    def scrape() -> set[str]:
-        with urllib.request.urlopen(f"{endpoint.url}/metrics", timeout=STATE_TIMEOUT_S) as answer:
-            assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-            return set(re.findall(r'nv_inference_count\{model="linear",.*replica="(\w+)"', answer.read().decode()))
-
-    def sees_both_from_each() -> bool:  # a replica that has just been started hears of the others with its next report
-        return all(len(scrape()) == 2 for _ in range(4))
-
-    wait_for(sees_both_from_each, STATE_TIMEOUT_S, "both replicas in four scrapes")
-
-
-def test_nothing_of_rays_or_haproxys_is_behind_the_port(endpoint: EndpointProcess) -> None:
-    """And HAProxy listens nowhere else. Ray's own ports are Ray's, behind its token."""
-    client = Client(endpoint.url)
-    for path in ("/-/healthz", "/-/routes", "/%2D/healthz"):
-        status, _, content = client.request("GET", path)
-        assert (status, list(content)) == (404, ["error"])
-    client.close()
-    driver = psutil.Process(endpoint.pid)
-    listening = {
-        connection.laddr
-        for process in driver.children(recursive=True)
-        if process.name() == "haproxy"
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
-    fronts = {urlsplit(endpoint.url).port, int(endpoint.grpc.rpartition(":")[2])}
-    assert {address.ip for address in listening} == {"127.0.0.1"}
-    assert {address.port for address in listening} == fronts
-
-
 def test_closed_it_is_gone_and_closing_twice_is_harmless(endpoint: EndpointProcess) -> None:
     """The last test of the module: the others need the endpoint."""
     endpoint.command("close_endpoint")
@@ -314,21 +248,3 @@ def test_closed_it_is_gone_and_closing_twice_is_harmless(endpoint: EndpointProce
             return probe.connect_ex(("127.0.0.1", port)) != 0
 
     wait_for(refused, STATE_TIMEOUT_S)
-
-
-@pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Serve's own specs
-def test_an_endpoint_that_cannot_start_says_why_and_leaves_nothing(cluster: EmbeddedCluster) -> None:
-    from ray import serve
-
-    from shoal.serve.on_ray.deployment import deploy
-    from shoal.serve.spec.model_source import EndpointModel, LiveModel
-    from shoal.weights.ray_weight_store import RayWeightSource, start_weight_store
-
-    tensor = TensorSignature(name="x", datatype="FP32", shape=[-1, 1])
-    factory = ModelFactory(factory="torch.nn:NoSuchModule")
-    source = RayWeightSource(start_weight_store("unborn"))
-    model = LiveModel(factory, Signature(inputs=[tensor], outputs=[tensor]), source)
-    with pytest.raises(ClusterError, match="NoSuchModule"):
-        deploy(EndpointSpec(name="unborn", num_cpus=0.1), [EndpointModel("unborn", model)])
-    assert not serve.status().applications

@@ -31,8 +31,8 @@ from shoal.errors import (
 from shoal.home import home
 from shoal.registry import Registry
 from shoal.runs import Run, Status
+from shoal.runs.event_messages import describe_wait
 from shoal.runs.record import recorder
-from shoal.runs.report.event_messages import describe_wait
 from shoal.train.launch.predicted_cost import predict_cost_details
 from shoal.train.launch.validate import validate_task
 from shoal.train.reporting.result import TrainResult

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -39,21 +38,20 @@ class LiveSet(ReplicaSet):
         return [(each.kind, each.version, each.previous, each.by) for each in changes]
 
 
-def live(replicas: int = 1, **options: Any) -> Callable[[Callable[[LiveSet], Awaitable[None]]], Callable[[], None]]:
+def live(
+    replicas: int = 1, **options: Any
+) -> Callable[[Callable[[LiveSet], Awaitable[None]]], Callable[[], Awaitable[None]]]:
     """A test body that gets a running endpoint, whose run has published version 1, which has answered."""
 
-    def decorate(body: Callable[[LiveSet], Awaitable[None]]) -> Callable[[], None]:
-        def test() -> None:
-            async def run() -> None:
-                store = WeightStore()
-                store.publish(moody(1))
-                async with LiveSet(store, model=options) as endpoint:
-                    await endpoint.start(replicas)
-                    assert await everywhere(endpoint) == {1}
-                    await body(endpoint)
-                    store.close()
-
-            asyncio.run(run())
+    def decorate(body: Callable[[LiveSet], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+        async def test() -> None:
+            store = WeightStore()
+            store.publish(moody(1))
+            async with LiveSet(store, model=options) as endpoint:
+                await endpoint.start(replicas)
+                assert await everywhere(endpoint) == {1}
+                await body(endpoint)
+                store.close()
 
         test.__name__, test.__doc__ = body.__name__, body.__doc__
         return test

@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from shoal.serve.controller.status import StatusReporter
 from shoal.serve.messages.desired_state import EndpointPlan
 from shoal.serve.messages.replica_report import PeerReport, ReplicaReport
 from shoal.serve.replica.replica import EndpointReplica
+from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel
 from shoal.weights import WeightSnapshot
@@ -162,9 +163,7 @@ class ReplicaSet:
             stage_timeout_s=self.stage_timeout_s,
             memory_bytes=self.spec.memory,
         )
-        self.administration = AdminApi(
-            self.controller, Registry().location, {"": self.spec.model.model_dump(mode="json")}
-        )
+        self.administration = AdminApi(self.controller, Registry().location, lambda name: self.spec.model)
         self.status = StatusReporter(self.controller)
 
     async def start(self, num_replicas: int = 1) -> list[EndpointReplica]:
@@ -178,7 +177,7 @@ class ReplicaSet:
         name = name or f"r{len(self.replicas) + 1}"
         live = {model.name: model.source for model in self.models if isinstance(model.source, LiveModel)}
         replica = self.replicas[name] = EndpointReplica(
-            name, self.spec, live, LocalController(self, name), peers=LocalPeers(self)
+            name, self.spec, live, cast(ControllerClient, LocalController(self, name)), peers=LocalPeers(self)
         )
         replica.address = name
         return replica
@@ -203,6 +202,40 @@ class ReplicaSet:
     async def administer(self, **change: Any) -> dict[str, Any]:
         return self.status.describe_model(await self.administration.administer(change, "tester"))
 
+    # -- what replicas ask of the controller
+
+    async def take_follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
+        return await self.controller.follow(replica, known_generation, min(timeout_s, 0.1))
+
+    async def take_report(self, report: ReplicaReport) -> list[PeerReport]:
+        return [PeerReport.of(each) for each in self.controller.report(report)]
+
+    async def take_request_load(self, *arguments: Any) -> int | None:
+        return await self.controller.assignments.request_load(*arguments)
+
+    async def take_leave(self, replica: str) -> None:
+        self.controller.leave(replica)
+
+    async def take_store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
+        self.controller.live.store_weights(model, snapshot)
+
+    async def take_fetch_weights(self, model: str, version: int) -> WeightSnapshot | None:
+        self.num_fetched += 1
+        await self.giving.wait()
+        return self.controller.live.fetch_weights(model, version)
+
+    async def take_administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
+        return self.status.describe_model(await self.administration.administer(change, by))
+
+    async def take_load(self, *arguments: Any) -> None:
+        await self.administration.load(*arguments)
+
+    async def take_unload(self, *arguments: Any) -> None:
+        await self.administration.unload(*arguments)
+
+    async def take_status(self) -> dict[str, Any]:
+        return self.status.describe_endpoint()
+
     async def _tick(self) -> None:
         while True:
             self.controller.tick()
@@ -211,53 +244,18 @@ class ReplicaSet:
 
 
 class LocalController:
-    """A replica's end of the controller."""
+    """A replica's end of the controller: the methods of a `ControllerClient`."""
 
     def __init__(self, replicas: ReplicaSet, replica: str) -> None:
         self._set, self._replica = replicas, replica
 
-    def _controller(self) -> EndpointController:
-        if self._set.controller_away or self._replica in self._set.dead:
-            raise ConnectionLost("the controller is away")
-        return self._set.controller
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        async def call(*arguments: Any) -> Any:
+            if self._set.controller_away or self._replica in self._set.dead:
+                raise ConnectionLost("the controller is away")
+            return await getattr(self._set, f"take_{method}")(*arguments)
 
-    async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
-        return await self._controller().follow(replica, known_generation, min(timeout_s, 0.1))
-
-    async def report(self, report: ReplicaReport) -> list[PeerReport]:
-        return [PeerReport.of(each) for each in self._controller().report(report)]
-
-    async def request_load(
-        self, name: str, replica: str, idle_s: Mapping[str, float], lost: Sequence[str], timeout_s: float
-    ) -> int | None:
-        return await self._controller().assignments.request_load(name, replica, idle_s, lost, timeout_s)
-
-    async def leave(self, replica: str) -> None:
-        self._controller().leave(replica)
-
-    async def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
-        self._controller().live.store_weights(model, snapshot)
-
-    async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None:
-        self._set.num_fetched += 1
-        await self._set.giving.wait()
-        return self._controller().live.fetch_weights(model, version)
-
-    async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
-        self._controller()
-        return self._set.status.describe_model(await self._set.administration.administer(change, by))
-
-    async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
-        self._controller()
-        await self._set.administration.load(name, parameters, by)
-
-    async def unload(self, name: str, by: str) -> None:
-        self._controller()
-        await self._set.administration.unload(name, by)
-
-    async def status(self) -> dict[str, Any]:
-        self._controller()
-        return self._set.status.describe_endpoint()
+        return call
 
 
 class LocalPeers:

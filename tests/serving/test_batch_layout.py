@@ -1,31 +1,25 @@
-"""Models whose batch is in another dimension than 0, or nowhere: in all formats and encodings."""
+"""Models whose batch is in another dimension than 0, or nowhere: a module, in all encodings."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper
 from torch import nn
 
 from serving.replica_set import ReplicaSet, ask
 from shoal.client.payload import decode_answer, encode_inputs
 from shoal.client.retry import Reply
 from shoal.errors import ConfigError, InferenceError
-from shoal.open_inference import inference_pb2 as pb
 from shoal.open_inference.messages import ModelMetadata
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.serve.grpc.service import InferenceServicer, Invocation
 from shoal.serve.http.codec import HttpCodec
-from shoal.serve.model.predictor import LoadedModel, Predictor
-from shoal.serve.protocol.access import AccessControl
+from shoal.serve.model.predictor import Predictor
 from shoal.serve.protocol.model_metadata import to_tensor_metadata
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.batch_layout import BatchLayout
@@ -74,90 +68,27 @@ def detect(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {"score": score.numpy(), "state": state.numpy()}
 
 
-def detector_onnx() -> bytes:
-    nodes = [
-        helper.make_node("ReduceSum", ["x", "one"], ["sum"], keepdims=1),
-        helper.make_node("Cast", ["rate"], ["speed"], to=TensorProto.FLOAT),
-        helper.make_node("Mul", ["sum", "speed"], ["scaled"]),
-        helper.make_node("Add", ["old", "scaled"], ["new"]),
-        helper.make_node("ReduceSum", ["new", "both"], ["score"], keepdims=0),
-    ]
-    info = helper.make_tensor_value_info
-    state = [2, "batch", 3]
-    nodes[3].input[0], nodes[3].output[0] = "state", "newstate"
-    nodes[4].input[0] = "newstate"
-    graph = helper.make_graph(
-        nodes,
-        "detector",
-        [
-            info("x", TensorProto.FLOAT, ["batch", 4]),
-            info("state", TensorProto.FLOAT, state),
-            info("rate", TensorProto.INT64, []),
-        ],
-        [info("score", TensorProto.FLOAT, ["batch"]), info("newstate", TensorProto.FLOAT, state)],
-        [
-            onnx.numpy_helper.from_array(np.array([1]), "one"),
-            onnx.numpy_helper.from_array(np.array([0, 2]), "both"),
-        ],
-    )
-    return bytes(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9).SerializeToString()
-    )
-
-
-def detector_program() -> bytes:
-    batch, file = torch.export.Dim("batch", min=1, max=64), io.BytesIO()
-    example = tuple(torch.from_numpy(each) for each in detector_inputs(3).values())
-    shapes = {"x": {0: batch}, "state": {1: batch}, "rate": None}
-    torch.export.save(torch.export.export(Detector().eval(), example, dynamic_shapes=shapes), file)
-    return file.getvalue()
-
-
 def weights(module: nn.Module) -> WeightSnapshot:
     return WeightSnapshot.of(1, {name: value.numpy() for name, value in module.state_dict().items()})
 
 
-def load(kind: str, options: dict[str, Any]) -> LoadedModel:
-    """The detector in a format. Its outputs have their own names in each."""
-    if kind == "module":
-        factory, signature, snapshot = ModelFactory(factory=f"{__name__}:Detector"), DETECTOR, weights(Detector())
-    else:
-        from shoal.serve.model.formats import exported
-        from shoal.serve.model.formats import onnx as onnx_format
-
-        reader, payload = (
-            (onnx_format, detector_onnx()) if kind == "onnx" else (exported, detector_program())  # type: ignore[assignment]
-        )
-        signature = reader.read_signature(payload, "file")
-        factory, snapshot = ModelFactory(format=kind), WeightSnapshot.from_payload(1, payload)
+def split_first(options: dict[str, Any], requests: list[dict[str, np.ndarray]]) -> list[list[np.ndarray]]:
+    """The detector's answers to requests in the model's shapes, in the order of its outputs."""
     if options.get("batch_dim"):
-        state = signature.outputs[1].name
-        options = {**options, "batch_dim": {**options["batch_dim"], state: 1}}
-    return Predictor(factory, signature, ModelOptions.parse(options)).load(snapshot)
-
-
-def split_first(kind: str, options: dict[str, Any], requests: list[dict[str, np.ndarray]]) -> list[list[np.ndarray]]:
-    """The answers to requests in the model's shapes, in the order of its outputs."""
-    model = load(kind, options)
+        options = {**options, "batch_dim": {**options["batch_dim"], "state": 1}}
+    factory = ModelFactory(factory=f"{__name__}:Detector")
+    model = Predictor(factory, DETECTOR, ModelOptions.parse(options)).load(weights(Detector()))
     layout = model._layout
     taken = [layout.to_batch_first(each, len(each["x"]) if layout.shared_inputs else 1) for each in requests]
     return [list(layout.to_model_shapes(each).values()) for each in model.predict_batch(taken)]
 
 
-@pytest.mark.parametrize("kind", ["module", "torch_export", "onnx"])
-def test_rows_are_joined_and_split_along_the_stated_dimension(kind: str) -> None:
-    requests = [detector_inputs(1), detector_inputs(3)]
-    for answer, request in zip(split_first(kind, STATED, requests), requests, strict=True):
-        for found, expected in zip(answer, detect(request).values(), strict=True):
-            np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["module", "torch_export", "onnx"])
-def test_without_a_batch_a_request_is_what_the_model_takes(kind: str) -> None:
-    request = detector_inputs(3)
-    (answer,) = split_first(kind, {"max_batch_size": 0}, [request])
-    for found, expected in zip(answer, detect(request).values(), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+@pytest.mark.parametrize(("options", "rows"), [(STATED, [1, 3]), ({"max_batch_size": 0}, [3])])
+def test_rows_are_joined_and_split_along_the_stated_dimension(options: dict[str, Any], rows: list[int]) -> None:
+    requests = [detector_inputs(each) for each in rows]
+    for answer, request in zip(split_first(options, requests), requests, strict=True):
+        for actual, expected in zip(answer, detect(request).values(), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 # -- an endpoint ------------------------------------------------------------------------------------------------------
@@ -199,20 +130,6 @@ def with_endpoint(body: Any, *models: str, **spec: Any) -> None:
     asyncio.run(run())
 
 
-async def ask_grpc(replica: EndpointReplica, method: str, request: Any) -> Any:
-    servicer = InferenceServicer(replica.manager, AccessControl(None, []))
-    return await getattr(servicer, method)(request, Invocation({}, None))
-
-
-def raw_request(model: str, **arrays: np.ndarray) -> pb.ModelInferRequest:
-    request = pb.ModelInferRequest(model_name=model)
-    for name, array in arrays.items():
-        datatype = "INT64" if array.dtype == np.int64 else "FP32"
-        request.inputs.add(name=name, datatype=datatype, shape=array.shape)
-        request.raw_input_contents.append(array.tobytes())
-    return request
-
-
 def test_a_model_for_one_picture_is_served_as_it_is(shoal_home: Path) -> None:
     register("grey", Grey, GREY)
 
@@ -223,9 +140,6 @@ def test_a_model_for_one_picture_is_served_as_it_is(shoal_home: Path) -> None:
         assert config["max_batch_size"] == 0
         assert config["input"][0]["dims"] == [3, 2, 2]
         assert "dynamic_batching" not in config
-        told = await ask_grpc(replica, "model_config", pb.ModelConfigRequest(name="grey"))
-        assert told.config.max_batch_size == 0
-        assert list(told.config.input[0].dims) == [3, 2, 2]
         answers = await asyncio.gather(
             *[ask(replica, "POST", "/v2/models/grey/infer", {"inputs": [tensor("picture", PICTURE)]}) for _ in range(3)]
         )
@@ -233,10 +147,6 @@ def test_a_model_for_one_picture_is_served_as_it_is(shoal_home: Path) -> None:
             grey, mean = answer.body["outputs"]
             assert (grey["shape"], grey["data"]) == ([2, 2], [4, 5, 6, 7])
             assert (mean["shape"], mean["data"]) == ([], [5.5])
-        sent = await ask_grpc(replica, "model_infer", raw_request("grey", picture=PICTURE).SerializeToString())
-        answer = pb.ModelInferResponse.FromString(sent)
-        assert [list(each.shape) for each in answer.outputs] == [[2, 2], []]
-        assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [4, 5, 6, 7]
         batch = await ask(replica, "POST", "/v2/models/grey/infer", {"inputs": [tensor("picture", PICTURE[None])]})
         assert batch.status == 422
         assert "expected FP32 [3, 2, 2], got FP32 [1, 3, 2, 2]" in batch.body["error"]
@@ -259,13 +169,9 @@ def test_a_state_with_the_batch_between_goes_through_an_endpoint(shoal_home: Pat
 
     async def body(replica: EndpointReplica) -> None:
         answers = await asyncio.gather(*[infer(replica, each) for each in requests])
-        sent = await ask_grpc(replica, "model_infer", raw_request("detector", **requests[1]).SerializeToString())
-        over_grpc = pb.ModelInferResponse.FromString(sent)
         for inputs, outputs in zip(requests, answers, strict=True):
             for name, expected in detect(inputs).items():
                 np.testing.assert_allclose(outputs[name], expected, rtol=1e-5)
-        state = np.frombuffer(over_grpc.raw_output_contents[1], np.float32).reshape(2, 2, 3)
-        np.testing.assert_allclose(state, detect(requests[1])["state"], rtol=1e-5)
         uneven = {**requests[0], "x": requests[1]["x"]}
         refused = await ask(
             replica, "POST", "/v2/models/detector/infer", {"inputs": [tensor(*each) for each in uneven.items()]}

@@ -1,19 +1,33 @@
-"""A canary is judged by its own mistakes, and not by those of its callers."""
+"""A canary is judged by its own mistakes, and not by those of its callers; what a shadow calls another answer."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from serving.faulty_models import FINE, RAISE, SHAPE, SIGNATURE, moody
+from gated_forward import DEADLINE_S, run, until
+from serving.faulty_models import FINE, RAISE, SHAPE, SIGNATURE, SLOW, moody
 from serving.live_set import MOODY, infer
 from serving.replica_set import ReplicaSet
+from serving.replica_set import until as until_there
+from shoal.batching.batcher import Batcher
+from shoal.errors import InferenceError
+from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
 from shoal.registry import Registry
+from shoal.serve.messages.inference import InferCall, Outputs
 from shoal.serve.messages.metrics_snapshot import VersionSnapshot, merge_snapshots
+from shoal.serve.replica.model_statistics import ModelStatistics
+from shoal.serve.replica.replica import EndpointReplica
+from shoal.serve.replica.shadow import ShadowTraffic
+from shoal.serve.replica.version_router import BatchGroup, CallBatch, Track
+from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 from shoal.serve.spec.model_source import model_from_ref
 
 NUM_REQUESTS = 80
@@ -48,40 +62,168 @@ def count(endpoint: ReplicaSet, version: int) -> VersionSnapshot:
     return merge_snapshots(snapshots)["versions"][str(version)]
 
 
-def test_a_candidate_stays_though_a_client_makes_both_versions_raise() -> None:
-    async def body() -> None:
-        async with canary_of() as endpoint:
-            assert await ask_many(endpoint) == {200: 144, 500: 16}
-            assert endpoint.phase("moody") == "canary"
-            both = [count(endpoint, version) for version in (1, 2)]
-            assert sum(each["statuses"]["500"] for each in both) == 16
-            assert sum(each["failed_on_both"] for each in both) == 16
-            assert min(sum(each["statuses"].values()) for each in both) >= 50  # it could have been judged
-
-    asyncio.run(body())
+async def test_a_candidate_stays_though_a_client_makes_both_versions_raise() -> None:
+    async with canary_of() as endpoint:
+        assert await ask_many(endpoint) == {200: 144, 500: 16}
+        assert endpoint.phase("moody") == "canary"
+        both = [count(endpoint, version) for version in (1, 2)]
+        assert sum(each["statuses"]["500"] for each in both) == 16
+        assert sum(each["failed_on_both"] for each in both) == 16
+        assert min(sum(each["statuses"].values()) for each in both) >= 50  # it could have been judged
 
 
 @pytest.mark.parametrize(("mood", "percent"), [(RAISE, 50.0), (SHAPE, 100.0)])
-def test_a_candidate_goes_that_fails_where_the_stable_version_answers(mood: float, percent: float) -> None:
+async def test_a_candidate_goes_that_fails_where_the_stable_version_answers(mood: float, percent: float) -> None:
     """Beside a client whose mistakes both versions answer with 500, and with a share that leaves the other nothing."""
+    async with canary_of(mood, percent) as endpoint:
+        statuses = await ask_many(endpoint)
+        assert statuses[500] > 60
+        assert endpoint.phase("moody") == "steady"
+        event = endpoint.controller.state.events[-1]
+        assert (event.kind, event.by) == ("rollback", "guard")
+        assert "requests failed, of the stable version 0 of" in event.reason
+
+
+async def test_a_shadow_is_not_compared_at_requests_that_are_at_fault() -> None:
+    async with canary_of(percent=100.0, action="shadow") as endpoint:
+        assert await ask_many(endpoint) == {200: 144, 500: 16}
+        assert endpoint.phase("moody") == "canary"
+        assert count(endpoint, 1)["failed_on_both"] == 16
+
+
+# -- shadow traffic
+
+TOLERANCE = 0.01
+Forward = Callable[[CallBatch], list[Outputs]]
+
+
+def array(datatype: str, values: Sequence[object]) -> np.ndarray:
+    return bf16_bits(np.array(values, np.float32)) if datatype == "BF16" else np.array(values, NUMPY_DTYPES[datatype])
+
+
+@pytest.mark.parametrize(
+    ("datatype", "stable", "candidate", "differs"),
+    [
+        ("BF16", [1.0, -2.0], [1.0078125, -2.015625], False),  # the next numbers that there are
+        ("BF16", [1.0, -2.0], [1.03125, -2.0], True),
+        ("BF16", [0.0, np.nan], [-0.0, np.nan], False),
+        ("FP32", [1.0, np.nan], [1.005, np.nan], False),
+        ("FP16", [1.0], [1.05], True),
+        ("UINT16", [1000], [1001], True),
+        ("INT64", [7, 8], [7, 8], False),
+        ("BYTES", [b"shoe"], [b"hat"], True),
+    ],
+)
+def test_answers_differ_by_more_than_the_tolerance(
+    datatype: str, stable: list[object], candidate: list[object], differs: bool
+) -> None:
+    def forward(batch: CallBatch) -> list[Outputs]:
+        batch.version = 2
+        return [{"y": array(datatype, candidate)} for _ in batch.requests]
+
+    version = shadowed(forward, array(datatype, stable), datatype)
+    assert (version["compared"], version["disagreed"], version["shadow_failed"]) == (1, differs, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [
+        (RuntimeError("on purpose"), True),
+        (InferenceError(500, "an output is NaN"), True),
+        (InferenceError(422, "the stable version took it"), False),
+    ],
+)
+def test_a_failure_is_an_error_and_a_refusal_another_answer(error: Exception, failed: bool) -> None:
+    def forward(batch: CallBatch) -> list[Outputs]:
+        raise error
+
+    version = shadowed(forward, array("FP32", [1.0]))
+    assert (version["shadow_failed"], version["compared"], version["disagreed"]) == (failed, not failed, not failed)
+
+
+def shadowed(forward: Forward, answer: np.ndarray, datatype: str = "FP32") -> VersionSnapshot:
+    """What is counted of version 2 when `forward` is put beside an answer of the stable version."""
+
+    async def body() -> VersionSnapshot:
+        batcher: Batcher[BatchGroup, InferCall, Outputs] = Batcher()
+        counts = ModelStatistics("m")
+        options = ModelOptions(guard=GuardOptions(tolerance=TOLERANCE))
+        shadow = ShadowTraffic("m", batcher, forward, options, counts, {"y": datatype}, lambda report: None)
+        shadow.set_candidate(Track(SimpleNamespace(version=2, size_limits=None)), 100.0)  # type: ignore[arg-type]
+        shadow.sample_call(InferCall({}, 1), {"y": answer}, None)
+        await until(lambda: "2" in counts.snapshot()["versions"])
+        shadow.close()
+        batcher.close()
+        return counts.snapshot()["versions"]["2"]
+
+    return run(body)
+
+
+def test_answers_of_before_a_promotion_are_not_held_against_the_next_candidate() -> None:
+    """They wait for a slot, and are then computed by that one, beside answers of a version that is gone."""
+    entered, gate = threading.Event(), threading.Event()
 
     async def body() -> None:
-        async with canary_of(mood, percent) as endpoint:
-            statuses = await ask_many(endpoint)
-            assert statuses[500] > 60
-            assert endpoint.phase("moody") == "steady"
-            event = endpoint.controller.state.events[-1]
-            assert (event.kind, event.by) == ("rollback", "guard")
-            assert "requests failed, of the stable version 0 of" in event.reason
+        batcher: Batcher[BatchGroup, InferCall, Outputs] = Batcher()
+        counts = ModelStatistics("m")
+        track = Track(SimpleNamespace(version=2, size_limits=None))  # type: ignore[arg-type]
 
-    asyncio.run(body())
+        def forward(batch: CallBatch) -> list[Outputs]:
+            entered.set()
+            assert gate.wait(DEADLINE_S)
+            assert track.loaded is not None
+            batch.version = track.loaded.version
+            return [{"y": array("FP32", [track.loaded.version])} for _ in batch.requests]
+
+        shadow = ShadowTraffic("m", batcher, forward, ModelOptions(), counts, {"y": "FP32"}, lambda report: None)
+        shadow.set_candidate(track, 100.0)
+        shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [1.0])}, "in hand")
+        await until(entered.is_set)
+        shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [1.0])}, "waits")
+        await asyncio.sleep(0)
+        shadow.set_candidate(None, 0.0)
+        track.loaded = SimpleNamespace(version=3, size_limits=None)  # type: ignore[assignment]
+        shadow.set_candidate(track, 100.0)
+        gate.set()
+        shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [3.0])}, "new")
+        await until(lambda: "3" in counts.snapshot()["versions"] and not shadow._tasks)
+        version = counts.snapshot()["versions"]["3"]
+        assert (version["compared"], version["disagreed"]) == (1, 0)
+        shadow.close()
+        batcher.close()
+
+    run(body)
 
 
-def test_a_shadow_is_not_compared_at_requests_that_are_at_fault() -> None:
-    async def body() -> None:
-        async with canary_of(percent=100.0, action="shadow") as endpoint:
-            assert await ask_many(endpoint) == {200: 144, 500: 16}
-            assert endpoint.phase("moody") == "canary"
-            assert count(endpoint, 1)["failed_on_both"] == 16
+@pytest.mark.parametrize(
+    ("mood", "guard", "word"),
+    [
+        (SLOW, {"max_error_rate": 1.0}, "times as long: above max_latency_ratio = 2"),
+        (RAISE, {"max_latency_ratio": 1e6, "max_error_rate": 0.1}, "20 of 20 requests failed"),
+    ],
+)
+async def test_a_shadow_that_is_slow_or_fails_is_rolled_back(
+    mood: float, guard: dict[str, float], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving.faulty_models.SLOW_S", 0.03)  # twice what the stable version takes on any machine
+    for version, its_mood in ((1, FINE), (2, mood)):
+        Registry().register("moody", moody(version, its_mood), model=MOODY, signature=SIGNATURE)
+    async with ReplicaSet(model_from_ref("moody@1"), model={"guard": {"min_requests": 20, **guard}}) as endpoint:
+        [replica] = await endpoint.start()
+        await endpoint.administer(action="shadow", model="moody", version=2, percent=100)
+        assert (await infer(replica, poison=True)).status == 500  # which the stable version fails at, too
+        for number in range(1, 25):  # one by one: forwards are compared where they have as many rows
+            assert (await infer(replica)).version == 1
+            await until_there(lambda number=number: shadowed_calls(replica) == number)
+            endpoint.controller.report(replica.report())
+            if endpoint.phase("moody") == "steady":
+                break
+        event = endpoint.controller.state.events[-1]
+        assert (event.kind, event.by) == ("rollback", "guard")
+        assert word in event.reason
 
-    asyncio.run(body())
+
+def shadowed_calls(replica: EndpointReplica) -> int:
+    """Those that version 2 has computed, or failed at."""
+    versions = replica.manager.get_model("moody").counts.snapshot()["versions"]
+    return versions["2"]["compared"] + versions["2"]["shadow_failed"] if "2" in versions else 0

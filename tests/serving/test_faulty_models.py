@@ -54,161 +54,107 @@ def counts(replica: EndpointReplica) -> dict[str, int]:
     return found
 
 
-def test_a_model_s_own_words_go_to_the_log_and_the_status_and_to_callers_if_the_endpoint_says_so(
+async def test_a_model_s_own_words_go_to_the_log_and_the_status_and_to_callers_if_the_endpoint_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def body() -> None:
-        Registry().register("faulty", weights(1), model=factory(), signature=SIGNATURE)
-        async with ReplicaSet(model_from_ref("faulty")) as endpoint:
-            [replica] = await endpoint.start()
-            answers = [await infer(replica, (RAISE, 0.0)) for _ in range(2)]
-            told = [answer.body["error"] for answer in answers]
-            assert [answer.status for answer in answers] == [500, 500]
-            assert told[0] != told[1]
-            assert not any("on purpose" in each for each in told)
-            references = [each.rpartition("(")[2].rstrip(")") for each in told]
-            logged = [record for record in caplog.records if record.exc_info and "failed on a request" in record.msg]
-            assert [record.args[-1] for record in logged] == references  # type: ignore[index]
-            endpoint.controller.report(replica.report())
-            [event] = [each for each in endpoint.controller.state.events if each.kind == "failure"]
-            assert (event.model, event.version) == ("faulty", 1)
-            assert event.reason == f"RuntimeError: on purpose ({references[1]})"
-            assert endpoint.status.describe_model("faulty")["last_failure"] == event.reason
-            await infer(replica, (RAISE, 0.0))
-            endpoint.controller.report(replica.report())  # many failures are one event
-            assert endpoint.kinds().count("failure") == 1
-
-    asyncio.run(body())
+    Registry().register("faulty", weights(1), model=factory(), signature=SIGNATURE)
+    async with ReplicaSet(model_from_ref("faulty")) as endpoint:
+        [replica] = await endpoint.start()
+        answers = [await infer(replica, (RAISE, 0.0)) for _ in range(2)]
+        told = [answer.body["error"] for answer in answers]
+        assert [answer.status for answer in answers] == [500, 500]
+        assert told[0] != told[1]
+        assert not any("on purpose" in each for each in told)
+        references = [each.rpartition("(")[2].rstrip(")") for each in told]
+        logged = [record for record in caplog.records if record.exc_info and "failed on a request" in record.msg]
+        assert [record.args[-1] for record in logged] == references  # type: ignore[index]
+        endpoint.controller.report(replica.report())
+        [event] = [each for each in endpoint.controller.state.events if each.kind == "failure"]
+        assert (event.model, event.version) == ("faulty", 1)
+        assert event.reason == f"RuntimeError: on purpose ({references[1]})"
+        assert endpoint.status.describe_model("faulty")["last_failure"] == event.reason
+        await infer(replica, (RAISE, 0.0))
+        endpoint.controller.report(replica.report())  # many failures are one event
+        assert endpoint.kinds().count("failure") == 1
 
 
 @pytest.mark.parametrize(("fault", "word"), [(RAISE, "on purpose"), (SHAPE, "'y'"), (NAN, "'y'")])
-def test_a_poisonous_request_fails_alone_and_says_why(fault: float, word: str) -> None:
-    async def body() -> None:
-        async with replica_of(show_errors=True) as replica:
-            asked = [infer(replica, (FINE, float(index))) for index in range(8)]
-            asked.insert(3, infer(replica, (fault, 0.0)))
-            answers = await asyncio.gather(*asked)
-            assert [answer.status for answer in answers] == [200] * 3 + [500] + [200] * 5
-            assert word in answers[3].body["error"]
-            found = counts(replica)
-            assert (found["submitted"], found["answered"], found["failed"]) == (9, 8, 1)
-            replica.check_health()
-
-    asyncio.run(body())
+async def test_a_poisonous_request_fails_alone_and_says_why(fault: float, word: str) -> None:
+    async with replica_of(show_errors=True) as replica:
+        asked = [infer(replica, (FINE, float(index))) for index in range(8)]
+        asked.insert(3, infer(replica, (fault, 0.0)))
+        answers = await asyncio.gather(*asked)
+        assert [answer.status for answer in answers] == [200] * 3 + [500] + [200] * 5
+        assert word in answers[3].body["error"]
+        found = counts(replica)
+        assert (found["submitted"], found["answered"], found["failed"]) == (9, 8, 1)
+        replica.check_health()
 
 
-def test_a_model_that_hangs_is_late_for_all_and_then_unhealthy(tmp_path: Path) -> None:
+async def test_a_model_that_hangs_is_late_for_all_and_then_unhealthy(tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     hold.touch()
-
-    async def body() -> None:
-        async with replica_of(hold, hang_s=0.1) as replica:
-            hanging = asyncio.create_task(infer(replica, (HANG, 1.0), shoal_deadline_ms="200"))
-            await until(lambda: counts(replica)["queued_rows"] == 0 and counts(replica)["submitted"] == 1)
-            behind = await asyncio.gather(*[infer(replica, (FINE, 1.0), shoal_deadline_ms="200") for _ in range(3)])
-            assert [answer.status for answer in (*behind, await hanging)] == [504] * 4
-            with pytest.raises(ShoalError, match="hang_s"):
-                replica.check_health()
-            assert replica.manager.report().computing_s > 0.1
-            hold.unlink()  # it comes to itself: what is late is not delivered, what is new is answered
-            assert (await infer(replica, (FINE, 2.0))).status == 200
+    async with replica_of(hold, hang_s=0.1) as replica:
+        hanging = asyncio.create_task(infer(replica, (HANG, 1.0), shoal_deadline_ms="200"))
+        await until(lambda: counts(replica)["queued_rows"] == 0 and counts(replica)["submitted"] == 1)
+        behind = await asyncio.gather(*[infer(replica, (FINE, 1.0), shoal_deadline_ms="200") for _ in range(3)])
+        assert [answer.status for answer in (*behind, await hanging)] == [504] * 4
+        with pytest.raises(ShoalError, match="hang_s"):
             replica.check_health()
-            await until(lambda: replica.manager.report().computing_s == 0.0)
+        assert replica.manager.report().computing_s > 0.1
+        hold.unlink()  # it comes to itself: what is late is not delivered, what is new is answered
+        assert (await infer(replica, (FINE, 2.0))).status == 200
+        replica.check_health()
+        await until(lambda: replica.manager.report().computing_s == 0.0)
 
-    asyncio.run(body())
 
-
-def test_a_call_that_nobody_waits_for_any_more_is_counted(tmp_path: Path) -> None:
+async def test_a_call_that_nobody_waits_for_any_more_is_counted(tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     hold.touch()
-
-    async def body() -> None:
-        async with replica_of(hold) as replica:
-            model = replica.manager.get_model("faulty")
-            traces = []
-            for left_s in (3600.0, TIMER_TOLERANCE_S / 2):  # the protocol's timer may be the first that goes off
-                inputs = {"x": np.array([[HANG, 1.0]], np.float32)}
-                traces.append(SimpleNamespace(submitted_ns=0, cancelled_status=499))
-                call = InferCall(inputs, 1, deadline_s=time.monotonic() + left_s, trace=cast(Any, traces[-1]))
-                asked = asyncio.create_task(model.infer(call))
-                await asyncio.sleep(0)
-                asked.cancel()
-                await asyncio.wait([asked])
-            assert model.counts.snapshot()["refused"] == {"499": 1, "504": 1}
-            assert [trace.cancelled_status for trace in traces] == [499, 504]
-            hold.unlink()
-
-    asyncio.run(body())
-
-
-def test_a_forward_that_takes_its_time_is_not_taken_for_hung(tmp_path: Path) -> None:
-    hold = tmp_path / "hold"
-    hold.touch()
-
-    async def body() -> None:
-        async with replica_of(hold) as replica:
-            asked = asyncio.create_task(infer(replica, (HANG, 1.0)))
-            await until(lambda: counts(replica)["submitted"] == 1)
-            replica.check_health()
-            hold.unlink()
-            assert (await asked).status == 200
-
-    asyncio.run(body())
-
-
-def test_a_model_that_leaks_is_answered_until_its_replica_is_too_large() -> None:
-    most_gib = (psutil.Process().memory_info().rss + 2 * LEAK_BYTES) / 2**30
-
-    async def body() -> None:
-        async with replica_of(max_memory_gib=most_gib) as replica:
-            replica.check_health()
-            for _ in range(4):
-                assert (await infer(replica, (LEAK, 1.0))).status == 200
-            with pytest.raises(ShoalError, match="max_memory_gib"):
-                replica.check_health()
-
-    asyncio.run(body())
-
-
-def test_large_requests_fill_the_queue_before_they_fill_the_memory(tmp_path: Path) -> None:
-    hold = tmp_path / "hold"
-    hold.touch()
-
-    async def body() -> None:
-        async with replica_of(hold, model={"max_queue_bytes": 1024}) as replica:
-            tasks = [asyncio.create_task(infer(replica, (HANG, 1.0)))]
-            await until(lambda: counts(replica)["queued_rows"] == 0 and counts(replica)["submitted"] == 1)
-            tasks += [asyncio.create_task(infer(replica, *[(FINE, 1.0)] * 32)) for _ in range(6)]  # of 256 bytes
-            await until(lambda: counts(replica)["refused_full"] == 2)
-            hold.unlink()
-            statuses = Counter(answer.status for answer in await asyncio.gather(*tasks))
-            assert statuses == {200: 5, 429: 2}
-
-    asyncio.run(body())
-
-
-def test_whatever_is_asked_is_answered_or_refused_and_counted(tmp_path: Path) -> None:
-    """Four hundred requests, a third of them bad in some way, some gone before their answer."""
-
-    async def body() -> None:
-        async with replica_of(model={"max_batch_size": 8, "max_queue_size": 64}) as replica:
-            kinds = [FINE, RAISE, FINE, NAN, FINE, SHAPE]
-            tasks = [asyncio.create_task(infer(replica, (kinds[n % 6], 1.0))) for n in range(300)]
-            tasks += [asyncio.create_task(infer(replica, *[(FINE, 1.0)] * 9)) for _ in range(50)]
-            late = [asyncio.create_task(infer(replica, (FINE, 1.0), shoal_deadline_ms="0.001")) for _ in range(50)]
+    async with replica_of(hold) as replica:
+        model = replica.manager.get_model("faulty")
+        traces = []
+        for left_s in (3600.0, TIMER_TOLERANCE_S / 2):  # the protocol's timer may be the first that goes off
+            inputs = {"x": np.array([[HANG, 1.0]], np.float32)}
+            traces.append(SimpleNamespace(submitted_ns=0, cancelled_status=499))
+            call = InferCall(inputs, 1, deadline_s=time.monotonic() + left_s, trace=cast(Any, traces[-1]))
+            asked = asyncio.create_task(model.infer(call))
             await asyncio.sleep(0)
-            for task in tasks[::29]:
-                task.cancel()
-            done = await asyncio.gather(*tasks, *late, return_exceptions=True)
-            statuses = Counter(one.status if isinstance(one, Asked) else type(one).__name__ for one in done)
-            assert set(statuses) <= {200, 422, 429, 500, 504, "CancelledError"}
-            assert sum(statuses.values()) == 400
-            assert statuses[200] > 0
-            assert statuses[422] + statuses["CancelledError"] >= 50
-            found = counts(replica)
-            settled = found["answered"] + found["failed"] + found["cancelled"] + found["expired"]
-            assert found["submitted"] == settled
-            assert found["queued_rows"] == 0
+            asked.cancel()
+            await asyncio.wait([asked])
+        assert model.counts.snapshot()["refused"] == {"499": 1, "504": 1}
+        assert [trace.cancelled_status for trace in traces] == [499, 504]
+        hold.unlink()
+
+
+async def test_a_model_that_leaks_is_answered_until_its_replica_is_too_large() -> None:
+    most_gib = (psutil.Process().memory_info().rss + 2 * LEAK_BYTES) / 2**30
+    async with replica_of(max_memory_gib=most_gib) as replica:
+        replica.check_health()
+        for _ in range(4):
+            assert (await infer(replica, (LEAK, 1.0))).status == 200
+        with pytest.raises(ShoalError, match="max_memory_gib"):
             replica.check_health()
 
-    asyncio.run(body())
+
+async def test_whatever_is_asked_is_answered_or_refused_and_counted(tmp_path: Path) -> None:
+    """Four hundred requests, a third of them bad in some way, some gone before their answer."""
+    async with replica_of(model={"max_batch_size": 8, "max_queue_size": 64}) as replica:
+        kinds = [FINE, RAISE, FINE, NAN, FINE, SHAPE]
+        tasks = [asyncio.create_task(infer(replica, (kinds[n % 6], 1.0))) for n in range(300)]
+        tasks += [asyncio.create_task(infer(replica, *[(FINE, 1.0)] * 9)) for _ in range(50)]
+        late = [asyncio.create_task(infer(replica, (FINE, 1.0), shoal_deadline_ms="0.001")) for _ in range(50)]
+        await asyncio.sleep(0)
+        for task in tasks[::29]:
+            task.cancel()
+        done = await asyncio.gather(*tasks, *late, return_exceptions=True)
+        statuses = Counter(one.status if isinstance(one, Asked) else type(one).__name__ for one in done)
+        assert set(statuses) <= {200, 422, 429, 500, 504, "CancelledError"}
+        assert sum(statuses.values()) == 400
+        assert statuses[200] > 0
+        assert statuses[422] + statuses["CancelledError"] >= 50
+        found = counts(replica)
+        settled = found["answered"] + found["failed"] + found["cancelled"] + found["expired"]
+        assert found["submitted"] == settled
+        assert found["queued_rows"] == 0
+        replica.check_health()

@@ -254,20 +254,6 @@ def test_a_bad_replacement_keeps_the_former_one_in_use_and_on_disk(replica: Fake
         assert watch.problem == ""
 
 
-def test_an_haproxy_that_missed_a_replacement_gets_it(replica: FakeReplica, authority: Authority) -> None:
-    trusted, files = context(authority), authority.sign()
-    with haproxy(replica, secure(files)) as started:
-        watch, serial = CertificateWatch(files, started.files), get_serial(started.port, trusted)
-        admin = started.files / "node" / "a.sock"
-        admin.unlink()
-        authority.sign()
-        assert (watch.poll() or ("", ""))[0] == "certificate_replaced"
-        assert get_serial(started.port, trusted) == serial
-        admin.symlink_to(started.folder / "a.sock")
-        assert watch.poll() is None
-        assert get_serial(started.port, trusted) != serial
-
-
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_a_client_of_an_authority_that_was_replaced_is_refused(
     replica: FakeReplica, authority: Authority, tmp_path: Path, version: ssl.TLSVersion

@@ -1,24 +1,82 @@
-"""More models than fit: any replica answers for any of them, by what counts as how much, in every version."""
+"""More models than fit: any replica answers for any of them, and a lost replica, controller or registry spares others.
+
+Over real replicas and a real controller, without Ray.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from serving.on_demand_setting import NAMES, NUM_MODELS, damage, infer_everywhere, loaded, on_demand
-from serving.replica_set import SIGNATURE, ReplicaSet, ask, infer, register, until
+from serving import faulty_models
+from serving.replica_set import SIGNATURE, Asked, ReplicaSet, ask, infer, register, until
 from shoal.errors import ConfigError, InferenceError
-from shoal.open_inference import inference_pb2 as pb
 from shoal.registry import Registry, Signature, TensorSignature
 from shoal.serve.controller import assignments
 from shoal.serve.controller.config import build_controller_config
-from shoal.serve.grpc.service import Invocation
 from shoal.serve.messages.inference import InferCall
+from shoal.serve.replica import cold_models
+from shoal.serve.replica.loader import StagedVersion, StagingError
+from shoal.serve.replica.replica import EndpointReplica
+from shoal.serve.scaling.replica_counts import decode
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
+
+NUM_MODELS = 6
+NAMES = [f"m{number}" for number in range(NUM_MODELS)]
+
+
+def on_demand(
+    num_replicas: int = 2, fit: int = 2, prepare: Callable[[Path], object] = lambda folder: None, **spec: Any
+) -> Callable[..., Callable[[Path], Awaitable[None]]]:
+    """A test body that gets a running endpoint of six models, of which `fit` fit each replica.
+
+    prepare: is called before, with the test's folder; its models are served, too
+    """
+
+    def decorate(body: Callable[..., Awaitable[None]]) -> Callable[[Path], Awaitable[None]]:
+        async def test(tmp_path: Path) -> None:
+            size_bytes = max(register(name, aliases=("champion",)).manifest.size_bytes for name in NAMES)
+            prepare(tmp_path)
+            refs = [f"{name}@champion" for name in sorted({each.name for each in Registry().list()})]
+            models = [model_from_ref(ref) for ref in refs]
+            async with ReplicaSet(*models, memory=fit * size_bytes, **spec) as endpoint:
+                await endpoint.start(num_replicas)
+                states = endpoint.controller.state.models
+                await until(lambda: all(each.rollout.is_open for each in states.values()))
+                await (body(endpoint, tmp_path) if len(signature(body).parameters) == 2 else body(endpoint))
+
+        test.__name__, test.__doc__ = body.__name__, body.__doc__
+        return test
+
+    return decorate
+
+
+def damage(name: str, version: int = 1) -> Path:
+    """Move a version's weights away, to the returned path."""
+    path = Registry().get(f"{name}@{version}").weight_file().path
+    return path.rename(path.with_suffix(".away"))
+
+
+def loaded(endpoint: ReplicaSet, *replicas: str) -> list[str]:
+    """The models that these replicas have, of all replicas without a name."""
+    names = replicas or tuple(endpoint.replicas)
+    return sorted(model.name for name in names for model in endpoint.replicas[name].manager.list_loaded())
+
+
+async def infer_everywhere(endpoint: ReplicaSet, *names: str) -> None:
+    for name in names:
+        for replica in endpoint.replicas.values():
+            answer = await infer(replica, name)
+            assert answer.status == 200, answer.body
 
 
 @on_demand()
@@ -74,24 +132,6 @@ async def test_the_protocol_s_load_loads_a_model_before_it_is_requested(endpoint
     assert "weights.safetensors" in answer.body["error"]
 
 
-@on_demand()
-async def test_a_call_of_grpc_is_forwarded_too(endpoint: ReplicaSet) -> None:
-    tensor = pb.ModelInferRequest.InferInputTensor(
-        name="x", datatype="FP32", shape=[1, 3], contents=pb.InferTensorContents(fp32_contents=[0.0] * 3)
-    )
-    request = pb.ModelInferRequest(model_name="m0", id="7", inputs=[tensor]).SerializeToString()
-    for replica in endpoint.replicas.values():
-        invocation = Invocation({})
-        answer = pb.ModelInferResponse.FromString(await replica.servicer.model_infer(request, invocation))
-        assert (answer.model_version, answer.id) == ("1", "7")
-        assert list(
-            np.frombuffer(answer.raw_output_contents[0], np.float32)
-            if answer.raw_output_contents
-            else answer.outputs[0].contents.fp32_contents
-        ) == [1.0, 1.0]
-    assert endpoint.num_forwarded > 0
-
-
 @on_demand(num_replicas=1)
 async def test_a_body_that_arrives_while_its_model_makes_way_is_answered(endpoint: ReplicaSet) -> None:
     replica = endpoint.replicas["r1"]
@@ -110,27 +150,6 @@ async def test_the_path_between_replicas_takes_their_token(endpoint: ReplicaSet)
     for token in ({}, {"shoal-peer": "guessed"}):
         answer = await ask(endpoint.replicas["r1"], "POST", "/shoal/v1/peers/m0/infer", {"inputs": [tensor]}, token)
         assert answer.status == 401
-
-
-@on_demand(fit=3)
-async def test_a_hot_model_gets_another_replica_and_a_cold_one_does_not(endpoint: ReplicaSet) -> None:
-    await infer_everywhere(endpoint, "m0", "m1")
-    (holder,) = endpoint.controller.state.placement["m0"]
-    report = endpoint.replicas[holder].report().models["m0"]
-    rate = 100.0 / report.latency[0][1]  # of which one replica is not capable
-
-    chosen = endpoint.controller.assignments
-    await until(lambda: ("m0", holder) in chosen._uses)
-
-    def is_spread() -> bool:
-        """Each report has the requests since the last one, which are none: the rate would fall before it is looked at,
-        or come before the report that has the latency."""
-        chosen._uses["m0", holder].requests_per_s = rate
-        chosen._spread_s -= assignments.SPREAD_EVERY_S
-        chosen.tick()
-        return loaded(endpoint) == ["m0", "m0", "m1"]
-
-    await until(is_spread)
 
 
 @on_demand()
@@ -219,65 +238,6 @@ async def test_a_replica_that_takes_over_a_canary_answers_once_it_has_both_versi
     assert [(each.status, each.version) for each in answers] == [(200, 2)] * 2
 
 
-@on_demand(num_replicas=1)
-async def test_a_model_measured_to_be_large_fits_again_after_the_controller_has_restarted(endpoint: ReplicaSet) -> None:
-    replica, size_bytes = endpoint.replicas["r1"], Registry().get("m0@1").manifest.size_bytes
-    replica.manager.on_demand.get_use("m1")
-    replica.manager._host.memory.loads["m1"].measured_bytes[1] = int(1.6 * size_bytes)
-    endpoint.restart_controller()
-    for name in ("m0", "m1", "m0", "m1"):
-        await infer_everywhere(endpoint, name)
-        assert loaded(endpoint) == [name]  # the two take more than there is
-
-
-@on_demand(num_replicas=1)
-async def test_a_model_measured_to_exceed_all_memory_is_loaded_alone_and_measured_again(endpoint: ReplicaSet) -> None:
-    """Something else may have grown while it was loaded."""
-    await infer_everywhere(endpoint, "m0", "m1")
-    measured_bytes = endpoint.replicas["r1"].manager._host.memory.loads["m0"].measured_bytes
-    measured_bytes[1] = 1 << 40
-    endpoint.controller.report(endpoint.replicas["r1"].report())
-    await until(lambda: len(loaded(endpoint)) == 1)
-    await infer_everywhere(endpoint, "m1", "m0")
-    assert loaded(endpoint) == ["m0"]
-    measured_bytes[1] = 1  # as the next load may say
-    endpoint.controller.report(endpoint.replicas["r1"].report())
-    await infer_everywhere(endpoint, "m1", "m0")
-    assert loaded(endpoint) == ["m0", "m1"]
-
-
-@on_demand(fit=1)
-async def test_replicas_that_measured_a_model_differently_take_the_least(endpoint: ReplicaSet) -> None:
-    assignments, size_bytes = endpoint.controller.assignments, Registry().get("m0@1").manifest.size_bytes
-    for replica, measured_bytes in zip(endpoint.replicas.values(), (1 << 40, size_bytes + 1), strict=True):
-        replica.manager.on_demand.get_use("m0")
-        replica.manager._host.memory.loads["m0"].measured_bytes[1] = measured_bytes
-        endpoint.controller.report(replica.report())
-    endpoint.controller.store.commit()
-    assignments._memory_bytes = 2 * size_bytes
-    assert assignments._version_bytes("m0", endpoint.controller.state.models["m0"]) == size_bytes + 1
-
-
-@on_demand(num_replicas=1, models={"m0": {"pin": True}})
-async def test_a_pinned_model_counts_with_its_payload(endpoint: ReplicaSet) -> None:
-    """As at the start, which then accepted any one of the others."""
-    endpoint.replicas["r1"].manager.on_demand.get_use("m0")
-    endpoint.replicas["r1"].manager._host.memory.loads["m0"].measured_bytes[1] = 1 << 40
-    endpoint.controller.report(endpoint.replicas["r1"].report())
-    await infer_everywhere(endpoint, "m0", "m1")
-
-
-@on_demand(num_replicas=1, fit=1)
-async def test_a_small_version_fits_after_a_large_one_of_its_name(endpoint: ReplicaSet) -> None:
-    replica, name = endpoint.replicas["r1"], "m0"
-    await infer_everywhere(endpoint, name)
-    replica.manager._host.memory.loads[name].measured_bytes[1] = 1 << 40
-    await endpoint.administer(action="delete", model=name)
-    register(name)
-    await endpoint.administer(action="deploy", model=name, version=2)
-    assert (await infer(replica, name)).version == 2
-
-
 @on_demand(models={"m0": {"pin": True}})
 async def test_a_pinned_model_is_on_every_replica_and_stays(endpoint: ReplicaSet) -> None:
     assert loaded(endpoint) == ["m0", "m0"]
@@ -307,3 +267,169 @@ def test_a_memory_that_is_too_small_is_refused_at_once(fields: dict[str, Any], r
     register("m0")
     with pytest.raises(ConfigError, match=reason):
         build_controller_config(EndpointSpec.parse({"name": "e", **fields}), [model_from_ref("m0")])
+
+
+# -- faults
+
+
+@on_demand()
+async def test_a_dead_replica_s_models_are_loaded_by_another(endpoint: ReplicaSet) -> None:
+    """Although the controller has not noticed."""
+    await infer_everywhere(endpoint, "m0", "m1")
+    (holder,) = endpoint.controller.state.placement["m0"]
+    (survivor,) = set(endpoint.replicas) - {holder}
+    endpoint.dead.add(holder)
+    await endpoint.replicas.pop(holder).close()
+    for _ in range(3):
+        answer = await infer(endpoint.replicas[survivor], "m0")
+        assert answer.status == 200, answer.body
+    assert "m0" in loaded(endpoint, survivor)
+
+
+@on_demand(num_replicas=1)
+async def test_a_load_that_fails_while_the_controller_is_away_fails_its_requests(endpoint: ReplicaSet) -> None:
+    replica = endpoint.replicas["r1"]
+
+    async def load(*_: object) -> StagedVersion:
+        await until(lambda: replica.manager.on_demand.get_use("m0").waited)
+        endpoint.controller_away = True
+        raise StagingError("the file is damaged")
+
+    replica.manager._host.loader.load_version = load  # type: ignore[method-assign]
+    asking = asyncio.create_task(infer(replica, "m0"))
+    await until(lambda: "m0" in replica.manager._slots and replica.manager._slots["m0"].rejected)
+    answer = await asyncio.wait_for(asking, cold_models.LOAD_WAIT_S / 2)
+    assert (answer.status, "cannot be loaded" in answer.body["error"]) == (503, True)
+
+
+@on_demand(num_replicas=5)
+async def test_a_request_that_replicas_die_of_is_not_sent_to_a_third(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0")
+    (holder,) = endpoint.controller.state.placement["m0"]
+    caller = next(name for name in reversed(endpoint.replicas) if name != holder)
+    endpoint.deadly = set(endpoint.replicas) - {caller}
+    answer = await infer(endpoint.replicas[caller], "m0")
+    assert len(endpoint.replicas) >= 3
+    assert (answer.status == 503) == (len(endpoint.replicas) == 3)  # or the caller loaded it
+
+
+@on_demand()
+async def test_a_replica_that_does_not_know_the_token_yet_is_not_asked_again(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0")
+    (holder,) = endpoint.controller.state.placement["m0"]
+    (other,) = set(endpoint.replicas) - {holder}
+    manager = endpoint.replicas[holder].manager
+    manager._plan = replace(manager._plan, peer_token="of another plan")  # type: ignore[type-var]
+    answer = await infer(endpoint.replicas[other], "m0")
+    assert answer.status == 200, answer.body
+
+
+@on_demand()
+async def test_while_the_controller_is_away_loaded_models_answer_and_others_say_when_to_come_again(
+    endpoint: ReplicaSet,
+) -> None:
+    await infer_everywhere(endpoint, "m0")
+    endpoint.controller_away = True
+    await infer_everywhere(endpoint, "m0")
+    answer = await infer(endpoint.replicas["r1"], "m1")
+    assert (answer.status, answer.headers[b"retry-after"]) == (503, b"1"), answer.body
+    endpoint.controller_away = False
+    endpoint.restart_controller()
+    await infer_everywhere(endpoint, "m0", "m1")
+    assert loaded(endpoint) == ["m0", "m1"]
+    assert sum(replica.report().models["m0"].residency.loads for replica in endpoint.replicas.values()) == 1  # type: ignore[union-attr]
+
+
+@on_demand()
+async def test_a_controller_that_starts_without_the_registry_serves_what_is_loaded(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0")
+    root = Path(Registry().location)
+    os.rename(root, root.with_suffix(".away"))
+    endpoint.restart_controller()
+    endpoint.controller.state.models["m5"].described = None  # a model that it has never read
+    endpoint.controller.store.commit()
+    generation = endpoint.controller.plan.generation
+    await until(lambda: all(each.generation >= generation for each in endpoint.controller.reports.values()))
+    late = endpoint.add("late")
+    await until(lambda: late.manager.list_models())
+    await infer_everywhere(endpoint, "m0")
+    answer = await infer(late, "m5")
+    assert answer.status == 503, answer.body
+    os.rename(root.with_suffix(".away"), root)
+    await until(lambda: "m5" in late.manager.on_demand.models)
+    await infer_everywhere(endpoint, "m1", "m5")
+
+
+def register_gated(folder: Path) -> None:
+    """Two models whose load waits until the file is gone."""
+    for name in ("slow", "slow2"):
+        (folder / name).touch()
+        made = faulty_models.factory(start=str(folder / name))
+        Registry().register(name, faulty_models.weights(1), model=made, signature=faulty_models.SIGNATURE)
+
+
+def ask_gated(replica: EndpointReplica, name: str = "slow", **headers: str) -> asyncio.Task[Asked]:
+    tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [0.0, 0.0]}
+    named = {header.replace("_", "-"): value for header, value in headers.items()}
+    return asyncio.create_task(ask(replica, "POST", f"/v2/models/{name}/infer", {"inputs": [tensor]}, named))
+
+
+@on_demand(prepare=register_gated, models={"slow": {"max_queue_size": 4, "max_batch_size": 2}})
+async def test_a_flood_of_a_model_that_is_not_loaded_leaves_the_others_alone(
+    endpoint: ReplicaSet, folder: Path
+) -> None:
+    """At every replica, while its load hangs."""
+    flood = [ask_gated(replica) for _ in range(40) for replica in endpoint.replicas.values()]
+    await until(lambda: any(each.done() for each in flood))
+    await infer_everywhere(endpoint, "m0", "m1", "m0", "m2")
+    os.remove(folder / "slow")
+    answers = [await each for each in flood]
+    assert {each.status for each in answers} == {200, 503}
+    assert sum(each.status == 200 for each in answers) >= 4
+    assert all(b"retry-after" in each.headers for each in answers if each.status == 503)
+    reports = [replica.report().models["slow"].residency for replica in endpoint.replicas.values()]
+    assert sum(each.loads for each in reports if each) == 1
+
+
+@on_demand(num_replicas=1)
+async def test_a_model_that_cannot_be_loaded_drops_no_other_for_a_while(endpoint: ReplicaSet) -> None:
+    await infer_everywhere(endpoint, "m0", "m1")
+    away = damage("m2")
+    for _ in range(3):
+        answer = await infer(endpoint.replicas["r1"], "m2")
+        assert answer.status == 503, answer.body
+        assert "weights.safetensors" not in answer.body["error"]
+        assert int(answer.headers[b"retry-after"]) >= 1
+    await until(lambda: "weights.safetensors" in endpoint.status.describe_model("m2")["reason"])
+    await infer_everywhere(endpoint, "m0")
+    found = [model.residency for model in endpoint.replicas["r1"].report().models.values()]
+    assert sum(each.evictions for each in found if each is not None) <= 2
+    assert endpoint.controller.assignments._failed["m2"].retry_s == assignments.RETRY_LOAD_S  # one try
+    away.rename(away.with_suffix(".safetensors"))
+    endpoint.controller.assignments._failed["m2"].until_s = 0.0  # the while is over
+    await infer_everywhere(endpoint, "m2")
+
+
+@on_demand(
+    num_replicas=1,
+    prepare=register_gated,
+    models={"slow": {"max_queue_size": 2, "max_batch_size": 2}, "slow2": {"max_queue_bytes": 8}},
+)
+async def test_requests_wait_for_a_load_within_bounds(endpoint: ReplicaSet, folder: Path) -> None:
+    replica = endpoint.replicas["r1"]
+    first = [ask_gated(replica), ask_gated(replica)]
+    await until(lambda: replica.manager.on_demand.get_use("slow").waiting == 2)
+    assert decode(replica.measure_load()).waiting == 2
+    assert (await ask_gated(replica)).status == 503  # full
+    await infer_everywhere(endpoint, "m0")  # another model loads meanwhile
+    late = ask_gated(replica, "slow2", shoal_deadline_ms="1")
+    assert (await late).status == 504
+    first.append(ask_gated(replica, "slow2"))
+    await until(lambda: replica.manager.on_demand.get_use("slow2").waiting)
+    assert "8 bytes wait" in (await ask_gated(replica, "slow2")).body["error"]
+    for name in ("slow", "slow2"):
+        os.remove(folder / name)
+    assert [(await each).status for each in first] == [200, 200, 200]
+    loads = replica.report().models["slow"].residency
+    assert loads is not None
+    assert loads.loads == 1

@@ -147,22 +147,18 @@ async def test_another_version_is_deployed_while_one_loads_with_the_same_options
     assert (endpoint.versions(), max_rows(endpoint)) == ([2], [2])
 
 
-def test_a_model_that_never_answered_is_deployed_with_other_options() -> None:
+async def test_a_model_that_never_answered_is_deployed_with_other_options() -> None:
     """One replica has its version already, under the former options."""
     register()
-
-    async def body() -> None:
-        async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
-            first = endpoint.add()
-            await until(lambda: first.manager.list_models())
-            model = endpoint.controller.state.models["linear"]
-            model.rollout = Rollout(attempt=model.rollout.attempt, refused=1, reason="another replica could not")
-            endpoint.controller.store.commit()
-            await until(lambda: not first.manager.get_model("linear").versions)
-            await endpoint.administer(action="deploy", model="linear", options={"max_batch_size": 2}, timeout_s=30)
-            assert (endpoint.versions(), max_rows(endpoint)) == ([1], [2])
-
-    asyncio.run(body())
+    async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
+        first = endpoint.add()
+        await until(lambda: first.manager.list_models())
+        model = endpoint.controller.state.models["linear"]
+        model.rollout = Rollout(attempt=model.rollout.attempt, refused=1, reason="another replica could not")
+        endpoint.controller.store.commit()
+        await until(lambda: not first.manager.get_model("linear").versions)
+        await endpoint.administer(action="deploy", model="linear", options={"max_batch_size": 2}, timeout_s=30)
+        assert (endpoint.versions(), max_rows(endpoint)) == ([1], [2])
 
 
 @rollout(1, replicas=1)

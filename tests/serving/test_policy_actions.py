@@ -14,11 +14,9 @@ from serving.replica_set import Asked, ReplicaSet, ask, until
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_policy import describe_policy_model, mix_policies
-from shoal.open_inference import inference_pb2 as pb
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.rl.learner import model_arrays
 from shoal.rl.spec import experience_spec
-from shoal.serve.grpc.codec import InferRequestHeader
 from shoal.serve.messages.inference import InferCall
 from shoal.serve.model.action_sampler import make_sampler
 from shoal.serve.model.predictor import Predictor
@@ -137,14 +135,6 @@ def test_a_shadow_draws_the_same_actions() -> None:
             assert shadowed()["disagreed"] == 0
 
     asyncio.run(run())
-
-
-def test_grpc_reads_the_same_parameters() -> None:
-    request = pb.ModelInferRequest(model_name="policy")
-    request.parameters["action"].string_param = "sampled"
-    request.parameters["seed"].int64_param = 3
-    header = InferRequestHeader.from_message(request)
-    assert (header.action, header.seed) == ("sampled", 3)
 
 
 def sample(space: Any, outputs: dict[str, np.ndarray], *words: str) -> np.ndarray:

@@ -11,116 +11,64 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import SecretStr
 
 from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, ask, constant, infer, register, until
 from serving.test_replica_rollout import everywhere, rollout
-from shoal.errors import ConfigError, InferenceError, ShoalError
+from shoal.errors import InferenceError, ShoalError
 from shoal.flows.serving_spec import ServingSpec, check
 from shoal.serve.model import device, predictor
 from shoal.serve.model.formats.template import Arrays, Forward, Template
-from shoal.serve.replica.loader import BuiltModel, StagedVersion, VersionLoader
 from shoal.serve.replica.served_model import ServedModel
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel, model_from_ref
 from shoal.weights import WeightSnapshot, WeightStore
 
 
-def test_a_replica_follows_weights_while_it_answers() -> None:
-    async def body() -> None:
-        store = WeightStore()
-        async with ReplicaSet(EndpointModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
-            [replica] = await endpoint.start()
-            assert (await infer(replica)).status == 503
-            for version in (1, 2, 5):
-                store.publish(constant(version))
-                await until(lambda expected=version: endpoint.versions() == [expected])
-                for answer in await asyncio.gather(*[infer(replica, rows=rows) for rows in (1, 3, 2)]):
-                    assert (answer.status, answer.version) == (200, version)
-            stats = replica.stats()
-            assert (stats["version"], stats["requests"], stats["statuses"]) == (5, 10, {"200": 9, "503": 1})
-            counts = stats["models"]["linear"]["batcher"]
-            assert (counts["answered"], counts["failed"], counts["rows"]) == (9, 0, 18)
+async def test_a_replica_follows_weights_while_it_answers() -> None:
+    store = WeightStore()
+    async with ReplicaSet(EndpointModel("linear", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
+        [replica] = await endpoint.start()
+        assert (await infer(replica)).status == 503
+        assert replica.report().models["linear"].latency == ()
+        for version in (1, 2, 5):
+            store.publish(constant(version))
+            await until(lambda expected=version: endpoint.versions() == [expected])
+            if version == 1:  # known before the first request
+                latency = replica.report().models["linear"].latency
+                assert [rows for rows, seconds in latency if 0.0 < seconds < 10.0] == [1, 2, 4, 8, 16, 32, 64]
+            for answer in await asyncio.gather(*[infer(replica, rows=rows) for rows in (1, 3, 2)]):
+                assert (answer.status, answer.version) == (200, version)
+        stats = replica.stats()
+        assert (stats["version"], stats["requests"], stats["statuses"]) == (5, 10, {"200": 9, "503": 1})
+        counts = stats["models"]["linear"]["batcher"]
+        assert (counts["answered"], counts["failed"], counts["rows"]) == (9, 0, 18)
+        replica.check_health()
+        await replica.close()
+        await replica.close()
+        with pytest.raises(ShoalError, match="died"):
             replica.check_health()
-            await replica.close()
-            await replica.close()
-            with pytest.raises(ShoalError, match="died"):
-                replica.check_health()
-            assert (await infer(replica)).status == 503
-            store.close()
-
-    asyncio.run(body())
+        assert (await infer(replica)).status == 503
+        store.close()
 
 
-@pytest.mark.parametrize("is_live", [False, True])
-def test_how_long_forwards_take_is_known_before_the_first_request(is_live: bool) -> None:
-    register(aliases=("champion",))
-
-    async def body() -> None:
-        store = WeightStore()
-        live = EndpointModel("linear", LiveModel(LINEAR, SIGNATURE, store))
-        async with ReplicaSet(live if is_live else model_from_ref("linear@champion")) as endpoint:
-            [replica] = await endpoint.start()
-            if is_live:
-                assert replica.report().models["linear"].latency == ()
-                store.publish(constant(1))
-                await until(lambda: endpoint.versions() == [1])
-            latency = replica.report().models["linear"].latency
-            assert [rows for rows, _ in latency] == [1, 2, 4, 8, 16, 32, 64]
-            assert all(0.0 < seconds < 10.0 for _, seconds in latency)
-            store.close()
-
-    asyncio.run(body())
-
-
-def test_a_registered_model_is_there_when_the_replica_is() -> None:
-    register(aliases=("champion",))
-
-    async def body() -> None:
-        async with ReplicaSet(model_from_ref("linear@champion")) as endpoint:
-            replicas = await endpoint.start(2)
-            for replica in replicas:
-                assert replica.manager.is_ready
-                assert (await infer(replica)).version == 1
-            assert endpoint.kinds() == ["deploy"]
-
-    asyncio.run(body())
-
-
-def test_a_name_as_hugging_face_has_them_holds_everywhere() -> None:
+async def test_a_name_as_hugging_face_has_them_holds_everywhere() -> None:
     name = "Qwen2.5-0.5B_Instruct"
     register(name, aliases=("champion",))
     spec = ServingSpec(models=[f"{name}@champion"]).override([f"endpoint.models.{name}.deadline_s=50"])
     check(spec)
-
-    async def body() -> None:
-        async with ReplicaSet(*map(model_from_ref, spec.models), models=spec.endpoint.models) as endpoint:
-            (replica,) = await endpoint.start()
-            model = replica.manager.get_model(name)
-            assert model.options.deadline_s == 50
-            assert (await infer(replica, name)).version == 1
-            assert (await infer(replica, name, version=1)).version == 1
-            assert (await ask(replica, "GET", f"/v2/models/{name}")).body["name"] == name
-            wrong = await ask(replica, "GET", f"/v2/models/{name.lower()}")
-            assert wrong.status == 404
-            assert name in wrong.body["error"]
-            register(name)
-            await endpoint.administer(action="canary", model=name, version=2, percent=50)
-            assert (await infer(replica, name, shoal_track="candidate")).version == 2
-
-    asyncio.run(body())
-
-
-def test_a_token_that_became_empty_opens_the_endpoint_to_nobody() -> None:
-    register(aliases=("champion",))
-
-    async def body() -> None:
-        async with ReplicaSet(model_from_ref("linear@champion")) as endpoint:
-            endpoint.spec = endpoint.spec.model_copy(update={"token": SecretStr("")})
-            with pytest.raises(ConfigError, match="token = '': is empty"):
-                await endpoint.start()
-
-    asyncio.run(body())
+    async with ReplicaSet(*map(model_from_ref, spec.models), models=spec.endpoint.models) as endpoint:
+        (replica,) = await endpoint.start()
+        model = replica.manager.get_model(name)
+        assert model.options.deadline_s == 50
+        assert (await infer(replica, name)).version == 1
+        assert (await infer(replica, name, version=1)).version == 1
+        assert (await ask(replica, "GET", f"/v2/models/{name}")).body["name"] == name
+        wrong = await ask(replica, "GET", f"/v2/models/{name.lower()}")
+        assert wrong.status == 404
+        assert name in wrong.body["error"]
+        register(name)
+        await endpoint.administer(action="canary", model=name, version=2, percent=50)
+        assert (await infer(replica, name, shoal_track="candidate")).version == 2
 
 
 class SmallDevice:
@@ -153,46 +101,34 @@ def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_device")
-def test_a_batch_beyond_the_devices_memory_is_halved_and_a_request_beyond_it_has_an_error() -> None:
+async def test_a_batch_beyond_the_devices_memory_is_halved_and_a_request_beyond_it_has_an_error() -> None:
     register()
-
-    async def body() -> None:
-        async with ReplicaSet(model_from_ref("linear@1"), model={"warm_up": False}) as endpoint:
-            [replica] = await endpoint.start()
-            answers = await asyncio.gather(*[infer(replica, rows=rows) for rows in (1, 2, 1, 3, 2, 1)])
-            assert [each.status for each in answers] == [200, 200, 200, 500, 200, 200]
-            assert "the GPU's memory is too small for 3 rows (20.00 MiB more). Reserve" in answers[3].body["error"]
-            replica.check_health()
-
-    asyncio.run(body())
+    async with ReplicaSet(model_from_ref("linear@1"), model={"warm_up": False}) as endpoint:
+        [replica] = await endpoint.start()
+        answers = await asyncio.gather(*[infer(replica, rows=rows) for rows in (1, 2, 1, 3, 2, 1)])
+        assert [each.status for each in answers] == [200, 200, 200, 500, 200, 200]
+        assert "the GPU's memory is too small for 3 rows (20.00 MiB more). Reserve" in answers[3].body["error"]
+        replica.check_health()
 
 
 @pytest.mark.usefixtures("small_device")
-def test_a_version_beyond_the_devices_memory_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_version_beyond_the_devices_memory_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     register()
-
-    async def body() -> None:
-        async with ReplicaSet(model_from_ref("linear@1"), model={"warm_up": False}) as endpoint:
+    async with ReplicaSet(model_from_ref("linear@1"), model={"warm_up": False}) as endpoint:
+        await endpoint.start()
+        monkeypatch.setattr(SmallDevice, "max_bytes", 8)
+        said = r"'linear' cannot be .* too small for version 1, whose weights are \d+ B"
+        with pytest.raises(ShoalError, match=said):
             await endpoint.start()
-            monkeypatch.setattr(SmallDevice, "max_bytes", 8)
-            said = r"'linear' cannot be .* too small for version 1, whose weights are \d+ B"
-            with pytest.raises(ShoalError, match=said):
-                await endpoint.start()
-
-    asyncio.run(body())
 
 
-def test_a_replica_with_a_part_of_a_device_has_that_part_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_with_a_part_of_a_device_has_that_part_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
     monkeypatch.setattr("shoal.serve.replica.replica.limit_device_memory", shares.append)
-
-    async def body() -> None:
-        async with ReplicaSet(num_gpus=0.25) as endpoint:
-            endpoint.add()
-        async with ReplicaSet() as endpoint:
-            endpoint.add()
-
-    asyncio.run(body())
+    async with ReplicaSet(num_gpus=0.25) as endpoint:
+        endpoint.add()
+    async with ReplicaSet() as endpoint:
+        endpoint.add()
     assert shares == [0.25, 0.0]
 
 
@@ -237,55 +173,25 @@ def are_gone(*held: weakref.ref[Any]) -> bool:
     return all(each() is None for each in held)
 
 
-def test_versions_that_are_left_are_forgotten_and_so_is_a_model_that_is_deleted() -> None:
+async def test_versions_that_are_left_are_forgotten_and_so_is_a_model_that_is_deleted() -> None:
     for _ in range(3):
         register(aliases=["champion"])
-
-    async def body() -> None:
-        async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
-            [replica] = await endpoint.start()
-            await endpoint.administer(action="canary", model="linear", version=2, percent=10)
-            tried = weights_of(endpoint, 2)
-            await endpoint.administer(action="rollback", model="linear")
-            await until(lambda: are_gone(tried), "a candidate that went")
-            await endpoint.administer(action="canary", model="linear", version=2, percent=10)
-            first, second = weights_of(endpoint, 1), weights_of(endpoint, 2)
-            await endpoint.administer(action="promote", model="linear")
-            await until(lambda: are_gone(first), "what was stable before")
-            await endpoint.administer(action="deploy", model="linear", version=3)
-            await until(lambda: are_gone(second), "a candidate that was promoted")
-            assert (await infer(replica)).version == 3
-            third, hosted = weights_of(endpoint, 3), weakref.ref(replica.manager.get_model("linear"))
-            await endpoint.administer(action="delete", model="linear")
-            await until(lambda: are_gone(third, hosted), "a model that was deleted")
-
-    asyncio.run(body())
-
-
-def test_a_replica_that_starts_during_a_canary_measures_the_candidate_by_the_stable_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for _ in range(2):
-        register(aliases=["champion"])
-    staged: list[tuple[int, bool, bool]] = []
-
-    class Watched(VersionLoader):
-        async def load_version(
-            self, source: Any, version: int, options: Any, signature: Any, last: BuiltModel | None
-        ) -> StagedVersion:
-            staged.append((version, signature is not None, last is not None))
-            return await super().load_version(source, version, options, signature, last)
-
-    async def body() -> None:
-        async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
-            await endpoint.start()
-            await endpoint.administer(action="canary", model="linear", version=2, percent=10)
-            monkeypatch.setattr("shoal.serve.replica.model_manager.VersionLoader", Watched)
-            [late] = await endpoint.start()
-            await until(lambda: late.manager.get_model("linear").versions == [1, 2])
-            assert staged == [(1, False, False), (2, True, True)]
-
-    asyncio.run(body())
+    async with ReplicaSet(model_from_ref("linear@1")) as endpoint:
+        [replica] = await endpoint.start()
+        await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+        tried = weights_of(endpoint, 2)
+        await endpoint.administer(action="rollback", model="linear")
+        await until(lambda: are_gone(tried), "a candidate that went")
+        await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+        first, second = weights_of(endpoint, 1), weights_of(endpoint, 2)
+        await endpoint.administer(action="promote", model="linear")
+        await until(lambda: are_gone(first), "what was stable before")
+        await endpoint.administer(action="deploy", model="linear", version=3)
+        await until(lambda: are_gone(second), "a candidate that was promoted")
+        assert (await infer(replica)).version == 3
+        third, hosted = weights_of(endpoint, 3), weakref.ref(replica.manager.get_model("linear"))
+        await endpoint.administer(action="delete", model="linear")
+        await until(lambda: are_gone(third, hosted), "a model that was deleted")
 
 
 @rollout(1)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from serving.fake_host import FakeHost, FakeModel, tensors
-from serving.grpc_replica import served as replica
+from serving.replica_server import served as replica
 from serving.served_here import TOKEN, served
 from shoal.cluster.ports import find_free_port
 

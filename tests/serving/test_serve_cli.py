@@ -292,6 +292,41 @@ def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -
 
 
 @pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        (["deadline_s=0.1"], {"options": {"deadline_s": 0.1}}),
+        (
+            ["guard.min_requests=9", "guard.metric=accuracy", "precision=bf16", "--reason", "fast", "--timeout-s", "9"],
+            {
+                "options": {"guard": {"min_requests": 9, "metric": "accuracy"}, "precision": "bf16"},
+                "reason": "fast",
+                "timeout_s": 9.0,
+            },
+        ),
+    ],
+)
+def test_options_are_sent_as_they_were_set(recorded: str, host: Host, words: list[str], change: dict[str, Any]) -> None:
+    assert lines("serve", "set", "fashion", *words) == ["fashion: 90% by 3 (stable), 10% by 4 (candidate)"]
+    assert host.changes[-1] == {"model": "fashion", "action": "set", "timeout_s": 120.0, **change}
+
+
+def test_models_are_added_with_options_of_all_and_of_one(
+    recorded: str, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = host.get_model("fashion")
+    monkeypatch.setattr(host, "get_model", lambda name: there)
+    words = ["endpoint.model.deadline_s=0.1", "endpoint.models.fashion.precision=bf16"]
+    lines("serve", "deploy", "fashion@3", "text", "--into", "shop", *words)
+    assert host.changes[-2:] == [
+        {
+            "model": "fashion@3", "action": "deploy", "timeout_s": 120.0,
+            "options": {"deadline_s": 0.1, "precision": "bf16"},
+        },
+        {"model": "text", "action": "deploy", "timeout_s": 120.0, "options": {"deadline_s": 0.1}},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["rollback", "fashion@3"], "names a version, where the whole model is meant. write fashion"),
@@ -306,6 +341,13 @@ def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -
         (["deploy", "m", "--into", "shop", "--name", "z"], "name = 'z': is of an endpoint that is deployed anew"),
         (["deploy", "m", "--into", "shop", "--replicas", "3"], "replicas = 3: is of an endpoint that is deployed anew"),
         (["deploy", "m", "--into", "shop", "--address", "local"], "address = 'local': is of an endpoint"),
+        (["set", "fashion", "deadlin_s=1"], "deadlin_s = 1: no such field"),
+        (["set", "fashion", "deadline_s"], "is not of the form a.b=c"),
+        (["set", "fashion@3", "deadline_s=1"], "names a version, where the whole model is meant"),
+        (["deploy", "--into", "shop", "endpoint.model.deadline_s=1"], "into = 'shop': needs a model"),
+        (["deploy", "m", "--into", "shop", "endpoint.num_replicas=3"], "'endpoint.num_replicas': is a field of an"),
+        (["deploy", "m", "--into", "shop", "endpoint.models.n.finite=off"], "'endpoint.models.n': is not among the"),
+        (["deploy", "m", "--into", "shop", "models=n"], "'models': is a field of an endpoint that is deployed anew"),
         (["deploy", "a.yaml", "b.yaml"], "is a second file"),
         (["deploy", "a.yaml"], "cannot be read"),
         (["deploy", "m", "endpoint.token=x"], "set $SHOAL_TOKEN"),
@@ -317,8 +359,6 @@ def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -
         (["simulate", "syntax"], "has no measured forward yet"),
         (["simulate", "--latency", "1=2"], "is not ROWS:SECONDS"),
         (["simulate", "--latency", "1:0.1,8:nan"], "latency = '1:0.1,8:nan': rows and seconds must be above zero"),
-        (["simulate", "--latency", "1:0"], "latency = '1:0': rows and seconds must be above zero"),
-        (["simulate", "--latency", "1:inf"], "latency = '1:inf': rows and seconds must be above zero"),
         (["simulate", "--latency", "-1:0.1"], "latency = '-1:0.1': rows and seconds must be above zero"),
     ],
 )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -25,9 +27,10 @@ from shoal.client import Client
 from shoal.client.discovery import CARD_SUFFIX, EndpointCard, FoundEndpoint, list_endpoints
 from shoal.client.endpoint_status import EndpointStatus
 from shoal.cluster.cluster_handle import ClusterHandle
+from shoal.cluster.job_main import job_main
 from shoal.cluster.jobs import JobInfo, JobStatus
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
-from shoal.flows.serving_spec import ServingSpec, require_importable, spec_from_overrides
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError, ShoalError
+from shoal.flows.serving_spec import READY, ServingSpec, require_importable, spec_from_overrides
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs.record.provenance import find_owner, restore_secrets, split_secrets
@@ -36,28 +39,29 @@ from shoal.weights import WeightSnapshot
 CLUSTER = ClusterHandle("127.0.0.1:6379", "http://127.0.0.1:8265", "token", {}, temp_dir=Path("/tmp/none"))
 
 
+@dataclasses.dataclass
 class FakeJob:
-    """A job that is as it was told to be."""
+    """A job that is as it was told to be; `stopped` counts how often it was."""
 
-    def __init__(self, submission_id: str) -> None:
-        self.submission_id = submission_id
-        self.state = JobStatus.RUNNING
-        self.said = ""
-        self.on_look: Callable[[], None] = lambda: None
-        self.stopped = 0
-        self.is_known = True
-
-    def status(self) -> JobStatus:
-        self.on_look()
-        return self.state
+    submission_id: str
+    entrypoint: Sequence[str] = ()
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    state: JobStatus = JobStatus.RUNNING
+    said: str = ""
+    on_look: Callable[[], None] = lambda: None
+    stopped: int = 0
+    is_known: bool = True
 
     def poll_outcome(self) -> JobStatus | None:
         """Of a real job, this is patient: what it raises, it raises when nobody has answered for long."""
-        status = self.status()
-        return status if status.is_over else None
+        self.on_look()
+        return self.state if self.state.is_over else None
 
     def read_logs(self) -> str:
         return self.said
+
+    try_read_logs = read_logs
 
     def wait(self, timeout_s: float) -> JobStatus:
         self.state = JobStatus.SUCCEEDED
@@ -80,39 +84,44 @@ class FakeCluster:
     """Takes what is submitted; `begin` is called with each job."""
 
     jobs: dict[str, FakeJob] = dataclasses.field(default_factory=dict)
-    entrypoints: list[Sequence[str]] = dataclasses.field(default_factory=list)
-    environments: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    folders: list[Path | None] = dataclasses.field(default_factory=list)
     begin: Callable[[FakeJob], None] = lambda job: None
 
     def submit(
-        self, cluster: ClusterHandle, entrypoint: Sequence[str], *, env: dict[str, str], submission_id: str, **_: object
-    ) -> FakeJob:
-        job = self.jobs[submission_id] = FakeJob(submission_id)
-        self.entrypoints.append(entrypoint)
-        self.environments.append(env)
+        self, cluster: ClusterHandle, entrypoint: Sequence[str], *, env: dict[str, str], submission_id: str,
+        working_dir: Path | None = None, metadata: Mapping[str, str] = MappingProxyType({}),
+    ) -> FakeJob:  # fmt: skip
+        job = self.jobs[submission_id] = FakeJob(submission_id, entrypoint, env, metadata)
+        self.folders.append(working_dir)
         self.begin(job)
         return job
 
     def job(self, cluster: ClusterHandle, submission_id: str) -> FakeJob:
-        if submission_id in self.jobs:
-            return self.jobs[submission_id]
-        unknown = FakeJob(submission_id)
-        unknown.is_known = False
-        return unknown
+        return self.jobs.get(submission_id) or FakeJob(submission_id, is_known=False)
 
     def infos(self, cluster: ClusterHandle) -> list[JobInfo]:
-        return [JobInfo(job.submission_id, job.state, "", "", 0.0) for job in self.jobs.values()]
+        return [JobInfo(job.submission_id, job.state, "", "", 0.0, job.metadata) for job in self.jobs.values()]
+
+    @property
+    def only_job(self) -> FakeJob:
+        (job,) = self.jobs.values()
+        return job
+
+
+def fake_cluster(handle: ClusterHandle, monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    fake = FakeCluster()
+    monkeypatch.setattr(serve_deploy, "find_cluster", lambda address: handle)
+    for name, stand_in in {"submit": fake.submit, "JobHandle": fake.job, "list_jobs": fake.infos}.items():
+        monkeypatch.setattr(serve_deploy, name, stand_in)
+    monkeypatch.setattr(serve_deploy, "interrupt_on_termination", lambda: None)
+    monkeypatch.setattr(job_output, "ignore_further_interrupts", lambda: None)
+    return fake
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
-    fake = FakeCluster()
-    monkeypatch.setattr(serve_deploy, "find_cluster", lambda address: CLUSTER)
-    monkeypatch.setattr(serve_deploy, "submit", fake.submit)
-    monkeypatch.setattr(serve_deploy, "JobHandle", fake.job)
-    monkeypatch.setattr(serve_deploy, "list_jobs", fake.infos)
-    monkeypatch.setattr(serve_deploy, "interrupt_on_termination", lambda: None)
-    monkeypatch.setattr(job_output, "ignore_further_interrupts", lambda: None)
+    """Of this machine, with two models in the registry."""
+    fake = fake_cluster(CLUSTER, monkeypatch)
     tensors = {"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)}
     tensor = [TensorSignature(name="x", datatype="FP32", shape=[-1, 1])]
     for name in ("fashion", "tabular"):
@@ -135,6 +144,12 @@ def recorders() -> Iterator[list[Any]]:
 
 def shoal_program(*words: str) -> Result:
     return CliRunner().invoke(cli, ["serve", *words])
+
+
+def fails(kind: type[ShoalError], text: str, result: Result) -> None:
+    """Check that the program ended with an error of this kind, which says so."""
+    assert isinstance(result.exception, kind), result.exception
+    assert text in str(result.exception)
 
 
 def becomes_ready(recorders: list[Any], name: str = "fashion") -> Callable[[FakeJob], None]:
@@ -176,17 +191,18 @@ def test_deploy_submits_what_was_typed_and_returns_when_it_is_ready(
     assert result.exit_code == 0, result.exception
     assert "endpoint fashion is ready at http://127.0.0.1:8000, gRPC at 127.0.0.1:9000\n" in result.output
     assert "\n  shoal predict fashion --input 0\n" in result.output
-    (entrypoint,), ((run_id, job),) = cluster.entrypoints, cluster.jobs.items()
+    job = cluster.only_job
+    entrypoint = job.entrypoint
     assert entrypoint[1:3] == ["-m", "shoal.flows.serving"]
     assert "hush" not in " ".join(entrypoint)  # which `shoal status` and the dashboard show
-    monkeypatch.setenv("SHOAL_SECRET_WORDS", cluster.environments[0]["SHOAL_SECRET_WORDS"])
+    monkeypatch.setenv("SHOAL_SECRET_WORDS", job.env["SHOAL_SECRET_WORDS"])
     fields = restore_secrets(entrypoint[3:])
     spec = spec_from_overrides(fields).override(fields)
     assert [key.key.get_secret_value() for key in spec.endpoint.keys] == ["hush-hush-hush-hush"]
     assert spec.models == ["fashion@champion", "tabular@1"]
     assert (spec.endpoint.num_replicas, spec.endpoint.options("fashion").deadline_s) == (2, 0.1)
-    assert cluster.environments[0]["SHOAL_RUN_ID"] == run_id
-    assert "hush" not in cluster.environments[0]["SHOAL_COMMAND"]
+    assert job.env["SHOAL_RUN_ID"] == job.submission_id
+    assert "hush" not in job.env["SHOAL_COMMAND"]
     assert job.stopped == 0
 
 
@@ -203,26 +219,30 @@ def test_a_deployment_that_is_given_up_leaves_no_job_behind(cluster: FakeCluster
     assert [job.stopped for job in cluster.jobs.values()] == [1]
 
 
-def test_the_job_reads_the_words_that_its_command_line_does_not_show(cluster: FakeCluster) -> None:
+def test_the_job_reads_the_words_that_its_command_line_does_not_show(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown, variables = split_secrets(["models=fashion", "endpoint.keys=[{name: ada, key: a blank is refused}]"])
-    checked = subprocess.run(
-        [sys.executable, "-m", serve_deploy.MODULE, *shown, "--check"],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-    )
-    assert checked.returncode == 1
-    assert "it is printable ASCII without blanks" in checked.stderr
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["serving", *shown, "--check"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit):
+        job_main(spec_from_overrides, lambda spec, job: None, "serve")
+    assert "it is printable ASCII without blanks" in capsys.readouterr().err
 
 
-def test_a_file_goes_along_by_its_place(cluster: FakeCluster, recorders: list[Any], tmp_path: Path) -> None:
-    cluster.begin = becomes_ready(recorders, "shop")
-    (tmp_path / "shop.yaml").write_text("models: [fashion]\nendpoint: {name: shop, max_body_bytes: 5}\n")
-    assert shoal_program("deploy", str(tmp_path / "shop.yaml"), "endpoint.port=80").exit_code == 0
-    words = cluster.entrypoints[0][3:]
+def test_a_file_goes_along_by_its_place_and_names_are_taken_as_they_were_typed(
+    cluster: FakeCluster, recorders: list[Any], tmp_path: Path
+) -> None:
+    cluster.begin = becomes_ready(recorders, "007")
+    file = tmp_path / "a: b #1.yaml"
+    file.write_text("models: [fashion]\nendpoint: {name: shop, max_body_bytes: 5}\n")
+    assert shoal_program("deploy", str(file), "--name", "007", "endpoint.port=80").exit_code == 0
+    words = cluster.only_job.entrypoint[3:]
     spec = spec_from_overrides(words).override(words)
-    assert (spec.endpoint.name, spec.endpoint.max_body_bytes, spec.endpoint.port) == ("shop", 5, 80)
-    assert spec.file == str(tmp_path / "shop.yaml")
+    assert (spec.endpoint.name, spec.endpoint.max_body_bytes, spec.endpoint.port) == ("007", 5, 80)
+    assert (spec.models, spec.file) == (["fashion"], str(file))
 
 
 FOR_SERVE = """
@@ -247,9 +267,7 @@ def test_a_file_that_is_not_as_serve_has_them_is_told_in_a_line(
     cluster: FakeCluster, tmp_path: Path, content: str, words: str
 ) -> None:
     (tmp_path / "shop.yaml").write_text(content)
-    error = shoal_program("deploy", str(tmp_path / "shop.yaml")).exception
-    assert isinstance(error, ConfigError), error
-    assert words in str(error)
+    fails(ConfigError, words, shoal_program("deploy", str(tmp_path / "shop.yaml")))
 
 
 @pytest.mark.parametrize("word", ["--port", "endpoint.port=8123", ""])
@@ -264,58 +282,35 @@ def test_the_port_that_a_file_gives_to_ray_is_told_where_it_is_not_taken(
     assert ("are for Ray's own `serve deploy`; --port 8123 is the same here" in result.output) == (not words)
 
 
-def test_names_and_places_are_taken_as_they_were_typed(
-    cluster: FakeCluster, recorders: list[Any], tmp_path: Path
-) -> None:
-    cluster.begin = becomes_ready(recorders, "007")
-    file = tmp_path / "a: b #1.yaml"
-    file.write_text("models: [fashion]\n")
-    assert shoal_program("deploy", str(file), "--name", "007").exit_code == 0
-    words = cluster.entrypoints[0][3:]
-    spec = spec_from_overrides(words).override(words)
-    assert (spec.endpoint.name, spec.models, spec.file) == ("007", ["fashion"], str(file))
-
-
 def test_a_job_that_fails_says_why(cluster: FakeCluster) -> None:
     def begin(job: FakeJob) -> None:
         job.state, job.said = JobStatus.FAILED, "something\nerror: fashion cannot be served: weights are damaged\n"
 
     cluster.begin = begin
-    error = shoal_program("deploy", "fashion").exception
-    assert isinstance(error, RunError)
-    assert str(error) == "fashion cannot be served: weights are damaged"
+    fails(RunError, "fashion cannot be served: weights are damaged", shoal_program("deploy", "fashion"))
 
 
 def test_one_that_takes_too_long_is_stopped(cluster: FakeCluster) -> None:
-    error = shoal_program("deploy", "fashion", "--timeout-s", "0.01").exception
-    assert isinstance(error, ClusterError)
-    assert "was not ready within 0.01 s" in str(error)
+    fails(ClusterError, "was not ready within 0.01 s", shoal_program("deploy", "fashion", "--timeout-s", "0.01"))
     assert [job.stopped for job in cluster.jobs.values()] == [1]
 
 
-def test_ctrl_c_stops_the_job(cluster: FakeCluster) -> None:
-    def interrupted() -> None:
+@pytest.mark.parametrize("is_submitted", [True, False])
+def test_ctrl_c_stops_the_job_also_one_that_may_have_begun(cluster: FakeCluster, is_submitted: bool) -> None:
+    def interrupt() -> None:
         raise KeyboardInterrupt
 
     def begin(job: FakeJob) -> None:
-        job.on_look = interrupted
+        if is_submitted:
+            job.on_look = interrupt
+        else:
+            interrupt()
 
     cluster.begin = begin
     result = shoal_program("deploy", "fashion")
     assert result.exit_code == 130
     assert "stopped: nothing is served" in result.output
-    assert [job.stopped for job in cluster.jobs.values()] == [1]
-
-
-def test_ctrl_c_while_it_is_submitted_stops_the_job_that_may_have_begun(cluster: FakeCluster) -> None:
-    def begin(job: FakeJob) -> None:
-        raise KeyboardInterrupt
-
-    cluster.begin = begin
-    result = shoal_program("deploy", "fashion")
-    assert result.exit_code == 130
-    assert "stopped: nothing is served" in result.output
-    assert [job.stopped for job in cluster.jobs.values()] == [1]
+    assert cluster.only_job.stopped == 1
 
 
 def test_a_second_endpoint_of_a_name_is_refused_before_a_job_is_started(
@@ -323,9 +318,11 @@ def test_a_second_endpoint_of_a_name_is_refused_before_a_job_is_started(
 ) -> None:
     cluster.begin = becomes_ready(recorders)
     assert shoal_program("deploy", "fashion").exit_code == 0
-    error = shoal_program("deploy", "tabular", "--name", "fashion").exception
-    assert isinstance(error, ConfigError)
-    assert "endpoint.name = 'fashion': is the name of an endpoint on this cluster" in str(error)
+    fails(
+        ConfigError,
+        "endpoint.name = 'fashion': is the name of an endpoint on this cluster",
+        shoal_program("deploy", "tabular", "--name", "fashion"),
+    )
     assert len(cluster.jobs) == 1
     cluster.begin = becomes_ready(recorders, "tabular")
     assert shoal_program("deploy", "tabular").exit_code == 0
@@ -346,9 +343,11 @@ def test_another_persons_endpoint_is_deleted_by_its_name_alone(
     cluster.begin = becomes_ready(recorders)
     assert shoal_program("deploy", "fashion").exit_code == 0
     monkeypatch.setattr(Client, "status", lambda client: EndpointStatus("fashion", owner="bob@elsewhere"))
-    error = shoal_program("delete").exception
-    assert isinstance(error, ConfigError)
-    assert str(error) == "endpoint = 'fashion': is of bob@elsewhere. to end it, name it: `shoal serve delete fashion`"
+    fails(
+        ConfigError,
+        "endpoint = 'fashion': is of bob@elsewhere. to end it, name it: `shoal serve delete fashion`",
+        shoal_program("delete"),
+    )
     assert "endpoint fashion is gone" in shoal_program("delete", "fashion").output
     monkeypatch.setattr(Client, "status", lambda client: EndpointStatus("fashion", owner=find_owner()))
     assert "endpoint fashion is gone" in shoal_program("delete").output
@@ -382,15 +381,16 @@ def test_a_detached_endpoint_is_found_while_its_controller_lives_and_ended_by_a_
         "http://127.0.0.1:8000/shop",
     ]
     assert "endpoint shop is gone" in shoal_program("delete", "shop").output
-    assert cluster.entrypoints[-1][1:] == ["-m", "shoal.flows.serving_end", "name=shop"]
+    *_, job = cluster.jobs.values()
+    assert job.entrypoint[1:] == ["-m", "shoal.flows.serving_end", "name=shop"]
 
 
 def test_an_endpoint_of_another_run_is_not_deleted(cluster: FakeCluster, recorders: list[Any]) -> None:
     becomes_ready(recorders, "cartpole")(job := FakeJob("somebody-elses"))
     job.on_look()
-    error = shoal_program("delete").exception
-    assert isinstance(error, RunError)
-    assert "endpoint cartpole was not deployed by `shoal serve deploy` but by 'serve'" in str(error)
+    fails(
+        RunError, "endpoint cartpole was not deployed by `shoal serve deploy` but by 'serve'", shoal_program("delete")
+    )
 
 
 @pytest.mark.parametrize(
@@ -404,9 +404,7 @@ def test_an_endpoint_of_another_run_is_not_deleted(cluster: FakeCluster, recorde
     ],
 )
 def test_words_are_looked_at_before_a_job_is_started(cluster: FakeCluster, words: list[str], message: str) -> None:
-    error = shoal_program("deploy", *words).exception
-    assert isinstance(error, ConfigError)
-    assert message in str(error)
+    fails(ConfigError, message, shoal_program("deploy", *words))
     assert not cluster.jobs
 
 
@@ -422,49 +420,159 @@ def test_what_a_file_does_not_say_of_the_endpoint_is_as_the_words_have_it(endpoi
         ServingSpec.parse({"models": ["a@1", "a@2"]})
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["endpoint.model.preprocess=mine:nosuch"],
-            "endpoint.model.preprocess = 'mine:nosuch': 'mine' has no 'nosuch'",
-        ),
-        (["endpoint.models.fashion.postprocess=none:f"], "endpoint.models.fashion.postprocess = 'none:f': cannot be"),
-        (
-            ["endpoint.models.fashion.finite=false", "endpoint.model.preprocess=mine"],
-            "endpoint.model.preprocess = 'mine'",
-        ),
-    ],
-)
-def test_a_hook_that_is_not_there_is_told_by_its_field(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+def test_a_hook_or_class_that_is_not_there_is_told_before_a_replica_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text("def clean(arrays): return arrays\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    tensor = [TensorSignature(name="x", datatype="FP32", shape=[-1, 1])]
+    for name, factory in (("fashion", "mine:clean"), ("gone", "nowhere.to.be:Found")):
+        Registry().register(
+            name,
+            WeightSnapshot.of(1, {"weight": np.zeros(1, np.float32)}),
+            model=ModelFactory(factory=factory),
+            signature=Signature(inputs=tensor, outputs=tensor),
+        )
     spec = ServingSpec(models=["fashion@1"]).override(["endpoint.model.postprocess=mine:clean"])
-    Registry().register(
-        "fashion",
-        WeightSnapshot.of(1, {"weight": np.zeros(1, np.float32)}),
-        model=ModelFactory(factory="mine:clean"),
-        signature=signature(("x", "FP32", [-1, 1])),
-    )
     require_importable(spec)
-    with pytest.raises(ConfigError) as caught:
-        require_importable(spec.override(words))
-    assert message in str(caught.value)
-
-
-def signature(*inputs: tuple[str, str, list[int]]) -> Signature:
-    tensors = [TensorSignature(name=name, datatype=datatype, shape=shape) for name, datatype, shape in inputs]
-    return Signature(inputs=tensors, outputs=tensors)
-
-
-def test_a_class_that_is_not_there_is_told_before_a_replica_starts() -> None:
-    Registry().register(
-        "gone",
-        WeightSnapshot.of(1, {"weight": np.zeros(1, np.float32)}),
-        model=ModelFactory(factory="nowhere.to.be:Found"),
-        signature=signature(("x", "FP32", [-1, 1])),
-    )
+    for word, message in (
+        ("endpoint.model.preprocess=mine:nosuch", "model.preprocess = 'mine:nosuch': 'mine' has no 'nosuch'"),
+        ("endpoint.models.fashion.postprocess=none:f", "models.fashion.postprocess = 'none:f': cannot be"),
+        ("endpoint.model.preprocess=mine", "model.preprocess = 'mine'"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            require_importable(spec.override([word]))
     with pytest.raises(ConfigError, match=r"gone@1: model.factory = 'nowhere.to.be:Found': cannot be imported"):
         require_importable(ServingSpec(models=["gone"]))
+
+
+# -- on a cluster elsewhere
+
+URL = "http://head.example:8265"
+
+
+def say_ready(url: str = "http://127.0.0.1:8000", grpc: str | None = None) -> str:
+    """What a serving job prints once its models answer."""
+    lines = ["Runtime env is set up", f"serving tumours (now tumours@2) at {url}/v2/models/tumours"]
+    return "\n".join([*lines, READY + json.dumps({"url": url, "grpc": grpc}), ""])
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCluster:
+    """Of which nothing is seen but its jobs and what they say."""
+    fake = fake_cluster(ClusterHandle(URL, URL, "token", {}), monkeypatch)
+    fake.begin = lambda job: setattr(job, "said", say_ready())
+    monkeypatch.chdir(tmp_path)
+    return fake
+
+
+def at_url(*words: str) -> Result:
+    return shoal_program(*words, "--address", URL)
+
+
+def test_deploy_asks_no_registry_of_this_machine_and_says_how_to_reach_the_endpoint(
+    remote: FakeCluster, tmp_path: Path
+) -> None:
+    result = at_url("deploy", "tumours@champion", "--port", "8000", "endpoint.keys=[{name: a, key: hush-hush}]")
+    assert result.exit_code == 0, result.exception
+    job, words = remote.only_job, remote.only_job.entrypoint
+    assert words[:3] == ["python", "-m", "shoal.flows.serving"]
+    assert {"models=tumours@champion", "endpoint.port=8000", "endpoint.name=tumours"} <= set(words)
+    assert "hush" not in " ".join(words)
+    assert job.env["SHOAL_RUN_ID"] == job.submission_id
+    assert "SHOAL_HOME" not in job.env  # it is the cluster's
+    assert remote.folders == [tmp_path]
+    assert f"endpoint tumours is ready at http://127.0.0.1:8000, on the loopback of the head of {URL}" in result.output
+    assert "ssh -N -L 8000:127.0.0.1:8000 HEAD &" in result.output
+
+
+def test_one_that_is_reached_over_tls_needs_no_tunnel(remote: FakeCluster) -> None:
+    url = "https://models.example:8443"
+    remote.begin = lambda job: setattr(job, "said", say_ready(url))
+    tls = ["endpoint.host=0.0.0.0", "endpoint.tls.certificate=/c.pem", "endpoint.tls.key=/k.pem"]
+    said = at_url("deploy", "tumours", *tls).output
+    assert f"is ready at {url}, on the head of" in said
+    assert f"--endpoint {url} --ca FILE --key TOKEN" in said
+    assert "ssh" not in said
+
+
+def test_both_addresses_are_reached_through_the_tunnel(remote: FakeCluster) -> None:
+    remote.begin = lambda job: setattr(job, "said", say_ready(grpc="127.0.0.1:8001"))
+    assert "ssh -N -L 8000:127.0.0.1:8000 -L 8001:127.0.0.1:8001 HEAD &" in at_url("deploy", "tumours").output
+
+
+def test_a_second_endpoint_of_a_name_is_refused_before_anything_is_uploaded(remote: FakeCluster) -> None:
+    assert at_url("deploy", "tumours").exit_code == 0
+    fails(
+        ConfigError,
+        "endpoint.name = 'tumours': is the name of an endpoint on this cluster",
+        at_url("deploy", "fashion", "--name", "tumours"),
+    )
+    assert len(remote.jobs) == 1
+    remote.begin = lambda job: setattr(job, "said", say_ready("http://127.0.0.1:8000/fashion"))
+    assert "endpoint fashion is ready at http://127.0.0.1:8000/fashion," in at_url("deploy", "fashion").output
+
+
+def test_the_name_of_a_detached_endpoint_that_is_gone_may_be_taken_again(remote: FakeCluster) -> None:
+    detached = {"shoal.endpoint": "tumours", "shoal.lifetime": "detached"}
+    remote.jobs["before"] = FakeJob("before", metadata=detached, state=JobStatus.SUCCEEDED)  # Ray lists it still
+    assert at_url("deploy", "tumours").exit_code == 0
+    assert "endpoint tumours is gone" in at_url("delete").output
+    assert [job.state for job in remote.jobs.values()] == [JobStatus.SUCCEEDED, JobStatus.STOPPED]
+
+
+def test_a_file_goes_with_the_folder_that_it_lies_in(remote: FakeCluster, tmp_path: Path) -> None:
+    inside, outside = tmp_path / "shop.yaml", tmp_path.parent / "shop-elsewhere.yaml"
+    for file in (inside, outside):
+        file.write_text("models: [tumours]\nendpoint: {name: shop}\n")
+    assert at_url("deploy", str(inside)).exit_code == 0
+    (job,) = remote.jobs.values()
+    assert {"file=shop.yaml", "endpoint.name=shop"} <= set(job.entrypoint)
+    job.stop()
+    assert at_url("deploy", "file=shop.yaml").exit_code == 0
+    (_, job) = remote.jobs.values()
+    assert "file=shop.yaml" in job.entrypoint
+    job.stop()
+    fails(ConfigError, "lies outside", at_url("deploy", str(outside)))
+
+
+@pytest.mark.parametrize("name", [[], ["tumours"]])
+def test_elsewhere_delete_stops_the_job_of_the_endpoint(remote: FakeCluster, name: list[str]) -> None:
+    assert at_url("deploy", "tumours").exit_code == 0
+    remote.jobs["training"] = FakeJob("training", ["python", "jobs/lenet.py"])
+    assert "endpoint tumours is gone" in at_url("delete", *name).output
+    assert {job.state for job in remote.jobs.values()} == {JobStatus.STOPPED, JobStatus.RUNNING}
+    fails(RunError, "`shoal serve deploy` has none there", at_url("delete", *name))
+
+
+def test_jobs_of_others_are_passed_over_and_one_of_the_head_itself_is_found(remote: FakeCluster) -> None:
+    remote.jobs["other"] = FakeJob("other", ["python", "-m", "shoal.flows.serving", "models=tumours"])  # of no `deploy`
+    remote.jobs["local"] = FakeJob("local", metadata={"shoal.endpoint": "fashion", "shoal.lifetime": "job"})
+    assert "endpoint fashion is gone" in at_url("delete", "fashion").output
+    assert remote.jobs["local"].state is JobStatus.STOPPED
+    assert remote.jobs["other"].state is JobStatus.RUNNING
+
+
+def test_a_word_of_the_models_own_hides_nothing(remote: FakeCluster) -> None:
+    remote.begin = lambda job: setattr(
+        job, "said", f"error: no such thing, says a library\nready: to go\n{say_ready()}"
+    )
+    assert at_url("deploy", "tumours").exit_code == 0
+
+
+def test_a_model_is_taken_from_an_endpoint_and_not_from_a_cluster(remote: FakeCluster) -> None:
+    fails(
+        ConfigError,
+        "is a cluster's, and a model is taken from an endpoint",
+        at_url("delete", "shop", "--model", "tabular"),
+    )
+
+
+def test_delete_names_what_there_is(remote: FakeCluster) -> None:
+    assert at_url("deploy", "tumours").exit_code == 0
+    fails(RunError, f"there is no endpoint fashion on {URL}: there is tumours", at_url("delete", "fashion"))
+
+
+def test_nothing_to_serve_is_said_here(remote: FakeCluster) -> None:
+    fails(ConfigError, "there is nothing to serve", at_url("deploy", "--name", "shop"))
+    assert not remote.jobs

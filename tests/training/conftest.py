@@ -1,4 +1,4 @@
-"""What the tests of checkpoints are given."""
+"""What the tests of training share: no report at the end of a run, and what those of checkpoints are given."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
+import shoal.runs
 from shoal.checkpoint import Checkpointer
 from training.checkpoint_states import Copying, Gate
+
+
+@pytest.fixture(autouse=True)
+def _without_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes five times as long as the runs of these tests; tests/unit/runs and tests/e2e have it."""
+    monkeypatch.setattr(shoal.runs, "write_report_at_end", lambda run_id: None)
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def target(monkeypatch: pytest.MonkeyPatch, bucket_environment: dict[str, str]) 
     return parts.hostname, parts.port
 
 
-NUM_CUTS = [pytest.param(3, id="some"), pytest.param(50, marks=pytest.mark.soak, id="many")]
+NUM_CUTS = [pytest.param(1, id="one"), pytest.param(50, marks=pytest.mark.soak, id="many")]
 
 
 @pytest.mark.parametrize("num_cuts", NUM_CUTS)

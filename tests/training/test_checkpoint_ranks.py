@@ -1,13 +1,9 @@
-"""Four ranks save and load together: into other layouts, with one that fails, and with one that dies.
-
-The module is also the program that each rank runs.
-"""
+"""Four ranks save and load together: into other layouts, with one that fails, and with one that dies."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from programs import RanksFailed, run_ranks
 from shoal.checkpoint import Checkpointer
 from shoal.checkpoint.directory import list_newest_first
 from shoal.checkpoint.json_state import flatten
 from shoal.errors import CheckpointError, ConfigError, RankLost, SpecMismatch
+from shoal.parallel import World
 
 SIZE = 4
 TIMEOUT_S = 60.0
@@ -244,49 +242,36 @@ SCENES = [
 ]
 
 
+def play_all(world: World, folder: Path) -> None:
+    """The program of a rank: each scene leaves a mark when it is done."""
+    warnings.simplefilter("error")
+    for scene in SCENES:
+        scene(world.rank, folder)
+        (folder / f"{scene.__name__}-{world.rank}").touch()
+    os._exit(0)  # a rank is dead: the group cannot be left in order
+
+
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """The folder, and what each rank printed, after all scenes."""
+def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder after all scenes, and how each rank ended."""
     folder = tmp_path_factory.mktemp("ranks")
     with Checkpointer(folder / "alone") as checkpointer:
         checkpointer.save(1, state_in("plain"), per_rank={"rank": 0})
-    words = [sys.executable, "-W", "error", __file__, str(folder)]
-    ranks = [
-        subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(SIZE)
-    ]
-    try:
-        return folder, [rank.communicate(timeout=600)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    with pytest.raises(RanksFailed) as ended:
+        run_ranks(play_all, SIZE, folder)
+    return folder, str(ended.value)
 
 
 @pytest.mark.parametrize("scene", [scene.__name__ for scene in SCENES])
-def test_four_ranks(played: tuple[Path, list[str]], scene: str) -> None:
-    for rank, said in enumerate(played[1]):
-        died = scene == a_rank_that_dies.__name__ and rank == 3
-        assert died or f"done: {scene}\n" in said, f"rank {rank}:\n{said}"
+def test_four_ranks(played: tuple[Path, str], scene: str) -> None:
+    for rank in range(SIZE - (scene == a_rank_that_dies.__name__)):  # the last one died
+        assert (played[0] / f"{scene}-{rank}").exists(), played[1]
 
 
-def test_one_process_loads_what_four_ranks_saved(played: tuple[Path, list[str]]) -> None:
+def test_one_process_loads_what_four_ranks_saved(played: tuple[Path, str]) -> None:
     with Checkpointer(played[0] / "layouts") as checkpointer:
         for found in (checkpointer.find(3), checkpointer.find(4)):
             state = state_in("plain", zero=True)
             got = checkpointer.load(found, state)
             assert_whole(state)
             assert (got.own, got.per_rank) == (None, [{"rank": rank} for rank in range(SIZE)])
-
-
-def main(folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE)
-    for scene in SCENES:
-        scene(rank, folder)
-        sys.stdout.write(f"done: {scene.__name__}\n")
-        sys.stdout.flush()
-    os._exit(0)  # a rank is dead: there is nobody to say goodbye to
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

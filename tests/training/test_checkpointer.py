@@ -126,15 +126,6 @@ def test_a_second_save_waits_for_the_first(checkpointer: Checkpointer, gate: Gat
         assert_equal(state, state_of(step))
 
 
-def test_preparing_allocates_what_every_save_uses(checkpointer: Checkpointer) -> None:
-    checkpointer.prepare(state_of(0))
-    assert checkpointer._staging is not None
-    buffer = checkpointer._staging._buffer.data_ptr()
-    for step in (1, 2):
-        checkpointer.save(step, state_of(step))
-    assert checkpointer._staging._buffer.data_ptr() == buffer
-
-
 def test_a_save_that_is_waited_for_copies_nothing(tmp_path: Path, checkpointer: Checkpointer) -> None:
     with Checkpointer(tmp_path / "direct", asynchronous=False) as direct:
         for each in (direct, checkpointer):

@@ -20,7 +20,7 @@ from pyarrow import feather, parquet
 from test_data_formats import IMAGES, LABELS, idx_bytes
 
 from bucket_server import BUCKET, bucket_environment, open_bucket  # noqa: F401 - a fixture
-from shoal.data import Loader, LoaderSpec, fingerprint
+from shoal.data import Loader, fingerprint
 from shoal.data.formats import Arrow, Hdf5, Idx, ImageFolder, NumpyFiles, Parquet
 from shoal.errors import ConfigError, DataError, MissingExtra
 from shoal.store import BucketPath, Store, location
@@ -159,15 +159,6 @@ def test_several_processes_of_a_host_download_a_file_once(bucket: Store) -> None
             child.kill()
     assert sorted(outputs) == ["", "", "downloads\n"]
     assert [child.returncode for child in children] == [0, 0, 0]
-
-
-def test_workers_of_a_loader_download_for_themselves(bucket: Store, tmp_path: Path) -> None:
-    write_all(tmp_path)
-    upload(tmp_path, bucket)
-    with Loader(ImageFolder(f"{bucket.url}/pictures"), batch_size=2, spec=LoaderSpec(workers=1)) as loader:
-        batches = list(loader)
-    ours = list(Loader(ImageFolder(tmp_path / "pictures"), batch_size=2))
-    assert all(torch.equal(one[0], other[0]) for one, other in zip(ours, batches, strict=True))
 
 
 def test_a_new_content_is_another_file(bucket: Store, tmp_path: Path) -> None:

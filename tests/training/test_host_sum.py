@@ -17,6 +17,8 @@ from shoal.parallel import World
 from shoal.parallel.comm import shm_all_reduce, shm_rendezvous
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 
+TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-15, torch.bfloat16: 2e-2}
+
 
 def values_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
@@ -40,17 +42,20 @@ def sums(world: World, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_every_rank_has_the_same_sum_in_every_bit(dtype: torch.dtype) -> None:
+def sums_of_each(world: World, sizes: list[int]) -> dict[torch.dtype, list[Tensor]]:
+    return {dtype: sums(world, sizes, dtype) for dtype in TOLERANCES}
+
+
+def test_every_rank_has_the_same_sum_in_every_bit() -> None:
     sizes = [1, 7, 1000, 5000]  # the last ones in several parts
-    every_rank = run_ranks(sums, 3, sizes, dtype)
-    for index, size in enumerate(sizes * 2):
-        first = every_rank[0][index]
-        assert first.shape == (size, 1)
-        assert all(torch.equal(each[index], first) for each in every_rank)
-        expected = sum(values_of(rank, size, dtype).double() for rank in range(3)) * 0.5
-        tolerance = {torch.float32: 1e-6, torch.float64: 1e-15, torch.bfloat16: 2e-2}[dtype]
-        torch.testing.assert_close(first.double().view(-1), expected, rtol=tolerance, atol=100 * tolerance)
+    every_rank = run_ranks(sums_of_each, 3, sizes)
+    for dtype, tolerance in TOLERANCES.items():
+        for index, size in enumerate(sizes * 2):
+            first = every_rank[0][dtype][index]
+            assert first.shape == (size, 1)
+            assert all(torch.equal(each[dtype][index], first) for each in every_rank)
+            expected = sum(values_of(rank, size, dtype).double() for rank in range(3)) * 0.5
+            torch.testing.assert_close(first.double().view(-1), expected, rtol=tolerance, atol=100 * tolerance)
 
 
 def gathered(world: World) -> tuple[Tensor, float]:
@@ -64,18 +69,13 @@ def test_gathers_in_the_order_of_ranks() -> None:
         assert sent_bytes == 16.0  # eight bytes to each of two
 
 
-def in_turn(world: World) -> list[float]:
+def in_turn(world: World) -> None:
     """A rank that is slow to look at what it got must not see the next round's values."""
-    mine, found = formed(), []
+    mine = formed()
     for step in range(200):
         if step % 7 == world.rank:
             os.sched_yield()
-        found.append(mine.sum(torch.full((300,), float(step + world.rank))).unique().tolist())
-    return [value for [value] in found]
-
-
-def test_rounds_do_not_run_into_each_other() -> None:
-    assert run_ranks(in_turn, 2) == [[2.0 * step + 1.0 for step in range(200)]] * 2
+        assert mine.sum(torch.full((300,), float(step + world.rank))).unique().tolist() == [2.0 * step + 1.0]
 
 
 def left_alone(world: World) -> str:
@@ -100,74 +100,65 @@ def out_of_step(world: World) -> None:
     world.barrier()
 
 
-def test_ranks_that_sum_different_things_are_told() -> None:
-    run_ranks(out_of_step, 2)
-
-
 def waits_too_long(world: World) -> None:
-    shm_rendezvous.TIMEOUT_S = 1.0
-    mine = formed()
-    if world.rank == 0:
-        with pytest.raises(RuntimeError, match="Timed out"):
-            mine.sum(torch.ones(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shm_rendezvous, "TIMEOUT_S", 1.0)
+        mine = formed()
+        if world.rank == 0:
+            with pytest.raises(RuntimeError, match="Timed out"):
+                mine.sum(torch.ones(3))
     world.barrier()
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
-    run_ranks(waits_too_long, 2)
-
-
-def on_two_hosts(world: World, what: str) -> list[bool]:
+def apart(world: World) -> None:
     """Ranks that cannot share memory, for a reason that all of them know, or that only one meets."""
-    if what == "host" and world.rank == 1:
-        shm_rendezvous.identify_host = lambda: "elsewhere"
-    if what == "refused" and world.rank == 1:
 
-        def refused(*args: Any) -> Any:
-            raise PermissionError
+    def refused(*args: Any) -> Any:
+        raise PermissionError
 
-        shm_all_reduce._map_shared_memory = refused
-    group = dist.group.WORLD
-    assert group is not None
-    return [ShmAllReduce.try_create(group) is None, world.gather(world.rank) == [0, 1]]
+    for owner, name, value in (
+        (shm_rendezvous, "identify_host", lambda: "elsewhere"),
+        (shm_all_reduce, "_map_shared_memory", refused),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == 1:
+                patch.setattr(owner, name, value)
+            group = dist.group.WORLD
+            assert group is not None
+            assert ShmAllReduce.try_create(group) is None
+            assert world.gather(world.rank) == [0, 1]
 
 
-@pytest.mark.parametrize("what", ["host", "refused"])
-def test_ranks_that_cannot_share_memory_all_know_it(what: str) -> None:
-    assert run_ranks(on_two_hosts, 2, what) == [[True, True]] * 2
-
-
-def stranger(world: World) -> list[float]:
-    """Somebody else connects to the first rank before the others do."""
+def stranger(world: World) -> None:
+    """Another process connects to the first rank before the others do."""
     gathered_by_all = shm_rendezvous._all_gather
 
-    def gathered_and_told(value: Any, group: Any) -> list[Any]:
-        found = gathered_by_all(value, group)
+    def gathered_and_connected(value: Any, group: Any) -> list[Any]:
+        values = gathered_by_all(value, group)
         if world.rank == 1 and isinstance(value, tuple):
-            name = found[0][1]
-            line.connect(name)
+            line.connect(values[0][1])
             line.sendall(bytes(16) + (1).to_bytes(4, "little"))
-        return found
+        return values
 
-    shm_rendezvous._all_gather = gathered_and_told
-    with socket.socket(socket.AF_UNIX) as line:
-        total: list[float] = formed().sum(torch.tensor([float(world.rank)])).tolist()
-    return total
-
-
-def test_a_stranger_is_no_rank() -> None:
-    assert run_ranks(stranger, 2) == [[1.0], [1.0]]
+    with pytest.MonkeyPatch.context() as patch, socket.socket(socket.AF_UNIX) as line:
+        patch.setattr(shm_rendezvous, "_all_gather", gathered_and_connected)
+        assert formed().sum(torch.tensor([float(world.rank)])).tolist() == [1.0]
 
 
-def open_files(world: World) -> tuple[list[str], list[str]]:
+def nothing_left_open(world: World) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     mine = formed()
     mine.sum(torch.ones(3))
     mine.close()
     mine.close()
-    return before, sorted(os.listdir("/proc/self/fd"))
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_nothing_is_left_open() -> None:
-    for before, after in run_ranks(open_files, 2):
-        assert after == before
+def play_all(world: World) -> None:
+    for scene in (nothing_left_open, in_turn, stranger, apart, waits_too_long, out_of_step):
+        scene(world)
+
+
+def test_two_ranks() -> None:
+    """In one start: each scene asserts for itself."""
+    run_ranks(play_all, 2)

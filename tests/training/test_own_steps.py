@@ -23,11 +23,17 @@ from shoal.parallel import World
 from shoal.train import Callback, Task, TrainingState
 from shoal.train.launch.validate import validate_run
 from shoal.train.loop.trainer import Trainer
+from shoal.train.reporting.event_log import NullLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 
 ROWS = 96
 TOLERANCE = 1e-5  # sums over ranks are taken in another order
+LEARNING = {"stop": {"steps": 60}, "optimizer": {"learning_rate": 0.05}}
+# 40 samples in each batch of an evaluation: the last one is smaller, and unequal on two ranks.
+UNEVEN = {"evaluate": {"every_steps": 3, "batch_size": 40}}
+
+Trained = tuple[TrainResult, dict[str, list[float]], dict[str, Tensor]]
 
 
 def make_points(count: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -143,7 +149,7 @@ class Watched(Distillation):
         return [self.counting]
 
 
-class Values:
+class Values(NullLog):
     """An event log that retains the metrics."""
 
     def __init__(self) -> None:
@@ -153,24 +159,13 @@ class Values:
         for name, value in values.items():
             self.values.setdefault(name, []).append(value)
 
-    def record_event(self, kind: str, /, **details: object) -> None:
-        pass
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
 
 def spec_of(**changes: Any) -> TrainSpec:
     base = {"task": "own", "batch_size": 32, "stop": {"steps": 6}, "log_every_steps": 1, "seed": 3}
     return TrainSpec.parse({**base, **changes})
 
 
-def train(
-    world: World, folder: Path, task: Task, spec: TrainSpec
-) -> tuple[TrainResult, dict[str, list[float]], dict[str, Tensor]]:
+def train(world: World, folder: Path, task: Task, spec: TrainSpec) -> Trained:
     log = Values()
     trainer = Trainer(spec, task, world, folder, journal=log)
     result = trainer.run()
@@ -181,9 +176,7 @@ def train(
     )
 
 
-def train_alone(
-    folder: Path, task: Task, **changes: Any
-) -> tuple[TrainResult, dict[str, list[float]], dict[str, Tensor]]:
+def train_alone(folder: Path, task: Task, **changes: Any) -> Trained:
     return train(World.single("cpu"), folder, task, spec_of(**changes))
 
 
@@ -224,12 +217,31 @@ def test_a_gan_takes_the_steps_that_its_loop_by_hand_would(tmp_path: Path, accum
     assert "validation/loss" not in values
 
 
-def test_a_gan_on_two_ranks_takes_the_steps_of_one_process(tmp_path: Path) -> None:
-    _, values, weights = train_alone(tmp_path / "alone", GanTask(), clip_norm=0.5)
-    for options in ({}, {"backend": "gloo"}):
-        spec = spec_of(parallel={"data": 2, **options}, workers=2, clip_norm=0.5)
-        name = f"ranks{len(options)}"
-        (_, theirs, first), (_, _, second) = run_ranks(train, 2, tmp_path / name, GanTask(), spec)
+def train_cases(world: World, folder: Path, cases: Mapping[str, tuple[Task, TrainSpec]]) -> dict[str, Trained]:
+    """The program of a rank: one run after the other."""
+    return {name: train(world, folder / name, task, spec) for name, (task, spec) in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Trained]]:
+    """What each of two ranks has trained, by case: starting ranks is what takes time."""
+    gan = {"workers": 2, "clip_norm": 0.5}
+    cases = {
+        "gan": (GanTask(), spec_of(parallel={"data": 2}, **gan)),
+        "gan gloo": (GanTask(), spec_of(parallel={"data": 2, "backend": "gloo"}, **gan)),
+        "metrics": (Distillation(), spec_of(workers=2, **UNEVEN)),
+        "distillation": (Distillation(), spec_of(workers=2, **LEARNING)),
+        "watched": (Watched(), spec_of(workers=2, stop={"steps": 100_000})),
+    }
+    return run_ranks(train_cases, 2, tmp_path_factory.mktemp("ranks"), cases)
+
+
+def test_a_gan_on_two_ranks_takes_the_steps_of_one_process(
+    tmp_path: Path, on_two_ranks: list[dict[str, Trained]]
+) -> None:
+    _, values, weights = train_alone(tmp_path, GanTask(), clip_norm=0.5)
+    for case in ("gan", "gan gloo"):
+        (_, theirs, first), (_, _, second) = (rank[case] for rank in on_two_ranks)
         for key, value in weights.items():
             torch.testing.assert_close(first[key], value, rtol=0, atol=TOLERANCE)
             assert first[key].equal(second[key])
@@ -245,21 +257,20 @@ def test_a_gan_that_is_resumed_ends_with_the_weights_of_one_that_was_not(tmp_pat
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_distillation_logs_each_loss(tmp_path: Path, workers: int) -> None:
-    spec = spec_of(workers=workers, stop={"steps": 60}, optimizer={"learning_rate": 0.05})
-    found = run_ranks(train, workers, tmp_path, Distillation(), spec)
-    values = found[0][1]
+def test_a_distillation_logs_each_loss(tmp_path: Path, on_two_ranks: list[dict[str, Trained]], workers: int) -> None:
+    alone = train_alone(tmp_path, Distillation(), **LEARNING) if workers == 1 else None
+    _, values, _ = alone or on_two_ranks[0]["distillation"]
     hard, soft = np.array(values["train/hard"]), np.array(values["train/soft"])
     np.testing.assert_allclose(hard + 2 * soft, values["train/loss"], rtol=1e-5)
     assert soft[-1] < soft[0]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_metrics_with_a_state_are_those_over_all_samples(tmp_path: Path, workers: int) -> None:
-    """40 samples in each batch of an evaluation: the last one is smaller, and unequal on two ranks."""
-    spec = spec_of(workers=workers, evaluate={"every_steps": 3, "batch_size": 40})
-    found = run_ranks(train, workers, tmp_path, Distillation(), spec)
-    result, values, weights = found[0]
+def test_metrics_with_a_state_are_those_over_all_samples(
+    tmp_path: Path, on_two_ranks: list[dict[str, Trained]], workers: int
+) -> None:
+    alone = train_alone(tmp_path, Distillation(), **UNEVEN) if workers == 1 else None
+    result, values, weights = alone or on_two_ranks[0]["metrics"]
     points, labels = make_points()
     model = nn.Linear(4, 2)
     model.load_state_dict(weights)
@@ -271,7 +282,7 @@ def test_metrics_with_a_state_are_those_over_all_samples(tmp_path: Path, workers
     for name, value in expected.items():
         assert result.metrics[name] == pytest.approx(float(value), abs=1e-6)
         assert len(values[f"validation/{name}"]) == 2
-    assert found[-1][0].metrics == result.metrics
+    assert alone or on_two_ranks[1]["metrics"][0].metrics == result.metrics
 
 
 def test_a_target_may_be_a_metric_with_a_state(tmp_path: Path) -> None:
@@ -293,10 +304,10 @@ def test_callbacks_see_the_run_and_may_end_it(tmp_path: Path) -> None:
     assert values["watched/loss"] == pytest.approx(values["train/loss"])
 
 
-def test_a_callback_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
-    found = run_ranks(train, 2, tmp_path, Watched(), spec_of(workers=2, stop={"steps": 100_000}))
-    assert {result.reason for result, _, _ in found} == {"callback"}
-    assert len({result.steps for result, _, _ in found}) == 1
+def test_a_callback_ends_the_run_on_all_ranks(on_two_ranks: list[dict[str, Trained]]) -> None:
+    results = [rank["watched"][0] for rank in on_two_ranks]
+    assert {result.reason for result in results} == {"callback"}
+    assert len({result.steps for result in results}) == 1
 
 
 def refuse(task: Task, folder: Path, kind: type[Exception], match: str, **changes: Any) -> None:

@@ -101,7 +101,7 @@ def test_a_recipe_trains_from_its_file_and_is_registered(recipe: str) -> None:
     path = str(JOBS / f"{recipe}.py")
     spec = load_recipe(path).model_copy(update={"args": SMALL[recipe]})
     words = ["stop.epochs=null", "stop.target=null", "stop.convergence=null", "stop.steps=4", "evaluate.every_steps=4"]
-    outcome = fit_locally(spec.override([*words, "threads=1"]))
+    outcome = fit_locally(spec.override([*words, "threads=1", "loader.workers=0"]))
     assert (outcome.reason, outcome.steps) == ("steps", 4)
     assert np.isfinite(list(outcome.metrics.values())).all()
     assert Registry().get(f"{spec.name}@champion").manifest.metrics == outcome.metrics

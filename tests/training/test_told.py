@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.runs.report.event_messages import format_warning
+from shoal.runs.event_messages import format_warning
 from shoal.train.reporting import console
 from shoal.train.reporting.console import ConsoleLog
 from shoal.train.reporting.event_log import NullLog

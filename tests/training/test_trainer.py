@@ -257,18 +257,6 @@ def test_what_was_reported_last_before_a_death_is_reported_again(tmp_path: Path)
     assert "validation/loss" in after.metrics[9]
 
 
-def test_more_epochs_can_be_asked_for_later(tmp_path: Path) -> None:
-    train(tmp_path, spec_of(stop={"epochs": 1}))
-    assert train(tmp_path, spec_of(stop={"epochs": 2})).steps == 16
-
-
-def test_a_target_ends_it_where_it_is_met(tmp_path: Path) -> None:
-    outcome = train(tmp_path, spec_of(stop={"epochs": 50, "target": "accuracy>=0.9"}))
-    assert outcome.reason == "target"
-    assert outcome.metrics["accuracy"] >= 0.9
-    assert outcome.steps < 50 * STEPS_PER_EPOCH
-
-
 def test_under_convergence_the_best_network_is_kept(tmp_path: Path) -> None:
     spec = spec_of(
         stop={"steps": 200, "convergence": {"metric": "accuracy", "patience": 2}}, evaluate={"every_steps": 4}
@@ -360,11 +348,6 @@ def test_weights_are_looked_at_value_by_value_where_a_norm_overflows() -> None:
     assert find_not_finite([]) is None
     assert find_not_finite([*named, ("mask", masked)]) is None
     assert find_not_finite([*named, ("infinite", torch.nn.Parameter(infinite))]) == "infinite"
-
-
-def test_an_error_of_the_users_own_comes_out_as_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a fault of the user's own"):
-        train(tmp_path / "run", spec_of(), notes=str(tmp_path), fault="raise", fault_step=1)
 
 
 def test_histograms_are_written_where_they_are_asked_for(tmp_path: Path) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +15,8 @@ from torch import Tensor, nn
 from programs import RanksFailed, run_ranks
 from shoal.errors import ConfigError, NotFinite, PlanError, RankLost
 from shoal.parallel import World
+from shoal.train.loop.trainer import Trainer
+from shoal.train.reporting.event_log import NullLog
 from shoal.train.spec import TrainSpec
 from train_task import FEATURES, Toy, seen
 
@@ -25,8 +25,8 @@ STEPS = 12
 TOLERANCE = 1e-4
 
 
-class Losses:
-    """A journal that keeps the losses by step."""
+class Losses(NullLog):
+    """An event log that retains the losses by step, and why a model was built eagerly."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, float] = {}
@@ -39,12 +39,6 @@ class Losses:
     def record_event(self, kind: str, /, **details: object) -> None:
         if kind == "built_eagerly":
             self.eager_reasons.append(details["error"])
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
 
 
 def spec_of(plan: Any, **changes: Any) -> TrainSpec:
@@ -66,8 +60,6 @@ def train(
     world: World, folder: Path, spec: TrainSpec, args: dict[str, Any], stop_at: int | None = None, stopper: int = 0
 ) -> tuple[dict[int, float], Any]:
     """The program of a rank: (losses by step, on rank 0; the outcome)."""
-    from shoal.train.loop.trainer import Trainer
-
     losses, calls = Losses(), iter(range(1, 1000))
 
     def should_stop() -> bool:
@@ -94,18 +86,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return dict(losses)
 
 
-def train_each(
-    world: World, folder: Path, plans: list[str], args: dict[str, Any]
-) -> list[tuple[dict[int, float], Any]]:
-    """The program of a rank: one run after the other, each under a plan of its own."""
-    return [train(world, folder / plan, spec_of(plan), args) for plan in plans]
+NO_DROPOUT = {"dropout": 0.0}  # a pipeline takes a batch in micro-batches, each with another dropout mask
+
+
+def train_each(world: World, folder: Path, plans: list[str]) -> list[tuple[dict[int, float], Any]]:
+    """The program of a rank: one run after the other, each under another plan."""
+    return [train(world, folder / plan, spec_of(plan), NO_DROPOUT if plan == "pipeline" else {}) for plan in plans]
 
 
 def test_every_plan_has_the_losses_of_one_process(alone: dict[int, float], tmp_path: Path) -> None:
-    plans = ["ddp", "fsdp", "tensor"]
-    first, second = run_ranks(train_each, 2, tmp_path, plans, {})
+    plans = ["ddp", "fsdp", "tensor", "pipeline"]
+    [(without_dropout, _)] = run_ranks(train, 1, tmp_path / "one", spec_of("single"), NO_DROPOUT)
+    first, second = run_ranks(train_each, 2, tmp_path, plans)
     for plan, (losses, outcome), (_, same) in zip(plans, first, second, strict=True):
-        assert losses == pytest.approx(alone, rel=TOLERANCE), plan
+        assert losses == pytest.approx(without_dropout if plan == "pipeline" else alone, rel=TOLERANCE), plan
         assert outcome == same
         assert outcome.metrics["accuracy"] > 0.5
 
@@ -118,62 +112,9 @@ class Sometimes(Toy):
         return metrics if torch.distributed.get_rank() else {**metrics, "of a class": metrics["accuracy"]}
 
 
-def evaluated_unalike(world: World, folder: Path, spec: TrainSpec) -> str:
-    """The program of a rank that must fail: what it raised."""
-    from shoal.train.loop.trainer import Trainer
-
-    with pytest.raises(ConfigError) as raised:
-        Trainer(spec, Sometimes(), world, folder).run()
-    return str(raised.value)
-
-
-def test_metrics_that_one_rank_measures_alone_are_refused_on_all(tmp_path: Path) -> None:
-    for said in run_ranks(evaluated_unalike, 2, tmp_path, spec_of("ddp", stop={"steps": 2})):
-        assert "Task.metrics" in said
-        assert "not measured of every batch alike" in said
-
-
-class Unevenly(Toy):
-    """Its second rank takes long to evaluate."""
-
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
-            time.sleep(0.5)
-        return super().metrics(outputs, batch)
-
-
-class Waits(Losses):
-    """A journal that keeps the shares of time spent waiting for other ranks."""
-
-    def __init__(self) -> None:
-        self.shares: list[float] = []
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.shares += [share for name, share in values.items() if name == "wait/communication"]
-
-
-def waits(world: World, folder: Path, spec: TrainSpec) -> list[float]:
-    """The program of a rank: what is reported of waiting."""
-    from shoal.train.loop.trainer import Trainer
-
-    journal = Waits()
-    Trainer(spec, Unevenly(count=64), world, folder, journal=journal).run()
-    return journal.shares
-
-
-def test_ranks_that_wait_in_an_evaluation_do_not_wait_in_a_step(tmp_path: Path) -> None:
-    spec = spec_of("fsdp", evaluate={"every_steps": 2}, stop={"steps": 6}, log_every_steps=2, checkpoint={})
-    shares, _ = run_ranks(waits, 2, tmp_path, spec)
-    assert len(shares) == 3
-    assert max(shares) < 1.0
-
-
-def test_a_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:
-    args = {"dropout": 0.0}  # it takes a batch in micro-batches, each with a dropout mask of its own
-    [(expected, _)] = run_ranks(train, 1, tmp_path / "one", spec_of("single"), args)
-    results = run_ranks(train, 2, tmp_path / "two", spec_of("pipeline"), args)
-    assert results[0][0] == pytest.approx(expected, rel=TOLERANCE)
-    assert results[0][1] == results[1][1]
+def metrics_that_one_rank_measures_alone_are_refused_on_all(world: World, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Task\.metrics.*not measured of every batch alike"):
+        Trainer(spec_of("ddp", stop={"steps": 2}), Sometimes(), world, folder).run()
 
 
 class Roots(nn.Module):
@@ -192,17 +133,11 @@ class Rooted(Toy):
         return nn.Sequential(Roots(), super().model())
 
 
-def train_rooted(world: World, folder: Path, spec: TrainSpec) -> list[object]:
-    from shoal.train.loop.trainer import Trainer
-
-    losses = Losses()
-    Trainer(spec, Rooted(), world, folder, journal=losses).run()
-    return losses.eager_reasons
-
-
-def test_a_run_says_why_a_model_was_not_split_without_memory(tmp_path: Path) -> None:
-    first, _ = run_ranks(train_rooted, 2, tmp_path, spec_of("tensor", stop={"steps": 1}))
-    assert first == ["its plan is not found without its weights: arbitrary weights give no numbers"]
+def a_run_says_why_a_model_was_not_split_without_memory(world: World, folder: Path) -> None:
+    log = Losses()
+    Trainer(spec_of("tensor", stop={"steps": 1}), Rooted(), world, folder, journal=log).run()
+    if world.is_first:
+        assert log.eager_reasons == ["its plan is not found without its weights: arbitrary weights give no numbers"]
 
 
 def test_a_run_goes_on_under_other_plans_and_numbers_of_workers(alone: dict[int, float], tmp_path: Path) -> None:
@@ -242,7 +177,6 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_with_its_samples(tmp_pat
 def spoil(world: World, folder: Path, spec: TrainSpec) -> NotFinite:
     """The program of a rank: the last one's share of the weights is spoilt after the fifth step; what was raised."""
     from shoal.parallel.state import gradients
-    from shoal.train.loop.trainer import Trainer
 
     calls = iter(range(1, 1000))
 
@@ -302,8 +236,8 @@ def die_on_the_way(world: World, folder: Path, plan: str, place: str) -> Any:
     [
         ("ddp", "assembly"),
         ("tensor", "exchange of signs"),
-        ("ddp", "evaluation"),
-        ("fsdp", "evaluation"),
+        pytest.param("ddp", "evaluation", marks=pytest.mark.soak),
+        pytest.param("fsdp", "evaluation", marks=pytest.mark.soak),
         ("pipeline", "evaluation"),
         ("fsdp", "the network at the end"),
     ],
@@ -333,22 +267,12 @@ class Normalised(Toy):
         return nn.Sequential(Normaliser(), super().model())
 
 
-def normalise(world: World, folder: Path) -> list[str]:
-    """The program of a rank: what is said of a normaliser, under each plan."""
-    from shoal.train.loop.trainer import Trainer
-
-    found = []
+def statistics_that_each_rank_takes_of_its_own_samples_are_refused(world: World, folder: Path) -> None:
     for plan in ("ddp", "fsdp"):
-        with pytest.raises(PlanError) as raised:
+        with pytest.raises(
+            PlanError, match=r"'0\.mean': is a buffer that data ranks 0 and 1 have made different ones of"
+        ):
             Trainer(spec_of(plan), Normalised(), world, folder / plan).run()
-        found.append(str(raised.value))
-    return found
-
-
-def test_statistics_that_each_rank_takes_of_its_own_samples_are_refused(tmp_path: Path) -> None:
-    for messages in run_ranks(normalise, 2, tmp_path):
-        for message in messages:
-            assert "'0.mean': is a buffer that data ranks 0 and 1 have made different ones of" in message
 
 
 class Caching(nn.Module):
@@ -374,16 +298,30 @@ class Cached(Toy):
         return nn.Sequential(Caching(), super().model())
 
 
-def cache(world: World, folder: Path, plan: str) -> dict[int, float]:
-    """The program of a rank: the losses of a model that makes buffers as it is called."""
-    from shoal.train.loop.trainer import Trainer
+def train_cached(world: World, folder: Path) -> dict[int, float]:
+    """The losses of a model that makes buffers as it is called."""
+    log = Losses()
+    Trainer(
+        spec_of("ddp" if world.size > 1 else "single", stop={"steps": 3}), Cached(), world, folder, journal=log
+    ).run()
+    return log.by_step
 
-    losses = Losses()
-    Trainer(spec_of(plan, stop={"steps": 3}), Cached(), world, folder, journal=losses).run()
-    return losses.by_step
+
+SCENES = [
+    metrics_that_one_rank_measures_alone_are_refused_on_all,
+    a_run_says_why_a_model_was_not_split_without_memory,
+    statistics_that_each_rank_takes_of_its_own_samples_are_refused,
+]
 
 
-def test_buffers_that_a_forward_pass_makes_or_lets_grow_are_trained_with_as_alone(tmp_path: Path) -> None:
-    [expected] = run_ranks(cache, 1, tmp_path / "alone", "single")
+def play_all(world: World, folder: Path) -> dict[int, float]:
+    for scene in SCENES:
+        scene(world, folder / scene.__name__)
+    return train_cached(world, folder / "cached")
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """In one start: each scene asserts for itself. Then: buffers that a forward pass makes, or lets grow."""
+    expected = train_cached(World.single("cpu"), tmp_path / "alone")
     assert sorted(expected) == [1, 2, 3]
-    assert run_ranks(cache, 2, tmp_path / "ddp", "ddp")[0] == pytest.approx(expected, rel=TOLERANCE)
+    assert run_ranks(play_all, 2, tmp_path)[0] == pytest.approx(expected, rel=TOLERANCE)

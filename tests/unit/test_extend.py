@@ -21,11 +21,10 @@ from shoal.extend import Library
 from shoal.libs.games.tag import Tag
 from shoal.libs.som.network import SelfOrganisingMap
 from shoal.plugins import find, library
-from shoal.plugins.library import find_libraries, find_sound_libraries
+from shoal.plugins.library import collect_extensions, find_libraries, find_sound_libraries
 from shoal.plugins.moved import MOVED, translate_reference
 from shoal.registry import ModelFactory
-from shoal.runs import RunKind
-from shoal.runs.report.panels import find_panels
+from shoal.runs.report import PANELS
 from shoal.sync.config import VARIANTS, find_sync_config_type, list_kinds
 from shoal.train.launch.predicted_cost import find_estimator
 
@@ -93,7 +92,7 @@ def test_a_broken_package_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch, tm
     install(monkeypatch, tmp_path, "import nothing_like_it")
     assert "local_sgd" in list_kinds()
     assert find_sync_config_type("local_sgd").__name__ == "LocalSGDConfig"
-    assert find_panels(RunKind.SWEEP) is not find_panels(RunKind.TRAINING)
+    assert {"sweep", "stream"} <= collect_extensions(PANELS).keys()
     assert find_estimator() is not None
     assert not hasattr(shoal, "nothing_of_this_name")
     with pytest.raises(ConfigError, match=r"mine_of_this_test.*nothing_like_it"):

@@ -25,7 +25,7 @@ from benchmarks.serving.exchange import (
 from benchmarks.serving.grpc_call import message
 from benchmarks.serving.oracle import FIXED_S, MAX_ROWS, ROW_S, with_window, work_conserving
 
-from shoal.open_inference import inference_pb2
+from shoal.libs.grpc import inference_pb2
 
 BODY = b'{"a": 1}'
 ANSWER = b"HTTP/1.1 200 OK\r\nShoal-Model-Version: 7\r\ncontent-length: 8\r\n\r\n" + BODY

@@ -31,8 +31,7 @@ from shoal.actor.connection import (
     is_on_this_host,
     make_arrival_poller,
 )
-from shoal.actor.outbox import Outbox
-from shoal.actor.received_weights import ReceivedWeights
+from shoal.actor.exchange import Outbox, ReceivedWeights
 from shoal.errors import Closed, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged, ShoalError
 from shoal.wire import ExperienceSpec, MessageLimits, PackedSegment, Segment, decode, encode
 from shoal.wire.messages import (

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.actor.adapters.aec import adapt_aec
-from shoal.actor.adapters.flattening import flatten_agents, flatten_environment
 from shoal.actor.agent_streams import is_parallel, to_float
+from shoal.actor.other_games import adapt_aec, flatten_agents, flatten_environment
 from shoal.errors import ConfigError, ShoalError
 from shoal.plugins.moved import translate_reference
 from shoal.wire import ExperienceSpec

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shoal.actor.adapters.aec import adapt_aec
 from shoal.actor.agent_streams import (
     AgentStream,
     BatchGame,
@@ -26,6 +25,7 @@ from shoal.actor.agent_streams import (
     is_parallel,
 )
 from shoal.actor.client import ActorClient
+from shoal.actor.other_games import adapt_aec
 from shoal.actor.parallel_game import Opponent, OpponentDraw, ParallelGame, assign_agents, require_one_run
 from shoal.actor.policy import Policy, make_policy
 from shoal.errors import Closed, RunChanged

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.actor.networks.frame_features import Kernel, compute_features, load_kernels
-from shoal.actor.networks.graph_network import GraphNetwork
+from shoal.actor.policy_networks import GraphNetwork, Kernel, compute_features, load_kernels
 from shoal.actor.recurrent_policy import PREFIX, RecurrentPolicy, describe_head, load_layers
 from shoal.errors import ConfigError, WeightsError
 from shoal.wire.experience_spec import NO_EXTRAS, PolicySpec

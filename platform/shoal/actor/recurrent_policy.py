@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from shoal.actor.networks.frame_features import Kernel, compute_features, load_kernels
+from shoal.actor.policy_networks import Kernel, compute_features, load_kernels
 from shoal.errors import ConfigError, WeightsError
 from shoal.wire.experience_spec import STATE, PolicySpec
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shoal.actor.adapters.aec import adapt_aec
 from shoal.actor.agent_streams import AgentsEpisode, Environment, ParallelEnvironment, find_mask
 from shoal.actor.client import ActorClient
 from shoal.actor.environment_loop import follow_runs
 from shoal.actor.game import EpisodeActor, OpenEpisode
+from shoal.actor.other_games import adapt_aec
 from shoal.actor.parallel_game import assign_agents, require_one_run
 from shoal.actor.segment_builder import SegmentBuilder
 from shoal.errors import Closed, ConfigError, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged

@@ -17,17 +17,12 @@ COMMANDS = {
     "up": ("cluster", "Start a Ray cluster for Shoal on this machine, in the background."),
     "down": ("cluster", "Stop the cluster that `shoal up` started."),
     "status": ("cluster", "Show what is running: the cluster, its jobs, gateways and endpoints."),
-    "doctor": ("doctor", "Check this machine and show the remedy for each problem."),
     "run": ("run", "Run a job, with a live display."),
-    "inspect": ("inspect", "Predict what a task costs; after a run, compare with the measurements."),
     "actor": ("actor", "Play an environment and send the experience to a gateway."),
     "runs": ("runs", "List the runs, show one, or remove some."),
-    "report": ("runs", "Write the one-page HTML report of a run."),
-    "compare": ("compare", "Put runs side by side, in a table and a picture."),
     "models": ("models", "List, show, add, promote, roll back and remove registered models."),
     "serve": ("serve", "Serve models: deploy, show, roll out, roll back, delete."),
     "release": ("runs", "Release an actor of a run from quarantine."),
-    "predict": ("predict", "Send requests to a model of an endpoint."),
 }
 
 

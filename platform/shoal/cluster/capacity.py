@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.cluster.growth import HEAD, Bundle, Growth, describe_launches, find_growth
 from shoal.errors import ConfigError
-from shoal.runs.report.event_messages import WAITING
+from shoal.runs.event_messages import WAITING
 
 POLL_S = 0.05
 GPU_GRAINS = 10_000  # Ray counts resources in these parts

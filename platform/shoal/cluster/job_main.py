@@ -19,9 +19,9 @@ import shoal.runs
 from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle, set_environment
 from shoal.config import Spec, last_override
 from shoal.errors import ClusterError, ShoalError
+from shoal.runs.event_messages import format_warning
 from shoal.runs.json_lines import JSON, TEXT, log_json, write_json_lines
 from shoal.runs.record.provenance import restore_secrets
-from shoal.runs.report.event_messages import format_warning
 
 SpecT = TypeVar("SpecT", bound=Spec)
 CHECK, HELP = "--check", ("-h", "--help")

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from shoal.rl.local_loop import LocalLoop
     from shoal.rl.spec import RLSpec, experience_spec
     from shoal.runs import RunKind, RunRecorder
-    from shoal.runs.report.panels import ReportPanels, Section
+    from shoal.runs.report import ReportPanels, Section
     from shoal.runs.run_reader import MetricValue, Run
-    from shoal.runs.tracking.tracker import Tracker
+    from shoal.runs.tracker import Tracker
     from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
     from shoal.sync.config import SyncConfig
     from shoal.sync.rank_signals import RankSignals

@@ -23,7 +23,7 @@ from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.spec import RLSpec, policy_spec
 from shoal.runs import Run, create, load
 from shoal.runs.run_reader import MetricValue
-from shoal.runs.tracking.tracker import Tracker
+from shoal.runs.tracker import Tracker
 from shoal.wire import ExperienceSpec, TensorSpec
 
 

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
-    from shoal.cost.cost_table import CostTable, combine_ranks, format_quantity
+    from shoal.cost.cost_table import (
+        MEASURED,
+        PREDICTED,
+        QUANTITIES,
+        CostTable,
+        combine_ranks,
+        format_quantity,
+        relative_error,
+    )
     from shoal.cost.fake_tensors import FakeMode, ModelTooLarge, build_small_model, copy_model, use_fake_tensors
     from shoal.cost.measure.collective_bytes import assume_cuda
     from shoal.cost.measure.memory import allocate_averages, bytes_of, state_of, track_growth

@@ -9,6 +9,6 @@ if TYPE_CHECKING:
     from shoal.registry.aliases import require_alias
     from shoal.registry.code_import import activate_code, load_source
     from shoal.registry.manifest import ModelFactory, find_callable
-    from shoal.registry.model_format import FORMATS
+    from shoal.registry.model_format import PAYLOAD_FILES, find_format
 
 __getattr__ = load_on_demand(__name__)

@@ -6,13 +6,9 @@ from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
     from shoal.runs import Run, RunKind, RunRecorder, Status, load
-    from shoal.runs.formatting import format_duration, format_number, format_size, format_value
-    from shoal.runs.json_lines import LogFormat
-    from shoal.runs.record.provenance import format_masked_command, make_command_variable, split_secrets
-    from shoal.runs.record.serialization import escape_text
-    from shoal.runs.report.event_messages import NO_CHECKPOINT, WAITING
-    from shoal.runs.report.panels import ReportPanels, Section, build_ranked_table, find_logarithmic
-    from shoal.runs.report.plots import (
+    from shoal.runs.event_messages import NO_CHECKPOINT, WAITING
+    from shoal.runs.figures import (
+        COLOURS,
         INK,
         LINE,
         MARK,
@@ -30,17 +26,13 @@ if TYPE_CHECKING:
         truncate_middle,
         use_integer_ticks,
     )
-    from shoal.runs.run_reader import MetricValue, infer_direction
-    from shoal.runs.sweep_trials import (
-        SWEEPING,
-        History,
-        Sweep,
-        SweepTrial,
-        TrialLog,
-        TrialState,
-        load_history,
-        load_sweep,
-    )
-    from shoal.runs.tracking.tracker import Tracker, TrackerNames, list_facts, list_models, list_parameters
+    from shoal.runs.formatting import format_duration, format_number, format_size, format_timestamp, format_value
+    from shoal.runs.json_lines import LogFormat
+    from shoal.runs.record.provenance import format_masked_command, is_secret_name, make_command_variable, split_secrets
+    from shoal.runs.record.removal import TRIAL_STARTED
+    from shoal.runs.record.serialization import escape_text
+    from shoal.runs.report import PANELS, ReportPanels, Section, build_ranked_table, find_logarithmic
+    from shoal.runs.run_reader import MEAN_RETURN, RETURNS, VALIDATION, MetricValue, infer_direction, is_higher_better
+    from shoal.runs.tracker import Tracker, TrackerNames, load_tracker
 
 __getattr__ = load_on_demand(__name__)

@@ -1,31 +1,68 @@
-"""Endpoints, for libraries: predictors, formats and specs of endpoints."""
+"""Endpoints, for libraries: predictors, formats, protocols and specs of endpoints."""
 
 from typing import TYPE_CHECKING
 
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
+    from shoal.client.payload import ArrayLike
+    from shoal.open_inference.binary_tensors import from_binary, to_binary
+    from shoal.open_inference.request_schema import REFUSED_PARAMETERS, RequestSchema, format_tensor_type
     from shoal.serve.http.codec import HttpCodec
+    from shoal.serve.messages.inference import (
+        Caller,
+        Disconnected,
+        ModelManagerProtocol,
+        ServedModelProtocol,
+        format_origin,
+    )
     from shoal.serve.model.formats import open_template
-    from shoal.serve.model.formats.exported import bind_constants, flatten_program, load_program
     from shoal.serve.model.formats.module import check_finite, check_names, check_shape
-    from shoal.serve.model.formats.onnx import read_signature
     from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
     from shoal.serve.model.formats.torch_forward import (
         choose_kernels,
+        make_torch_forward,
         name_all_outputs,
         select_outputs,
         to_array,
         to_tensor,
     )
-    from shoal.serve.model.formats.torchscript import load_module
     from shoal.serve.model.hooks import find_hook
     from shoal.serve.model.onnx_trace import name_dynamic_axes, trace_to_onnx
     from shoal.serve.model.precision import PrecisionConverter
     from shoal.serve.model.predictor import Predictor
     from shoal.serve.model.warm_up import DEFAULT_VARIABLE_SIZE, make_example
+    from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
+    from shoal.serve.protocol.infer_call import (
+        LARGE_BYTES,
+        ModelCodecs,
+        decode_in_thread,
+        has_large_arrays,
+        read_head,
+        resolve_version,
+        run_in_thread,
+        start_trace,
+    )
+    from shoal.serve.protocol.model_metadata import (
+        EXTENSIONS,
+        build_metadata,
+        build_model_config,
+        list_index,
+        list_statistics,
+    )
+    from shoal.serve.protocol.request_lifecycle import (
+        CLOSING_MESSAGE,
+        Message,
+        Receive,
+        RequestLifecycle,
+        RequestsInProgress,
+        Scope,
+        Send,
+        decompress_in_thread,
+    )
+    from shoal.serve.protocol.tracing import Tracer
     from shoal.serve.scaling.policy import EndpointLoad, ReplicaLoad, ScalePolicy
-    from shoal.serve.spec.batch_layout import BatchLayout
+    from shoal.serve.spec.batch_layout import BatchLayout, has_batch_first
     from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S, EndpointSpec, GangSplit, GpuCount
     from shoal.serve.spec.model_options import ModelOptions
     from shoal.serve.spec.model_source import ModelPackage, RegisteredModel

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shoal.train.launch.finalize import fetch_weights
     from shoal.train.launch.local import LocalBackend, fit_locally
     from shoal.train.launch.overrides import spec_from_overrides
+    from shoal.train.launch.predicted_cost import predict_table
     from shoal.train.launch.ray_capacity import require_capacity, resolve_device
     from shoal.train.launch.training_run import Backend, TrainingRun, shutdown_event
     from shoal.train.launch.validate import ValidatedRun, choose_metric, validate_run
@@ -32,8 +33,14 @@ if TYPE_CHECKING:
     from shoal.train.reporting.console import ConsoleLog, format_metrics
     from shoal.train.reporting.event_log import EventLog, NullLog, RecordLog
     from shoal.train.reporting.result import TrainResult
-    from shoal.train.reporting.time_to_accuracy import TRAINING_S
-    from shoal.train.spec import Direction, ScheduleSpec, TrainSpec
+    from shoal.train.reporting.time_to_accuracy import (
+        TRAINING_S,
+        TargetReached,
+        find_attempts,
+        find_target_reached,
+        get_evaluations,
+    )
+    from shoal.train.spec import Direction, ScheduleSpec, StopSpec, TargetSpec, TrainSpec
     from shoal.train.stateful_metric import MetricSet, StatefulMetric
     from shoal.train.task import (
         JOBS,

@@ -26,7 +26,7 @@ from shoal.flows.serving_spec import READY, ServingSpec, check, require_importab
 from shoal.home import load_access_token
 from shoal.registry import Registry
 from shoal.runs import RunRecorder
-from shoal.runs.report.event_messages import format_warning
+from shoal.runs.event_messages import format_warning
 from shoal.serve.spec.model_source import model_from_ref
 
 if TYPE_CHECKING:

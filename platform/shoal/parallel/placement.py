@@ -18,7 +18,7 @@ from shoal.parallel.spmd.fsdp_layout import find_blocks
 if TYPE_CHECKING:
     from shoal.parallel.tensor.plan import TensorPlan
 
-HEADINGS = ("module", "parameters", "held as", "ranks")
+PLACEMENT_HEADINGS = ("module", "parameters", "held as", "ranks")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PlacementRow:
     share: float
 
     def to_cells(self) -> tuple[str, ...]:
-        """The row as plain strings, under HEADINGS."""
+        """The row as plain strings, under PLACEMENT_HEADINGS."""
         return (self.module, f"{self.num_parameters:,}", self.held_as, format_ranks(self.ranks))
 
 

@@ -11,6 +11,7 @@ MOVED = {
     "shoal.models.syntax_tree": "shoal.libs.trees.syntax_tree",
     "shoal.population": "shoal.libs.population",
     "shoal.segmentation": "shoal.libs.segmentation",
+    "shoal.sources.mqtt": "shoal.libs.stream.mqtt_source",
     "shoal.stream": "shoal.libs.stream",
     "shoal.trees": "shoal.libs.trees",
 }

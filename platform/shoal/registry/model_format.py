@@ -1,7 +1,7 @@
-"""The formats of registered models: what a version's payload is, and who opens it.
+"""The formats of registered models: what a version's payload is, and what opens it.
 
-Owns the table of formats. Imports none of their libraries. A format of the user's own is a `ModelFormat` in a module of
-theirs, named by `shoal models add FILE --format my_format:FORMAT` (see `shoal.extend`).
+Owns the format of modules, and finds the others: of a library, or a `ModelFormat` in a module of the user's, named by
+`shoal models add FILE --format my_format:FORMAT` (see `shoal.extend`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.errors import ConfigError
-from shoal.plugins.find import find_extension
+from shoal.plugins.find import find_extension, load_reference
+from shoal.plugins.library import collect_extensions
 from shoal.registry.code_import import load_object
+from shoal.registry.manifest import Signature
 
 GROUP = "shoal.formats"  # of entry points
 INDEX_FILE = "model.safetensors.index.json"  # of a module's weights that are several files
@@ -32,7 +34,6 @@ class ModelFormat:
     precisions:   of the option `precision` that it has
     can_compile, can_capture: whether it has the options `compile` and `cuda_graphs`
     advice:       what to do in place of an option that it lacks
-    payload_file: the name of a version's file in the registry; of the user's own, always the default
     """
 
     name: str
@@ -45,59 +46,40 @@ class ModelFormat:
     can_compile: bool = False
     can_capture: bool = False
     advice: str = "its file runs as it is"
-    payload_file: str = "payload"
 
     def require_option(self, field: str, value: object, has_it: bool) -> None:
         """Raises ConfigError for an option that is asked of a format without it."""
         if not has_it:
             raise ConfigError(field, value, f"is not for models of format {self.name}", self.advice)
 
+    def read_signature(self, payload: bytes, file: str) -> Signature:
+        """The signature that the payload has itself. Raises ConfigError, WeightsError."""
+        signature: Signature = load_reference(self.signature)(payload, file)
+        return signature
 
-_HOME = "shoal.serve.model.formats"
+
 MODULE = ModelFormat(
     "module",
-    f"{_HOME}.module:ModuleTemplate",
-    payload_file="weights.safetensors",
+    "shoal.serve.model.formats.module:ModuleTemplate",
     precisions=("fp32", "bf16", "int8"),
     can_compile=True,
     can_capture=True,
 )
-TORCH_EXPORT = ModelFormat(
-    "torch_export",
-    f"{_HOME}.exported:ExportedTemplate",
-    (".pt2",),
-    f"{_HOME}.exported:read_signature",
-    precisions=("fp32", "bf16"),
-    can_compile=True,
-    advice="register the module itself, or export it quantised",
-    payload_file="model.pt2",
-)
-TORCHSCRIPT = ModelFormat(
-    "torchscript",
-    f"{_HOME}.torchscript:TorchScriptTemplate",
-    (".pt", ".ts", ".jit", ".torchscript"),
-    check=f"{_HOME}.torchscript:load_module",
-    advice="TorchScript runs the file as it is; register the module itself",
-    payload_file="model.pt",
-)
-ONNX = ModelFormat(
-    "onnx",
-    f"{_HOME}.onnx:OnnxTemplate",
-    (".onnx",),
-    f"{_HOME}.onnx:read_signature",
-    cuda=f"{_HOME}.onnx:has_cuda",
-    advice="onnxruntime runs the file as it is; register the module itself",
-    payload_file="model.onnx",
-)
-FORMATS: Mapping[str, ModelFormat] = {each.name: each for each in (MODULE, TORCH_EXPORT, ONNX, TORCHSCRIPT)}
+# The names of versions' files in a registry, which is read where a format is not installed; of all others, `payload`.
+PAYLOAD_FILES: Mapping[str, str] = {
+    "module": "weights.safetensors",
+    "torch_export": "model.pt2",
+    "onnx": "model.onnx",
+    "torchscript": "model.pt",
+}
 
 
 def find_format(name: str) -> ModelFormat:
     """The format that a manifest or an option names. Raises ConfigError."""
-    if name in FORMATS:
-        return FORMATS[name]
+    if name == MODULE.name:
+        return MODULE
     try:
-        chosen = load_object(name) if ":" in name else find_extension(name, GROUP, dict.fromkeys(FORMATS, ""))
+        chosen = load_object(name) if ":" in name else find_extension(name, GROUP, {MODULE.name: ""})
     except ValueError as error:
         raise ConfigError("format", name, str(error)) from None
     if not isinstance(chosen, ModelFormat):
@@ -105,11 +87,12 @@ def find_format(name: str) -> ModelFormat:
     return chosen
 
 
-def find_format_of_file(suffix: str) -> ModelFormat | None:
-    """The format of ours whose files end so."""
-    return next((each for each in FORMATS.values() if suffix in each.suffixes), None)
+def find_formats_of_files() -> dict[str, ModelFormat]:
+    """The formats of files, by their suffix. Raises ConfigError for one of a package that cannot be imported."""
+    formats = [find_format(word) for word in collect_extensions(GROUP)]
+    return {suffix: each for each in formats for suffix in each.suffixes}
 
 
 def get_payload_file(name: str) -> str:
-    """The name of a version's file. Imports nothing: a registry is read where a user's format is not installed."""
-    return FORMATS[name].payload_file if name in FORMATS else "payload"
+    """The name of a version's file."""
+    return PAYLOAD_FILES.get(name, "payload")

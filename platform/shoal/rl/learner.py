@@ -92,9 +92,8 @@ class Learner:
         max_segments = max(1, spec.gateway.queue_capacity // (1 if spec.algorithm.pauses_actors else 2))
         request = BatchRequest(*spec.batch_limits, max_segments, spec.take_timeout_s, position=self._log_position)
         self._lease = BatchLease(source, request)
-        self._evidence: EvidenceCheck | None = None
-        if not spec.algorithm.is_off_policy:
-            self._evidence = EvidenceCheck(self.algorithm.compute_log_ratios, spec.learner.seed)
+        is_checked = not spec.algorithm.is_off_policy
+        self._evidence = EvidenceCheck(self.algorithm.compute_log_ratios, spec.learner.seed) if is_checked else None
         self._bad_batches = BadBatchPolicy(spec.applied_gateway.max_version_lag, self._update, self.algorithm.is_usable)
         self._loop = PausableLoop(self.step)
         if has_moved:  # before it publishes: the host before must not continue below these numbers

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.actor.networks.graph_network import GraphNetwork
+from shoal.actor.policy_networks import GraphNetwork
 from shoal.errors import ConfigError, WeightsError, needs_extra
 from shoal.wire.experience_spec import TensorSpec
 

@@ -22,7 +22,7 @@ from shoal.plugins.find import load_reference
 from shoal.rl.algorithm_config import AnyAlgorithmConfig, find_fitting
 from shoal.runs.formatting import Duration
 from shoal.runs.json_lines import LogFormat
-from shoal.runs.tracking.tracker import TrackerNames
+from shoal.runs.tracker import TrackerNames
 from shoal.wire.action_masks import INFO_KEY, describe_masks
 from shoal.wire.experience_spec import (
     DTYPES,

@@ -13,7 +13,7 @@ from shoal.errors import needs_extra
 if TYPE_CHECKING:
     from shoal.runs.record.opening import create, recording, reopen
     from shoal.runs.record.recorder import RunRecorder
-    from shoal.runs.report.report import write_report, write_report_at_end
+    from shoal.runs.report import write_report, write_report_at_end
     from shoal.runs.run_kind import RunKind
     from shoal.runs.run_reader import EndpointRecord, Run, list_running, list_runs, load
     from shoal.runs.run_status import HEARTBEAT_TIMEOUT_S, Status, transition
@@ -42,7 +42,7 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("create", "recording", "reopen"), "shoal.runs.record.opening"),
     "RunRecorder": "shoal.runs.record.recorder",
-    **dict.fromkeys(("write_report", "write_report_at_end"), "shoal.runs.report.report"),
+    **dict.fromkeys(("write_report", "write_report_at_end"), "shoal.runs.report"),
     **dict.fromkeys(("EndpointRecord", "Run", "list_running", "list_runs", "load"), "shoal.runs.run_reader"),
     **dict.fromkeys(("HEARTBEAT_TIMEOUT_S", "Status", "transition"), "shoal.runs.run_status"),
     "RunKind": "shoal.runs.run_kind",

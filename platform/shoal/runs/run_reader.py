@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from shoal.errors import RunError, needs_extra
 from shoal.home import home
+from shoal.runs.event_messages import WAITING
 from shoal.runs.record.database import list_run_ids, read_connection, read_later_column
-from shoal.runs.report.event_messages import WAITING
 from shoal.runs.run_kind import RunKind, format_title, infer_kind
 from shoal.runs.run_status import Status, resolve_status
 

@@ -1,28 +1,13 @@
-"""Where messages come from: the topic of a broker, and the seam for others. As training data, see docs/data.md.
+"""Where messages come from: the seam for topics of brokers and for logs. As training data, see docs/data.md.
 
-Names that need an extra are imported at their first use.
+Libraries add sources, as `MqttSource`. Names are imported at their first use.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
-    from shoal.sources.mqtt import MqttSource
-    from shoal.sources.mqtt_spec import MqttSpec
     from shoal.sources.source import Delivery, MalformedPayload, Sample, StreamSource, StreamState
 
-__all__ = ["Delivery", "MalformedPayload", "MqttSource", "MqttSpec", "Sample", "StreamSource", "StreamState"]
-
-_HOMES = {
-    **dict.fromkeys(("Delivery", "MalformedPayload", "Sample", "StreamSource", "StreamState"), "shoal.sources.source"),
-    "MqttSource": "shoal.sources.mqtt",
-    "MqttSpec": "shoal.sources.mqtt_spec",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = load_on_demand(__name__, "shoal.sources")

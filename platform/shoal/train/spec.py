@@ -16,7 +16,7 @@ from shoal.registry import AliasNames
 from shoal.runs.formatting import Duration
 from shoal.runs.json_lines import LogFormat
 from shoal.runs.run_reader import infer_direction
-from shoal.runs.tracking.tracker import TrackerNames
+from shoal.runs.tracker import TrackerNames
 from shoal.sync.config import AllReduceConfig, AnySyncConfig, SyncConfig
 
 Direction = Literal["auto", "max", "min"]

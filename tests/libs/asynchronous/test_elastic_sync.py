@@ -154,7 +154,7 @@ class Group:
         self._calls.close()
 
 
-@pytest.fixture(params=[(), (1,), (0, 2), (0, 1, 2)], ids=lambda elsewhere: f"elsewhere: {elsewhere}")
+@pytest.fixture(params=[(), (0, 2)], ids=lambda elsewhere: f"elsewhere: {elsewhere}")
 def group(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Group]:
     made = Group(tmp_path, 3, elsewhere=request.param)
     yield made
@@ -189,7 +189,7 @@ def assert_equal(members: list[Member]) -> None:
         assert all(torch.equal(*pair) for pair in zip(members[0].weights, each.weights, strict=True))
 
 
-@pytest.mark.parametrize("elsewhere", [(), (1,), (0, 1, 2)])
+@pytest.mark.parametrize("elsewhere", [(1,), (0, 1, 2)])
 def test_the_steps_are_those_of_synchronous_training(tmp_path: Path, elsewhere: tuple[int, ...]) -> None:
     for index, make in enumerate((make_sgd, make_adam)):
         (tmp_path / str(index)).mkdir()

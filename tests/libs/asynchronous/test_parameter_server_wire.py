@@ -1,25 +1,22 @@
-"""What goes between workers and servers: compressed, accumulated, balanced, logged, over TCP; and what is refused."""
+"""What goes between workers and servers: compressed, accumulated, balanced, logged; and what is refused."""
 
 from __future__ import annotations
 
 import random
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_parameter_server import OPTIMIZERS, TIMEOUT_S, compute_gradients, make_network, running, train, train_alone
-from torch import Tensor, nn
+from test_parameter_server import OPTIMIZERS, TIMEOUT_S, compute_gradients, make_network, running
+from torch import nn
 from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 
-from shoal.errors import ConfigError, ConnectionLost
+from shoal.errors import ConfigError
 from shoal.libs.asynchronous.config import ParameterServerConfig
 from shoal.libs.asynchronous.parameter_server.compression import (
     Compression,
@@ -31,7 +28,6 @@ from shoal.libs.asynchronous.parameter_server.controller import BatchBalance, di
 from shoal.libs.asynchronous.parameter_server.partition import plan_partition
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.libs.asynchronous.parameter_server.update_log import GradientKey, UpdateLog, remove_earlier
-from shoal.sync.rpc import CallId, CurveKeys, Request, RpcClient, RpcService
 from shoal.train.spec import TrainSpec
 
 
@@ -58,58 +54,7 @@ def test_what_was_sent_and_the_residual_are_all_gradients(kind: Compression, fra
     torch.testing.assert_close(sent + compressor.residual, total, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "frames"])
-@pytest.mark.parametrize(("kind", "top_k"), [("fp16", 1.0), ("top_k", 0.1)])
-def test_compressed_training_converges(tmp_path: Path, transport: str, kind: str, top_k: float) -> None:
-    spec = spec_of(servers=2, transport=transport, compression=kind, top_k=top_k)
-    weights, seen, _ = train(tmp_path, spec, 2, lambda network: SGD(network.parameters(), 0.05), 60)
-    assert seen == {0: 120}
-    expected, _ = train_alone(2, lambda network: SGD(network.parameters(), 0.05), 60)
-
-    def compute_loss(parameters: list[Tensor]) -> float:
-        network = make_network()
-        with torch.no_grad():
-            for mine, other in zip(network.parameters(), parameters, strict=True):
-                mine.copy_(other)
-        losses = []
-        for step in range(60):
-            compute_gradients(network, step, 0)
-            losses.append(
-                float(sum(each.grad.square().sum() for each in network.parameters() if each.grad is not None))
-            )
-        return sum(losses) / len(losses)
-
-    untrained = compute_loss([each.detach() for each in make_network().parameters()])
-    assert compute_loss(weights) < 1.2 * compute_loss(expected) < untrained
-
-
 # -- accumulation, balance
-
-
-def test_accumulated_steps_are_those_of_the_mean_gradient(tmp_path: Path) -> None:
-    """Six micro-batches, three of each update: one process takes two steps with the mean over three."""
-    network, alone = make_network(), make_network()
-    optimizer, own = OPTIMIZERS["adam"](network), OPTIMIZERS["adam"](alone)
-    with running(tmp_path, spec_of(accumulate=3, servers=2), 1, OPTIMIZERS["adam"]) as (_, make_sync):
-        sync = make_sync(0, optimizer)
-        sync.begin(0)
-        for step in range(6):
-            sync.before_step()
-            compute_gradients(network, 2 * step, 0)
-            assert sync.apply_gradients() == (step + 1) // 3 * 3
-        sync.before_step()
-        sync.close()
-    for begin in (0, 3):
-        sums = [torch.zeros_like(each) for each in alone.parameters()]
-        for step in range(begin, begin + 3):
-            compute_gradients(alone, 2 * step, 0)
-            for total, each in zip(sums, alone.parameters(), strict=True):
-                assert each.grad is not None
-                total += each.grad
-        for total, each in zip(sums, alone.parameters(), strict=True):
-            each.grad = total / 3
-        own.step()
-    torch.testing.assert_close(list(network.parameters()), list(alone.parameters()), rtol=1e-5, atol=1e-6)
 
 
 @settings(max_examples=100, deadline=None)
@@ -248,101 +193,6 @@ def test_a_log_keeps_what_no_state_on_disk_has(tmp_path: Path) -> None:
     kept = {tmp_path / "server-1-cd.safetensors", tmp_path / "server-01-cd.0.log", tmp_path / "model.safetensors"}
     remove_earlier(tmp_path / "server-0-ef.safetensors")
     assert set(tmp_path.iterdir()) == kept
-
-
-# -- TCP
-
-
-class Proxy(threading.Thread):
-    """Passes bytes between a caller and a service; `cut` drops all connections and what is under way."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__(daemon=True)
-        self._port, self._open = port, list[socket.socket]()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-
-    def run(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            far = socket.create_connection(("127.0.0.1", self._port))
-            self._open += [near, far]
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
-
-    @staticmethod
-    def _pass_on(source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                sink.sendall(data)
-        except OSError:
-            return
-
-    def cut(self) -> None:
-        for each in self._open:
-            each.shutdown(socket.SHUT_RDWR)
-            each.close()
-        self._open.clear()
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.cut()
-
-
-class Count(Request[int], frozen=True):
-    number: int
-
-
-def test_a_call_whose_connection_breaks_is_made_once_and_answered() -> None:
-    calls: list[int] = []
-    is_called, may_answer = threading.Event(), threading.Event()
-
-    def count(caller: CallId, request: Count) -> int:
-        calls.append(request.number)
-        is_called.set()
-        may_answer.wait(TIMEOUT_S)
-        return 10 * request.number
-
-    keys = CurveKeys.make()
-    service = RpcService("tcp://127.0.0.1:0", {Count: count}, keys)
-    service.start()
-    proxy = Proxy(int(service.address.rpartition(":")[2]))
-    proxy.start()
-    client = RpcClient(f"tcp://127.0.0.1:{proxy.port}", TIMEOUT_S, keys=keys)
-    try:
-        client.send(Count(7))
-        threading.Thread(target=lambda: (is_called.wait(TIMEOUT_S), proxy.cut(), may_answer.set())).start()
-        assert client.receive(Count) == 70
-        assert client.call(Count(8)) == 80
-        assert calls == [7, 8]
-    finally:
-        client.close()
-        service.close()
-        proxy.close()
-
-
-def test_only_a_process_with_the_runs_key_gets_in() -> None:
-    calls: list[Count] = []
-    handlers = {Count: lambda caller, request: calls.append(request)}
-    service = RpcService("tcp://127.0.0.1:0", handlers, CurveKeys.make())
-    service.start()
-    stranger = RpcClient(service.address, 0.3, again_s=0.1, keys=CurveKeys.make())
-    plain: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    try:
-        with pytest.raises(ConnectionLost, match="has not answered"):
-            stranger.call(Count(0))
-        plain.connect(service.address)
-        plain.send(msgspec.msgpack.encode((0, Count(0))))
-        assert plain.poll(300) == 0
-        assert calls == []
-    finally:
-        stranger.close()
-        plain.close(linger=0)
-        service.close()
 
 
 # -- what is refused

@@ -81,18 +81,6 @@ def test_no_worker_is_further_ahead_than_the_bound_and_no_push_counts_twice(
         assert all(update.staleness == [0] * len(update.pushes) for update in simulation.updates)
 
 
-def test_with_staleness_0_an_update_is_of_all_workers_in_their_order() -> None:
-    clock = Clock(3)
-    lives = [clock.join(worker) for worker in range(3)]
-    assert clock.prepare(Push(2, lives[2], 0, 0)) == []
-    assert clock.prepare(Push(0, lives[0], 0, 0)) == []
-    assert clock.take_released() == []
-    [update] = clock.prepare(Push(1, lives[1], 0, 0))
-    assert [push.worker for push in update.pushes] == [0, 1, 2]
-    assert clock.take_released() == [0, 1, 2]
-    assert clock.steps == 1
-
-
 def test_an_update_does_not_wait_for_backups_whose_gradient_is_dropped() -> None:
     clock = Clock(3, backups=1)
     lives = [clock.join(worker) for worker in range(3)]

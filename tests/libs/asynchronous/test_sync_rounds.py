@@ -135,25 +135,6 @@ def test_each_change_is_merged_once_and_no_merge_waits_longer_than_the_grace_win
         assert weights == {EVERY}
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10_000), num_workers=st.integers(1, 5))
-def test_with_a_quorum_of_all_the_updates_are_those_of_a_barrier(seed: int, num_workers: int) -> None:
-    generator = random.Random(seed)
-    clocks: list[Clock] = [RoundClock(num_workers, grace_s=7.0), Clock(num_workers)]
-    lives = [[clock.join(worker) for worker in range(num_workers)] for clock in clocks]
-    for round_number in range(5):
-        order = generator.sample(range(num_workers), num_workers)
-        for worker in order:
-            now_s = generator.random()
-            both = [
-                clock.prepare(Push(worker, life[worker], round_number, clock.sequence), now_s)
-                for clock, life in zip(clocks, lives, strict=True)
-            ]
-            assert both[0] == both[1]
-            assert clocks[0].take_released() == clocks[1].take_released()
-    assert clocks[0].sequence == clocks[1].sequence == clocks[0].steps == 5
-
-
 def test_a_late_change_is_added_at_once_and_its_worker_goes_on_in_the_present_round() -> None:
     clock = RoundClock(3, quorum=2, grace_s=0.0)
     lives = [clock.join(worker) for worker in range(3)]

@@ -42,9 +42,9 @@ from serving.replica_set import ReplicaSet
 from shoal.errors import ConfigError, ShoalError
 from shoal.libs.export import export_model as export_module
 from shoal.libs.export.command import export
+from shoal.libs.export.formats.exported import read_signature
 from shoal.libs.export.runtime.model import FolderModel
 from shoal.registry import Signature, TensorSignature
-from shoal.serve.model.formats.exported import read_signature
 from shoal.serve.spec.model_source import model_from_ref
 
 # -- formats ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import itertools
 import math
 from pathlib import Path
 
-import gymnasium
 import msgspec
 import numpy as np
 import pytest
@@ -14,12 +13,12 @@ import torch
 
 from rl_setting import EXPERIENCE, POLICY
 from shoal.actor.policy import EpsilonGreedyPolicy, find_ladder_position, make_policy
-from shoal.errors import ConfigError, RunError, WeightsError
+from shoal.errors import RunError, WeightsError
 from shoal.libs.off_policy.dqn import DQN, double_targets, dqn_loss
 from shoal.libs.off_policy.q_network import QNetwork
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.experience.queue import ExperienceBatch
-from shoal.rl.spec import RLSpec, experience_spec
+from shoal.rl.spec import RLSpec
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 SPEC = RLSpec(
@@ -191,16 +190,6 @@ def test_exploration_falls_with_the_steps_of_all_actors() -> None:
         list(dqn.update(make_batch(1, [10])))
         seen.append(dqn.model.epsilon.item())
     assert seen == pytest.approx([1.0, 0.55, 0.1, 0.1])
-
-
-def test_a_policy_without_exploration_travels_as_it_always_did() -> None:
-    assert set(msgspec.msgpack.decode(msgspec.msgpack.encode(POLICY))) == {"kind", "activation", "layers"}
-
-
-def test_continuous_actions_are_refused_by_name() -> None:
-    box = gymnasium.spaces.Box(-1, 1, (4,))
-    with pytest.raises(ConfigError, match=r"dqn needs a Discrete action space"):
-        experience_spec(box, box, SPEC)
 
 
 # -- updates ----------------------------------------------------------------------------------------------------------

@@ -79,16 +79,3 @@ def test_a_segment_with_infinite_errors_is_dropped_and_the_others_are_inserted(t
     assert bench.learner.stats()["steps"] == 48
     assert bench.queue.take_unlearnable() == {A: 1}  # the gateway names the actor
     assert not bench.queue.take_unlearnable()
-
-
-def test_a_resumed_learner_has_its_replay_again_where_it_is_on_disk(tmp_path: Path) -> None:
-    words = ["algorithm.replay_on_disk=true", "algorithm.learning_starts=64"]
-    first = Bench(tmp_path, *words)
-    first.learn()
-    first.learner.save()
-    first.learn()  # after the checkpoint
-    second = Bench(tmp_path, *words)
-    updates = second.learner.updates
-    second.learn()
-    assert second.learner.updates > updates
-    assert second.learner.stats()["metrics"]["learner/replay_steps"] == 3 * 64

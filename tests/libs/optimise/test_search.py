@@ -1,4 +1,5 @@
 """`shoal optimise`: what is tried, measured after its last step, chosen and registered; and every wrong option."""
+# Models of format onnx, torch_export and torchscript are opened by shoal.libs.export.
 
 from __future__ import annotations
 

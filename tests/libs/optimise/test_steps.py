@@ -1,4 +1,5 @@
 """The steps of a search alone: the graphs that they write, as endpoints compute them."""
+# Models of format onnx, torch_export and torchscript are opened by shoal.libs.export.
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from shoal.errors import ConfigError, SpecMismatch
 from shoal.libs.population import Population
 from shoal.libs.population.engines.engine import EngineMisfit
 from shoal.libs.population.engines.stacked import StackedEngine
-from shoal.models.lenet import LeNet
 
 # Of weights after a few steps of SGD on one machine: the same operations in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -44,23 +43,6 @@ def assert_equal_members(one: Mapping[str, Tensor], other: Mapping[str, Tensor],
     """To the bit."""
     for name in one:
         assert torch.equal(one[name][list(members)], other[name][list(members)]), name
-
-
-def test_lenets_that_share_batches_equal_solo_runs_under_sgd_with_momentum() -> None:
-    generator = torch.Generator().manual_seed(0)
-    batches = [
-        (torch.randn(8, 1, 28, 28, generator=generator), torch.randint(10, (8,), generator=generator)) for _ in range(5)
-    ]
-    rates, momenta = [0.01, 0.05, 0.1, 0.02], [0.9, 0.0, 0.5, 0.8]
-    values = {"optimizer.learning_rate": rates, "optimizer.momentum": momenta}
-    with Population(LeNet, loss, members=4, hyper_parameters=values, seed=3) as population:
-        losses = torch.stack([population.step(batch) for batch in batches])
-        for member in range(4):
-            model = make_model(LeNet, 3 + member)
-            alone = train_alone(model, batches, options={"lr": rates[member], "momentum": momenta[member]})
-            torch.testing.assert_close(losses[:, member], alone, **TOLERANCE)
-            for name, value in population.member_state_dict(member).items():
-                torch.testing.assert_close(value, model.state_dict()[name], **TOLERANCE)
 
 
 @pytest.mark.parametrize("order", ["shared", "own"])

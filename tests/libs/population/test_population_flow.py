@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +10,13 @@ import pytest
 import torch
 
 import shoal.runs
+from shoal import checkpoint
 from shoal.errors import ConfigError, SpecMismatch, TrainError
 from shoal.libs.population.ensemble import Ensemble
 from shoal.libs.population.flow.build import load_member
 from shoal.libs.population.flow.rounds import choose_spec
 from shoal.libs.population.flow.run import check_population, run_population
+from shoal.libs.population.flow.trainer import PopulationTrainer
 from shoal.libs.population.lineage import Lineage
 from shoal.libs.population.spec import PopulationSpec
 from shoal.registry import Registry
@@ -322,49 +320,45 @@ def test_a_run_that_has_ended_goes_on_for_more_rounds_of_the_same_members() -> N
     assert list(read_rounds(ended.run_id)) == [1, 2]
 
 
-KILLED = """
-import os, signal, sys
-from shoal.libs.population.flow import rounds
-from shoal.libs.population.flow.run import run_population
-from shoal.libs.population.flow.trainer import PopulationTrainer as trainer
-from shoal.libs.population.spec import PopulationSpec
-
-moment, count = sys.argv[2], int(sys.argv[3])
-owner, name = {
-    "batch": (trainer, "_next_batch"), "score": (trainer, "_evaluate_members"), "save": (rounds.checkpoint, "save")
-}[moment]
-original, calls = getattr(owner, name), []
-
-def die_at_last(*args, **options):
-    calls.append(1)
-    result = original(*args, **options)
-    if len(calls) == count:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-
-setattr(owner, name, die_at_last)
-run_population(PopulationSpec.from_yaml(sys.argv[1]), registers=False)
-"""
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing is recorded or saved after it."""
 
 
-@pytest.mark.soak
-def test_a_run_that_is_killed_again_and_again_has_the_lineage_of_one_that_is_not(folder: Path) -> None:
+def test_a_run_that_is_killed_again_and_again_has_the_lineage_of_one_that_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before any checkpoint; with a round trained and not scored; between a checkpoint and the round's event."""
+    moments: dict[str, tuple[Any, str]] = {
+        "batch": (PopulationTrainer, "_next_batch"),
+        "score": (PopulationTrainer, "_evaluate_members"),
+        "save": (checkpoint, "save"),
+    }
+
+    def run_until(moment: str, count: int, spec: PopulationSpec) -> None:
+        owner, name = moments[moment]
+        original, calls = getattr(owner, name), []
+
+        def die_at_last(*args: Any, **options: Any) -> Any:
+            calls.append(1)
+            result = original(*args, **options)
+            if len(calls) == count:
+                raise Killed
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, die_at_last)
+            with pytest.raises(Killed):
+                run_population(spec, registers=False)
+
     evolution = {"patience": 1}
     expected = run_population(make_spec(rounds=10, evolution=evolution), registers=False)
     resumed = ""
     for moment, count in (("batch", 4), ("score", 3), ("save", 2)):  # the last two in rounds 3 and 4
-        spec = make_spec(rounds=10, evolution=evolution, resume=resumed)
-        command = [sys.executable, "-c", KILLED, spec.to_yaml(), moment, str(count)]
-        ended = subprocess.run(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
-        assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
-        killed = shoal.runs.load("latest").id
-        assert killed != expected.run_id
-        assert resumed in ("", killed)
-        resumed = killed
+        run_until(moment, count, make_spec(rounds=10, evolution=evolution, resume=resumed))
+        resumed = shoal.runs.load("latest").id
+    assert len(shoal.runs.list_runs()) == 2
     result = run_population(make_spec(rounds=10, evolution=evolution, resume=resumed), registers=False)
-    assert result.run_id == resumed
-    assert result.scores == expected.scores
+    assert (result.run_id, result.scores) == (resumed, expected.scores)
     rounds = read_rounds(expected.run_id)
     assert read_rounds(resumed) == rounds
     assert any("restart" in each for each in rounds.values())

@@ -6,19 +6,18 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from pandas import DataFrame, Series
 
 from shoal import runs
+from shoal.extend.runs import LINE, to_svg
 from shoal.libs.population import plots
 from shoal.libs.population.plots import draw_genealogy, draw_member_metric, draw_schedules
 from shoal.libs.population.report import build_sections
 from shoal.libs.population.spec import PopulationSpec
 from shoal.runs import RunKind
-from shoal.runs.report.plots import LINE, to_svg
 from shoal.runs.run_kind import infer_kind
 
 COLUMNS = ["member", "begin", "end", "source", "rate", "act"]
@@ -49,18 +48,6 @@ def test_a_genealogy_links_copies_to_their_source() -> None:
     figure = draw_genealogy(STRETCHES, ANCESTRY, ANCESTRY, restarts=[2])
     assert blue_lines(figure) == [[[0, 1], [2, 1]], [[2.5, 0], [4, 0]], [[2, 1], [2.5, 0]]]
     assert "restart" in to_svg(figure)
-
-
-def test_rounds_have_whole_ticks() -> None:
-    stretches = DataFrame([(0, 0, 1, None, 0.1, "relu"), (1, 0, 1, None, 0.3, "relu")], columns=COLUMNS)
-    scores = DataFrame({0: [0.1, 0.2], 1: [0.2, 0.3]})
-    for figure in (
-        draw_genealogy(stretches, stretches, stretches),
-        draw_schedules(stretches, stretches[:1], ["rate", "act"]),
-        draw_member_metric(scores, scores[0], "accuracy"),
-    ):
-        for axes in figure.axes:
-            assert not np.any(axes.get_xticks() % 1)
 
 
 def test_schedules_are_drawn_for_each_hyper_parameter_numbers_or_not() -> None:

@@ -7,8 +7,8 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from shoal.libs.stream.flow import check_stream, format_stream_line, run_stream,
 from shoal.libs.stream.spec import CommitSpec, OnlineSpec, StreamSpec
 from shoal.registry import Registry
 from shoal.serve.spec.model_source import EndpointModel, RegisteredModel
+from waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 SMALL = OnlineSpec(hidden=4, num_steps=4)
@@ -71,25 +72,31 @@ def test_files_are_learnt_recorded_registered_and_answered(
 
 
 def test_a_run_with_its_own_broker_and_sensors_goes_on_after_a_signal(
-    shoal_home: Path, monkeypatch: pytest.MonkeyPatch
+    shoal_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As typed, in a process: stopped by SIGTERM, then resumed. What the broker holds meanwhile is learnt."""
-    words = ["online.hidden=4", "online.num_steps=4", "sensors=20", "rate_hz=20", "commit.interval_s=0.2"]
-    command, environment = [sys.executable, "jobs/stream.py"], {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*command, *words], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
-        line = next(line for line in program.stdout if " messages | " in line and not line.startswith("0 "))
-        program.send_signal(signal.SIGTERM)
-        program.stdout.read()
-    assert program.returncode == 130
-    assert "/s in batches of" in line
+    """Stopped by SIGTERM, then resumed. What the broker holds meanwhile is learnt."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def main(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["stream.py", *words])
+        stream_main(StreamSpec())
+
+    def stop() -> None:
+        wait_for(lambda: any(run.latest().get("stream/updates") for run in shoal.runs.list_runs()), what="updates")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopping = threading.Thread(target=stop, daemon=True)
+    stopping.start()
+    with pytest.raises(SystemExit) as ended:
+        main("online.hidden=4", "online.num_steps=4", "sensors=20", "rate_hz=20", "commit.interval_s=0.2")
+    stopping.join()
+    assert ended.value.code == 130
+    assert "/s in batches of" in capsys.readouterr().out
     run = shoal.runs.load("latest")
     before = run.last_events()["trained"]["steps"]
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(sys, "argv", ["stream.py", f"resume={run.id}", f"max_messages={before + 50}"])
-    stream_main(StreamSpec())
-    ended = shoal.runs.load(run.id).last_events()["trained"]
-    assert ended["steps"] >= before + 50
+    main(f"resume={run.id}", f"max_messages={before + 50}")
+    trained = shoal.runs.load(run.id).last_events()["trained"]
+    assert trained["steps"] >= before + 50
     assert shoal.runs.load(run.id).latest()["stream/missing"] == 0
     assert Registry().get("stream@champion").manifest.run_id == run.id
 

@@ -10,11 +10,10 @@ import pytest
 from pandas import DataFrame, Series
 
 from shoal import runs
-from shoal.libs.sweep.plots import compute_importance, draw_importance, draw_parallel_coordinates
-from shoal.libs.sweep.report import build_sections
+from shoal.extend.runs import to_svg
+from shoal.libs.sweep.report import build_sections, compute_importance, draw_importance, draw_parallel_coordinates
+from shoal.libs.sweep.trials import TrialLog, TrialState
 from shoal.runs import RunKind
-from shoal.runs.report.plots import to_svg
-from shoal.runs.sweep_trials import TrialLog, TrialState
 
 
 @pytest.fixture(autouse=True)

@@ -117,7 +117,7 @@ def test_the_command_is_what_was_typed_or_what_goes_on() -> None:
 
 def test_the_values_of_a_trial_follow_from_seed_and_number() -> None:
     from shoal.libs.sweep.flow import plan_trials
-    from shoal.runs.sweep_trials import SweepTrial, TrialState
+    from shoal.libs.sweep.trials import SweepTrial, TrialState
 
     spec = spec_of(RATE, STOP, trials=4, seed=5)
     planned = plan_trials(spec, ())

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 import shoal.runs
 from shoal.cli.display import run_view
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, ConfigError
 from shoal.libs.sweep.display import SweepView, make_view
-from shoal.libs.sweep.trial import TrialReport, TrialRun, load_result
+from shoal.libs.sweep.trial import TrialReport, TrialRun, TrialSetting, is_remote, load_result
+from shoal.libs.sweep.trials import TrialLog, TrialState, load_history, load_sweep
 from shoal.runs import RunKind, RunRecorder, Status
-from shoal.runs.sweep_trials import TrialLog, TrialState, load_history, load_sweep
 from shoal.train.launch.finalize import fetch_weights
 from shoal.train.launch.validate import validate_run
 from shoal.train.spec import TrainSpec
@@ -105,8 +108,9 @@ def read_all(trial: TrialRun) -> list[TrialReport]:
     return found
 
 
-def test_a_trial_reports_its_evaluations_and_its_end_once(tmp_path: Path) -> None:
-    reports = read_all(make_trial("t", tmp_path))
+def test_a_trial_reports_its_evaluations_and_its_end_once_also_when_it_was_stopped(tmp_path: Path) -> None:
+    trial = make_trial("t", tmp_path)
+    reports = read_all(trial)
     assert [(each.step, round(each.progress, 3)) for each in reports] == [(10, 0.333), (20, 0.667), (30, 1), (30, 1)]
     assert [each.is_over for each in reports] == [False, False, False, True]
     assert reports[-1].metrics == load_result("t").metrics
@@ -114,49 +118,38 @@ def test_a_trial_reports_its_evaluations_and_its_end_once(tmp_path: Path) -> Non
     assert [each.is_over for each in again] == [True]
     assert again[0].metrics == reports[-1].metrics
     assert shoal.runs.load("t").incarnation == 1
+    stopped = make_trial("stopped", tmp_path)
+    assert stopped.next_report().step == 10
+    stopped.stop()
+    assert shoal.runs.load("stopped").status is Status.STOPPED
+    assert read_all(make_trial("stopped", tmp_path))[-1] == reports[-1]
+    assert shoal.runs.load("stopped").last_events()["restored"]["step"] >= 10
+    for path in (trial.folder / "checkpoints").glob("step-*"):
+        path.rename(tmp_path / path.name)
+    with pytest.raises(CheckpointError, match="step 30"):  # it never comes
+        trial.copy_checkpoint(tmp_path / "copy")
 
 
-def test_a_stopped_trial_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    whole = read_all(make_trial("whole", tmp_path))
-    trial = make_trial("t", tmp_path)
-    assert trial.next_report().step == 10
-    trial.stop()
-    assert shoal.runs.load("t").status is Status.STOPPED
-    reports = read_all(make_trial("t", tmp_path))
-    assert shoal.runs.load("t").last_events()["restored"]["step"] >= 10
-    assert reports[-1] == whole[-1]
-
-
-def test_a_trial_takes_anothers_network_and_its_own_hyper_parameters(tmp_path: Path) -> None:
-    donor = make_trial("donor", tmp_path)
-    assert donor.next_report().step == 10
-    donor.copy_checkpoint(tmp_path / "copy")
-    donor.stop()
-    trial = make_trial("t", tmp_path, optimizer={"learning_rate": 0.5, "weight_decay": 0.25})
-    trial.start_from(tmp_path / "copy")
-    reports = read_all(trial)
-    assert [each.step for each in reports] == [20, 30, 30]  # the donor's evaluation is not this trial's
-    record = shoal.runs.load("t")
-    assert record.last_events()["copied"] == {"source": "donor"}
-    assert record.last_events()["restored"]["step"] == 10
-    assert record.latest()["train/learning_rate"] == 0.5
-
-
-def test_anothers_network_replaces_later_ones_of_the_trial_in_the_store(
+def test_anothers_network_replaces_those_of_the_trial_also_in_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The trial, which is further on, has hyper-parameters of its own."""
     monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
     donor = make_trial("donor", tmp_path)
     assert donor.next_report().step == 10
     donor.copy_checkpoint(tmp_path / "copy")
     donor.stop()
-    trial = make_trial("t", tmp_path)
+    own = {"optimizer": {"learning_rate": 0.5, "weight_decay": 0.25}}
+    trial = make_trial("t", tmp_path, **own)
     assert [trial.next_report().step for _ in range(2)] == [10, 20]
     trial.stop()
-    again = make_trial("t", tmp_path)
+    again = make_trial("t", tmp_path, **own)
     again.start_from(tmp_path / "copy")
-    read_all(again)
-    assert shoal.runs.load("t").last_events()["restored"]["step"] == 10
+    assert [each.step for each in read_all(again)] == [20, 30, 30]  # the donor's evaluation is not this trial's
+    record = shoal.runs.load("t")
+    assert record.last_events()["copied"] == {"source": "donor"}
+    assert record.last_events()["restored"]["step"] == 10
+    assert record.latest()["train/learning_rate"] == 0.5
 
 
 def test_a_trials_own_copy_changes_nothing(tmp_path: Path) -> None:
@@ -180,10 +173,22 @@ def test_what_a_trial_cannot_do_is_its_end_and_not_the_sweeps(tmp_path: Path) ->
     assert "FileNotFoundError" in own.failure
 
 
-def test_a_checkpoint_that_never_comes_is_an_error(tmp_path: Path) -> None:
-    trial = make_trial("t", tmp_path)
-    read_all(trial)
-    for path in (trial.folder / "checkpoints").glob("step-*"):
-        path.rename(tmp_path / path.name)
-    with pytest.raises(CheckpointError, match="step 30"):
-        trial.copy_checkpoint(tmp_path / "copy")
+def test_a_trial_on_a_host_without_the_folder_of_the_sweep_is_an_error(tmp_path: Path) -> None:
+    unused: Any = None
+    setting = TrialSetting("sweep-1", unused, unused, tmp_path, tmp_path)
+    with pytest.raises(ConfigError, match=r"SHOAL_HOME.*has no .*sweep-1 on .*another folder than the driver's"):
+        is_remote(setting)
+    (tmp_path / "runs/sweep-1").mkdir(parents=True)
+    assert not is_remote(setting)
+
+
+@pytest.mark.parametrize(("loop", "search"), [(object(), "random"), (None, "pbt")])
+def test_a_store_carries_no_trials_of_the_loop_and_no_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: object, search: str
+) -> None:
+    monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
+    spec: Any = SimpleNamespace(loop=loop, search=search)
+    setting = TrialSetting("sweep-1", spec, spec, tmp_path / "home", tmp_path)
+    with pytest.raises(ConfigError, match="trials of the loop, and copies of trials"):
+        is_remote(setting)
+    assert is_remote(replace(setting, spec=SimpleNamespace(loop=None, search="random")))

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from shoal import runs
+from shoal.libs.tracking.follower import Follower, read_state
 from shoal.libs.tracking.trackers import TrackioTracker
-from shoal.runs.tracking.follower import Follower, read_state
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +32,9 @@ import os
 import mlflow
 from sqlalchemy import Engine, event
 from shoal import runs
+from shoal.libs.tracking.follower import Follower
 from shoal.libs.tracking.trackers import MlflowTracker
-from shoal.runs.tracking.follower import Follower
+
 
 def end(connection, cursor, statement, *_):
     if "CREATE TABLE runs" in statement:
@@ -75,7 +76,7 @@ def test_a_run_is_in_the_offline_files_of_wandb(home: Path) -> None:
     with runs.create("job", "task: lenet\nargs: {api_key: hidden-away}\n", "one") as recorder:
         for step in (3, 4, 2):  # it goes back
             recorder.log(step, {"loss": step / 8})
-    words = [sys.executable, "-P", "-m", "shoal.runs.tracking", "one", "wandb"]
+    words = [sys.executable, "-P", "-m", "shoal.libs.tracking", "one", "wandb"]
     done = subprocess.run(words, env={**os.environ, "WANDB_MODE": "offline"}, capture_output=True, text=True)
     state = read_state(home / "runs" / "one", "wandb")
     assert (done.returncode, state.sent, state.is_complete) == (0, 3, True), done.stderr

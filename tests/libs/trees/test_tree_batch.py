@@ -198,14 +198,6 @@ def test_means_of_trees_are_counted_in_float32_at_least() -> None:
     assert trees.mean_per_tree(is_right.double()).dtype == torch.float64
 
 
-def test_gradients_pass_through_the_orders() -> None:
-    for trees in make_each_way().values():
-        h = torch.randn(trees.num_nodes, 2, requires_grad=True)
-        for made in (trees.in_node_order(h), trees.to_padded(h), trees.roots(h), trees.select(h, [0, 2], [1, 2])):
-            (grad,) = torch.autograd.grad(made.sum(), h)
-            assert grad.sum() == min(made.numel(), h.numel())
-
-
 # -- parts
 
 

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import gymnasium
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -119,11 +118,6 @@ def test_weights_that_do_not_fit_the_action_are_refused_by_name() -> None:
 
 
 # -- the spec ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_without_a_box_says_nothing_new_on_the_wire() -> None:
-    spec = experience_spec(OBSERVES, Discrete(2), SPEC)
-    assert msgspec.to_builtins(spec)["policy"].keys() == {"kind", "activation", "layers"}
 
 
 def test_a_box_of_doubles_is_narrowed_to_float32_within_its_bounds() -> None:

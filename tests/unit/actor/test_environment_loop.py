@@ -10,7 +10,6 @@ import pytest
 
 from rl_setting import EXPERIENCE, weights
 from shoal.actor import play
-from shoal.actor.environment_loop import spread_seeds
 from shoal.errors import ConfigError
 from shoal.wire import ExperienceSpec, Segment
 from shoal.wire.action_masks import describe_masks
@@ -130,13 +129,6 @@ def test_a_synchronous_run_has_no_more_open_segments_than_credit() -> None:
     play(games, client, seed=3, max_steps=2000)  # type: ignore[arg-type]
     assert client.version > 20
     assert {each.episode_length for each in client.segments if each.terminated} == {20, 21, 22, 23, 24}
-
-
-def test_one_environment_has_the_seed_of_the_actor() -> None:
-    assert spread_seeds(7, 1) == [7]
-    assert spread_seeds(7, 3)[:1] == [7]
-    assert spread_seeds(7, 3) == spread_seeds(7, 3) != spread_seeds(8, 3)
-    assert spread_seeds(None, 2) == [None, None]
 
 
 def test_a_reward_that_is_no_number_is_named() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_setting import segment
-from shoal.actor.outbox import Outbox
+from shoal.actor.exchange import Outbox
 from shoal.wire import PackedSegment
 
 

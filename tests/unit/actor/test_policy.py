@@ -74,18 +74,9 @@ def test_log_probabilities_are_those_of_the_learner_s_module(hidden: tuple[int, 
         with torch.no_grad():
             logits, _ = model(torch.from_numpy(observation)[None])
         expected = torch.log_softmax(logits[0], -1).numpy()
-        for action in np.flatnonzero(expected > -5):
-            got = policy_probability(policy, observation, int(action))
-            assert got == pytest.approx(float(expected[action]), abs=1e-5)
-
-
-def policy_probability(policy: MlpPolicy, observation: np.ndarray, action: int) -> float:
-    """The log-probability that `act` reports with `action`; more likely than e^-5, so that it comes soon."""
-    for _ in range(20_000):
-        sampled, log_probability = policy.act(observation)
-        if sampled == action:
-            return log_probability
-    raise AssertionError(f"action {action} never came")
+        drawn = dict(policy.act(observation) for _ in range(1500))
+        for action in np.flatnonzero(expected > -5):  # more likely than e^-5: it has come by now
+            assert drawn[int(action)] == pytest.approx(float(expected[action]), abs=1e-5)
 
 
 def test_the_rectifier() -> None:
@@ -142,17 +133,6 @@ def test_log_probabilities_are_those_of_a_softmax(logits: list[float]) -> None:
     got = log_probabilities(policy, np.zeros(1, np.float32), len(logits))
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
     assert got.max() <= 0
-
-
-def test_an_impossible_action_never_comes() -> None:
-    policy = policy_with_logits([0.0, -1e4, 0.0, -1e4])
-    sampled = [policy.act(np.zeros(1, np.float32)) for _ in range(5000)]
-    assert {action for action, _ in sampled} == {0, 2}
-    assert max(abs(log_probability + math.log(2)) for _, log_probability in sampled) < 1e-12
-
-
-def test_a_single_action_is_certain() -> None:
-    assert policy_with_logits([7.0]).act(np.zeros(1, np.float32)) == (0, 0.0)
 
 
 def test_the_seed_decides() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from rl_setting import EXPERIENCE, TOKEN
-from shoal.actor.policy import find_ladder_position, make_policy
+from shoal.actor.policy import make_policy
 from shoal.actor.recurrent_policy import NUM_GATES, RecurrentPolicy
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
@@ -169,38 +167,6 @@ def find_log_probability(policy: object, observation: np.ndarray, action: np.nda
         if np.array_equal(np.asarray(sampled), action):
             return log_probability
     raise AssertionError("the actor's policy never takes this action")
-
-
-def test_each_actor_explores_with_its_own_epsilon() -> None:
-    experience, arrays = CASES["epsilon_greedy"]
-    desk = Desk(experience, arrays)
-    frame = np.ones(4, np.float32).tobytes()
-    # 0 explores with 0.4, and 1, at one half of the ladder, with 0.4^4.5 = 0.016.
-    counts = {name: Counter[int]() for name in ("actor-0", "actor-1")}
-    for step in range(300):
-        for name, answer in desk.act(dict.fromkeys(counts, frame), step).items():
-            counts[name][answer.action] += 1  # type: ignore[index]
-    desk.inference.close()
-    others = {name: 1 - max(count.values()) / 300 for name, count in counts.items()}
-    # Two thirds of the exploring actions are not the best one: 0.27 and 0.011; both bounds are four deviations off.
-    assert find_ladder_position("actor-1") == 0.5
-    assert 0.16 < others["actor-0"] < 0.37
-    assert others["actor-1"] < 0.04
-
-
-def test_a_batch_samples_the_distribution_of_the_policy() -> None:
-    experience, arrays = CASES["categorical"]
-    policy = make_policy(replace(experience.policy), 11)
-    policy.load(1, arrays)
-    observation = np.array([0.3, -0.2, 0.1, 0.5], np.float32)
-    actions, log_probabilities = policy.act_batch(np.tile(observation, (20_000, 1)), range(20_000))
-    weight, bias = arrays["w"], arrays["b"]
-    logits = weight @ observation + bias
-    expected = np.exp(logits) / np.exp(logits).sum()
-    found = np.bincount(actions, minlength=3) / 20_000
-    np.testing.assert_allclose(found, expected, atol=4 * 0.5 / math.sqrt(20_000))  # four deviations
-    for action, log_probability in zip(actions[:50], log_probabilities[:50], strict=True):
-        assert log_probability == pytest.approx(math.log(expected[action]), abs=1e-5)
 
 
 @pytest.mark.parametrize("core", ["gru", "lstm"])

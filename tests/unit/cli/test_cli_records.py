@@ -1,4 +1,4 @@
-"""`shoal runs`, `shoal report` and `shoal models`, as a user types them."""
+"""`shoal runs` and `shoal models`, as a user types them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from shoal.cli.commands.models import models
 from shoal.cli.commands.run import run
 from shoal.cli.commands.run_session import RunArguments
 from shoal.cli.commands.run_session import RunSession as Session
-from shoal.cli.commands.runs import report
 from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.support.console import make_literal_console
 from shoal.cluster.cluster_handle import ClusterHandle
@@ -388,14 +387,6 @@ def test_an_unknown_run_is_a_run_error() -> None:
         typed(runs_command, "ones")
 
 
-def test_report_writes_the_page_of_the_newest_run(home: Path) -> None:
-    record("one")
-    page = home / "runs" / "one" / "report.html"
-    assert typed(report, "--open-path") == f"{page}\n"
-    assert page.exists()
-    assert str(page) in typed(report, "one")
-
-
 def test_ids_and_states_are_whole_in_lists_on_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     run_id = "20261120-064501-3f2a"
@@ -467,7 +458,7 @@ def test_an_unknown_model_is_a_registry_error() -> None:
         typed(models, "show", "cartpole@1")
 
 
-@pytest.mark.parametrize("command", [runs_command, report, models, *models.commands.values()])
+@pytest.mark.parametrize("command", [runs_command, models, *models.commands.values()])
 def test_every_help_has_examples(command: click.Command) -> None:
     shown = typed(command, "--help")
     assert "Examples:\n  " in shown

@@ -19,7 +19,7 @@ from shoal.cli.commands.runs import runs as runs_command
 from shoal.errors import ConfigError, RegistryError, RunError
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.runs.record.database import TABLES
-from shoal.runs.sweep_trials import TrialLog
+from shoal.runs.record.removal import TRIAL_STARTED
 from shoal.serve.controller.rollout import Rollout
 from shoal.serve.controller.state import ControllerState, Deployment, ModelState, StateFile
 from shoal.store import open_store
@@ -137,7 +137,7 @@ def test_prune_removes_what_is_beyond_the_newest_and_old(home: Path) -> None:
 
 def test_prune_leaves_the_trials_of_a_sweep_that_goes_on(living: runs.RunRecorder) -> None:
     record("trial", "other")
-    TrialLog(living).start(0, "trial", {})
+    living.record_event(TRIAL_STARTED, run_id="trial")
     typed(runs_command, "prune", "--keep", "0", "--yes")
     assert list_ids() == ["living", "trial"]
 

@@ -132,50 +132,6 @@ def test_loss_equals_the_oracle_on_segments_of_unequal_length(lengths: list[int]
     np.testing.assert_allclose([float(loss) for loss in losses[:4]], expected, **TOLERANCE)
 
 
-def test_the_entropys_gradient_equals_finite_differences_of_the_oracle() -> None:
-    config = ImpalaConfig()
-    batch, arrays = random_batch(3, [4, 2])
-    random = np.random.default_rng(11)
-    logits = torch.tensor(random.normal(size=(8, 3)), dtype=torch.float64, requires_grad=True)
-    values = torch.tensor(random.normal(size=8), dtype=torch.float64, requires_grad=True)
-    double = batch._replace(rewards=batch.rewards.double(), log_probabilities=batch.log_probabilities.double())
-    losses = impala_loss(logits, values, double, config, Categorical())
-    losses.entropy.backward()
-    epsilon = 1e-6
-    numeric = np.zeros((8, 3))
-    for index in np.ndindex(8, 3):
-        ends = []
-        for sign in (1, -1):
-            moved = logits.detach().numpy().copy()
-            moved[index] += sign * epsilon
-            ends.append(oracle_loss(moved, values.detach().numpy(), arrays, config)[3])
-        numeric[index] = (ends[0] - ends[1]) / (2 * epsilon)
-    np.testing.assert_allclose(logits.grad, numeric, rtol=1e-6, atol=1e-8)
-
-
-def test_policy_gradient_pushes_by_the_advantage_and_values_to_their_targets() -> None:
-    """d(policy loss)/d(logits) = -A (1[a] - π) / N and d(value loss)/dV = (V - v) / N, from the oracle's A and v."""
-    config = ImpalaConfig(clip=1e9)
-    batch, arrays = random_batch(5, [6])
-    random = np.random.default_rng(13)
-    logits = torch.tensor(random.normal(size=(7, 3)), dtype=torch.float64, requires_grad=True)
-    values = torch.tensor(random.normal(size=7), dtype=torch.float64, requires_grad=True)
-    double = batch._replace(rewards=batch.rewards.double(), log_probabilities=batch.log_probabilities.double())
-    losses = impala_loss(logits, values, double, config, Categorical())
-    (losses.policy + losses.value).backward()
-
-    probabilities = torch.softmax(logits.detach()[:6], -1).numpy()
-    ratios = probabilities[np.arange(6), arrays["actions"]] / np.exp(arrays["log_probabilities"].astype(float))
-    discounts = np.full(6, config.discount)
-    discounts[-1] *= 0.0 if arrays["terminated"][0] else 1.0
-    v = values.detach().numpy()
-    targets, advantages = oracle_vtrace(ratios, discounts, arrays["rewards"].astype(float), v[:6], v[6], 1.0, 1.0, 1.0)
-    chosen = np.eye(3)[arrays["actions"]]
-    expected = np.concatenate([-(advantages[:, None] * (chosen - probabilities)) / 6, np.zeros((1, 3))])
-    np.testing.assert_allclose(logits.grad, expected, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(values.grad, np.append((v[:6] - targets) / 6, 0.0), rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_gradient_of_the_whole_loss_is_the_papers(seed: int, normalize: bool) -> None:

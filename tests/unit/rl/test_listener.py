@@ -11,7 +11,7 @@ import zmq
 
 from shoal import network_address
 from shoal.errors import ConfigError
-from shoal.rl.gateway.zmq_listener import bind_router, format_tcp_address, resolve_reachable_host
+from shoal.rl.gateway.zmq_listener import MAX_UNREAD_MESSAGES, bind_router, format_tcp_address, resolve_reachable_host
 from shoal.rl.spec import GatewaySpec
 
 
@@ -95,6 +95,12 @@ def test_what_cannot_be_bound_is_named(host: str, field: str) -> None:
         with pytest.raises(ConfigError, match="cannot be bound") as caught:
             bind_router(context, GatewaySpec(host=host, port=port, curve=True))
     assert (caught.value.field, caught.value.value) == (field, host if field == "gateway.host" else port)
+
+
+def test_a_connection_may_have_few_messages_waiting_and_is_given_up_when_its_peer_vanished() -> None:
+    with zmq.Context[zmq.Socket[bytes]]() as context, bind_router(context, GatewaySpec())[0] as router:
+        assert router.getsockopt(zmq.RCVHWM) == MAX_UNREAD_MESSAGES <= 16
+        assert [router.getsockopt(option) for option in (zmq.TCP_KEEPALIVE, zmq.TCP_KEEPALIVE_IDLE)] == [1, 60]
 
 
 def test_as_many_actors_may_connect_as_the_system_allows() -> None:

@@ -13,8 +13,8 @@ import torch
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 from rl_setting import segment
-from shoal.actor.networks.graph_network import GraphNetwork
 from shoal.actor.policy import make_policy
+from shoal.actor.policy_networks import GraphNetwork
 from shoal.errors import ConfigError, WeightsError
 from shoal.flows.rl_policy import describe_policy_model
 from shoal.plugins.find import load_reference

@@ -143,7 +143,7 @@ class Cluster:
             stage_timeout_s=STAGE_TIMEOUT_S,
             clock=lambda: self.now_s,
         )
-        self.administration = AdminApi(self.controller, "/registry", {"": OPTIONS})
+        self.administration = AdminApi(self.controller, "/registry", lambda name: ModelOptions())
 
     def add(self) -> FakeReplica:
         self.num_replicas += 1

@@ -1,6 +1,9 @@
-"""Models on demand that kill the replicas which load them: the controller alone, whose replicas only report."""
+"""Models on demand: which replica is to load one, and for how large it is taken; replicas only report."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 from controller_setting import OPTIONS, FakeCatalogue
@@ -15,13 +18,13 @@ LEASE_S = 5.0
 
 
 class Endpoint:
-    """One model on demand, and four replicas that have room for it."""
+    """One model of 100 bytes on demand, and four replicas that have room for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_bytes: int = 150, **options: bool) -> None:
         self.now_s, catalogue = 0.0, FakeCatalogue()
         self.controller = EndpointController(
-            "e", [Deployment("m", "/registry", "1", OPTIONS)], catalogue=lambda folder: catalogue,
-            clock=lambda: self.now_s, memory_bytes=150, lease_s=LEASE_S,
+            "e", [Deployment("m", "/registry", "1", {**OPTIONS, **options})], catalogue=lambda folder: catalogue,
+            clock=lambda: self.now_s, memory_bytes=memory_bytes, lease_s=LEASE_S,
         )  # fmt: skip
         for replica in REPLICAS:
             self.report(replica)
@@ -29,8 +32,8 @@ class Endpoint:
         for replica in REPLICAS:
             self.report(replica)
 
-    def report(self, replica: str, version: int = 0) -> None:
-        residency = Residency({}, 0, 0.1, 0.1, 0.0, 0, 1, 0, 1, 0, 0)
+    def report(self, replica: str, version: int = 0, measured_bytes: Mapping[int, int] = MappingProxyType({})) -> None:
+        residency = Residency(measured_bytes, 0, 0.1, 0.1, 0.0, 0, 1, 0, 1, 0, 0)
         models = {"m": ModelReport(version, 0, (version,), residency=residency)} if version else {}
         generation = self.controller.plan.generation
         self.controller.report(ReplicaReport(replica, 1, generation, True, models, address=replica))
@@ -97,3 +100,22 @@ def test_a_hot_model_is_found_though_a_replica_that_only_forwards_reports_it_too
             endpoint.controller.report(report)
         endpoint.controller.tick()
     assert len(endpoint.controller.state.placement["m"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("measured", "pin", "size_bytes"),
+    [
+        ([{}], False, 100),  # of its payload
+        ([{1: 160}], False, 160),  # and so also after the controller has restarted
+        ([{1: 1 << 40}], False, 200),  # something else may have grown while it was loaded: it is measured again
+        ([{1: 1 << 40}, {1: 101}], False, 101),  # replicas measured it differently
+        ([{2: 160}], False, 100),  # a version that is gone
+        ([{1: 1 << 40}], True, 100),  # as at the start, which then accepted any one of the others
+    ],
+)
+def test_a_version_counts_with_what_a_load_took(measured: list[dict[int, int]], pin: bool, size_bytes: int) -> None:
+    endpoint = Endpoint(200, pin=pin)
+    for replica, each in zip(REPLICAS, measured, strict=False):
+        endpoint.report(replica, version=1, measured_bytes=each)
+    endpoint.controller.store.commit()
+    assert endpoint.controller.plan.models[0].size_bytes == size_bytes

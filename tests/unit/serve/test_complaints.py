@@ -5,7 +5,6 @@ import json
 import pytest
 
 from shoal.errors import InferenceError, error_summary, summarize_error
-from shoal.serve.grpc.methods import GrpcCall
 from shoal.serve.http.response import build_error_response
 
 BURIED = """The deployment failed to start 2 times in a row. See controller logs for details. Error:
@@ -45,6 +44,3 @@ def test_half_a_pair_of_utf_16_in_what_went_wrong_is_told_and_not_in_the_way() -
     """As in the name of a file whose bytes are no UTF-8, in an error of the user's code."""
     error = InferenceError(500, "no such file: \udcff.txt")
     assert json.loads(build_error_response(error).body) == {"error": "no such file: \\udcff.txt"}
-    call = GrpcCall([])
-    call.set_error(error)
-    assert dict(call.build_trailers())[b"grpc-message"] == rb"no such file: \udcff.txt"

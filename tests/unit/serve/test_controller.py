@@ -8,17 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shoal.errors import RegistryError
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Goal, Phase
-from shoal.serve.controller.state import Deployment, StateFile
+from shoal.serve.controller.state import ControllerState, Deployment, StateFile
 from shoal.serve.controller.status import StatusReporter
 from shoal.serve.messages.desired_state import TrafficShares
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
-from unit.serve.controller_setting import LEASE_S, OPTIONS, Cluster, FakeReplica
+from shoal.weights import WeightSnapshot
+from unit.serve.controller_setting import LEASE_S, OPTIONS, Cluster
 
 
 @pytest.fixture
@@ -33,36 +35,6 @@ def cluster(tmp_path: Path) -> Any:
 
 def steps(cluster: Cluster) -> list[str]:
     return [event.kind for event in cluster.controller.state.events]
-
-
-@pytest.mark.parametrize("restart_before", range(8))
-def test_a_controller_that_is_started_again_goes_on_at_every_step(cluster: Cluster, restart_before: int) -> None:
-    """From staging to the flip on the last replica; whichever life it is in, the end is the same."""
-    replicas = list(cluster.replicas.values())
-
-    def all_do(*what: str) -> None:
-        for each in replicas:
-            for name in what:
-                {"poll": cluster.poll, "stage": FakeReplica.stage_one, "report": cluster.tell}[name](each)
-
-    script = [
-        lambda: cluster.ask(action="deploy", version=2),
-        lambda: all_do("poll"),
-        lambda: all_do("stage"),
-        lambda: cluster.tell(replicas[0]),
-        lambda: all_do("report"),
-        lambda: all_do("poll"),
-        lambda: all_do("report"),
-        lambda: None,
-    ]
-    for number, step in enumerate(script):
-        if number == restart_before:
-            cluster.start_controller()
-        step()
-    cluster.settle()
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 2)
-    assert {replica.stable for replica in replicas} == {2}
-    assert steps(cluster) == ["deploy", "deploy"]
 
 
 def test_a_state_file_of_another_deployment_or_a_damaged_one_is_not_gone_on_with(
@@ -115,18 +87,6 @@ def test_a_model_that_comes_back_under_its_name_is_staged_anew(cluster: Cluster)
         assert cluster.controller.state.models["n"].rollout.attempt == attempt
         cluster.controller.remove_model("n", "me", "")
         cluster.start_controller()
-
-
-def test_what_replicas_had_of_a_candidate_that_was_dropped_does_not_count_when_it_is_wanted_again(
-    cluster: Cluster,
-) -> None:
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
-    cluster.controller.drop_candidate("m", "rollback", "guard", "slow")
-    cluster.ask(action="promote", version=2)
-    for replica in cluster.replicas.values():
-        cluster.tell(replica)  # before it has heard of either
-    assert cluster.rollout.phase is Phase.STAGING
 
 
 def test_many_replicas_that_die_with_a_candidate_roll_it_back(cluster: Cluster) -> None:
@@ -212,22 +172,6 @@ def test_a_canary_that_a_later_replica_cannot_have_is_rolled_back(cluster: Clust
     cluster.settle()
     assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
     assert "cannot stage version 2: the file is gone" in cluster.rollout.reason
-
-
-def test_a_full_disk_stops_nothing_and_its_state_is_written_at_the_next_tick(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, content: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
-        cluster.ask(action="promote", version=2)
-        cluster.settle()
-        assert (cluster.rollout.stable, {replica.stable for replica in cluster.replicas.values()}) == (2, {2})
-    cluster.controller.tick()
-    cluster.start_controller()
-    assert cluster.rollout.stable == 2
 
 
 def test_a_promotion_whose_alias_cannot_be_moved_does_not_happen(cluster: Cluster) -> None:
@@ -401,3 +345,71 @@ def test_closed_it_wakes_who_waits(cluster: Cluster) -> None:
 
     cluster.loop.run_until_complete(body())
     assert cluster.file.load("") is None
+
+
+# -- the file
+
+
+def full(path: Path, content: bytes) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_what_was_removed_is_not_kept_again(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / "endpoint.json")
+    file.save(ControllerState(deployment="a", generation=3))
+    found = file.load("a")
+    assert found is not None
+    assert found.generation == 3
+    file.remove()
+    file.save(ControllerState(deployment="a", generation=4))  # the last report of a replica that is on its way out
+    file.remove()
+    assert [*tmp_path.iterdir()] == []
+    assert StateFile(tmp_path / "endpoint.json").load("a") is None
+
+
+def test_what_a_full_disk_refuses_is_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = WeightSnapshot.of(7, {"w": np.zeros(1, np.float32)})
+    file = StateFile(tmp_path / "endpoint.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        for generation in (3, 4):
+            file.save(ControllerState(deployment="a", generation=generation))
+        file.store_weights("m", weights)
+        file.retry_writes()
+        assert file.load_weights("m", 7) == weights
+    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == [
+        str(tmp_path / "endpoint.json"),
+        str(tmp_path / "endpoint.weights" / "m"),
+    ]
+    assert StateFile(tmp_path / "endpoint.json").load("a") is None
+    file.retry_writes()
+    written = StateFile(tmp_path / "endpoint.json")
+    found = written.load("a")
+    assert found is not None
+    assert found.generation == 4
+    assert written.load_weights("m", 7) == weights
+
+
+def test_what_a_full_disk_refused_is_forgotten_with_the_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = StateFile(tmp_path / "endpoint.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        file.save(ControllerState(deployment="a"))
+        file.remove()
+    file.retry_writes()
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("content", ["", "[]", "7", "{}", '{"models": []}', '{"models": {"m": {}}}', "\udce9"])
+def test_what_is_no_state_is_refused_and_the_endpoint_starts_from_what_it_was_deployed_with(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "endpoint.json"
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    assert StateFile(path).load("d") is None
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"{path} cannot be read, the endpoint starts from its deployment")

@@ -53,11 +53,6 @@ def test_a_rollback_ends_when_what_the_alias_means_meanwhile_answers(cluster: Cl
     assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 3)
 
 
-def test_an_action_that_there_is_not_is_refused_with_those_that_there_are(cluster: Cluster) -> None:
-    refusal = cluster.refusal(action="undo")
-    assert (refusal.status, refusal.message.partition(", ")[0]) == (400, "action = 'undo': expected deploy")
-
-
 @pytest.mark.parametrize("restarted", [False, True])
 def test_what_could_not_be_staged_is_tried_again_when_the_alias_comes_back_to_it_and_not_before(
     cluster: Cluster, restarted: bool
@@ -78,18 +73,6 @@ def test_what_could_not_be_staged_is_tried_again_when_the_alias_comes_back_to_it
     cluster.catalogue.stack = [4]
     cluster.settle()
     assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 4)
-
-
-def test_a_deploy_that_fails_leaves_what_is_followed(cluster: Cluster) -> None:
-    for replica in cluster.replicas.values():
-        replica.bad = {4}
-    cluster.ask(action="deploy", version=4)
-    cluster.settle()
-    assert (cluster.rollout.stable, cluster.rollout.refused) == (1, 4)
-    assert cluster.controller.state.models["m"].deployment.version == "champion"
-    cluster.catalogue.stack = [2]
-    cluster.settle()
-    assert cluster.rollout.stable == 2
 
 
 def test_the_latest_is_the_newest_of_now_and_not_an_alias(cluster: Cluster) -> None:

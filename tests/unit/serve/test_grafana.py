@@ -38,29 +38,20 @@ def labels() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_an_expression_names_what_is_exported(expression: str) -> None:
+def test_an_expression_names_what_is_exported_and_asks_for_rates_of_all_but_gauges(expression: str) -> None:
     assert names(expression)
+    for opening, closing in ("()", "{}", "[]"):
+        assert expression.count(opening) == expression.count(closing)
     for name in names(expression):
         assert family(name) in METRICS, name
+        is_rate = re.search(rf"(rate|increase)\({name}[{{\[]", expression) is not None
+        assert is_rate == (METRICS[family(name)].kind != "gauge"), expression
         has = labels()[family(name)]
         selectors = re.findall(rf"\b{name}\{{([^}}]*)\}}", expression)
         used = {label for selector in selectors for label in re.findall(r"(\w+)[=!]", selector)}
         grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(",")}
         assert used <= has, (name, used - has)
         assert grouped <= has | LABELS_OF_EVERY_SERIES, (name, grouped - has)
-
-
-@pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_counters_and_histograms_are_asked_for_as_rates_and_gauges_are_not(expression: str) -> None:
-    for name in names(expression):
-        is_rate = re.search(rf"(rate|increase)\({name}[{{\[]", expression) is not None
-        assert is_rate == (METRICS[family(name)].kind != "gauge"), expression
-
-
-@pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_brackets_close(expression: str) -> None:
-    for opening, closing in ("()", "{}", "[]"):
-        assert expression.count(opening) == expression.count(closing)
 
 
 def test_legends_name_labels_that_the_expression_keeps() -> None:
@@ -108,11 +99,5 @@ def test_the_dashboard_works_in_any_grafana() -> None:
 
 
 def test_a_model_without_counts_has_a_line_to_choose_it_by() -> None:
-    text = render(
-        [
-            ReplicaReport(
-                "a", models={"m": ModelReport(counts=None), "n": ModelReport(counts=ModelStatistics("n").snapshot())}
-            )
-        ]
-    )
-    assert b'shoal_queued_rows{model="m",replica="a"} 0' in text
+    models = {"m": ModelReport(counts=None), "n": ModelReport(counts=ModelStatistics("n").snapshot())}
+    assert b'shoal_queued_rows{model="m",replica="a"} 0' in render([ReplicaReport("a", models=models)])

@@ -79,12 +79,7 @@ def test_two_error_rates_are_compared_exactly(counts: tuple[int, int, int, int])
 def test_a_difference_beyond_the_least_number_is_certain_at_once() -> None:
     """Each further term is 0, too: adding up a hundred million of them takes minutes."""
     assert compute_p_value(10**8, 2 * 10**8, 10**7, 2 * 10**8) == 0.0
-
-
-def test_equal_or_lower_error_rates_are_no_evidence() -> None:
-    assert compute_p_value(0, 0, 0, 0) == 1.0
-    assert compute_p_value(5, 10, 50, 100) == 1.0
-    assert compute_p_value(1_000_000, 10_000_000, 999_000, 9_990_000) == 1.0
+    assert compute_p_value(0, 0, 0, 0) == compute_p_value(5, 10, 50, 100) == 1.0  # no evidence
 
 
 @pytest.mark.parametrize(

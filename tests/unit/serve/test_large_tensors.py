@@ -1,4 +1,4 @@
-"""Tensors that take long to read or to write, over HTTP and gRPC: who asks for little is answered meanwhile."""
+"""Tensors that take long to read or to write: the client of a small request is answered meanwhile."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ import pytest
 
 from serving.asgi import Client, client
 from serving.fake_host import FakeHost, FakeModel, tensors
-from shoal.open_inference import inference_pb2 as pb
-from shoal.serve.grpc.codec import GrpcCodec
-from shoal.serve.grpc.service import InferenceServicer, Invocation
 from shoal.serve.http.codec import HttpCodec
 from shoal.serve.protocol import infer_call
-from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.infer_call import LARGE_BYTES, LARGE_ELEMENTS
 
 COUNT = LARGE_BYTES  # elements of four bytes, or of one in JSON with its comma
@@ -104,27 +100,6 @@ def test_numbers_that_go_as_bytes_wait_for_nobody(monkeypatch: pytest.MonkeyPatc
     gated(monkeypatch, HttpCodec, "encode", lambda *_: threading.current_thread() is not loops)
     reply = client(host()).infer({**SMALL, "parameters": {"binary_data_output": True}}, "/v2/models/many/infer")
     assert reply.tensors[1] == MANY.tobytes()
-
-
-@pytest.mark.parametrize("model", ["numbers", "texts"])
-def test_others_are_answered_while_a_large_message_is_read(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    gate = gated(monkeypatch, GrpcCodec, "decode", lambda message: message.ByteSize() > LARGE_BYTES)
-    request = pb.ModelInferRequest(model_name=model)
-    tensor = request.inputs.add(name="x", datatype="FP32" if model == "numbers" else "BYTES", shape=[1, COUNT])
-    if model == "numbers":
-        tensor.contents.fp32_contents.extend([1.0] * COUNT)
-    else:
-        request.raw_input_contents.append(bytes(4 * COUNT))
-    other = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
-    other.inputs.add(name="x", datatype="FP32", shape=[1, 3])
-    servicer = InferenceServicer(host(), AccessControl(None, []))
-    many, few = answers(
-        servicer.model_infer(request.SerializeToString(), Invocation({})),
-        servicer.model_infer(other.SerializeToString(), Invocation({})),
-        gate,
-    )
-    assert list(pb.ModelInferResponse.FromString(many).outputs[0].shape) == [1, 1]
-    assert pb.ModelInferResponse.FromString(few).model_name == "m"
 
 
 def test_no_more_large_bodies_wait_than_memory_is_meant_for(monkeypatch: pytest.MonkeyPatch) -> None:

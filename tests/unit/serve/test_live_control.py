@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.errors import InferenceError
 from shoal.serve.controller import live_control
+from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment, StateFile
-from shoal.serve.messages.desired_state import NEWEST, ModelPlan
+from shoal.serve.messages.desired_state import NEWEST, ModelPlan, TrafficShares
 from shoal.serve.messages.replica_report import MAX_REJECTED, ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
@@ -23,10 +26,11 @@ OPTIONS = ModelOptions().model_dump(mode="json")
 class Endpoint:
     """A controller of one live model, `m`, whose replicas are made up."""
 
-    def __init__(self, folder: Path, deployment: str = "1") -> None:
+    def __init__(self, folder: Path, deployment: str = "1", **guard: Any) -> None:
         self.file = StateFile(folder / "e.json")
+        options = ModelOptions.parse({"guard": guard}).model_dump(mode="json")
         self.controller = EndpointController(
-            "e", [Deployment("m", "", "", OPTIONS)], deployment_id=deployment, state_file=self.file
+            "e", [Deployment("m", "", "", options)], deployment_id=deployment, state_file=self.file
         )
         self.live = self.controller.live
 
@@ -34,8 +38,10 @@ class Endpoint:
     def plan(self) -> ModelPlan:
         return self.controller.plan.models[0]
 
-    def hear(self, replica: str, version: int, held: tuple[int, ...], *rejected: RejectedVersion) -> None:
-        model = ModelReport(version, staged=held, rejected=rejected)
+    def hear(
+        self, replica: str, version: int, held: tuple[int, ...], *rejected: RejectedVersion, candidate: int = 0
+    ) -> None:
+        model = ModelReport(version, candidate, held, rejected)
         self.controller.report(ReplicaReport(replica, models={"m": model}))
 
     def entries(self) -> list[tuple[str, int | None, int | None, str]]:
@@ -201,3 +207,35 @@ def test_only_the_newest_of_what_was_left_is_listed(endpoint: Endpoint) -> None:
     num_unrecorded = state.unrecorded
     endpoint.hear("b", 1, (1,), rejected(2), rejected(3))  # it remembers for longer
     assert (state.unrecorded, state.last_rejected) == (num_unrecorded, rejected(39))
+
+
+def measure(endpoint: Endpoint, value: float, metric: str = "return") -> None:
+    change = {"action": "metric", "model": "m", "metric": metric, "value": value, "timeout_s": 0.01}
+    asyncio.run(AdminApi(endpoint.controller, "", lambda name: ModelOptions()).administer(change, "me"))
+
+
+def test_a_version_goes_by_what_a_user_measures(tmp_path: Path) -> None:
+    endpoint = Endpoint(tmp_path, metric="return", min_value=100.0)
+    endpoint.hear("a", 2, (1, 2))
+    measure(endpoint, 120.0)
+    with pytest.raises(InferenceError, match="uses 'return', not 'other'"):
+        measure(endpoint, 1.0, "other")
+    assert endpoint.plan.rejected == ()
+    measure(endpoint, 80.0)
+    assert endpoint.plan.rejected == (2,)
+    assert endpoint.entries() == [("rollback", 1, 2, "return = 80 is below min_value = 100")]
+    endpoint.hear("a", 1, (1,))
+    with pytest.raises(InferenceError, match="no version of 'm' before 1 is available"):
+        measure(endpoint, 80.0)
+
+
+def test_the_newest_that_has_a_share_is_measured_and_not_what_is_pinned(tmp_path: Path) -> None:
+    endpoint = Endpoint(tmp_path, metric="return", min_value=100.0)
+    endpoint.hear("a", 1, (1,))
+    endpoint.live.pin("m", 1, "me", "")
+    measure(endpoint, 80.0)
+    assert endpoint.plan.rejected == ()
+    endpoint.live.share("m", TrafficShares(50.0), "canary", "me", "")
+    endpoint.hear("a", 1, (1, 2), candidate=2)
+    measure(endpoint, 80.0)
+    assert (endpoint.plan.rejected, endpoint.plan.pinned) == ((2,), 1)

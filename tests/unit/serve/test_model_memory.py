@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -24,15 +23,6 @@ async def load(memory: ModelMemory, name: str, size_bytes: int, **fields: bool) 
     return name
 
 
-def in_loop(body: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    def test() -> None:
-        asyncio.run(asyncio.wait_for(body(), 60))  # type: ignore[arg-type]
-
-    test.__name__ = body.__name__
-    return test
-
-
-@in_loop
 async def test_a_load_waits_for_memory_and_no_load_exceeds_it() -> None:
     memory = ModelMemory(100, lambda: 0)
     await load(memory, "a", 60)
@@ -46,7 +36,6 @@ async def test_a_load_waits_for_memory_and_no_load_exceeds_it() -> None:
     assert (memory.loads["b"].num_loads, memory.loads["b"].last_s) == (1, 0.5)
 
 
-@in_loop
 async def test_what_is_no_longer_wanted_does_not_wait() -> None:
     memory, wanted = ModelMemory(100, lambda: 0), [plan("b", 60)]
     await load(memory, "a", 60)
@@ -63,7 +52,6 @@ async def test_what_is_no_longer_wanted_does_not_wait() -> None:
     assert memory.used_bytes == 60
 
 
-@in_loop
 async def test_a_load_that_fails_gives_its_memory_back_and_a_pinned_model_does_not_wait() -> None:
     memory = ModelMemory(100, lambda: 0)
     with pytest.raises(RuntimeError):
@@ -75,7 +63,6 @@ async def test_a_load_that_fails_gives_its_memory_back_and_a_pinned_model_does_n
     assert memory.used_bytes == 160
 
 
-@in_loop
 async def test_a_large_model_s_load_is_measured_and_counts_as_the_plan_says() -> None:
     process_bytes, size_bytes = [0, 500, 500 + 3 * MEASURED_FROM_BYTES], MEASURED_FROM_BYTES
     memory = ModelMemory(1 << 40, lambda: process_bytes.pop(0))

@@ -85,34 +85,28 @@ class Peer:
         writer.close()
 
 
-def test_connections_stay_open_and_a_closed_one_is_replaced() -> None:
-    async def run() -> None:
-        peer, transport = Peer(2), HttpTransport()
-        async with await asyncio.start_server(peer.serve, "127.0.0.1", 0) as server:
-            address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            answers = [await transport.post(address, "/", {"a": "b"}, b"body") for _ in range(5)]
-            assert [body for _, _, body in answers] == [b"0", b"1", b"0", b"1", b"0"]
-            assert peer.num_connections == 3
-            transport.retain([address])
-            assert len(transport._idle[address]) == 1
-            transport.retain([])
-            assert not transport._idle
-        with pytest.raises(ConnectionLost, match="did not answer") as caught:
-            await transport.post(address, "/", {}, b"")
-        assert not isinstance(caught.value, RequestLost)  # it was not sent
-
-    asyncio.run(run())
+async def test_connections_stay_open_and_a_closed_one_is_replaced() -> None:
+    peer, transport = Peer(2), HttpTransport()
+    async with await asyncio.start_server(peer.serve, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        answers = [await transport.post(address, "/", {"a": "b"}, b"body") for _ in range(5)]
+        assert [body for _, _, body in answers] == [b"0", b"1", b"0", b"1", b"0"]
+        assert peer.num_connections == 3
+        transport.retain([address])
+        assert len(transport._idle[address]) == 1
+        transport.retain([])
+        assert not transport._idle
+    with pytest.raises(ConnectionLost, match="did not answer") as caught:
+        await transport.post(address, "/", {}, b"")
+    assert not isinstance(caught.value, RequestLost)  # it was not sent
 
 
-def test_a_peer_that_dies_with_the_request_is_lost() -> None:
+async def test_a_peer_that_dies_with_the_request_is_lost() -> None:
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         writer.close()
 
-    async def run() -> None:
-        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
-            with pytest.raises(RequestLost):
-                await HttpTransport().post(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "/", {}, b"body")
-
-    asyncio.run(run())
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        with pytest.raises(RequestLost):
+            await HttpTransport().post(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "/", {}, b"body")

@@ -30,9 +30,7 @@ def test_each_limit_is_above_those_within_it() -> None:
     assert max(longest) < limits.HARD_STOP_S < HAPROXYS_MOST_S
 
 
-@pytest.mark.parametrize(
-    ("hang_s", "drain_s"), [(60, 70), (60, 60), (5, 70), (5, 10), (5, 5), (0.25, 0.3), (600, 70), (600, 30)]
-)
+@pytest.mark.parametrize(("hang_s", "drain_s"), [(60, 70), (60, 60), (0.25, 0.3), (600, 30)])
 def test_the_order_holds_whatever_an_endpoint_says(tmp_path: Path, hang_s: float, drain_s: float) -> None:
     spec = EndpointSpec(name="app", hang_s=hang_s, drain_s=drain_s)
     environment = {BINARY_VARIABLE: str(tmp_path / "haproxy")}

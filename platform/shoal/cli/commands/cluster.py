@@ -30,9 +30,9 @@ from shoal.cluster.run_queue import format_needs
 from shoal.errors import ClusterError, ConnectionLost, RunError
 from shoal.rl.experience.quarantine import read_run_quarantine
 from shoal.runs import Run, list_running
+from shoal.runs.event_messages import describe_wait
 from shoal.runs.formatting import format_age, format_duration, format_size
 from shoal.runs.record.provenance import mask_command_line
-from shoal.runs.report.event_messages import describe_wait
 
 NUM_JOBS_SHOWN = 10
 # The variables with which `ray job submit` and `ray status` reach the cluster; `--json` has the rest.

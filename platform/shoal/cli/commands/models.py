@@ -29,7 +29,7 @@ from shoal.home import home
 from shoal.plugins.find import load_reference
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.model_code import ModelCode, list_nested_code
-from shoal.registry.model_format import FORMATS, ModelFormat, find_format, find_format_of_file, get_payload_file
+from shoal.registry.model_format import PAYLOAD_FILES, ModelFormat, find_format, find_formats_of_files
 from shoal.runs.formatting import format_age, format_number, format_size, format_timestamp, format_value
 from shoal.serve.controller.state import find_served_versions
 from shoal.serve.spec.batch_layout import has_batch_first
@@ -130,7 +130,7 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
     files = f" in {len(manifest.parts)} files" if manifest.parts else ""
     payload = f"{format_size(manifest.size_bytes)}{files}, whole"
     kind = manifest.model.format
-    built_by = f"{get_payload_file(kind)} alone" if kind in FORMATS else kind
+    built_by = f"{PAYLOAD_FILES[kind]} alone" if kind in PAYLOAD_FILES else kind
     if is_module:
         shapes = snapshot.shapes()
         num_values = sum(math.prod(shape) for shape in shapes.values())
@@ -391,15 +391,15 @@ def prune(name: str | None, keep: int | None, older_than: float | None, dry_run:
 def _choose_format(file: Path, format_name: str | None) -> ModelFormat:
     if format_name is not None:
         return find_format(format_name)
-    if (model_format := find_format_of_file(file.suffix)) is None:
+    formats = find_formats_of_files()
+    if file.suffix not in formats:
         remedy = (
             "a model is a .pt2 file of torch.export.save, an .onnx file, or a .pt file of torch.jit.save; a module is"
             " registered in Python, by the job that trains it or with shoal.registry.Registry().register; give --format"
             " for a format of your own"
         )
-        suffixes = ", ".join(suffix for each in FORMATS.values() for suffix in each.suffixes)
-        raise ConfigError("file", str(file), f"is not one of {suffixes}", remedy)
-    return model_format
+        raise ConfigError("file", str(file), f"is not one of {', '.join(formats)}", remedy)
+    return formats[file.suffix]
 
 
 def _read_signature(kind: ModelFormat, payload: bytes, file: str, given: Path | None) -> Signature:
@@ -409,8 +409,7 @@ def _read_signature(kind: ModelFormat, payload: bytes, file: str, given: Path | 
     if kind.signature:
         if given is not None:
             raise ConfigError("signature", str(given), f"is not for {file}, which has its own", "leave it out")
-        signature: Signature = load_reference(kind.signature)(payload, file)
-        return signature
+        return kind.read_signature(payload, file)
     if given is None:
         remedy = (
             "give --signature FILE, a YAML file of `inputs: [{name: x, datatype: FP32, shape: [-1, 3]}]` in the order"

@@ -1,6 +1,6 @@
-"""`shoal runs` and `shoal report`: the recorded runs, as tables, JSON and a page.
+"""`shoal runs` and `shoal release`: the recorded runs, as tables and JSON.
 
-Parse, call, print: `shoal.runs` reads, draws and removes.
+Parse, call, print: `shoal.runs` reads and removes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from shoal.cli.support.console import (
     print_facts,
     print_json,
 )
-from shoal.errors import ConfigError, RunError
+from shoal.errors import ConfigError
 from shoal.rl.experience.quarantine import find_ledgers, read_run_quarantine, release_actor
-from shoal.runs import Run, RunKind, Status, list_runs, load, write_report
+from shoal.runs import Run, RunKind, Status, list_runs, load
+from shoal.runs.event_messages import WAITING, format_warning
 from shoal.runs.formatting import format_age, format_duration, format_number, format_timestamp, format_value
 from shoal.runs.record.removal import (
     choose_old_runs,
@@ -38,14 +39,10 @@ from shoal.runs.record.removal import (
     remove_runs,
     vacuum,
 )
-from shoal.runs.report.event_messages import WAITING, format_warning
 from shoal.runs.run_kind import infer_fields
-from shoal.runs.tracking.follower import Follower
-from shoal.runs.tracking.tracker import load_tracker
 
 NUM_EVENTS = 8
 ANY_NUMBER = -1  # of SQLite's LIMIT
-TRACKER_GRACE_S = 300.0  # for a tracker's server that does not answer: a person waits, and may end it
 _RESUMABLE = frozenset({RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM})
 MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
 _COLOURS = {Status.RUNNING: "blue", Status.FINISHED: "green", Status.FAILED: "red", Status.LOST: "yellow"}
@@ -144,28 +141,6 @@ def remove(names: tuple[str, ...], yes: bool) -> None:
         click.echo(f"{run.id} is removed")
 
 
-@runs.command()
-@click.argument("run", default="latest")
-@click.option("--to", "tracker", required=True, help="mlflow, wandb, trackio, or your own: my_tracker.py:MyTracker.")
-def track(run: str, tracker: str) -> None:
-    """Send a RUN (the newest when left out) to a tracker: all of it, or what the tracker lacks.
-
-    For a run that had no `track`, or whose tracker did not answer. The tracker's own environment variables name its
-    server. A run that goes on is followed until it ends.
-
-    \b
-    Examples:
-      MLFLOW_TRACKING_URI=http://127.0.0.1:5000 shoal runs track latest --to mlflow
-      shoal runs track 20261120-0645 --to wandb
-    """
-    follow = load_tracker(tracker)
-    record = load(run)
-    state = Follower(record, tracker, follow, grace_s=TRACKER_GRACE_S).follow()
-    if not state.is_complete:
-        raise RunError(f"{tracker} lacks values of run {record.id}: {state.problem or 'the run was resumed'}")
-    click.echo(f"{record.id} is in {tracker} ({state.sent:,} values): {state.url}")
-
-
 def _describe_removal() -> str:
     return "records and files, in the store too" if os.environ.get("SHOAL_STORE") else "records and files"
 
@@ -198,29 +173,6 @@ def prune(keep: int | None, older_than: float | None, dry_run: bool, yes: bool) 
     remove_leftovers()
     vacuum()
     click.echo(f"removed: {len(names)}")
-
-
-@click.command()
-@click.argument("run", default="latest")
-@click.option("--open-path", is_flag=True, help="Print the path of the page and nothing else, to hand to a browser.")
-def report(run: str, open_path: bool) -> None:
-    """Write the one-page HTML report of a RUN (the newest when left out), with its learning curve as a picture.
-
-    \b
-    Examples:
-      shoal report
-      shoal report 20261120-064501-3f2a
-      xdg-open "$(shoal report latest --open-path)"
-    """
-    record = load(run)
-    path = write_report(record)
-    if open_path:
-        click.echo(path)
-        return
-    click.echo(f"The report of {record.id} ({record.status.value}): {path}")
-    picture = path.with_name("learning_curve.png")
-    if picture.exists():
-        click.echo(f"Its learning curve: {picture}")
 
 
 @click.command()

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 import click
 
 import shoal.runs
-from shoal.cli.commands.predict import suggest_predict_command
-from shoal.cli.display.serve_display import format_shares
+from shoal.cli.display.serve_display import format_shares, suggest_predict_command
 from shoal.cli.support.jobs import (
     describe_failure,
     end_on_interrupt,
@@ -47,8 +46,8 @@ from shoal.flows.serving_spec import (
 from shoal.network_address import is_loopback
 from shoal.recipes import find_recipe
 from shoal.registry import Registry, split_ref
+from shoal.runs.event_messages import describe_wait
 from shoal.runs.record.provenance import find_owner, format_masked_command, make_command_variable, split_secrets
-from shoal.runs.report.event_messages import describe_wait
 from shoal.serve.spec.endpoint import DETACHED, describe_taken_name
 from shoal.serve.spec.reach import EVERY_NODE
 from shoal.serve.spec.scale import MAX_REPLICAS

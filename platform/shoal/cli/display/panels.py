@@ -21,8 +21,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.runs import Run
+from shoal.runs.event_messages import format_warning
 from shoal.runs.formatting import format_duration
-from shoal.runs.report.event_messages import format_warning
 
 MAX_HISTORY, MAX_BARS = 120, 40
 _BARS = "▁▂▃▄▅▆▇█"

@@ -87,13 +87,13 @@ class ExtensibleCommandGroup(CommandGroup):
         return {verb.removeprefix(f"{self.name} "): found for verb, found in each if verb.startswith(f"{self.name} ")}
 
 
-class DefaultCommandGroup(CommandGroup):
+class DefaultCommandGroup(ExtensibleCommandGroup):
     """A group with a command `default` for words that begin with no command's name."""
 
     default = "show"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        is_own = bool(args) and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        is_own = bool(args) and args[0] in (*self.list_commands(ctx), *ctx.help_option_names)
         return super().parse_args(ctx, args if is_own else [self.default, *args])
 
 

@@ -130,7 +130,7 @@ GRPC_FRONTEND = f"""\
     http-request del-header expect
 """
 # A call needs no HTTP/2 behind HAProxy, and costs the replica a fraction as a request of HTTP/1.1
-# (`serve.grpc.app`). Answers other than gRPC's come from Serve, whose own route, to a gRPC server in each
+# (`shoal.protocols`). Answers other than gRPC's come from Serve, whose own route, to a gRPC server in each
 # replica, remains for health checks.
 HTTP1 = """\
     errorfiles shoal-grpc

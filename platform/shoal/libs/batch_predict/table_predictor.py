@@ -142,8 +142,9 @@ class TablePredictor:
     def _predict(self, requests: Sequence[_TableRequest]) -> None:
         """Compute the outputs of these requests; when rows fail together, try each half alone."""
         try:
-            for request in requests:
-                self._model.size_limits.check(request.inputs)
+            if (limits := self._model.size_limits) is not None:
+                for request in requests:
+                    limits.check(request.inputs)
             answers = self._model.predict_batch([request.inputs for request in requests])
         except Exception as raised:
             error = raised

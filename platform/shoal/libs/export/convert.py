@@ -22,7 +22,7 @@ def convert_to_onnx(version: ModelVersion, snapshot: WeightSnapshot, options: Mo
     """Convert the model, traced with this example. Raises ConfigError, with the reason."""
     import torch
 
-    from shoal.extend.serve import read_signature
+    from shoal.libs.export.formats.onnx import read_signature
 
     signature, parent = version.manifest.signature, version.manifest.lineage.get("parent")
     remedy = f"export {parent}, from which it was made" if parent else "use operations that ONNX has, or register ONNX"
@@ -54,7 +54,9 @@ def _open_module(version: ModelVersion, snapshot: WeightSnapshot) -> nn.Module:
     """Open the model as a module whose inputs and outputs are in the signature's order."""
     from torch import fx, nn
 
-    from shoal.extend.serve import bind_constants, flatten_program, load_module, load_program, select_outputs
+    from shoal.extend.serve import select_outputs
+    from shoal.libs.export.formats.exported import bind_constants, flatten_program, load_program
+    from shoal.libs.export.formats.torchscript import load_module
     from shoal.weights.tensor_files import read_tensors
 
     kind, signature = version.manifest.model.format, version.manifest.signature

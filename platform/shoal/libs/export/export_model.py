@@ -17,7 +17,7 @@ from pydantic import Field
 from shoal.atomic_file import draft_folder
 from shoal.config import Spec
 from shoal.errors import ConfigError
-from shoal.extend.registry import FORMATS, ModelVersion, Registry, TensorSignature
+from shoal.extend.registry import PAYLOAD_FILES, ModelVersion, Registry, TensorSignature
 from shoal.extend.serve import BatchLayout, ModelOptions
 from shoal.libs.export import texts
 from shoal.libs.export.convert import convert_to_onnx
@@ -135,8 +135,8 @@ def export_model(spec: ExportSpec) -> ExportReport:
 def _require_exportable(version: ModelVersion, spec: ExportSpec) -> None:
     """Raises ConfigError for what no folder has: hooks, formats of users' own, tensors of types that ONNX lacks."""
     model, signature = version.manifest.model, version.manifest.signature
-    if model.format not in FORMATS:
-        problem = f"is of format {model.format}; of {', '.join(FORMATS)} a folder can be made"
+    if model.format not in PAYLOAD_FILES:
+        problem = f"is of format {model.format}; of {', '.join(PAYLOAD_FILES)} a folder can be made"
         raise ConfigError("model", version.ref, problem, "register it as ONNX")
     for hook in ("preprocess", "postprocess"):
         if getattr(model, hook) and getattr(spec, hook) is None:

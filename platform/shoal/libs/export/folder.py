@@ -33,10 +33,10 @@ COPIED = (
     "shoal.serve.http.routes",
     "shoal.serve.messages.decoded_request",
     "shoal.serve.messages.model_errors",
-    "shoal.serve.model.onnx_session",
     "shoal.serve.model.output_check",
     "shoal.serve.protocol.request_limits",
     "shoal.libs.export.runtime.model",
+    "shoal.libs.export.runtime.onnx_session",
     "shoal.libs.export.runtime.self_test",
 )
 COPIED_FOR = {

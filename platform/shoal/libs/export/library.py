@@ -1,7 +1,8 @@
-"""The verb of this library."""
+"""The verb of this library, and the formats of models that it opens."""
 
 from shoal.plugins.library import Library
 
+_FORMATS = "shoal.libs.export.formats"
 LIBRARY = Library(
     "export",
     verbs={
@@ -9,5 +10,12 @@ LIBRARY = Library(
             "shoal.libs.export.command:export",
             "Write a registered model as a folder that serves itself: a container or a Lambda function.",
         ),
+    },
+    extensions={
+        "shoal.formats": {
+            "torch_export": f"{_FORMATS}:TORCH_EXPORT",
+            "onnx": f"{_FORMATS}:ONNX",
+            "torchscript": f"{_FORMATS}:TORCHSCRIPT",
+        }
     },
 )

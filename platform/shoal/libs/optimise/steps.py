@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from shoal.errors import ConfigError, needs_extra
-from shoal.extend.registry import ModelFactory, Signature
-from shoal.extend.serve import ModelOptions, PrecisionConverter, name_dynamic_axes, read_signature, trace_to_onnx
+from shoal.extend.registry import ModelFactory, Signature, find_format
+from shoal.extend.serve import ModelOptions, PrecisionConverter, name_dynamic_axes, trace_to_onnx
 from shoal.libs.optimise import entry
 
 Step = Literal["int8", "bf16", "onnx", "onnx-int8"]
@@ -99,7 +99,8 @@ def _export_onnx(network: nn.Module, teacher: ModelFactory, signature: Signature
     axes = name_dynamic_axes(described, ModelOptions())
     dynamic = {name: axes.get(name, {0: "batch"}) for name in (*input_names, *output_names)}
     payload = trace_to_onnx(network, inputs, input_names, output_names, dynamic, "the network", "leave it out")
-    if (taken := [each.name for each in read_signature(payload, "the network").inputs]) != input_names:
+    graph = find_format("onnx").read_signature(payload, "the network")
+    if (taken := [each.name for each in graph.inputs]) != input_names:
         raise ConfigError("--try", "onnx", f"its graph takes {', '.join(taken)} alone", "use every input in forward")
     return payload
 

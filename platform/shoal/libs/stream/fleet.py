@@ -24,8 +24,8 @@ from typing import Any
 
 from shoal.errors import ConfigError, needs_extra
 from shoal.libs.stream.messages import encode_payload
+from shoal.libs.stream.mqtt_source import KEEP_ALIVE_S, PUBLISHER, SEQUENCE, parse_address, send_at_once
 from shoal.libs.stream.spec import SensorTopicSpec
-from shoal.sources.mqtt import KEEP_ALIVE_S, PUBLISHER, SEQUENCE, parse_address, send_at_once
 
 with needs_extra("stream"):
     from paho.mqtt import client as paho

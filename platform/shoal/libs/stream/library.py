@@ -1,5 +1,14 @@
-"""What the report shows of this library's runs."""
+"""The source of messages that this library has, and what the report shows of its runs."""
 
 from shoal.plugins.library import Library
 
-LIBRARY = Library("stream", extensions={"shoal.report_panels": {"stream": "shoal.libs.stream.report:PANELS"}})
+LIBRARY = Library(
+    "stream",
+    extensions={
+        "shoal.sources": {
+            "MqttSource": "shoal.libs.stream.mqtt_source:MqttSource",
+            "MqttSpec": "shoal.libs.stream.spec:MqttSpec",
+        },
+        "shoal.report_panels": {"stream": "shoal.libs.stream.report:PANELS"},
+    },
+)

@@ -20,8 +20,8 @@ from shoal.atomic_file import make_folder
 from shoal.errors import ClusterError, ConfigError
 from shoal.extend.cluster import find_free_port
 from shoal.libs.stream.messages import MessageParser
+from shoal.libs.stream.mqtt_source import PUBLISHER, SEQUENCE, MqttSource
 from shoal.libs.stream.spec import SensorTopicSpec
-from shoal.sources.mqtt import PUBLISHER, SEQUENCE, MqttSource
 
 if TYPE_CHECKING:
     from shoal.libs.stream.trainer import SensorForecast

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.api import attachment, load_run, make_train_spec
-from shoal.extend.runs import Sweep, load_sweep
 from shoal.libs.sweep.loop_spec import is_loop_recipe, load_loop_recipe
 from shoal.libs.sweep.spec import SweepSpec, check_sweep, remove_target
+from shoal.libs.sweep.trials import Sweep, load_sweep
 from shoal.search.space import SearchSpace
 
 if TYPE_CHECKING:

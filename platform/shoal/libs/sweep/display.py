@@ -14,7 +14,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.extend.cli import RunView, make_number_column, make_table, render_cells
-from shoal.extend.runs import SWEEPING, WAITING, Run, Sweep, SweepTrial, TrialState, format_number, load_sweep
+from shoal.extend.runs import WAITING, Run, format_number
+from shoal.libs.sweep.trials import SWEEPING, Sweep, SweepTrial, TrialState, load_sweep
 
 MAX_ROWS = 16  # of a live table
 MAX_FAILURE_LENGTH = 48  # letters; the run of the trial has all of it

@@ -14,11 +14,12 @@ import numpy as np
 import shoal.runs
 from shoal.errors import RunError, needs_extra
 from shoal.extend.cluster import expected_run_id, job_main
-from shoal.extend.runs import SWEEPING, RunKind, RunRecorder, SweepTrial, TrialLog, load_sweep
+from shoal.extend.runs import RunKind, RunRecorder
 from shoal.extend.train import fetch_weights, register_model, validate_run
 from shoal.home import home
 from shoal.libs.sweep.spec import CheckedSweep, SweepSpec, check_sweep, sweep_from_overrides
 from shoal.libs.sweep.trial import PlannedTrial, TrialSetting, load_result
+from shoal.libs.sweep.trials import SWEEPING, SweepTrial, TrialLog, load_sweep
 
 JOB = "sweep"
 

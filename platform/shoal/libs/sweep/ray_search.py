@@ -17,10 +17,10 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, PopulationBasedTraining, TrialScheduler
 from ray.tune.search import Searcher
 
-from shoal.extend.runs import History, SweepTrial, TrialLog, TrialState
 from shoal.libs.sweep.ray_trial import FAILURE, FINISHED, PROGRESS, STEP, VALUE, format_trial_name, parse_trial_name
 from shoal.libs.sweep.spec import CheckedSweep, SweepSpec
 from shoal.libs.sweep.trial import PlannedTrial
+from shoal.libs.sweep.trials import History, SweepTrial, TrialLog, TrialState
 from shoal.search.space import SearchSpace
 
 

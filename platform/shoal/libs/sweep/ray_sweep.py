@@ -19,7 +19,7 @@ from ray.tune.experiment import Trial
 import shoal.runs
 from shoal.errors import PlanError
 from shoal.extend.cluster import RunAdmission, find_growth, format_needs, print_too, set_environment
-from shoal.extend.runs import Run, Status, TrialLog, TrialState, load_history, load_sweep
+from shoal.extend.runs import Run, Status
 from shoal.extend.train import resolve_device
 from shoal.libs.sweep.ray_search import TuneSearcher, make_scheduler
 from shoal.libs.sweep.ray_trial import (
@@ -34,6 +34,7 @@ from shoal.libs.sweep.ray_trial import (
 )
 from shoal.libs.sweep.spec import SweepSpec
 from shoal.libs.sweep.trial import STOP_POLL_S, PlannedTrial, TrialSetting, find_trial, make_run_id
+from shoal.libs.sweep.trials import TrialLog, TrialState, load_history, load_sweep
 
 NUM_RETRIES = 2  # of a trial whose process has died; it goes on from its checkpoint
 STOP_TIMEOUT_S = 10.0  # for the trials to save, before Ray kills the job

@@ -1,14 +1,21 @@
-"""The words of `track=` that this library has."""
+"""The words of `track=` that this library has, the followers of runs with one, and the verb."""
 
 from shoal.plugins.library import Library
 
 LIBRARY = Library(
     "tracking",
+    verbs={
+        "runs track": (
+            "shoal.libs.tracking.command:track",
+            "Send a RUN (the newest when left out) to a tracker: all of it, or what the tracker lacks.",
+        ),
+    },
     extensions={
+        "shoal.followers": {"processes": "shoal.libs.tracking.processes:Followers"},
         "shoal.trackers": {
             "mlflow": "shoal.libs.tracking.trackers:MlflowTracker",
             "wandb": "shoal.libs.tracking.trackers:WandbTracker",
             "trackio": "shoal.libs.tracking.trackers:TrackioTracker",
-        }
+        },
     },
 )

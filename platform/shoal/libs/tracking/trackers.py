@@ -6,15 +6,18 @@ Called by the follower. A library is imported when its tracker is made. Its own 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shoal.extend.runs import Status, Tracker, list_facts, list_models, list_parameters
+from shoal.config import MASKED
+from shoal.extend.runs import Status, Tracker, is_secret_name
 from shoal.home import file_lock, home
+from shoal.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
     from shoal.extend.runs import MetricValue, Run
@@ -183,3 +186,33 @@ class TrackioTracker(Tracker):
 
     def finish(self, run: Run) -> None:
         self._trackio.finish()
+
+
+def list_parameters(spec: str) -> dict[str, object]:
+    """The fields of a recorded spec (YAML) by their paths, as `optimizer.learning_rate`, without secrets.
+
+    Values are texts, numbers, booleans or None; a list is its JSON.
+    """
+
+    def flatten(path: str, value: object) -> Iterable[tuple[str, object]]:
+        if isinstance(value, Mapping) and value:
+            for name, each in value.items():
+                yield from flatten(f"{path}.{name}" if path else str(name), each)
+        elif MASKED not in str(value) and not is_secret_name(path):
+            is_plain = value is None or isinstance(value, str | int | float)
+            yield path, value if is_plain else json.dumps(value, default=str)
+
+    fields = parse_yaml(spec)
+    return dict(flatten("", fields)) if isinstance(fields, dict) else {}
+
+
+def list_facts(run: Run) -> dict[str, str]:
+    """What a reader of the tracker may search for, besides the spec."""
+    facts = {"job": run.job, "kind": run.kind.value, "host": run.host, "git": run.git_revision or ""}
+    return {f"shoal.{name}": each for name, each in facts.items() if each}
+
+
+def list_models(run: Run) -> list[str]:
+    """The registered models, as NAME@VERSION."""
+    models: Any = run.to_dict()["models"]
+    return [f"{model['name']}@{model['version']}" for model in models]

@@ -39,7 +39,7 @@ EpisodeReply = Future[EpisodeAnswer | EpisodeRejection]
 
 
 @dataclass(eq=False)
-class _OpenStep:
+class _UserExchange:
     """What the user of an episode has given since its last action, and waits for.
 
     reward:     None: none was given
@@ -68,7 +68,7 @@ class UserEpisodes:
         self._spec, self._inference = state.setting.experience, inference.start()
         state.queue.ledger.open_account(self.key)
         self._episodes = inference.add_client(self.key, state.actors.join(self.key), MAX_USER_EPISODES).episodes
-        self._steps: dict[int, _OpenStep] = {}  # by the number of the episode
+        self._exchanges: dict[int, _UserExchange] = {}  # by the number of the episode
         self._requests: deque[tuple[EpisodeRequest, EpisodeReply]] = deque()  # from other threads
         self._num_started = self._num_finished = self._num_expired = 0
 
@@ -91,13 +91,13 @@ class UserEpisodes:
 
     def deliver(self, message: ActionMessage) -> None:
         """Answer the request that waits for this action."""
-        open_step = self._steps.get(message.episode)
-        if open_step is None:
+        exchange = self._exchanges.get(message.episode)
+        if exchange is None:
             return
-        reply, open_step.reply = open_step.reply, None
-        if message.reason or open_step.is_over:
-            del self._steps[message.episode]
-            self._num_finished += not open_step.is_expired
+        reply, exchange.reply = exchange.reply, None
+        if message.reason or exchange.is_over:
+            del self._exchanges[message.episode]
+            self._num_finished += not exchange.is_expired
         if reply is None:
             return  # it was cut off here, and no user waits
         if message.reason:
@@ -106,31 +106,31 @@ class UserEpisodes:
         action = message.action
         if action is not None and self._spec.action.shape:
             action = np.array(action).reshape(self._spec.action.shape).tolist()
-        reply.set_result(EpisodeAnswer(open_step.handle, action, message.version))
+        reply.set_result(EpisodeAnswer(exchange.handle, action, message.version))
 
     def expire(self, before_s: float) -> None:
         """Close the episodes that no user has continued since `before_s`. Called before `RemoteInference.expire`, with
         the same time."""
-        for number, open_step in list(self._steps.items()):
-            if open_step.reply is not None or open_step.is_expired or self._episodes[number].used_at >= before_s:
+        for number, exchange in list(self._exchanges.items()):
+            if exchange.reply is not None or exchange.is_expired or self._episodes[number].used_at >= before_s:
                 continue
             self._num_expired += 1
-            if open_step.reward is None:
-                del self._steps[number]  # `RemoteInference` expires it as any other
+            if exchange.reward is None:
+                del self._exchanges[number]  # `RemoteInference` expires it as any other
             else:
-                open_step.is_expired = True
+                exchange.is_expired = True
                 episode = self._episodes[number]
-                self._act(episode, open_step, episode.observations[-1].frame, None, is_last=True, truncated=True)
+                self._act(episode, exchange, episode.observations[-1].frame, None, is_last=True, truncated=True)
 
     def close(self) -> None:
         """Refuse what waits: requests, and those whose answers are on their way."""
-        replies = [each.reply for each in self._steps.values() if each.reply is not None]
+        replies = [each.reply for each in self._exchanges.values() if each.reply is not None]
         for reply in (*(reply for _, reply in self._requests), *replies):
             reply.set_result(EpisodeRejection(503, "the run's gateway is closing"))
 
     def get_counts(self) -> dict[str, int]:
         """Episodes by what became of them."""
-        num_open = sum(not each.is_expired for each in self._steps.values())
+        num_open = sum(not each.is_expired for each in self._exchanges.values())
         return {
             "begun": self._num_started,
             "ended": self._num_finished,
@@ -145,21 +145,21 @@ class UserEpisodes:
         number = self._read_number(request.episode)
         if isinstance(number, EpisodeRejection):
             return number
-        open_step = self._steps[number]
-        if open_step.reply is not None:
+        exchange = self._exchanges[number]
+        if exchange.reply is not None:
             return EpisodeRejection(409, "the answer to the request before is still on its way")
-        episode, before = self._episodes[number], open_step.reward
+        episode, before = self._episodes[number], exchange.reward
         reward = before if request.reward is None else (before or 0.0) + request.reward
         check_values("reward", np.array(reward or 0.0), REWARD)
-        episode.used_at, open_step.reward = time.monotonic(), reward
+        episode.used_at, exchange.reward = time.monotonic(), reward
         if observation is None and not request.ended:
-            reply.set_result(EpisodeAnswer(open_step.handle))
+            reply.set_result(EpisodeAnswer(exchange.handle))
             return None
         try:
             frame = observation or episode.observations[-1].frame
-            self._act(episode, open_step, frame, reply, request.ended, request.truncated)
+            self._act(episode, exchange, frame, reply, request.ended, request.truncated)
         except InvalidSegment:
-            open_step.reward = before
+            exchange.reward = before
             raise
         return None
 
@@ -168,18 +168,18 @@ class UserEpisodes:
     ) -> EpisodeRejection | None:
         if observation is None or request.ended or request.reward is not None:
             return EpisodeRejection(422, "episode: an episode begins with an observation alone")
-        if len(self._steps) >= MAX_USER_EPISODES:
+        if len(self._exchanges) >= MAX_USER_EPISODES:
             return EpisodeRejection(429, f"{MAX_USER_EPISODES} episodes are open: end them, or wait until some expire")
         number = self._num_started
         self._inference.take_act(self.key, ActMessage(number, 0), [observation])
         self._num_started += 1
-        self._steps[number] = _OpenStep(f"{self.key[1]}-{number}-{secrets.token_hex(8)}", reply)
+        self._exchanges[number] = _UserExchange(f"{self.key[1]}-{number}-{secrets.token_hex(8)}", reply)
         return None
 
     def _act(
         self,
         episode: RemoteEpisode,
-        open_step: _OpenStep,
+        exchange: _UserExchange,
         observation: bytes,
         reply: EpisodeReply | None,
         is_last: bool,
@@ -187,10 +187,10 @@ class UserEpisodes:
     ) -> None:
         """Take one step. Raises InvalidSegment, which changes nothing."""
         message = ActMessage(
-            episode.number, episode.step + 1, open_step.reward or 0.0, is_last and not truncated, is_last and truncated
+            episode.number, episode.step + 1, exchange.reward or 0.0, is_last and not truncated, is_last and truncated
         )
         answer = self._inference.take_act(self.key, message, [observation])
-        open_step.reward, open_step.reply, open_step.is_over = None, reply, is_last
+        exchange.reward, exchange.reply, exchange.is_over = None, reply, is_last
         if answer is not None:
             self.deliver(answer)
 
@@ -217,11 +217,11 @@ class UserEpisodes:
         number = rest.partition("-")[0]
         if not (incarnation.isdecimal() and number.isdecimal() and len(number) < 19):
             return EpisodeRejection(404, "there is no such episode")
-        open_step = self._steps.get(int(number))
+        exchange = self._exchanges.get(int(number))
         if (
-            open_step is not None
-            and not open_step.is_expired
-            and secrets.compare_digest(open_step.handle.encode(), handle.encode())
+            exchange is not None
+            and not exchange.is_expired
+            and secrets.compare_digest(exchange.handle.encode(), handle.encode())
         ):
             return int(number)
         if incarnation != str(self.key[1]) or int(number) < self._num_started:

@@ -32,8 +32,7 @@ from shoal.runs.record.serialization import escape_text, validate_text
 from shoal.runs.run_kind import RunKind, infer_kind
 from shoal.runs.run_reader import find_run_row, load
 from shoal.runs.run_status import Status, resolve_status, transition
-from shoal.runs.tracking.processes import Followers
-from shoal.runs.tracking.tracker import find_trackers
+from shoal.runs.tracker import find_trackers, start_followers
 
 if TYPE_CHECKING:
     from shoal.runs.record.store_mirror import StoreMirror
@@ -80,7 +79,7 @@ def create(
     except BaseException:
         connection.close()
         raise
-    followers = Followers(run_id, folder, trackers) if trackers else None
+    followers = start_followers(run_id, folder, trackers)
     return RunRecorder(connection, number, run_id, incarnation, folder, mirror, followers, kind or infer_kind(spec))
 
 
@@ -110,7 +109,7 @@ def reopen(ref: str, spec: str | None = None) -> RunRecorder:
     except BaseException:
         connection.close()
         raise
-    followers = Followers(row["id"], folder, trackers) if trackers else None
+    followers = start_followers(row["id"], folder, trackers)
     known = read_later_column(row, "kind")
     kind = RunKind(known) if known else infer_kind(spec or row["spec"])
     return RunRecorder(connection, row["number"], row["id"], incarnation, folder, mirror, followers, kind)

@@ -41,7 +41,7 @@ from shoal.runs.run_status import TERMINAL, Status, transition
 if TYPE_CHECKING:
     from shoal.runs.ray_gauges import RunGauges
     from shoal.runs.record.store_mirror import StoreMirror
-    from shoal.runs.tracking.processes import Followers
+    from shoal.runs.tracker import RunFollowers
 
 FLUSH_INTERVAL_S = 0.5
 HEARTBEAT_INTERVAL_S = 3.0
@@ -117,7 +117,7 @@ class RunRecorder:
         incarnation: int,
         folder: Path,
         store_mirror: StoreMirror | None = None,
-        followers: Followers | None = None,
+        followers: RunFollowers | None = None,
         kind: RunKind = RunKind.OTHER,
     ) -> None:
         self.id, self.folder = run_id, folder

@@ -17,8 +17,8 @@ from shoal.home import home
 from shoal.runs.record.database import TABLES, connect, read_later_column, transaction, translate_write_errors
 from shoal.runs.run_reader import Run
 from shoal.runs.run_status import TERMINAL, Status, resolve_status
-from shoal.runs.sweep_trials import list_trial_ids
 
+TRIAL_STARTED = "trial_started"  # the event of a run that starts another, and reads it at its end: `run_id`
 _REMOVED = ".removed-"
 
 
@@ -31,7 +31,8 @@ def choose_old_runs(runs: Iterable[Run], keep: int, older_than_s: float, now: fl
     newest_first = sorted(
         (run for run in runs if run.copied_from is None), key=lambda run: run.created_at, reverse=True
     )
-    needed = {trial for run in newest_first if not _is_over(run.status) for trial in list_trial_ids(run)}
+    going = [run for run in newest_first if not _is_over(run.status)]
+    needed = {details["run_id"] for run in going for _, details in run.list_events(TRIAL_STARTED)}
     ended = [run for run in newest_first[keep:] if _is_over(run.status) and run.id not in needed]
     return [run for run in ended if now - (run.finished_at or run.heartbeat_at) > older_than_s]
 

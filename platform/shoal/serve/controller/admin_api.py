@@ -40,10 +40,10 @@ class AdminApi:
     """The administration of one endpoint.
 
     registry: folder of the registry that new models come from
-    options:  how a new model is served, by its name (a ModelOptions as a plain mapping)
+    options:  how a new model is served, by its name
     """
 
-    def __init__(self, controller: EndpointController, registry: str, options: Mapping[str, dict[str, Any]]) -> None:
+    def __init__(self, controller: EndpointController, registry: str, options: Callable[[str], ModelOptions]) -> None:
         self._controller, self._registry, self._options = controller, registry, options
 
     async def administer(self, values: Mapping[str, Any], by: str) -> str:
@@ -98,7 +98,7 @@ class AdminApi:
             raise InferenceError(
                 409, f"{problem}: roll back to pin it to a retained version, promote to follow the run again"
             )
-        base = before.options or self._options.get(name) or self._options.get("", {})
+        base = before.options or self._options(name).model_dump(mode="json")
         selector = change.version_ref or before.version
         deployment = Deployment(name, before.registry, selector, parse_options(change.options, base))
         stable = model.rollout.stable if model else 0

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from shoal.client.discovery import CARD_SUFFIX
-from shoal.cluster.ingress.front import CertificateFiles
-from shoal.cluster.ingress.time_limits import ANSWER_S
 from shoal.errors import ConfigError
 from shoal.home import home
 from shoal.registry import Registry
@@ -33,41 +30,30 @@ _ACTOR_NAME = re.compile(rf"endpoint-(.+)-[0-9a-f]+@([0-9a-f]+|{DETACHED})")
 class ControllerConfig:
     """The values from which a controller is built.
 
+    spec:       of the endpoint, without its secrets
     deployment: the call of `deploy` that it belongs to
     folder:     holds its state
     registry:   source of models that are loaded later
-    options:    options of those models, by name; "" for all others
     idle_s:     without a call from a replica for so long, the controller ends
     driver:     Ray's id of the job that keeps the endpoint up; DETACHED for one that stays without; "" when Serve does
                 (`serve_app`)
     owner:      who has deployed it, USER@HOST
-    url:        the root of the endpoint's protocol
-    grpc:       the endpoint's host:port for gRPC; "" for none
-    num_replicas: the endpoint's least number of replicas
-    may_sleep: whether it has no replica while it is idle
     key_digests: the SHA-256 in hex of the token and of each key, for the ingress of an endpoint that sleeps
-    answer_s: how long the ingress waits for an answer
-    tls:      the files of its certificate; None for plain HTTP
-    memory_bytes: of each replica's models; None: every replica has every model
     """
 
-    name: str
+    spec: EndpointSpec
     deployment: str
     models: tuple[Deployment, ...]
     folder: Path
     registry: str
-    options: Mapping[str, dict[str, Any]]
     idle_s: float = 120.0
     driver: str = ""
     owner: str = ""
-    url: str = ""
-    grpc: str = ""
-    num_replicas: int = 0
-    may_sleep: bool = False
     key_digests: tuple[str, ...] = field(default=(), repr=False)
-    answer_s: float = ANSWER_S
-    tls: CertificateFiles | None = None
-    memory_bytes: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
     @property
     def actor_name(self) -> str:
@@ -127,25 +113,16 @@ def build_controller_config(
         deployments[model.name] = Deployment(model.name, registry, model.version, options)
     if spec.memory is not None:
         require_memory(spec.memory, deployments.values())
-    known = {name: options.model_dump(mode="json") for name, options in {"": spec.model, **spec.models}.items()}
-    setting = ControllerConfig(
-        spec.name,
+    config = ControllerConfig(
+        spec.model_copy(update={"token": None, "keys": []}),
         secrets.token_hex(4),
         tuple(deployments.values()),
         home() / "endpoints",
         Registry().location,
-        known,
         owner=find_owner(),
-        url=spec.url,
-        grpc=spec.grpc_address,
-        tls=None if spec.tls is None else spec.tls.files,
-        num_replicas=spec.least_replicas,
-        may_sleep=spec.may_sleep,
         key_digests=spec.key_digests,
-        answer_s=spec.answer_s,
-        memory_bytes=spec.memory,
     )
-    return setting, {model.name: model.source for model in models if isinstance(model.source, LiveModel)}
+    return config, {model.name: model.source for model in models if isinstance(model.source, LiveModel)}
 
 
 def require_memory(memory_bytes: int, deployments: Iterable[Deployment]) -> None:

@@ -44,43 +44,43 @@ class ControllerService:
 
     def __init__(
         self,
-        setting: ControllerConfig,
+        config: ControllerConfig,
         on_idle: Callable[[], None] = lambda: None,
         has_ingress: Callable[[], bool] = lambda: False,
     ) -> None:
         self.on_idle, self.has_ingress = on_idle, has_ingress
         self._began_at = time.time()
         # Here, since this is HAProxy's host, and no replica starts before it has asked this object for its plan.
-        self._name = setting.name
-        hold_while_asleep(os.environ, setting.name, setting.may_sleep, setting.key_digests)
-        limit_answers(os.environ, setting.name, setting.answer_s)
-        self._audit = AuditLog(setting.folder.parent / AUDIT_FILE, setting.name)
+        self._name, spec = config.name, config.spec
+        hold_while_asleep(os.environ, self._name, spec.may_sleep, config.key_digests)
+        limit_answers(os.environ, self._name, spec.answer_s)
+        self._audit = AuditLog(config.folder.parent / AUDIT_FILE, config.name)
         self._controller = EndpointController(
-            setting.name,
-            setting.models,
-            deployment_id=setting.deployment,
-            state_file=StateFile(setting.state_file),
+            config.name,
+            config.models,
+            deployment_id=config.deployment,
+            state_file=StateFile(config.state_file),
             audit=self._audit.record_change,
-            memory_bytes=setting.memory_bytes,
+            memory_bytes=spec.memory,
         )
-        self._admin_api = AdminApi(self._controller, setting.registry, setting.options)
-        self._watch = CertificateWatch(setting.tls, find_ingress_folder()) if setting.tls is not None else None
+        self._admin_api = AdminApi(self._controller, config.registry, spec.options)
+        self._watch = CertificateWatch(spec.tls.files, find_ingress_folder()) if spec.tls is not None else None
         self._polled_s = -POLL_S
         self._status = StatusReporter(
             self._controller,
-            setting.grpc,
-            setting.num_replicas,
+            spec.grpc_address,
+            spec.least_replicas,
             self._describe_certificate,
-            may_sleep=setting.may_sleep,
-            owner=setting.owner,
-            lifetime="detached" if setting.is_detached else "driver" if setting.driver else "serve",
+            may_sleep=spec.may_sleep,
+            owner=config.owner,
+            lifetime="detached" if config.is_detached else "driver" if config.driver else "serve",
         )
-        self._card = setting.card_file
-        if setting.is_detached:
-            card = EndpointCard(setting.name, setting.url, os.getpid(), socket.gethostname())
+        self._card = config.card_file
+        if config.is_detached:
+            card = EndpointCard(self._name, spec.url, os.getpid(), socket.gethostname())
             replace_synced(self._card, msgspec.json.encode(card))
         self._task: asyncio.Task[None] | None = None
-        self._last_follow_s, self._idle_s = time.monotonic(), setting.idle_s
+        self._last_follow_s, self._idle_s = time.monotonic(), config.idle_s
 
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
         self._last_follow_s = time.monotonic()

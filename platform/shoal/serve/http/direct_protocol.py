@@ -10,8 +10,7 @@ import asyncio
 import http
 import logging
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -22,7 +21,6 @@ from shoal.serve.protocol.request_lifecycle import (
     Application,
     Message,
 )
-from shoal.serve.protocol.stream_guard import GuardedStream, StreamGuard
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +37,20 @@ USED_OF_UVICORN = frozenset(
 STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in http.HTTPStatus}
 
 
-get_stream_guard = cache(StreamGuard)  # it starts with the first stream of this process
+class WriteGuard(Protocol):
+    """Has an answer ended for its client if this process is killed, unless a write has not ended."""
+
+    def begin_write(self) -> None:
+        """Called before each write."""
+        ...
+
+    def end_write(self) -> None:
+        """Called after each write but the last one."""
+        ...
+
+    def release(self) -> None:
+        """Called once the answer has ended."""
+        ...
 
 
 class DirectProtocol(HttpToolsProtocol):
@@ -142,8 +153,8 @@ class DirectProtocol(HttpToolsProtocol):
 class DirectCycle:
     """One request and its answer: ASGI's `receive` and `send`.
 
-    An answer whose start has `is_stream` is a stream of gRPC: `stream_guard` ends it if this process is killed.
-    The application sets a content-length or writes chunks.
+    The start of an answer may have `guard`: a function of the connection's transport that returns the answer's
+    `WriteGuard`, or None. The application sets a content-length or writes chunks.
     """
 
     __slots__ = (
@@ -181,7 +192,7 @@ class DirectCycle:
         self._is_body_delivered = self._closing = self._is_incomplete = False
         self.message_event = asyncio.Event()
         self._head: list[bytes] = []
-        self._guarded: GuardedStream | None = None  # a stream of gRPC, once its answer has begun
+        self._guarded: WriteGuard | None = None
 
     async def run_asgi(self, application: Application) -> None:
         """Run the application. An exception in it is a bug and ends the connection."""
@@ -258,8 +269,8 @@ class DirectCycle:
             self._on_finished()
 
     def _start_response(self, message: Message) -> None:
-        if message.get("is_stream", False):
-            self._guarded = get_stream_guard().hold(self._transport)
+        if guard := message.get("guard"):
+            self._guarded = guard(self._transport)
         head = [STATUS_LINES[message["status"]]]
         for name, value in (*self._headers, *message["headers"]):
             head += (name, b": ", value, b"\r\n")

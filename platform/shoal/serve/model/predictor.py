@@ -27,7 +27,7 @@ from shoal.serve.messages.decoded_request import Arrays
 from shoal.serve.model.action_sampler import ActionSampler, make_sampler
 from shoal.serve.model.device import devices, is_device_lost, select_fastest, time_forwards
 from shoal.serve.model.formats import Forward, Template, TemplateConfig, has_cuda, open_template
-from shoal.serve.model.formats.size_limits import NO_LIMITS, LimitedForward
+from shoal.serve.model.formats.template import InputLimits
 from shoal.serve.model.hooks import Hook, find_hook
 from shoal.serve.model.output_check import NotFiniteOutput, OutputCheck
 from shoal.serve.model.padding import RequestCollator
@@ -208,17 +208,16 @@ class ForwardSteps:
 class LoadedModel:
     """One version of a model, ready to answer. Immutable and thread-safe.
 
-    size_limits: the sizes of a request's inputs that it takes, which the caller checks
+    size_limits: the sizes of a request's inputs that it takes, which the caller checks; None for any
     sampler:     of a policy with a distribution: draws actions, for the caller to apply
     """
-
-    size_limits = NO_LIMITS
 
     def __init__(self, version: int, forward: Forward, steps: ForwardSteps, sampler: ActionSampler | None) -> None:
         self.version, self._forward, self._steps, self.sampler = version, forward, steps, sampler
         self._layout, self._input_names = steps.layout, steps.collator.names
-        if isinstance(forward, LimitedForward) and steps.preprocess is None:  # a hook's arrays are no request's
-            self.size_limits = forward.limits
+        self.size_limits: InputLimits | None = None
+        if steps.preprocess is None:  # a hook's arrays are no request's
+            self.size_limits = getattr(forward, "limits", None)
 
     def predict_batch(self, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
         """Answer several requests of one bucket as one batch along the first dimension, or as several where that saves

@@ -7,7 +7,7 @@ head, HAProxy connects over loopback and other deployments at the host's address
 there. Called by the Ray shell in a replica's constructor, which runs before Serve makes any server.
 
 Serve starts a gRPC server in every replica, which HAProxy uses for the health check only: calls reach a replica as
-HTTP/1.1 requests (`serve.grpc.app`).
+HTTP/1.1 requests (see `cluster.ingress.haproxy_config`).
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def deploy(
                 reject_sleep_of_shared(spec, list_sleeping())
             config, live = build_controller_config(spec, models)
             # Its name says whose the endpoint is, so it stays while that sleeps.
-            idle_s = math.inf if config.may_sleep else config.idle_s
+            idle_s = math.inf if spec.may_sleep else config.idle_s
             if live and spec.lifetime == DETACHED:
                 problem = "is not for an endpoint that follows the weights of a run, which ends"
                 raise ConfigError("endpoint.lifetime", DETACHED, problem, "leave it out")

@@ -1,9 +1,9 @@
 """Where requests enter an endpoint, the limits on each, and how it ends: answered, too slow, abandoned or late.
 
-`EndpointApp` is the ASGI application: REST and gRPC stand side by side below it. Both check a request's head before any
-allocation, and read its body within a `RequestLifecycle`. HAProxy, where present, has its own lower limits
-(`cluster.ingress.haproxy_config`). It waits for the first 32 kB of an HTTP body, for nothing of a gRPC body, and passes
-on the rest at any pace, so the pace is checked here.
+`EndpointApp` is the ASGI application: REST and the protocols of libraries stand side by side below it. Each checks a
+request's head before any allocation, and reads its body within a `RequestLifecycle`. HAProxy, where present, has its
+own lower limits (`cluster.ingress.haproxy_config`). It waits for the first 32 kB of an HTTP body, for nothing of a gRPC
+body, and passes on the rest at any pace, so the pace is checked here.
 
 Detecting a disconnect at once takes two tasks per request (Serve's default, which costs a fifth of the throughput,
 measured). Here a request is polled once it has waited for `poll_s`. One timer polls all of them, so a request answered
@@ -17,11 +17,18 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from shoal.errors import InferenceError
-from shoal.serve.messages.inference import Disconnected
+from shoal.plugins.find import load_reference
+from shoal.plugins.library import collect_extensions
+from shoal.serve.messages.inference import Disconnected, ModelManagerProtocol
 from shoal.serve.protocol.request_limits import RequestLimits
+from shoal.serve.spec.endpoint import PROTOCOLS
+
+if TYPE_CHECKING:
+    from shoal.serve.protocol.access import AccessControl
+    from shoal.serve.protocol.tracing import Tracer
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -29,7 +36,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-GRPC_PATH_PREFIX = "/inference.GRPCInferenceService/"
 # Messages of `receive`, by their type: the client has ended its side of the connection within a body, and may read an
 # answer; the server is closing, so that an endless stream can end.
 INCOMPLETE_MESSAGE = "shoal.incomplete"
@@ -158,14 +164,31 @@ class RequestsInProgress:
 
 
 class EndpointApp:
-    """The ASGI application of an endpoint: calls of gRPC go to `grpc`, all else to `rest`."""
+    """The ASGI application of an endpoint: what a library's protocol answers goes to it, all else to `rest`.
 
-    def __init__(self, rest: Application, grpc: Application) -> None:
-        self._rest, self._grpc = rest, grpc
+    An extension of the group `shoal.protocols` is a function of the other arguments. It returns the prefix of the paths
+    that its protocol answers, and an application.
+    """
+
+    def __init__(
+        self,
+        rest: Application,
+        manager: ModelManagerProtocol,
+        access: AccessControl,
+        limits: RequestLimits,
+        tracer: Tracer | None = None,
+    ) -> None:
+        protocols = [load_reference(each) for each in collect_extensions(PROTOCOLS).values()]
+        self._rest = rest
+        self._others: list[tuple[str, Application]] = [make(manager, access, limits, tracer) for make in protocols]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_grpc = scope["type"] == "http" and scope["path"].startswith(GRPC_PATH_PREFIX)
-        await (self._grpc if is_grpc else self._rest)(scope, receive, send)
+        application = self._rest
+        if scope["type"] == "http":
+            for prefix, other in self._others:
+                if scope["path"].startswith(prefix):
+                    application = other
+        await application(scope, receive, send)
 
 
 async def decompress_in_thread(limits: RequestLimits, body: bytes, encoding: bytes) -> bytes:

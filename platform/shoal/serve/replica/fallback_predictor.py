@@ -19,7 +19,7 @@ import numpy as np
 from shoal.errors import InferenceError
 from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, judge, latency_ratio
 from shoal.serve.messages.decoded_request import Arrays
-from shoal.serve.model.formats.size_limits import SizeLimits
+from shoal.serve.model.formats.template import InputLimits
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.model_statistics import ForwardTimes
 from shoal.serve.spec.model_options import GuardOptions
@@ -79,7 +79,7 @@ class FallbackPredictor:
         return self.now.version
 
     @property
-    def size_limits(self) -> SizeLimits:
+    def size_limits(self) -> InputLimits | None:
         return self.now.loaded.size_limits
 
     @property

@@ -15,7 +15,7 @@ from contextlib import suppress
 from shoal.errors import ConnectionLost, WeightsError
 from shoal.serve.messages.desired_state import ModelPlan
 from shoal.serve.replica.live_versions import LiveVersionSelector
-from shoal.serve.replica.watchers import RETRY_S, PlanSource, WeightFollower
+from shoal.serve.replica.watchers import RETRY_S, ControllerClient, WeightFollower
 from shoal.weights import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class LiveFollower:
         name: str,
         versions: LiveVersionSelector,
         weights: WeightSource,
-        controller: PlanSource,
+        controller: ControllerClient,
         plan: ModelPlan,
         changed: Callable[[], None],
     ) -> None:

@@ -17,7 +17,7 @@ import psutil
 from shoal.batching.batcher import Batcher
 from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
-from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
+from shoal.serve.messages.desired_state import EndpointPlan
 from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, ServedModelProtocol
 from shoal.serve.messages.model_errors import unloaded_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
@@ -26,7 +26,7 @@ from shoal.serve.replica.cold_models import ColdModel, OnDemandRequests
 from shoal.serve.replica.live_follower import LiveFollower
 from shoal.serve.replica.loader import VersionLoader
 from shoal.serve.replica.model_memory import ModelMemory
-from shoal.serve.replica.model_slot import ModelSlot, SlotHost, SlotState
+from shoal.serve.replica.model_slot import ModelSlot, SlotHost
 from shoal.serve.replica.peers import HttpTransport, PeerTransport
 from shoal.serve.replica.served_model import ServedModel
 from shoal.serve.replica.version_router import BatchGroup
@@ -64,8 +64,8 @@ class ModelManager:
     ) -> None:
         self._replica, self._spec = replica, spec
         self._plan: EndpointPlan | None = None
-        self._slots: dict[str, ModelSlot] = {}  # of planned models, and of those that load for no plan any more
-        self._retired: list[ModelSlot] = []  # which may still drain
+        self._slots: dict[str, ModelSlot] = {}  # of planned models
+        self._retired: list[ModelSlot] = []  # which may not have ended
         self.on_demand = OnDemandRequests(
             replica, controller, peers or HttpTransport(), self._find_answering, self._find_error, spec.answer_s
         )
@@ -102,7 +102,7 @@ class ModelManager:
             return cold
         if slot is not None and slot.served is not None:
             return slot.served
-        if slot is not None and slot.plan is not None:
+        if slot is not None:
             raise unloaded_model(name, self._find_error(name))
         raise self.on_demand.describe_unknown(name, self._served)
 
@@ -133,8 +133,10 @@ class ModelManager:
             if not versions and not plan.staged:
                 reason = plan.reason if show_errors else ""
                 entries.append(RepositoryEntry(name, "", "UNAVAILABLE", reason or "no weights yet"))
-        ending = dict.fromkeys(slot.name for slot in self._list_draining() if slot.name not in self.on_demand.models)
-        return entries + [RepositoryEntry(name, "", "UNLOADING") for name in ending]
+        ending = dict.fromkeys(slot.name for slot in self._list_ending() if slot.served is not None)
+        return entries + [
+            RepositoryEntry(name, "", "UNLOADING") for name in ending if name not in self.on_demand.models
+        ]
 
     async def load(self, name: str, parameters: Mapping[str, Any], by: str = "") -> None:
         await self._ask_controller(self._host.controller.load(name, parameters, by))
@@ -173,26 +175,16 @@ class ModelManager:
         plans = {model.name: model for model in plan.models if model.is_for(self._replica)}
         for name, slot in list(self._slots.items()):
             if slot.plan is None or not slot.plan.is_same_model(plans.get(name)):
-                self._release(slot, plans.get(name))
+                cold = self.on_demand.models.get(name)
+                if slot.served is not None and cold is not None:
+                    self.on_demand.get_use(name).evictions += 1
+                slot.retire(cold)
+                self._retired = [*self._list_ending(), slot]
+                del self._slots[name]
         for name, model in plans.items():
             if name not in self._slots:
-                self._slots[name] = ModelSlot(name, self._host)
+                self._slots[name] = ModelSlot(model, self._host)
             self._slots[name].apply(model)
-
-    def _release(self, slot: ModelSlot, later: ModelPlan | None) -> None:
-        """Take a slot from its model; one that loads is kept while the load may be wanted again.
-
-        later: the plan that has its name now; None for none
-        """
-        if slot.state is SlotState.STAGING and (later is None or slot.was_for(later)):
-            slot.suspend()
-            return
-        cold = self.on_demand.models.get(slot.name)
-        if slot.served is not None and cold is not None:
-            self.on_demand.get_use(slot.name).evictions += 1
-        slot.retire(cold)
-        self._retired = [*self._list_draining(), slot]
-        del self._slots[slot.name]
 
     def find_startup_error(self) -> str:
         """The reason why this replica can never become ready; "" when it may."""
@@ -224,8 +216,8 @@ class ModelManager:
     def _list_permanent(self) -> list[ModelSlot]:
         return [slot for slot in self._slots.values() if slot.plan is not None and slot.plan.replicas is None]
 
-    def _list_draining(self) -> list[ModelSlot]:
-        return [slot for slot in self._retired if slot.state is SlotState.DRAINING]
+    def _list_ending(self) -> list[ModelSlot]:
+        return [slot for slot in self._retired if slot.is_ending]
 
     def _find_answering(self, name: str) -> ServedModel | None:
         slot = self._slots.get(name)
@@ -240,7 +232,7 @@ class ModelManager:
     def report(self) -> ReplicaReport:
         """The models' part of the report to the controller."""
         models: dict[str, ModelReport] = {}
-        for slot in (*self._list_draining(), *self._slots.values()):
+        for slot in (*self._list_ending(), *self._slots.values()):
             if (report := slot.report(models.get(slot.name))) is not None:
                 models[slot.name] = report
         plan = self._plan or EndpointPlan()

@@ -1,10 +1,8 @@
 """One model of the plan on one replica, from its first load until its last answer.
 
 Made by the model manager, on its event loop. Loads missing versions one after the other, and lets the plan's versions
-answer as soon as they are loaded. A model that the plan no longer has is drained, then closed.
-
-    COLD ─load─► STAGING ─loaded─► SERVING ◄─switch─ NEXT        SERVING, NEXT ─retire─► DRAINING ─idle─► RETIRED
-                                      └────loaded under other options──▲
+answer as soon as they are loaded. A model under other options is loaded alongside, and then replaces the one that
+answers. A slot that the plan no longer has is retired: it drains its model, closes it, and drops what it still loads.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from shoal.batching.batcher import Batcher
@@ -37,17 +34,6 @@ DRAIN_POLL_S = 0.02
 Options = dict[str, Any]  # as the plan has them
 
 
-class SlotState(Enum):
-    """What a slot's model does."""
-
-    COLD = "cold"  # nothing is loaded
-    STAGING = "staging"  # its first version is being loaded
-    SERVING = "serving"  # it answers, or is to answer
-    NEXT = "next"  # it answers, and is loaded under other options too, which will replace it
-    DRAINING = "draining"  # it gets no new calls, and answers its pending ones
-    RETIRED = "retired"  # it is closed
-
-
 @dataclass
 class SlotHost:
     """What the slots of a replica share.
@@ -68,28 +54,23 @@ class SlotHost:
 
 
 class ModelSlot:
-    """`plan` is the newest of the model, None if this replica is not to have it; `served` answers, None before a first
-    version is loaded; `rejected` is the last version that could not be loaded."""
+    """`plan` is the newest of the model, None once the slot is retired; `served` answers, None before a first version
+    is loaded; `rejected` is the last version that could not be loaded. Call `apply` next."""
 
-    def __init__(self, name: str, host: SlotHost) -> None:
-        self.name, self._host = name, host
-        self.plan: ModelPlan | None = None
+    def __init__(self, plan: ModelPlan, host: SlotHost) -> None:
+        self.name, self._host = plan.name, host
+        self.plan: ModelPlan | None = plan
         self.served: ServedModel | None = None
         self.follower: LiveFollower | None = None  # of a live model
         self.rejected: RejectedVersion | None = None
         self._next: ServedModel | None = None  # under other options; answers nothing before it replaces `served`
         self._loading: asyncio.Task[None] | None = None
         self._draining: set[asyncio.Task[None]] = set()
-        self._is_retired = False
-        self._suspended: ModelPlan | None = None  # the plan of before, while there is none
 
     @property
-    def state(self) -> SlotState:
-        if self._is_retired:
-            return SlotState.DRAINING if self._draining else SlotState.RETIRED
-        if self.served is not None:
-            return SlotState.SERVING if self._next is None else SlotState.NEXT
-        return SlotState.COLD if self._loading is None else SlotState.STAGING
+    def is_ending(self) -> bool:
+        """Whether a retired model still answers pending calls, or loads."""
+        return bool(self._draining) or self._loading is not None
 
     @property
     def is_answering(self) -> bool:
@@ -135,7 +116,7 @@ class ModelSlot:
 
     def report(self, report: ModelReport | None = None) -> ModelReport | None:
         """The model's report, in place of that of one of its name that is being drained; None for nothing to report."""
-        if self._is_retired:  # without a version: the next model of its name does not wait for it
+        if self.plan is None:  # without a version: the next model of its name does not wait for it
             return replace(self.served.report(), version=0, staged=()) if self.served is not None else None
         if self.served is not None:
             report = self.served.report()
@@ -157,21 +138,12 @@ class ModelSlot:
         elif self._loading is None and self.rejected is None:
             self._loading = self._start(self._serve_live(plan))
 
-    def suspend(self) -> None:
-        """Load on for no plan. Idempotent."""
-        self._suspended = self.plan or self._suspended
-        self.plan = self.rejected = None
-
-    def was_for(self, plan: ModelPlan) -> bool:
-        """Whether a suspended load is of this plan's model."""
-        return self.plan is None and self._suspended is not None and self._suspended.is_same_model(plan)
-
     def retire(self, cold: ServedModelProtocol | None) -> None:
         """Give the model no new calls, and close it once it has answered its pending ones.
 
         cold: answers late calls for a model that made way for others
         """
-        self.plan, self._is_retired = None, True
+        self.plan = None
         self._drop_next()
         if self.follower is not None:
             self.follower.close(timeout_s=0.0)

@@ -190,13 +190,7 @@ class ModelStatistics:
 
     def list_statistics(self, versions: Iterable[int]) -> list[VersionStatistics]:
         counted = self.snapshot()["versions"]
-        nothing = {
-            "last_inference": 0,
-            "inference_count": 0,
-            "execution_count": 0,
-            "inference_stats": {},
-            "batch_stats": [],
-        }
+        nothing = _VersionCounts().snapshot()
         return [
             msgspec.convert(
                 {**counted.get(str(version), nothing), "name": self.name, "version": str(version)}, VersionStatistics

@@ -21,8 +21,6 @@ import torch
 from shoal.batching.batcher import Batcher
 from shoal.device_memory import limit_device_memory
 from shoal.errors import ShoalError
-from shoal.serve.grpc.app import GrpcApp
-from shoal.serve.grpc.service import InferenceServicer
 from shoal.serve.http.app import RestApp
 from shoal.serve.messages.inference import InferCall, Outputs
 from shoal.serve.messages.replica_report import ReplicaReport
@@ -75,7 +73,7 @@ class ModelWorkers(Protocol):
 
 
 class EndpointReplica:
-    """`app` is the ASGI application, `manager` has its models, `servicer` answers gRPC. Await `start()` first.
+    """`app` is the ASGI application, `manager` has its models. Await `start()` first.
 
     replica:    a name that no other replica has had
     live:       the models that follow the weights of a run, by name
@@ -122,8 +120,7 @@ class EndpointReplica:
             tracer=self._tracer,
             root=spec.route_prefix,
         )
-        self.servicer = InferenceServicer(self.manager, self._access, self._tracer)
-        self.app = EndpointApp(self._rest, GrpcApp(self.servicer, limits))
+        self.app = EndpointApp(self._rest, self.manager, self._access, limits, self._tracer)
         self._load_meter = LoadMeter(time.thread_time)
         rest_s = REPORT_REST_S if spec.memory else 0.0
         self._follower = PlanFollower(replica, controller, self.manager.apply, self.report, rest_s)
@@ -194,9 +191,6 @@ class EndpointReplica:
             "version": models[0].version if models else 0,
             "requests": sum(statuses.values()),
             "statuses": {str(status): count for status, count in sorted(statuses.items())},
-            "rejected_version": max(
-                (each.thread.rejected_version for each in self.manager.followers.values()), default=0
-            ),
             "models": {
                 each.name: {"version": each.version, "batcher": asdict(each.batcher_counts())} for each in models
             },

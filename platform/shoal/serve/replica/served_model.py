@@ -25,7 +25,6 @@ from shoal.serve.messages.inference import InferCall, Outputs, ServedModelProtoc
 from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.action_sampler import ActionSampler, check_parameters
-from shoal.serve.model.formats.size_limits import NO_LIMITS
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.protocol.tracing import CLIENT_GONE
 from shoal.serve.replica.fallback_predictor import FallbackPredictor, is_model_error
@@ -148,7 +147,7 @@ class ServedModel:
             check_parameters(call, self.predictor.sampler)
             track = self.router.choose_track(call.version, call.track, call.sticky)
             assert track.loaded is not None
-            if (limits := track.loaded.size_limits) is not NO_LIMITS:
+            if (limits := track.loaded.size_limits) is not None:
                 limits.check(call.inputs)
             if call.trace is not None:
                 call.trace.submitted_ns = time.time_ns()
@@ -263,7 +262,7 @@ class ServedModel:
         loaded = batch.requests[0].group.track.loaded
         assert loaded is not None  # a track has a version before a call gets it, and never loses it
         batch.version, requests = loaded.version, [entry.request.inputs for entry in batch.requests]
-        if (limits := loaded.size_limits) is not NO_LIMITS:  # another version may have been checked: the one of then
+        if (limits := loaded.size_limits) is not None:  # another version may have been checked: the one of then
             for request in requests:
                 limits.check(request)
         if isinstance(loaded, FallbackPredictor):

@@ -28,15 +28,14 @@ logger = logging.getLogger(__name__)
 class WeightFollower:
     """Passes every newer snapshot of `source` to `take`, in its own thread, until close().
 
-    take:     returns whether the snapshot is served now; raises WeightsError for one that does not fit, which is logged
-              and skipped
-    rejected: the newest version that did not fit; 0 for none
+    take:       returns whether the snapshot is served now; raises WeightsError for one that does not fit, which is
+                logged and skipped
     has_polled: whether the source was reached once, and what it had then was taken or rejected
     """
 
     def __init__(self, source: WeightSource, take: Callable[[WeightSnapshot], bool], poll_s: float = 1.0) -> None:
         self._source, self._take, self._poll_s = source, take, poll_s
-        self.rejected_version, self.has_polled = 0, False
+        self.has_polled = False
         self._last_version = 0  # the source's last version
         self._stop, self._is_paused, self._resumed = threading.Event(), False, threading.Event()
         self._taking_since_s: float | None = None  # of the snapshot being taken
@@ -91,15 +90,15 @@ class WeightFollower:
                 is_served = self._take(snapshot)
             except WeightsError as error:
                 logger.error("weights rejected, serving continues: %s", error)
-                self.rejected_version = snapshot.version
             else:
                 logger.info("%s weights version %d", "serving" if is_served else "passing over", snapshot.version)
             finally:
                 self._taking_since_s, self.has_polled = None, True
 
 
-class PlanSource(Protocol):
-    """The replicas' view of the controller. Raises ConnectionLost while it is away."""
+class ControllerClient(Protocol):
+    """A replica's view of the controller. Raises ConnectionLost while it is away, and for administrators' requests what
+    `AdminApi` raises."""
 
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None: ...
     async def report(self, report: ReplicaReport) -> list[PeerReport]:
@@ -120,11 +119,6 @@ class PlanSource(Protocol):
 
     async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None: ...
 
-
-class ControllerClient(PlanSource, Protocol):
-    """The model manager's view of the controller. Raises ConnectionLost while it is away, InferenceError for a refused
-    request."""
-
     async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]: ...
     async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None: ...
     async def unload(self, name: str, by: str) -> None: ...
@@ -143,7 +137,7 @@ class PlanFollower:
     def __init__(
         self,
         replica: str,
-        source: PlanSource,
+        source: ControllerClient,
         apply: Callable[[EndpointPlan], None],
         report: Callable[[], ReplicaReport],
         rest_s: float = 0.0,

@@ -65,6 +65,7 @@ def _require_countable_gpus(num_gpus: float) -> float:
 
 GangSplit = Literal["pipeline", "tensor"]
 PREDICTORS = "shoal.predictors"  # the extensions that start the workers of a replica, by how they split models
+PROTOCOLS = "shoal.protocols"  # the extensions that answer other requests than REST, such as calls of gRPC
 GpuCount = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_require_countable_gpus)]
 
 DETACHED = "detached"  # the lifetime of an endpoint that needs no driver
@@ -219,7 +220,9 @@ class EndpointSpec(Reach):
         return self
 
     @model_validator(mode="after")
-    def _ports_are_two(self) -> EndpointSpec:
+    def _ports_are_two_and_answered(self) -> EndpointSpec:
+        if self.grpc_port is not None and "grpc" not in collect_extensions(PROTOCOLS):
+            raise ValueError(f"grpc_port = {self.grpc_port}: no library speaks gRPC here: leave it out, or install one")
         if self.grpc_port and self.grpc_port == self.port:
             raise ValueError(f"grpc_port = {self.grpc_port} is where HTTP listens (port): gRPC needs another, or 0")
         return self

@@ -22,7 +22,7 @@ from shoal.cost.measure.peak_flops import measure_peak_flops
 from shoal.cost.step_profiler import StepProfiler
 from shoal.errors import NotFinite, TrainError, WeightsError
 from shoal.parallel import World
-from shoal.runs.report.event_messages import NO_CHECKPOINT
+from shoal.runs.event_messages import NO_CHECKPOINT
 from shoal.sync.rank_signals import INTERVAL_S, RankSignals
 from shoal.sync.synchronizer import Connection, Synchronizer, make_synchronizer
 from shoal.train.callback import CallbackRunner, TrainingState

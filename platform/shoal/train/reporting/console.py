@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from shoal.runs.report.event_messages import format_warning
+from shoal.runs.event_messages import format_warning
 from shoal.train.reporting.event_log import EventLog
 
 INTERVAL_S = 2.0

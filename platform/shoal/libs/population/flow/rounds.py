@@ -163,8 +163,9 @@ class PopulationRun(ABC, Generic[SpecT]):
         """Details of the event `population`: device, parameters of a member, order of its batches."""
 
     @abstractmethod
-    def train_round(self, step: int) -> list[float]:
-        """Train all members until `step`, and log. Returns their scores; NaN for those that have failed."""
+    def train_round(self, step: int) -> tuple[list[float], dict[str, float]]:
+        """Train all members until `step`. Returns their scores, NaN for those that have failed, and the best one's
+        metrics, by name."""
 
     @abstractmethod
     def begin_afresh(self, member: int, mixture: ShrinkAndPerturb | None) -> None:
@@ -209,7 +210,8 @@ class PopulationRun(ABC, Generic[SpecT]):
     def _run_round(self) -> None:
         began_s, state = time.monotonic(), self.state
         step = (state.round + 1) * self.spec.steps_per_round
-        scores = self.train_round(step)
+        scores, metrics = self.train_round(step)
+        self._log_scores(step, scores, metrics)
         state.round += 1
         details = {
             "round": state.round,
@@ -229,6 +231,13 @@ class PopulationRun(ABC, Generic[SpecT]):
         saved |= {"evolution": self._evolution.state_dict(), **self.save_members()}
         checkpoint.save(self._folder, step, saved, self.spec.keep_checkpoints)
         self._log.record_event("round", **state.rounds[-1])
+
+    def _log_scores(self, step: int, scores: Sequence[float], metrics: Mapping[str, float]) -> None:
+        finite, name = [score for score in scores if math.isfinite(score)], self.spec.metric
+        values = {f"validation/{each}": value for each, value in metrics.items()}
+        values[f"population/mean_{name}"] = sum(finite) / len(finite) if finite else math.nan
+        values |= {f"member/{member:02}/{name}": score for member, score in enumerate(scores)}
+        self._log.log(step, values)
 
     def _remember_best(self, scores: Sequence[float]) -> None:
         """Keep the best member of all rounds: a restart may leave every later one worse."""

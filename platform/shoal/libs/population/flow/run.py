@@ -22,7 +22,7 @@ from shoal.batch_tree import tensors_of
 from shoal.config import last_override
 from shoal.errors import ConfigError
 from shoal.extend.cluster import is_connected, job_main
-from shoal.extend.parallel import choose_device, get_value, split_mean
+from shoal.extend.parallel import ParallelSpec, SingleProcessModel, World, choose_device, get_value
 from shoal.extend.registry import ModelFactory
 from shoal.extend.runs import RunRecorder
 from shoal.extend.train import (
@@ -30,6 +30,7 @@ from shoal.extend.train import (
     Task,
     TrainSpec,
     ValidatedRun,
+    evaluate,
     format_metrics,
     load_data,
     make_factory,
@@ -273,15 +274,8 @@ def _find_classes(task: Task, outputs: Any, batch: Any) -> Tensor | None:
     return None
 
 
-@torch.no_grad()
 def evaluate_network(network: nn.Module, trainer: PopulationTrainer) -> dict[str, float]:
     """The loss and the metrics of a network over all validation data: means over the samples."""
-    network.to(trainer.device).eval()
-    totals: dict[str, Tensor] = {}  # [2] each
+    world, spec = World(0, 1, trainer.device), ParallelSpec()
     with trainer.make_validation_loader() as loader:
-        for batch in loader:
-            outputs = network(*trainer.task.inputs(batch))
-            measured = {"loss": trainer.task.loss(outputs, batch), **trainer.task.metrics(outputs, batch)}
-            for name, value in measured.items():
-                totals[name] = totals.get(name, 0.0) + split_mean(value, loader.num_samples)
-    return {name: float(total[0] / total[1]) for name, total in totals.items()}
+        return evaluate(SingleProcessModel(network, trainer.task, spec, world, 0), loader)

@@ -79,19 +79,14 @@ class PopulationTrainer(PopulationRun[PopulationSpec]):
 
     # -- a round --------------------------------------------------------------------------------------------------
 
-    def train_round(self, step: int) -> list[float]:
+    def train_round(self, step: int) -> tuple[list[float], dict[str, float]]:
         self._train(step)
         metrics = self._evaluate_members()
         measured = torch.where(metrics["loss"].isfinite(), metrics[self.spec.metric], torch.nan)
         measured[self.population.find_failed()] = torch.nan  # whatever they answer: NaNs still have an accuracy
         scores: list[float] = measured.tolist()
         best = rank_members(scores, self.spec.is_higher_better)[0]
-        finite = [score for score in scores if math.isfinite(score)]
-        values = {f"validation/{name}": float(each[best]) for name, each in metrics.items()}
-        values[f"population/mean_{self.spec.metric}"] = sum(finite) / len(finite) if finite else math.nan
-        values |= {f"member/{member:02}/{self.spec.metric}": score for member, score in enumerate(scores)}
-        self._log.log(step, values)
-        return scores
+        return scores, {name: float(each[best]) for name, each in metrics.items()}
 
     def _train(self, end: int) -> None:
         """The steps of one round."""

@@ -96,16 +96,10 @@ class RLPopulation(PopulationRun[RLPopulationSpec]):
         parameters = sum(each.numel() for each in learner.model.parameters())
         return {"device": str(learner.algorithm.device), "parameters": parameters, "order": "own"}
 
-    def train_round(self, step: int) -> list[float]:
+    def train_round(self, step: int) -> tuple[list[float], dict[str, float]]:
         self._learn(step - self.spec.steps_per_round)
         scores = [member.get_score() for member in self.members]
-        finite = [score for score in scores if math.isfinite(score)]
-        values = {f"member/{number:02}/{self.spec.metric}": score for number, score in enumerate(scores)}
-        if finite:
-            values[f"validation/{self.spec.metric}"] = max(finite)
-            values[f"population/mean_{self.spec.metric}"] = sum(finite) / len(finite)
-        self._log.log(step, values)
-        return scores
+        return scores, {self.spec.metric: max(filter(math.isfinite, scores), default=math.nan)}
 
     def _learn(self, first_step: int) -> None:
         """Learn until each member's round is over; those that are over earlier wait for the others."""

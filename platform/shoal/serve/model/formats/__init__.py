@@ -1,7 +1,7 @@
-"""The formats of models and their templates: one module per format, named by `shoal.registry.model_format`.
+"""The templates of models, and the format `module`. Libraries have other formats (see `shoal.registry.model_format`).
 
 Called by the predictor. A template is built once per model and device; each version that it loads is a separate
-forward. Formats with their own libraries are imported when their first model is opened.
+forward. A format is imported when its first model is opened.
 """
 
 from __future__ import annotations

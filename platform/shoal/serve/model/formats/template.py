@@ -16,6 +16,14 @@ Arrays = Mapping[str, np.ndarray]
 Forward = Callable[[Arrays], Arrays]  # takes a batch in the model's order; returns outputs by name, in their own memory
 
 
+class InputLimits(Protocol):
+    """The sizes of inputs that a version takes, which the served model checks. A forward may have some as `limits`."""
+
+    def check(self, inputs: Arrays) -> None:
+        """Check a request's inputs, batch-first. Raises InferenceError (422)."""
+        ...
+
+
 class Template(Protocol):
     """One model without its weights. Immutable to its users: `load` may be called from any thread."""
 

@@ -1,1 +1,0 @@
-"""Other forms of environments, made into those that the ready loop plays."""

@@ -1,0 +1,1 @@
+"""`shoal doctor`: whether this machine can run Shoal."""

@@ -1,0 +1,10 @@
+"""The verb of this library."""
+
+from shoal.plugins.library import Library
+
+LIBRARY = Library(
+    "doctor",
+    verbs={
+        "doctor": ("shoal.libs.doctor.command:doctor", "Check this machine and show the remedy for each problem."),
+    },
+)

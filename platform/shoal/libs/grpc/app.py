@@ -1,0 +1,191 @@
+"""gRPC calls in HTTP/1.1: HAProxy speaks HTTP/2 to the clients and forwards their calls in this form.
+
+A gRPC call is messages each way, each after a prefix of five bytes, and a final status, which HTTP/1.1 carries after
+the last chunk. Python's gRPC server takes 0.3 ms of CPU time for a call, most of it in its own threads and loop. As a
+request of the replica's HTTP server a call costs as much as one in JSON, and less to decode (decision 009). HAProxy
+(`cluster.ingress.haproxy_config`) forwards all calls of the service in this form.
+
+`GrpcApp` is an ASGI application beside the REST application. It writes the chunks of its answers itself, so it needs a
+server that does not (`serve.http.fast_path`). Bodies, deadlines and disconnects are handled as for REST, the messages
+of a stream by `stream`. `stream_guard` ends a stream if this process is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from typing import Any
+
+from shoal.errors import InferenceError
+from shoal.extend.serve import (
+    AccessControl,
+    Disconnected,
+    ModelManagerProtocol,
+    Receive,
+    RequestLifecycle,
+    RequestsInProgress,
+    Scope,
+    Send,
+    Tracer,
+    decompress_in_thread,
+)
+from shoal.libs.grpc.methods import (
+    METHODS,
+    PATH_PREFIX,
+    UNAUTHENTICATED_METHODS,
+    UNSUPPORTED_METHODS,
+    GrpcCall,
+    GrpcMethod,
+)
+from shoal.libs.grpc.service import InferenceServicer, Invocation, parse_message, to_inference_error
+from shoal.libs.grpc.stream import HEAD_BYTES, Frame, StreamLifecycle
+from shoal.libs.grpc.stream_guard import guard_stream
+from shoal.serve.protocol.request_limits import RequestLimits
+
+GRPC_CONTENT_TYPE = (b"content-type", b"application/grpc")
+CHUNKED_HEADERS = [GRPC_CONTENT_TYPE, (b"transfer-encoding", b"chunked")]
+UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
+FOREVER_S = 1e9  # gRPC writes no deadline as one in some hundred years
+
+
+def make_app(
+    manager: ModelManagerProtocol, access: AccessControl, limits: RequestLimits, tracer: Tracer | None
+) -> tuple[str, GrpcApp]:
+    """The application of a replica, and the prefix of its paths: an extension of the group `shoal.protocols`."""
+    return PATH_PREFIX, GrpcApp(InferenceServicer(manager, access, tracer), limits)
+
+
+class GrpcApp:
+    """Answers the paths of the service, and no others."""
+
+    def __init__(self, servicer: InferenceServicer, limits: RequestLimits) -> None:
+        self._servicer, self._limits = servicer, limits
+        self._in_progress = RequestsInProgress(limits)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call, name = GrpcCall(scope["headers"]), scope["path"][len(PATH_PREFIX) :]
+        reply = _ResponseWriter(send, call)
+        try:
+            method = METHODS.get(name)
+            if method is None or scope["method"] != "POST":
+                what = UNSUPPORTED_METHODS.get(name)
+                problem = f"{name[:200]} is not served here" + (f": {what} is not offered" if what else "")
+                raise InferenceError(501, problem)
+            self._limits.check_head(scope["path"], scope["headers"])
+            if name not in UNAUTHENTICATED_METHODS:
+                self._servicer.require_known_key(Invocation(call.metadata))
+            if method.streams:
+                with StreamLifecycle(self._in_progress, receive) as stream:
+                    await self._answer_stream(stream, method, call, reply)
+            else:
+                with RequestLifecycle(self._in_progress, receive) as progress:
+                    reply.last_message = await self._answer_unary(progress, method, call)
+        except Disconnected:
+            return
+        except Exception as error:  # noqa: BLE001  # a call's top: `to_inference_error` logs a bug
+            call.set_error(to_inference_error(error))
+        if not reply.has_started:
+            await reply.finish()
+            return
+        with suppress(TimeoutError):  # a client that takes no answers does not take this either
+            async with asyncio.timeout(self._limits.answer_grace_s):
+                await reply.finish()
+
+    async def _answer_unary(self, progress: RequestLifecycle, method: GrpcMethod, call: GrpcCall) -> bytes:
+        deadline_s = _apply_deadline(progress, call)
+        body = await progress.read_body(None)
+        if len(body) < HEAD_BYTES or len(body) - HEAD_BYTES != int.from_bytes(body[1:HEAD_BYTES], "big"):
+            raise InferenceError(400, f"not one message of gRPC: a body of {len(body)} bytes")
+        request = await self._decode_request(Frame(body[0] != 0, body[HEAD_BYTES:]), method, call)
+        invocation = Invocation(call.metadata, deadline_s)
+        answer = await method.bind(self._servicer)(request, invocation)
+        call.trailing = invocation.trailing
+        message: bytes = answer if method.takes_bytes else answer.SerializeToString()
+        return message
+
+    async def _answer_stream(
+        self, progress: StreamLifecycle, method: GrpcMethod, call: GrpcCall, reply: _ResponseWriter
+    ) -> None:
+        deadline_s = _apply_deadline(progress, call)
+
+        async def requests() -> AsyncGenerator[bytes, None]:
+            while (frame := await progress.read_frame()) is not None:
+                yield await self._decode_request(frame, method, call)
+
+        async with (
+            aclosing(requests()) as incoming,
+            aclosing(method.bind(self._servicer)(incoming, Invocation(call.metadata, deadline_s))) as responses,
+        ):
+            async for response in responses:
+                await progress.await_send(reply.send_message(response))
+
+    async def _decode_request(self, frame: Frame, method: GrpcMethod, call: GrpcCall) -> Any:
+        """Decode the method's request. Raises InferenceError (400, 413, 415)."""
+        content = frame.content
+        if frame.compressed:
+            encoding = call.metadata.get(b"grpc-encoding", b"identity")
+            content = await decompress_in_thread(self._limits, content, encoding)
+        return content if method.takes_bytes else parse_message(method.request, content)
+
+
+class _ResponseWriter:
+    """Writes a call's answer: any number of messages, each in its own chunk, and the status after the last one.
+
+    A call refused before its first message has only the status.
+    """
+
+    def __init__(self, send: Send, call: GrpcCall) -> None:
+        self._send, self._call, self.has_started = send, call, False
+        self.last_message: bytes | None = None  # sent with the status
+
+    async def send_message(self, message: bytes) -> None:
+        """Send one message, with more to follow."""
+        await self._send_headers(is_stream=True)
+        chunk = b"%b\r\n" % _chunk(message)
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def finish(self) -> None:
+        """Send `last`, if given, and the status."""
+        trailers = self._call.build_trailers()
+        if self.last_message is None and not self.has_started:
+            headers = [GRPC_CONTENT_TYPE, (b"content-length", b"0"), *trailers]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.body", "body": b""})
+            return
+        await self._send_headers()
+        chunk = b"" if self.last_message is None else b"%b\r\n" % _chunk(self.last_message)
+        end = b"".join((chunk, b"0\r\n", *(b"%b: %b\r\n" % trailer for trailer in trailers), b"\r\n"))
+        await self._send({"type": "http.response.body", "body": end})
+
+    async def _send_headers(self, *, is_stream: bool = False) -> None:
+        if not self.has_started:
+            self.has_started = True
+            start = {"type": "http.response.start", "status": 200, "headers": CHUNKED_HEADERS}
+            await self._send(start | {"guard": guard_stream} if is_stream else start)
+
+
+def _chunk(message: bytes) -> bytes:
+    """A message after its five-byte prefix, as a chunk."""
+    size_bytes = len(message)
+    return b"%x\r\n\0%b%b" % (HEAD_BYTES + size_bytes, size_bytes.to_bytes(4, "big"), message)
+
+
+def _apply_deadline(progress: RequestLifecycle, call: GrpcCall) -> float | None:
+    """Apply the call's deadline, `grpc-timeout`, which ends it; None without one. Raises InferenceError (400)."""
+    value = call.metadata.get(b"grpc-timeout")
+    if value is None:
+        return None
+    text = value.decode("latin-1")
+    parts = _TIMEOUT.fullmatch(text)
+    if parts is None:
+        raise InferenceError(400, f"grpc-timeout = {text[:40]!r}: expected digits and one of H M S m u n")
+    wait_s = int(parts[1]) * UNITS_S[parts[2]]
+    if wait_s > FOREVER_S:
+        return None
+    deadline_s = time.monotonic() + wait_s
+    progress.set_deadline(deadline_s)
+    return deadline_s

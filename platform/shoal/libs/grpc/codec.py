@@ -1,0 +1,218 @@
+"""Decodes a request's protobuf tensors into arrays that fit the model, and encodes outputs into an answer.
+
+Called by `service`, one codec for each model. Elements arrive raw, one blob for each input, or typed, in the datatype's
+field. The answer is raw when the request was, and when an output has no typed field. Memory for a declared shape is
+allocated only once its bytes are present. Errors are InferenceErrors: 400 for an invalid request, 422 for a tensor that
+does not fit, with its name, the expected and the actual type.
+
+An answer is built as the bytes of its message, whose fields may come in any order: the common head of all answers of a
+shape and version is built once, and the elements and the request's id follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shoal.errors import InferenceError
+from shoal.extend.serve import REFUSED_PARAMETERS, RequestSchema, format_tensor_type, from_binary, to_binary
+from shoal.libs.grpc import inference_pb2 as pb
+from shoal.open_inference.datatypes import NUMPY_DTYPES
+from shoal.open_inference.messages import TensorMetadata
+
+# The field of InferTensorContents that holds the elements; FP16 and BF16 travel raw only.
+FIELDS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+MAX_HEADS = 256  # of answers, retained for each model
+# Keys of fields: the field's number and the wire type for a length.
+ID_KEY, RAW_OUTPUT_KEY = (
+    pb.ModelInferResponse.DESCRIPTOR.fields_by_name[name].number << 3 | 2 for name in ("id", "raw_output_contents")
+)
+
+InputTensorMessage = pb.ModelInferRequest.InferInputTensor
+
+
+class InferRequestHeader(msgspec.Struct, frozen=True, gc=False):
+    """A request without its tensors.
+
+    timeout_us, action, seed: the parameters `timeout`, `action`, `seed`, unchecked; None without them
+    raw:        whether the tensors are raw
+    """
+
+    model: str
+    version: str
+    id: str
+    timeout_us: object
+    raw: bool
+    action: object = None
+    seed: object = None
+
+    @classmethod
+    def from_message(cls, request: pb.ModelInferRequest) -> InferRequestHeader:
+        """Read a message's header."""
+        given = request.parameters
+        timeout_us, action, seed = (
+            parameter_value(given[name]) if name in given else None for name in ("timeout", "action", "seed")
+        )
+        raw = bool(request.raw_input_contents)
+        return cls(request.model_name, request.model_version, request.id, timeout_us, raw, action, seed)
+
+
+class DecodedInputs(msgspec.Struct, frozen=True, gc=False):
+    """The tensors of a request by name, the number of rows, and the requested outputs (None for all).
+
+    outputs:   the names of the requested outputs, in the request's order; () for all
+    raw_sizes: the bytes of each tensor's elements, in the request's order; () unless they are raw
+    """
+
+    arrays: dict[str, np.ndarray]
+    num_rows: int
+    wanted: frozenset[str] | None
+    outputs: tuple[str, ...]
+    raw_sizes: tuple[int, ...]
+
+
+class GrpcCodec:
+    """Decodes requests to, and encodes answers of, one model. For any thread. `max_rows`, `batch_dim`: see
+    `RequestSchema`."""
+
+    def __init__(
+        self,
+        model: str,
+        inputs: Sequence[TensorMetadata],
+        outputs: Sequence[TensorMetadata],
+        max_rows: int,
+        batch_dim: Mapping[str, int | None] | None = None,
+    ) -> None:
+        self._model = model
+        self._schema = RequestSchema(inputs, outputs, max_rows, batch_dim)
+        self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # have their elements read one by one
+        self._datatypes = {spec.name: spec.datatype for spec in outputs}
+        self._heads: dict[tuple[int, tuple[tuple[str, tuple[int, ...]], ...]], bytes] = {}
+
+    def decode(self, request: pb.ModelInferRequest) -> DecodedInputs:
+        """Decode the tensors; raw arrays are views of the request's bytes. Raises InferenceError (400, 422)."""
+        raw = request.raw_input_contents
+        if raw and len(raw) != len(request.inputs):
+            problem = f"raw_input_contents has {len(raw)} entries for {len(request.inputs)} inputs"
+            raise InferenceError(400, f"{problem}: expected one for each, or none and typed contents")
+        arrays: dict[str, np.ndarray] = {}
+        sizes: list[int] = []
+        for index, tensor in enumerate(request.inputs):
+            name, shape = tensor.name, list(tensor.shape)
+            self._schema.check_tensor(name, tensor.datatype, shape, arrays)
+            _reject_parameters(tensor.parameters, f"input {name!r}")
+            if raw:
+                if tensor.HasField("contents"):
+                    raise InferenceError(400, f"input {name!r}: expected contents or raw_input_contents, got both")
+                elements = raw[index]  # each access copies it from its message
+                sizes.append(len(elements))
+                arrays[name] = from_binary(name, tensor.datatype, shape, elements)
+            else:
+                arrays[name] = _decode_typed(tensor, shape)
+            arrays[name] = self._schema.widen(name, arrays[name])
+        wanted = self._schema.check_outputs(output.name for output in request.outputs)
+        names = tuple([output.name for output in request.outputs])  # never more than present: checked above
+        for output in request.outputs:
+            _reject_parameters(output.parameters, f"output {output.name!r}")
+        return DecodedInputs(arrays, self._schema.check_complete(arrays), wanted, names, tuple(sizes))
+
+    def encode(
+        self, asked: InferRequestHeader, wanted: Sequence[str], version: int, outputs: Mapping[str, np.ndarray]
+    ) -> bytes:
+        """Encode a ModelInferResponse with the requested outputs, in this order; () for all, in the model's."""
+        names = wanted or tuple(self._datatypes)
+        arrays = [(name, self._datatypes[name], outputs[name]) for name in names]
+        for name, datatype, array in arrays:
+            assert array.dtype == NUMPY_DTYPES[datatype], f"output {name!r}: expected {datatype}, got {array.dtype}"
+        parts: list[bytes | memoryview] = []
+        if asked.raw or any(datatype not in FIELDS for _, datatype, _ in arrays):
+            shapes = version, tuple([(name, array.shape) for name, _, array in arrays])
+            head = self._heads.get(shapes)
+            if head is None:
+                if len(self._heads) >= MAX_HEADS:  # or one more when two threads add one
+                    self._heads.clear()
+                head = self._heads[shapes] = self._build_head(version, arrays).SerializeToString()
+            parts.append(head)
+            for _, datatype, array in arrays:
+                part = to_binary(datatype, array)
+                parts += (encode_field_head(RAW_OUTPUT_KEY, len(part)), part)
+        else:
+            answer = self._build_head(version, arrays)
+            for tensor, (_, datatype, array) in zip(answer.outputs, arrays, strict=True):
+                getattr(tensor.contents, FIELDS[datatype]).extend(array.ravel().tolist())
+            parts.append(answer.SerializeToString())
+        if asked.id:
+            identifier = asked.id.encode()
+            parts += (encode_field_head(ID_KEY, len(identifier)), identifier)
+        return b"".join(parts)
+
+    def _build_head(self, version: int, arrays: Sequence[tuple[str, str, np.ndarray]]) -> pb.ModelInferResponse:
+        """Build an answer without its elements and its id."""
+        answer = pb.ModelInferResponse(model_name=self._model, model_version=str(version))
+        for name, datatype, array in arrays:
+            answer.outputs.add(name=name, datatype=datatype, shape=array.shape)
+        return answer
+
+
+def parameter_value(parameter: pb.InferParameter | pb.ModelRepositoryParameter) -> Any:
+    """A parameter's value; None when it is empty."""
+    choice = parameter.WhichOneof("parameter_choice")
+    return None if choice is None else getattr(parameter, choice)
+
+
+@lru_cache(1024)
+def encode_field_head(key: int, size_bytes: int) -> bytes:
+    """The bytes before a field's content: its key, of one byte, and the length, seven bits in each byte."""
+    found = bytearray((key,))
+    while size_bytes > 127:
+        found.append(size_bytes & 127 | 128)
+        size_bytes >>= 7
+    found.append(size_bytes)
+    return bytes(found)
+
+
+def _decode_typed(tensor: InputTensorMessage, shape: list[int]) -> np.ndarray:
+    field = FIELDS.get(tensor.datatype)
+    if field is None:
+        raise InferenceError(422, f"input {tensor.name!r}: expected {tensor.datatype} in raw_input_contents")
+    elements = getattr(tensor.contents, field)
+    size = 1
+    for each in shape:
+        size *= each
+    if len(elements) != size:
+        problem = (
+            f"input {tensor.name!r}: expected {size} values in {field} for {format_tensor_type(tensor.datatype, shape)}"
+        )
+        raise InferenceError(422, f"{problem}, got {len(elements)}")
+    if tensor.datatype == "BYTES":
+        array = np.empty(size, object)
+        array[:] = list(elements)
+        return array.reshape(shape)
+    try:  # from a list: NumPy checks each value, but would truncate those of a buffer
+        return np.array(list(elements), NUMPY_DTYPES[tensor.datatype]).reshape(shape)
+    except OverflowError as error:
+        raise InferenceError(422, f"input {tensor.name!r}: expected values of {tensor.datatype}: {error}") from None
+
+
+def _reject_parameters(parameters: Mapping[str, pb.InferParameter], where: str) -> None:
+    for name in REFUSED_PARAMETERS:
+        if name in parameters:
+            raise InferenceError(400, f"{where}: the parameter {name!r} is of an extension that is not served")

@@ -1,0 +1,1 @@
+"""`shoal predict`: requests to an endpoint from the shell."""

@@ -1,0 +1,188 @@
+"""`shoal predict`: send requests to a model of an endpoint from the shell.
+
+Parse, call, print; `input_readers` reads. The answer goes to standard output, its model and version to standard error.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.table import Column
+
+from shoal.client import Answer, Client
+from shoal.client.discovery import find_endpoint, token_for
+from shoal.errors import ConfigError, InferenceError
+from shoal.extend.cli import ca_option, make_literal_console, make_table, print_json
+from shoal.extend.registry import Registry, split_ref
+from shoal.extend.serve import ArrayLike, has_batch_first
+from shoal.libs.predict import input_readers as read
+from shoal.open_inference.messages import ModelMetadata, TensorMetadata
+
+_Reader = Callable[[Sequence[TensorMetadata]], dict[str, ArrayLike]]
+MAX_ROWS_SHOWN = 50
+FEW_VALUES = 12
+
+
+@click.command()
+@click.argument("model", metavar="NAME[@VERSION]")
+@click.option(
+    "--input",
+    "arguments",
+    multiple=True,
+    metavar="X=1,2,3",
+    help="Numbers, a text, or a JSON list for an input; repeated, for the others and for more rows.",
+)
+@click.option("--json", "json_file", metavar="FILE", help="A JSON file of inputs or rows; - is standard input.")
+@click.option(
+    "--csv", "--parquet", "table", type=click.Path(path_type=Path), help="A table: a row for each prediction."
+)
+@click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns of an input.")
+@click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="A picture; may be repeated.")
+@click.option("--white", type=float, help="The number of a white pixel.  [default: 1; 255 for integers]")
+@click.option(
+    "--npy", "arrays", multiple=True, metavar="[X=]FILE", help="A NumPy array [rows, ...], or .npz of inputs."
+)
+@click.option("--rows-per-request", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option(
+    "--deadline-s", type=float, help="How long an answer is useful; the endpoint rejects a request that would be late."
+)
+@click.option("--sticky", default="", metavar="KEY", help="Always use the same side of a canary.")
+@click.option("--track", default="", metavar="stable|candidate", help="Use one side of a canary.")
+@click.option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@click.option("--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]")
+@ca_option
+@click.option("--key", envvar="SHOAL_KEY", default="", metavar="KEY", help="An API key, or $SHOAL_KEY.")
+def predict(
+    model: str,
+    arguments: tuple[str, ...],
+    json_file: str | None,
+    table: Path | None,
+    columns: tuple[str, ...],
+    images: tuple[Path, ...],
+    white: float | None,
+    arrays: tuple[str, ...],
+    rows_per_request: int,
+    deadline_s: float | None,
+    sticky: str,
+    track: str,
+    output: str,
+    endpoint: str | None,
+    key: str,
+) -> None:
+    """Send requests to a model of an endpoint: as words, JSON, a table, images or arrays.
+
+    Prints a row for each row of input; to a model without a batch, each row is a request. NAME@3 requests this
+    version, if it is loaded; an alias, as in NAME@champion, requests its version in the registry of this machine.
+
+    \b
+    Examples:
+      shoal predict cartpole --input 0.1,0,-0.1,0
+      shoal predict words --input "one row, with its comma" --input another
+      shoal predict cartpole --json observations.json --output json
+      shoal predict tabular --csv patients.csv --columns radius,texture,area
+      shoal predict fashion --image shoe.png --white 255
+      shoal predict fashion@4 --npy images.npy --deadline-s 0.5
+    """
+    name, word = split_ref(model)
+    version = None if not word else int(word) if word.isdigit() else Registry().get(model).version
+    kinds: dict[str, tuple[object, _Reader]] = {
+        "--input": (arguments, lambda inputs: read.parse_arguments(arguments, inputs)),
+        "--json": (json_file, lambda inputs: read.from_json(json_file or "-", inputs, has_rows=has_rows)),
+        "--csv or --parquet": (table, lambda inputs: read.from_table(table or Path(), columns, inputs)),
+        "--image": (images, lambda inputs: read.from_images(images, white, inputs)),
+        "--npy": (arrays, lambda inputs: read.from_arrays(arrays, inputs)),
+    }
+    given = [kind for kind, (value, _) in kinds.items() if value]
+    if len(given) != 1:
+        raise ConfigError("inputs", " ".join(given), "is not one kind of input", f"give one of {', '.join(kinds)}")
+    target = find_endpoint(endpoint)
+    with Client(target.url, token=key or token_for(target.url)) as client:
+        signature = client.metadata(name)
+        has_rows = all(map(has_batch_first, signature.inputs))
+        inputs = kinds[given[0]][1](signature.inputs if has_rows else read.add_rows(signature.inputs))
+        options = {"deadline_s": deadline_s, "sticky": sticky, "track": track, "version": version}
+        begun_s = time.monotonic()
+        answers = _request_predictions(client, name, inputs, rows_per_request if has_rows else 0, options)
+        took_s = time.monotonic() - begun_s
+    _show(signature, answers, output)
+    versions = ", ".join(str(version) for version in sorted({answer.version for answer in answers}))
+    click.secho(f"{name} version {versions}, {took_s * 1000:.1f} ms", dim=True, err=True)
+    if images and white is None and not read.is_integer(signature.inputs[0]):
+        click.secho(
+            "a white pixel was sent as 1; --white 255 if the model takes pixels of 0 to 255", dim=True, err=True
+        )
+
+
+def _request_predictions(
+    client: Client, model: str, inputs: dict[str, ArrayLike], rows_per_request: int, options: dict[str, Any]
+) -> list[Answer]:
+    """One request after the other, of so many rows each; 0: of one, which is the whole request. Raises
+    InferenceError."""
+    parts = read.split_requests(inputs, rows_per_request or 1)
+    try:
+        if rows_per_request:
+            return [client.infer(model, part, **options) for part in parts]
+        answers = [client.infer(model, {name: rows[0] for name, rows in part.items()}, **options) for part in parts]
+        return [replace(each, outputs={name: array[None] for name, array in each.outputs.items()}) for each in answers]
+    except InferenceError as error:
+        most = max(len(rows) for part in parts for rows in part.values())
+        has_many_rows = error.status == 422 and re.search(r"\b1 to \d+ rows", error.message)
+        if most == 1 or not (has_many_rows or error.status == 413):
+            raise
+        remedy = f"the requests had up to {most} rows each; --rows-per-request sends fewer"
+        raise InferenceError(error.status, f"{error.message}. {remedy}") from None
+
+
+def _show(signature: ModelMetadata, answers: Sequence[Answer], output: str) -> None:
+    names = [spec.name for spec in signature.outputs if spec.name in answers[0].outputs]
+    outputs = {name: [row for answer in answers for row in answer[name]] for name in names}
+    versions = [answer.version for answer in answers for _ in range(len(answer[names[0]]))]
+    if output == "json":
+        rows = [
+            {**{name: _to_json_value(values[row]) for name, values in outputs.items()}, "version": version}
+            for row, version in enumerate(versions)
+        ]
+        print_json(rows)
+        return
+    console = make_literal_console(soft_wrap=not sys.stdout.isatty())
+    limit = MAX_ROWS_SHOWN if console.is_terminal else len(versions)
+    columns = [Column("row", justify="right"), *(Column(name, overflow="fold") for name in names)]
+    shown = range(min(limit, len(versions)))
+    cells = ((str(row), *(_format_value(values[row]) for values in outputs.values())) for row in shown)
+    console.print(make_table(*columns, rows=cells))
+    if len(versions) > limit:
+        console.print(f"and {len(versions) - limit} more rows: --output json has them all", style="dim")
+
+
+def _to_json_value(value: Any) -> Any:
+    """Convert to JSON: non-finite numbers become null, bytes become text."""
+    if isinstance(value, np.ndarray):
+        return [_to_json_value(each) for each in value]
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, np.floating):
+        return float(value) if np.isfinite(value) else None
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _format_value(value: Any) -> str:
+    """Format for people: a few digits; of many values the first ones, and the index of the largest."""
+    if not isinstance(value, np.ndarray) or value.ndim == 0:
+        if isinstance(value, bytes):
+            return value.decode(errors="replace")
+        return f"{value:.4g}" if value.dtype.kind == "f" else str(value)
+    flat = value.ravel()
+    shown = " ".join(_format_value(each) for each in flat[:FEW_VALUES])
+    if flat.size > FEW_VALUES:
+        shown += f" ... ({flat.size} values)"
+    if flat.dtype.kind == "f" and value.ndim == 1 and flat.size > 2 and np.isfinite(flat).all():
+        shown += f"  (largest: {int(flat.argmax())})"
+    return shown

@@ -1,0 +1,181 @@
+"""Follows the record of one run, and sends its new values to one tracker.
+
+Called by `python -m shoal.libs.tracking`, which a recorder starts, and by `shoal runs track`. Only reads the record;
+its own state lies in the run's folder. Whatever the tracker does, the run does not notice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from shoal.atomic_file import replace_synced
+from shoal.errors import RunError, summarize_error
+from shoal.extend.runs import Run, Status, Tracker
+from shoal.home import file_lock
+
+POLL_S = 1.0
+MAX_SHARE = 0.05  # of the time that may go into polls: a long run is read less often
+MAX_RETRY_S = 120.0  # between two attempts to reach a server, which grows
+GRACE_S = 30.0  # after the run's end, for a server that does not answer
+LOST_S = 60.0  # without a heartbeat, until a lost run has ended: its process may only have been stopped for a while
+BATCH = 10_000  # values between two writes of the state
+
+_log = logging.getLogger(__name__)
+
+
+def make_file_name(name: str, suffix: str) -> str:
+    """The name of a tracker's file in the folder of a run: `tracking-mlflow.json`."""
+    return f"tracking-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.{suffix}"
+
+
+@dataclass(frozen=True)
+class TrackingState:
+    """How far a tracker is, in the file `tracking-NAME.json` of the run's folder.
+
+    tracker_run: the run's id at the tracker
+    time:        when the last value that was sent had been logged; Unix time in seconds
+    sent:        the number of values sent
+    problem:     why the tracker lacks something; "" for none
+    is_complete: whether it has everything up to the run's end
+    """
+
+    tracker_run: str = ""
+    url: str = ""
+    time: float = 0.0
+    sent: int = 0
+    problem: str = ""
+    is_complete: bool = False
+
+
+def read_state(folder: Path, name: str) -> TrackingState:
+    """The state of a tracker; that of one which has nothing yet where there is no file."""
+    try:
+        known = json.loads((folder / make_file_name(name, "json")).read_text())
+    except FileNotFoundError:
+        return TrackingState()
+    return TrackingState(**{field: known[field] for field in TrackingState.__dataclass_fields__ if field in known})
+
+
+class Follower:
+    """Sends every value of a run once, in the order in which they were logged.
+
+    A follower that is killed sends its last batch again. `follow` may be called once.
+    """
+
+    def __init__(
+        self, run: Run, name: str, tracker: Callable[[], Tracker], *, poll_s: float = POLL_S, grace_s: float = GRACE_S
+    ) -> None:
+        self._run, self._name, self._make_tracker = run, name, tracker
+        self._poll_s, self._grace_s = poll_s, grace_s
+        self._tracker: Tracker | None = None
+        self._is_open = False
+        self._end_s: float | None = None
+        self._progress_s = time.monotonic()
+        self.state = TrackingState()
+
+    def follow(self) -> TrackingState:
+        """Send until the run has ended and the tracker has everything, or does not answer for `grace_s` after that.
+
+        Returns early when the run was resumed: the follower that was started then goes on. Raises RunError when the run
+        was removed, or when another follower sends to this tracker.
+        """
+        busy = RunError(f"run {self._run.id!r} is being sent to {self._name} by another process: wait until it ends")
+        with file_lock(self._run.folder / make_file_name(self._name, "lock"), 2 * self._grace_s, busy):
+            self.state = replace(read_state(self._run.folder, self._name), is_complete=False)
+            wait_s = self._poll_s
+            while not (self.has_expired() or self.is_superseded):
+                began_s = time.monotonic()
+                try:
+                    if self._send_new():
+                        break
+                    wait_s = max(self._poll_s, (time.monotonic() - began_s) / MAX_SHARE)
+                except RunError:  # of the record
+                    raise
+                except Exception as error:  # noqa: BLE001 - a tracker's library may raise anything
+                    self.record_problem(summarize_error(error))
+                    wait_s = min(2 * wait_s, MAX_RETRY_S)
+                self._wait(wait_s)
+        return self.state
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether the run was resumed since. Raises RunError when it was removed."""
+        return self._run.reload().incarnation != self._run.incarnation
+
+    def has_expired(self) -> bool:
+        """Whether the run has ended, and the tracker has taken nothing for `grace_s` since. Raises RunError."""
+        run = self._run.reload()
+        if self._end_s is None and (_is_over(run) or run.incarnation != self._run.incarnation):
+            self._end_s = time.monotonic()
+        return self._end_s is not None and time.monotonic() - max(self._end_s, self._progress_s) > self._grace_s
+
+    def _wait(self, seconds: float) -> None:
+        """Wait so long; a run that has ended is polled sooner."""
+        until_s = time.monotonic() + seconds
+        time.sleep(self._poll_s)
+        while self._end_s is None and time.monotonic() < until_s and not self.has_expired():
+            time.sleep(self._poll_s)
+
+    def record_problem(self, problem: str) -> None:
+        """Log and store why the tracker lacks something, once."""
+        if problem != self.state.problem:
+            if problem:
+                _log.warning("run %s: %s: %s", self._run.id, self._name, problem)
+            self._store(replace(self.state, problem=problem))
+
+    def _send_new(self) -> bool:
+        """Whether the tracker has everything that there will be."""
+        if self._tracker is None:
+            self._tracker = self._make_tracker()
+            self._progress_s = time.monotonic()  # its library is loaded
+        if not self._is_open:
+            tracker_run, url = self._tracker.begin(self._run, self.state.tracker_run)
+            self._is_open = True
+            self._store(replace(self.state, tracker_run=tracker_run, url=url))
+        run = self._run.reload()  # before its values: an ended run has no more
+        while values := run.list_values(self.state.time, BATCH):
+            self._tracker.send(values)
+            self._store(replace(self.state, time=values[-1].time, sent=self.state.sent + len(values)))
+        if not _is_over(run) or run.incarnation != self._run.incarnation:
+            self.record_problem("")
+            return False
+        self._tracker.finish(run)
+        self._store(replace(self.state, problem="", is_complete=True))
+        _log.info("run %s: %s has %d values: %s", run.id, self._name, self.state.sent, self.state.url)
+        return True
+
+    def _store(self, state: TrackingState) -> None:
+        self._progress_s = time.monotonic() if not state.problem else self._progress_s
+        self.state = state
+        replace_synced(self._run.folder / make_file_name(self._name, "json"), json.dumps(asdict(state)).encode())
+
+
+def _is_over(run: Run) -> bool:
+    is_lost = run.status is Status.LOST and time.time() - run.heartbeat_at > LOST_S
+    return is_lost or run.status not in (Status.CREATED, Status.RUNNING, Status.LOST)
+
+
+def watch(follower: Follower, give_up: Callable[[], None], every_s: float = 1.0) -> threading.Thread:
+    """Call `give_up` when the follower has expired in a call of the tracker's library that does not return."""
+
+    def run() -> None:
+        ended = threading.Event()
+        while not ended.wait(every_s):
+            try:
+                has_expired = follower.has_expired()
+            except RunError:  # the run was removed
+                has_expired = True
+            if has_expired:
+                give_up()
+                return
+
+    thread = threading.Thread(target=run, name="tracking-watch", daemon=True)
+    thread.start()
+    return thread

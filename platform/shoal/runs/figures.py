@@ -1,0 +1,121 @@
+"""The style of every picture of the package (`make_figure`), and what pictures share.
+
+Called by whatever draws; no figure is one of pyplot's, so that a caller's pyplot is unchanged.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from shoal.errors import needs_extra
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from pandas import Series
+
+MAX_HEADING_LENGTH = 44  # that fits into a panel
+LOG_RATIO = 50.0  # between the ends of positive numbers that are drawn over their logarithm
+
+INK, MUTED, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#eef0f3"
+COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+LINE, MARK = COLOURS[:2]
+WIDTH_INCHES = 10.8  # across the page
+_STYLE: dict[str, Any] = {
+    **{"svg.fonttype": "none", "svg.hashsalt": "shoal", "font.size": 9.0, "text.parse_math": False},
+    **{"figure.facecolor": "white", "figure.subplot.right": 0.985, "figure.subplot.top": 0.95},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "axes.edgecolor": RULE},
+    **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 1},
+    **{"axes.labelcolor": MUTED, "axes.titlelocation": "left", "axes.titlecolor": INK, "axes.titlesize": 10},
+    **{"axes.titleweight": "bold", "axes.xmargin": 0.01, "axes.ymargin": 0.08},
+    **{"figure.constrained_layout.w_pad": 0.1, "legend.frameon": False, "legend.fontsize": 8, "legend.labelcolor": INK},
+    **{f"{axis}tick.{field}": value for axis in "xy" for field, value in (("color", MUTED), ("minor.size", 0))},
+    **{f"{axis}tick.major.{field}": value for axis in "xy" for field, value in (("size", 0), ("pad", 4))},
+}
+
+
+@contextmanager
+def make_figure(
+    size_inches: tuple[float, float], *, layout: Literal["constrained"] | None = None, **margins: float
+) -> Iterator[Figure]:
+    """An empty figure, and the style of all pictures while the body draws into it. Words are drawn as written, `$` too.
+
+    margins: of `Figure.subplots_adjust`, where there is no layout
+    """
+    with needs_extra("report"):
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=size_inches, layout=layout)
+        if layout is None:
+            figure.subplots_adjust(**margins)
+        yield figure
+
+
+def is_logarithmic(values: Sequence[float] | np.ndarray, name: str = "", named: Collection[str] | None = None) -> bool:
+    """Whether numbers are drawn over their logarithm: all are positive, and the name is among the named ones.
+
+    named: None: the largest number is 50 times the smallest
+    """
+    finite = np.asarray(values, float)
+    finite = finite[np.isfinite(finite)]
+    if not len(finite) or finite.min() <= 0:
+        return False
+    return bool(finite.max() / finite.min() >= LOG_RATIO) if named is None else name in named
+
+
+def to_numbers(column: Series[Any]) -> tuple[np.ndarray, list[str]]:
+    """Numbers as they are; other values as their number among the distinct ones, which are the second result."""
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in column):
+        return column.to_numpy(float), []
+    names = [str(value) for value in column]
+    distinct = sorted(set(names))
+    return np.array([distinct.index(name) for name in names], float), distinct
+
+
+def use_integer_ticks(axes: Axes, axis: Literal["x", "y"] = "x") -> None:
+    """Ticks at integers alone: there is no step, round or version between two."""
+    axes.locator_params(axis=axis, integer=True)
+
+
+def add_heading(axes: Axes, text: str, most: int = MAX_HEADING_LENGTH, **options: Any) -> None:
+    """A text above the panel, shortened to what fits."""
+    axes.set_title(truncate_middle(text, most), **options)
+
+
+def mark_moment(axes: Axes, x: float, label: str) -> None:
+    """A dashed line with a label beside it."""
+    axes.axvline(x, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
+    axes.annotate(label, (x, 0.02), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
+                  textcoords="offset points", fontsize=8)  # fmt: skip
+
+
+def truncate_middle(text: str, most: int) -> str:
+    """Shorten `text` to its beginning and end when it exceeds `most` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[len(text) - (most - most // 2 - 1) :]}"
+
+
+def to_svg(figure: Figure) -> str:
+    """The figure as an SVG element, text as text; the page gives the font."""
+    text = _save(figure, "svg", metadata={"Date": None}).decode()
+    return text[text.index("<svg") :]
+
+
+def to_png(figure: Figure, dots_per_inch: int = 160) -> bytes:
+    """The figure as a PNG file."""
+    return _save(figure, "png", dpi=dots_per_inch)
+
+
+def _save(figure: Figure, file_format: str, **options: Any) -> bytes:
+    from matplotlib import rc_context
+
+    buffer = io.BytesIO()
+    with rc_context(_STYLE):  # ticks are made when they are drawn
+        figure.savefig(buffer, format=file_format, **options)
+    return buffer.getvalue()

@@ -1,1 +1,0 @@
-"""The one-page HTML report of a run."""

@@ -1,1 +1,0 @@
-"""Mirroring of the run record to trackers of the user's: MLflow, Weights & Biases, Trackio."""

@@ -1,1 +1,0 @@
-"""The Open Inference Protocol over gRPC, carried by HTTP/1.1 behind HAProxy."""

@@ -1,0 +1,161 @@
+"""`shoal inspect` and `shoal compare`, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from shoal import runs
+from shoal.cost import MEASURED, PREDICTED
+from shoal.errors import ConfigError, RunError
+from shoal.libs.comparison.columns import build_column
+from shoal.libs.comparison.compare import compare
+from shoal.libs.comparison.inspect import inspect
+
+TASK = """
+import torch
+from torch import nn
+from shoal.data import Data
+from shoal.train import Task, TrainSpec
+
+class Small(Task):
+    def __init__(self, *, width: int = 8):
+        self.width = width
+    def model(self):
+        return nn.Sequential(nn.Linear(4, self.width), nn.ReLU(), nn.Linear(self.width, 2))
+    def data(self):
+        print("opening the data")
+        return Data(torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,))))
+    def loss(self, outputs, batch):
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+def spec():
+    return TrainSpec(batch_size=32)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "small_task.py").write_text(TASK)
+    return tmp_path
+
+
+def typed(command: click.Command, *words: str) -> str:
+    result = CliRunner().invoke(command, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def train(run_id: str, accuracies: list[float], **spec: object) -> runs.Run:
+    """The record of a training run that evaluated every 10 steps, which took a second each time."""
+    text = "".join(f"{name}: {value}\n" for name, value in {"workers": 2, **spec}.items())
+    with runs.create("train", text, run_id, command="shoal run train") as run:
+        run.record_event("training", plan="data 2", workers=2)
+        run.record_event(PREDICTED, memory_peak=1000.0, flops_step=5e6, sent_bytes=64.0)
+        run.record_event(MEASURED, memory_peak=1100.0, flops_step=5e6, sent_bytes=64.0, step_s=0.1)
+        for number, accuracy in enumerate(accuracies, start=1):
+            values = {"validation/accuracy": accuracy, "time/training_s": float(number), "wait/communication": 0.25}
+            run.log(10 * number, values)
+    return runs.load(run_id)
+
+
+def test_inspect_a_task_begins_with_its_recipe_and_takes_words(folder: Path) -> None:
+    path = str(folder / "small_task.py")
+    found = json.loads(typed(inspect, path, "--json", "args.width=16"))
+    assert (found["batch_size"], found["plan"], found["parameters"]) == (32, "single", 4 * 16 + 16 + 2 * 16 + 2)
+    assert found["placement"][0]["held_as"] == "whole"
+    assert json.loads(typed(inspect, f"task={path}", "--json", "args.width=16"))["task"] == path
+    text = typed(inspect, path, "parallel=fsdp", "workers=2")
+    assert "1/2 sharded" in text
+    assert "a rank sends, each step" in text
+    with pytest.raises(ConfigError, match="no such argument"):
+        typed(inspect, path, "args.with=16")
+
+
+def test_inspect_a_run_shows_how_far_it_was_off() -> None:
+    train("run-1", [0.5])
+    text = typed(inspect, "run-1")
+    assert "-9.1%" in next(line for line in text.splitlines() if "peak memory" in line)
+    both = json.loads(typed(inspect, "latest", "--json"))
+    assert (both["predicted"]["memory_peak"], both["measured"]["memory_peak"]) == (1000.0, 1100.0)
+    with runs.create("actor_learner", "a: 1\n", "rl"):
+        pass
+    with pytest.raises(RunError, match="no record of what it costs"):
+        typed(inspect, "rl")
+    with pytest.raises(ConfigError, match="cannot be found"):
+        typed(inspect, "no_such_task")
+
+
+def test_compare_puts_runs_side_by_side_and_draws_them(folder: Path) -> None:
+    train("run-1", [0.5, 0.85, 0.95], price_per_device_hour=3600)
+    train("run-2", [0.92, 0.7])
+    path = folder / "drawn" / "picture.png"
+    text = typed(compare, "run-1", "run-2", "--target", "accuracy=0.9", "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert rows["best validation/accuracy"][-2:] == ["0.95", "0.92"]
+    assert rows["time to accuracy=0.9"][-4:] == ["3.0", "s", "1.0", "s"]
+    assert rows["cost to accuracy=0.9"][-2:] == ["6", "-"]  # 2 devices for 3 s, at 1 a second
+    assert rows["waiting for other ranks"][-2:] == ["25.0%", "25.0%"]
+    found = json.loads(typed(compare, "run-1", "run-2", "--json", "--target", "accuracy>=0.99"))
+    assert [run["memory_peak"] for run in found["runs"]] == [1100.0, 1100.0]
+    assert "target" not in found["runs"][0]
+    assert Path(found["plot"]).parent.name == "run-1"
+    for words, said in [
+        (("run-1", "run-2", "--target", "accuracy"), "--target = 'accuracy': is not METRIC=VALUE"),
+        (("run-1", "run-2", "--metric", "nope"), "--metric = 'nope': is in none of these runs. they have .*accuracy"),
+        (("run-1", "run-1"), "run = 'run-1 run-1': is one run"),
+        (("run-1", "run-2", "--plot", str(folder)), "--plot = '.*': cannot be written: Is a directory. name a file"),
+        (("run-1", "run-2", "--plot", str(path / "x.png")), "cannot be written: (File exists|Not a directory)"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            typed(compare, *words)
+
+
+def test_rates_of_a_comparison_are_means_over_the_whole_run() -> None:
+    """The first steps are slow, and a report of many short steps counts as long as it took."""
+    with runs.create("train", "workers: 1\n", "run-1") as run:
+        run.record_event(MEASURED, step_s=0.2)  # of the steps that were profiled
+        run.log(10, {"step/seconds": 0.2, "samples/per_s": 320.0, "wait/data": 0.5})
+        run.log(110, {"step/seconds": 0.02, "samples/per_s": 3200.0, "wait/data": 0.0, "time/training_s": 4.0})
+    values = build_column(runs.load("run-1")).values
+    assert (values["training_s"], values["steps"]) == (4.0, 110.0)
+    assert values["step_s"] == pytest.approx(4.0 / 110)
+    assert values["samples_per_s"] == pytest.approx(110 * 64 / 4.0)
+    assert values["data_wait"] == pytest.approx(0.25)
+    with runs.create("actor_learner", "a: 1\n", "rl") as run:
+        run.log(1, {"steps/per_s": 100.0})
+        run.log(2, {"steps/per_s": 300.0})
+    assert build_column(runs.load("rl")).values["samples_per_s"] == 200.0
+
+
+def test_compare_marks_what_was_predicted_and_names_every_plan() -> None:
+    train("run-1", [0.5])
+    with runs.create("train", "workers: 2\n", "run-2") as run:
+        run.record_event(PREDICTED, memory_peak=1000.0, step_s=0.1, parameters=7.0)
+        for plan in ("single", "single", "pipeline 2"):
+            run.record_event("training", plan=plan, workers=2)
+    text = typed(compare, "run-1", "run-2")
+    rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert rows["peak memory of a rank"][-4:] == ["1.074", "KiB", "~1000", "B"]
+    assert rows["parameters"][-1] == "7"
+    assert "single, pipeline 2" in text
+    assert "~ predicted, and not measured" in text
+    one, other = json.loads(typed(compare, "run-1", "run-2", "--json"))["runs"]
+    assert (one["predicted"], other["predicted"]) == ([], ["memory_peak", "step_s"])
+
+
+def test_compare_takes_runs_that_did_not_train() -> None:
+    with runs.create("actor_learner", "a: 1\n", "rl") as run:
+        run.log(10, {"return/mean_100": 480.0, "steps/per_s": 2000.0})
+    train("run-1", [0.5])
+    found = json.loads(typed(compare, "rl", "run-1", "rl", "--json"))["runs"]
+    assert [run["id"] for run in found] == ["rl", "run-1"]
+    assert (found[0]["samples_per_s"], found[0]["workers"], found[0]["plan"]) == (2000.0, None, "-")
+    assert "memory_peak" not in found[0]

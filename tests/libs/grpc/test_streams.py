@@ -1,0 +1,436 @@
+"""Streams of gRPC that HAProxy hands on in HTTP/1.1, from a client of gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import uvicorn
+
+from libs.grpc.asking import raw, request, until
+from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.haproxy_process import UNCHECKED, HaproxyProcess
+from serving.replica_server import LIMITS, TIMEOUT_S, exchange, served
+from shoal.cluster.ingress.front import is_listening
+from shoal.cluster.ports import find_free_port
+from shoal.errors import InferenceError
+from shoal.libs.grpc import inference_pb2 as pb
+from shoal.libs.grpc.methods import METHODS, SERVICE
+from shoal.libs.grpc.service import STREAM_WINDOW
+from shoal.serve.messages.inference import Arrays, InferCall, Prediction
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.request_limits import RequestLimits
+from waiting import wait_for
+
+PATH = f"/{SERVICE}/ModelStreamInfer"
+POST = f"POST {PATH} HTTP/1.1"
+STREAM = METHODS["ModelStreamInfer"]
+SILENCE_S = 1.0  # what the proxy here bears of client and replica where it does not know of streams
+Stream = Callable[..., Any]
+Test = Callable[[Stream], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def http_port() -> int:
+    return find_free_port()
+
+
+@pytest.fixture(scope="module")
+def proxy(http_port: int) -> Iterator[HaproxyProcess]:
+    """Before the port of a replica's HTTP server, and before no gRPC server at all."""
+    impatient = (
+        rf"; s/timeout server .*/timeout server {SILENCE_S:g}s/; s/timeout client 30s/timeout client {SILENCE_S:g}s/"
+    )
+    with HaproxyProcess(http_port, find_free_port(), UNCHECKED + impatient) as started:
+        yield started
+
+
+@pytest.fixture
+def run(proxy: HaproxyProcess, http_port: int) -> Callable[..., None]:
+    """`run(host, test)` awaits `test(stream)`; `stream(requests, ...)` is a call through HAProxy."""
+
+    def run(host: FakeHost, test: Test, access: AccessControl | None = None, limits: RequestLimits = LIMITS) -> None:
+        async def main() -> None:
+            address = f"127.0.0.1:{proxy.grpc_port}"
+            async with served(host, http_port, access, limits), grpc.aio.insecure_channel(address) as channel:
+                make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
+
+                def stream(requests: Any = None, timeout: float | None = TIMEOUT_S, **options: Any) -> Any:
+                    return make(requests, timeout=timeout, **options)
+
+                await asyncio.wait_for(test(stream), 2 * TIMEOUT_S)
+
+        asyncio.run(main())
+
+    return run
+
+
+async def collected(call: Any) -> list[pb.ModelStreamInferResponse]:
+    return [each async for each in call]
+
+
+async def refused(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collected(call)
+    return caught.value
+
+
+def test_each_answer_comes_as_soon_as_it_can(run: Callable[..., None]) -> None:
+    async def test(stream: Stream) -> None:
+        call, took_s = stream(), []
+        for number in range(50):
+            began_s = time.monotonic()
+            await call.write(request(2, id=str(number)))
+            answer = await call.read()
+            assert (answer.infer_response.id, len(answer.infer_response.raw_output_contents[0])) == (str(number), 24)
+            took_s.append(time.monotonic() - began_s)
+        # A proxy or kernel that waits for more takes 40 ms for each, a machine that others use for one or another.
+        assert sorted(took_s)[len(took_s) // 4] < 0.04
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+
+    run(FakeHost(), test)
+
+
+def test_what_is_sent_at_once_is_in_hand_at_once_and_answered_in_its_order(run: Callable[..., None]) -> None:
+    model = FakeModel()
+
+    async def test(stream: Stream) -> None:
+        model.hold = asyncio.Event()
+        num_requests = 3 * STREAM_WINDOW
+        call = stream(iter([request(id=str(number)) for number in range(num_requests)]))
+        answers = asyncio.ensure_future(collected(call))
+        await until(lambda: model.waiting == STREAM_WINDOW)
+        await asyncio.sleep(0.3)  # longer than the replica's look at what is in progress
+        assert model.waiting == STREAM_WINDOW
+        model.hold.set()
+        assert [each.infer_response.id for each in await answers] == list(map(str, range(num_requests)))
+
+    run(FakeHost(model), test)
+
+
+class Reversing(FakeModel):
+    """Answers a full house of calls, the last one first."""
+
+    def __init__(self, num_calls: int) -> None:
+        super().__init__("m")
+        self._num_calls, self._stack = num_calls, list[asyncio.Event]()
+
+    async def infer(self, call: InferCall) -> Prediction:
+        event = asyncio.Event()
+        self._stack.append(event)
+        if len(self._stack) == self._num_calls:
+            self._stack[-1].set()
+        await event.wait()
+        number = self._stack.index(event)
+        if number:
+            self._stack[number - 1].set()
+        return await super().infer(call)
+
+
+def test_what_is_sent_at_once_fills_batches(run: Callable[..., None]) -> None:
+    async def test(stream: Stream) -> None:
+        requests = [request(id=str(number)) for number in range(16)]
+        answers = await collected(stream(iter(requests)))
+        assert [each.infer_response.id for each in answers] == [str(number) for number in range(16)]
+        assert all(each.infer_response.parameters["triton_final_response"].bool_param for each in answers)
+
+    run(FakeHost(Reversing(16)), test)
+
+
+def test_silence_between_two_messages_is_waited_for(run: Callable[..., None]) -> None:
+    model = FakeModel()
+
+    async def test(stream: Stream) -> None:
+        call = stream(timeout=None)
+        for _ in range(2):
+            await call.write(request())
+            assert (await call.read()).infer_response.model_name == "m"
+            await asyncio.sleep(2 * SILENCE_S)
+        model.hold = asyncio.Event()
+        await call.write(request())
+        await asyncio.sleep(2 * SILENCE_S)
+        model.hold.set()
+        assert (await call.read()).infer_response.model_name == "m"
+
+    run(FakeHost(model), test, limits=replace(LIMITS, body_grace_s=0.2))
+
+
+def test_large_messages_and_compressed_ones_are_whole(run: Callable[..., None]) -> None:
+    made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(range(250)) * 4000])
+    made.inputs.add(name="x", datatype="UINT8", shape=[1, 1_000_000])
+
+    async def test(stream: Stream) -> None:
+        for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate):
+            answers = await collected(stream(iter([made] * 5), compression=compression))
+            assert [each.infer_response.raw_output_contents for each in answers] == [made.raw_input_contents] * 5
+
+    run(FakeHost(FakeModel("m", tensors(x=("UINT8", [-1, -1])))), test)
+
+
+def test_an_error_is_an_answer_and_the_stream_goes_on_unless_the_client_wants_a_status(
+    run: Callable[..., None],
+) -> None:
+    model = FakeModel()
+
+    async def test(stream: Stream) -> None:
+        requests = [raw(id="a"), raw("nobody", id="b"), raw(id="c")]
+        answers = await collected(stream(iter(requests)))
+        assert [each.infer_response.id for each in answers] == ["a", "b", "c"]
+        assert [bool(each.error_message) for each in answers] == [False, True, False]
+        error = await refused(stream(iter(requests), metadata=(("triton_grpc_error", "true"),)))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        assert "no model 'nobody'" in (error.details() or "")
+        assert await collected(stream(iter(requests))), "the connection goes on"
+        call = stream(iter([]))
+        assert (await collected(call), await call.code()) == ([], grpc.StatusCode.OK)
+        call = stream(metadata=(("triton_grpc_error", "true"),))  # whose client would go on sending
+        await call.write(raw(id="a"))
+        assert (await call.read()).infer_response.id == "a"
+        await call.write(raw("nobody"))
+        assert await call.code() is grpc.StatusCode.NOT_FOUND
+        call = stream()
+        for model.error in (KeyError("x"), None, InferenceError(503, "not yet")):
+            await call.write(request())
+            message = (await call.read()).error_message
+            assert (str(model.error) in message) if model.error else not message
+
+    run(FakeHost(model), test)
+
+
+def test_a_message_that_is_too_large_ends_the_stream(run: Callable[..., None]) -> None:
+    model = FakeModel()
+
+    async def test(stream: Stream) -> None:
+        for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+            call = stream(compression=compression)
+            await call.write(request())
+            assert (await call.read()).infer_response.model_name == "m"
+            await call.write(request(LIMITS.max_body_bytes // 12))
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert str(LIMITS.max_body_bytes) in await call.details()
+        assert len(model.calls) == 2
+
+    run(FakeHost(model), test)
+
+
+async def written(call: Any, num_requests: int) -> None:
+    for _ in range(num_requests):
+        await call.write(request())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "cancelled with a full window", "deadline"])
+def test_what_nobody_waits_for_leaves_the_model(how: str, run: Callable[..., None]) -> None:
+    model = FakeModel()
+
+    async def test(stream: Stream) -> None:
+        model.hold = asyncio.Event()
+        num_requests = 30 * STREAM_WINDOW if "full" in how else 3
+        call = stream(timeout=0.5 if how == "deadline" else None)
+        writing = asyncio.ensure_future(written(call, num_requests))
+        await until(lambda: model.waiting == min(num_requests, STREAM_WINDOW))
+        if how == "deadline":
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        else:
+            call.cancel()
+        await until(lambda: model.waiting == 0)
+        assert len(model.calls) == min(num_requests, STREAM_WINDOW)
+        await asyncio.gather(writing, return_exceptions=True)
+
+    run(FakeHost(model), test)
+
+
+def test_who_reads_is_answered_however_much_larger_answers_are(run: Callable[..., None]) -> None:
+    """The answers' windows come behind requests for which nobody has room."""
+    num_requests = 1500
+
+    def large(inputs: Arrays) -> Arrays:
+        return {"y": np.zeros((1, 100_000), np.uint8)}
+
+    async def test(stream: Stream) -> None:
+        requests = [request(id=str(number)) for number in range(num_requests)]
+        num_answers = 0
+        async for answer in stream(iter(requests), timeout=None):
+            assert answer.infer_response.id == str(num_answers), answer.error_message
+            num_answers += 1
+        assert num_answers == num_requests
+
+    run(FakeHost(FakeModel("m", outputs=tensors(y=("UINT8", [-1, -1])), compute=large)), test)
+
+
+CLOSED = (grpc.StatusCode.UNAVAILABLE, "this replica is closing; begin another stream")
+
+
+def test_a_server_that_is_to_end_answers_what_it_has_and_waits_for_no_more(
+    proxy: HaproxyProcess, http_port: int
+) -> None:
+    model = FakeModel()
+
+    async def test() -> None:
+        address = f"127.0.0.1:{proxy.grpc_port}"
+        async with (
+            served(FakeHost(model), http_port) as server,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
+            idle, busy = make(timeout=TIMEOUT_S), make(timeout=TIMEOUT_S)
+            await idle.write(request(id="i"))
+            assert (await idle.read()).infer_response.id == "i"
+            model.hold = asyncio.Event()
+            await busy.write(request(id="b"))
+            await until(lambda: model.waiting == 1)
+            server.should_exit = True
+            assert (await idle.code(), await idle.details()) == CLOSED
+            assert not busy.done()
+            model.hold.set()
+            assert (await busy.read()).infer_response.id == "b"
+            assert (await busy.code(), await busy.details()) == CLOSED
+
+    asyncio.run(test())
+
+
+def test_nor_for_a_client_that_always_has_more(proxy: HaproxyProcess, http_port: int) -> None:
+    def ask(server: uvicorn.Server) -> tuple[grpc.StatusCode, str]:
+        """In a thread: a client of grpc.aio whose stream ends while it sends says something of its own."""
+        with grpc.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel:
+            make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
+            num_answers, call = 0, make(itertools.repeat(request()), timeout=TIMEOUT_S)
+            with suppress(grpc.RpcError):
+                for _ in call:
+                    num_answers += 1
+                    server.should_exit = num_answers > 500
+            return call.code(), call.details()
+
+    async def test() -> None:
+        async with served(FakeHost(), http_port) as server:
+            assert await asyncio.to_thread(ask, server) == CLOSED
+
+    asyncio.run(test())
+
+
+def serve_until_killed(http_port: int) -> None:
+    """In a process of its own."""
+
+    async def main() -> None:
+        slow = FakeModel("slow")
+        slow.hold = asyncio.Event()
+        async with served(FakeHost(FakeModel(), slow), http_port):
+            await asyncio.Event().wait()
+
+    asyncio.run(main())
+
+
+def test_what_a_killed_replica_had_in_hand_is_unavailable_so_that_a_client_repeats_it(
+    proxy: HaproxyProcess, http_port: int
+) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=serve_until_killed, args=(http_port,), daemon=True)
+    process.start()
+    wait_for(lambda: is_listening("127.0.0.1", http_port))
+
+    async def main() -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel:
+            make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
+            infer = channel.unary_unary(
+                f"/{SERVICE}/ModelInfer",
+                METHODS["ModelInfer"].request.SerializeToString,
+                pb.ModelInferResponse.FromString,
+            )
+            ended = make(timeout=TIMEOUT_S)
+            await ended.write(request())
+            await ended.done_writing()
+            assert (await ended.read()).infer_response.model_name == "m"
+            assert await ended.read() == grpc.aio.EOF
+            streams = [make(timeout=TIMEOUT_S) for _ in range(20)]
+            for stream in streams:
+                for _ in range(2):
+                    await stream.write(request())
+                    assert (await stream.read()).infer_response.model_name == "m"
+            for stream in streams[:5]:
+                await stream.write(request(model="slow"))  # computed when the replica dies
+            silent = make(timeout=TIMEOUT_S)
+            await silent.write(request(model="slow"))
+            unary = infer(request(model="slow"), timeout=TIMEOUT_S)
+            await asyncio.sleep(SILENCE_S / 4)
+            process.kill()
+            for call in (*streams, silent, unary):
+                assert await call.code() == grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(asyncio.wait_for(main(), 2 * TIMEOUT_S))
+    process.join()
+
+
+# -- bodies that no client sends, and who reads nothing ---------------------------------------------------------------
+
+FRAME = b"\0\0\0\0\x03\x0a\x01m"  # a request for the model m, without tensors
+WRONG: dict[str, tuple[bytes, str, int, bytes]] = {
+    "half a head": (b"\0\0", "", 3, b"the stream ends after 2 bytes of a message"),
+    "half a message": (FRAME[:-1], "", 3, b"the stream ends after 7 bytes of a message"),
+    "no message of protobuf": (b"\0\0\0\0\x02\xff\xff", "", 3, b"not a ModelInferRequest"),
+    "what is not compressed": (b"\1" + FRAME[1:], "grpc-encoding: gzip", 3, b"the body is not gzip"),
+    "a length of 4 GB": (b"\0\xff\xff\xff\xff", "", 8, b"the message has 4294967295 bytes"),
+    "a timeout that is a word": (FRAME, "grpc-timeout: soon", 3, b"grpc-timeout"),
+}
+
+
+def test_a_wrong_stream_is_refused(http_port: int) -> None:
+    async def test() -> None:
+        async with served(FakeHost(), http_port):
+            for what, (body, header, status, words) in WRONG.items():
+                answer = await exchange(http_port, POST, body, header)
+                assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), what
+                assert b"grpc-status: %d\r\n" % status in answer, what
+                assert words in answer, what
+
+    asyncio.run(test())
+
+
+def test_a_message_that_does_not_come_on_is_not_waited_for(http_port: int) -> None:
+    async def test() -> None:
+        limits = replace(LIMITS, body_grace_s=0.3)
+        async with served(FakeHost(), http_port, limits=limits):
+            reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
+            writer.write(f"{POST}\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+            writer.write(b"8\r\n" + FRAME + b"\r\n")
+            answer = await asyncio.wait_for(reader.readuntil(b"input 'x' is missing"), TIMEOUT_S)
+            assert b"grpc-status:" not in answer
+            await asyncio.sleep(0.6)
+            writer.write(b"2\r\n" + FRAME[:2] + b"\r\n")
+            answer = await asyncio.wait_for(reader.readuntil(b"grpc-status: 4\r\n"), TIMEOUT_S)
+            writer.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("header", ["x: y", "grpc-timeout: 500m"])
+def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(header: str, http_port: int) -> None:
+    """Also when the call's deadline has passed by then, and its status is all that is left to say."""
+    made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(100_000)])
+    made.inputs.add(name="x", datatype="UINT8", shape=[1, 100_000])
+    message = made.SerializeToString()
+    chunk = b"\0" + len(message).to_bytes(4, "big") + message
+    chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)
+    model = FakeModel("m", tensors(x=("UINT8", [-1, -1])))
+
+    async def test() -> None:
+        async with served(FakeHost(model), http_port, limits=replace(LIMITS, answer_grace_s=1.0)):
+            _, writer = await asyncio.open_connection("127.0.0.1", http_port)
+            writer.write(f"{POST}\r\nhost: x\r\n{header}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+            with suppress(ConnectionError):
+                while True:
+                    writer.write(chunk)
+                    await asyncio.wait_for(writer.drain(), TIMEOUT_S)
+            # A deadline may pass before the window is full.
+            assert (STREAM_WINDOW if header == "x: y" else 0) < len(model.calls) < 1000
+            writer.close()
+
+    asyncio.run(test())
