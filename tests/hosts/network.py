@@ -67,21 +67,8 @@ class Host:
 
     def command(self, words: Sequence[str]) -> list[str]:
         """What runs `words` there, from here."""
-        return [
-            "nsenter",
-            "-t",
-            str(self._init),
-            "-m",
-            "-u",
-            "-i",
-            "-n",
-            "-p",
-            "--",
-            "env",
-            "-C",
-            str(self.project),
-            *words,
-        ]
+        spaces = ["nsenter", "-t", str(self._init), "-m", "-u", "-i", "-n", "-p"]
+        return [*spaces, "--", "env", "-C", str(self.project), *words]
 
     def environment(self) -> dict[str, str]:
         """Of a user there: what is not said here, nobody has set."""

@@ -177,15 +177,8 @@ def test_pods_train_and_serve_and_a_drained_one_cuts_nothing(tmp_path: Path, mon
         add_pod(spare)
         (client.files / "ca.pem").write_bytes(authority.ca.read_bytes())
         url, token = f"https://{two.address}:8000", secret["stringData"]["shoal_token"]
-        asking = [
-            sys.executable,
-            str(ROOT / "tests/hosts/ask_steadily.py"),
-            url,
-            token,
-            "line",
-            str(RATE),
-            str(ASKING_S),
-        ]
+        script = [sys.executable, str(ROOT / "tests/hosts/ask_steadily.py")]
+        asking = [*script, url, token, "line", str(RATE), str(ASKING_S)]
         with client.start(asking, {"SHOAL_CA": str(client.home / "ca.pem")}) as asked:
             asked.wait_for_line("^asking$")
             pods.stop(one, "workers")

@@ -340,6 +340,7 @@ def test_agents_that_are_slow_to_start_are_waited_for_and_the_head_that_is_asked
         assert_nothing_left(cluster, ports)
 
 
+@pytest.mark.usefixtures("no_fork_server")
 @pytest.mark.parametrize("mode", [pytest.param("alone", marks=pytest.mark.soak), "fork"])
 def test_the_cluster_ends_when_its_owner_is_killed(mode: str) -> None:
     with Program([sys.executable, "-c", OWNER, mode]) as owner:

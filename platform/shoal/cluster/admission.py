@@ -55,7 +55,7 @@ class Entries:
         internal_kv._internal_kv_del(_PREFIX + run_id, namespace=_NAMESPACE)
 
     def read(self) -> list[QueuedRun]:
-        """All entries whose driver lives."""
+        """All entries of drivers that live."""
         keys = internal_kv._internal_kv_list(_PREFIX, namespace=_NAMESPACE)
         texts = [internal_kv._internal_kv_get(key, namespace=_NAMESPACE) for key in keys]
         runs = [
@@ -76,7 +76,7 @@ def get_driver_id() -> str:
 
 
 def living_drivers() -> set[str]:
-    """Ray's ids of the jobs whose driver lives."""
+    """Ray's ids of the jobs with a living driver."""
     return {job["JobID"] for job in state.jobs() if not job["IsDead"]}
 
 

@@ -69,9 +69,7 @@ def lock_cluster_state() -> AbstractContextManager[None]:
 
 def _resolve_address(field: str, address: str) -> ClusterHandle:
     url = address.partition("#")[0].rstrip("/")  # a browser shows the dashboard's as http://HOST:8265/#/overview
-    folder = os.environ.get(
-        FOLDER_VARIABLE
-    )  # of the cluster whose client environment this process has, or whose job it is
+    folder = os.environ.get(FOLDER_VARIABLE)  # this process is a client of that cluster by its environment, or its job
     of_environment = load_handle(Path(folder) / "cluster.json") if folder else None
     for handle in (_load_local_handle(), of_environment):
         if handle is not None and url in (handle.address, handle.dashboard_url):

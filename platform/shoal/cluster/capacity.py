@@ -22,7 +22,7 @@ NODES_WAIT_S = 1800.0  # the default wait where an autoscaler may add nodes; a m
 
 def require_cpus(num_cpus: float, fields: str, bundles: Sequence[Bundle] = ()) -> bool:
     """Whether an autoscaler must add nodes first. Raise ConfigError when the cluster as a whole has fewer CPUs than
-    `num_cpus`, and no nodes may come for the bundles: Ray would wait for ever.
+    `num_cpus`, and no nodes may come for the bundles: Ray would wait without end.
 
     fields:  what the error asks to lower: `endpoint.num_cpus or endpoint.num_replicas`
     bundles: what each worker needs
@@ -39,7 +39,7 @@ def require_cpus(num_cpus: float, fields: str, bundles: Sequence[Bundle] = ()) -
 
 def require_gpus(num_gpus: float, count: int, fields: str, bundle: Bundle | None = None) -> None:
     """Raise ConfigError when the cluster cannot hold `count` workers with `num_gpus` each, and no nodes may come for
-    them: Ray would wait for ever.
+    them: Ray would wait without end.
 
     fields: what the error asks to lower
     bundle: what each worker needs, if it may wait for nodes that an autoscaler adds
@@ -120,7 +120,7 @@ def choose_host(nodes: Sequence[Mapping[str, Any]], here: str) -> str:
 
 
 def make_host_options() -> dict[str, Any]:
-    """Ray's options that place a worker without CPUs of its own where there are some: a head may have none.
+    """Ray's options that place a worker that reserves no CPU where there are some: a head may have none.
     It is on that node while the node is up, and on another once it is lost.
     """
     here = str(ray.get_runtime_context().get_node_id())

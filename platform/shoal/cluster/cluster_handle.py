@@ -39,7 +39,7 @@ class ClusterHandle:
     cluster_id: str | None = None
     head_pid: int | None = None
     started_at_s: float | None = None  # Unix time
-    host: str | None = None  # the writer of the record, if recorded
+    host: str | None = None  # of the process that wrote the record; None of a handle that no record has
 
     @property
     def is_local(self) -> bool:
@@ -110,7 +110,7 @@ def load_handle(path: Path) -> ClusterHandle | None:
             cluster_id=record["cluster_id"],
             head_pid=record["head_pid"],
             started_at_s=record["started_at_s"],
-            host=record.get("host"),
+            host=record["host"],
         )
     except FileNotFoundError:
         return None

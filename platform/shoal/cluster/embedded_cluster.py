@@ -148,7 +148,7 @@ def start_cluster(
 
 
 def _prepare_folder(temp_dir: Path, cluster_id: str, ports: range, detached: bool) -> dict[str, str]:
-    """Make the cluster's folder; returns the environment of its endpoints, whose replicas have these ports."""
+    """Make the cluster's folder; returns the environment of its endpoints. `ports` are for their replicas."""
     temp_dir.mkdir(0o700)
     (temp_dir / "cluster-id").write_text(cluster_id)
     (temp_dir / "tmp").mkdir()

@@ -34,7 +34,7 @@ FoundT = TypeVar("FoundT")
 FIRST_POLL_S, LAST_POLL_S = 0.1, 0.5
 OUTCOME_POLL_S = 0.5  # a poll costs the dashboard and the caller 6 ms each, which a starting run needs
 NUM_LAST_LINES = 10
-SILENCE_TIMEOUT_S = 30.0  # for a dashboard that does not answer while the head lives: the job goes on
+SILENCE_TIMEOUT_S = 30.0  # for a dashboard that does not answer while the head lives: the job still runs
 
 # What a job never needs (gitignore patterns): of its working folder, and of the package `shoal`, to which Ray applies
 # the same ones, so that no folder or file of ours may fit.
@@ -192,7 +192,7 @@ def list_jobs(cluster: ClusterHandle) -> list[JobInfo]:
 
 
 class JobHandle:
-    """One submitted job. The job goes on without this object."""
+    """One submitted job. The job runs on without this object."""
 
     def __init__(self, cluster: ClusterHandle, submission_id: str) -> None:
         self.submission_id = submission_id
@@ -211,7 +211,7 @@ class JobHandle:
         return self.info().status
 
     def poll_outcome(self) -> JobStatus | None:
-        """The final state, or None while the job goes on. For polling, on a cluster of this machine: the dashboard is
+        """The final state, or None while the job runs. For polling, on a cluster of this machine: the dashboard is
         asked every OUTCOME_POLL_S.
 
         Raises ClusterError or ConnectionLost when the dashboard has not answered for its timeout, or the head is dead.
@@ -248,7 +248,7 @@ class JobHandle:
     def wait(self, timeout_s: float) -> JobStatus:
         """Wait for the end; returns the final state, SUCCEEDED or STOPPED.
 
-        Raises RunError with the last log lines if it failed, ClusterError if it goes on after `timeout_s`.
+        Raises RunError with the last log lines if it failed, ClusterError if it still runs after `timeout_s`.
         """
         for _ in self.follow(timeout_s):
             pass

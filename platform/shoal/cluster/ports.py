@@ -48,8 +48,8 @@ def reserve_ports(count: int, host: str = "127.0.0.1") -> Iterator[list[int]]:
     A server that reuses addresses, as Ray's do, can listen on them meanwhile. `find_free_port` in another process finds
     them taken.
     """
-    with ExitStack() as held:
-        sockets = [held.enter_context(_bind_free_port(host)) for _ in range(count)]
+    with ExitStack() as reserved:
+        sockets = [reserved.enter_context(_bind_free_port(host)) for _ in range(count)]
         for bound in sockets:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after the bind, which must find it free
         yield [bound.getsockname()[1] for bound in sockets]
@@ -68,13 +68,13 @@ def reserve_port_block(host: str = "127.0.0.1") -> Iterator[range]:
     for number in range(len(blocks)):
         first = blocks[(begin + number) % len(blocks)]
         with suppress(OSError):
-            held = _bind(host, first)
+            bound = _bind(host, first)
             break
     else:
         yield range(0)
         return
-    with held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         yield range(first, first + BLOCK_SIZE)
 
 

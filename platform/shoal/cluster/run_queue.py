@@ -65,7 +65,7 @@ def list_ahead(own: QueuedRun, runs: Sequence[QueuedRun]) -> list[QueuedRun]:
 
 def has_capacity(own: QueuedRun, runs: Sequence[QueuedRun], free: Resources) -> bool:
     """Whether what is free suffices for `own` and all that are ahead of it. Nothing overtakes: a large run would wait
-    for ever behind small ones."""
+    without end behind small ones."""
     ahead = list_ahead(own, runs)
     return all(
         sum((each.needs.get(name, 0.0) for each in ahead), amount) <= free.get(name, 0.0) + _STEP

@@ -95,7 +95,7 @@ def parse_job_environment(
 
 def format_options(file: Path | None, packages: Sequence[str], image: str, variables: Sequence[str]) -> tuple[str, ...]:
     """The options of a command that gives the same environment, with `--env NAME` for each variable: its value is to be
-    in the environment of whoever repeats the command."""
+    in the environment of the next one who types the command."""
     options = [("--runtime-env", str(file))] if file is not None else []
     options += [("--pip", each) for each in packages]
     options += [("--image", image)] if image else []

@@ -111,7 +111,7 @@ def _record_endpoints(endpoint: DeployedEndpoint, recorder: RunRecorder, state: 
 
 
 def _record_wait(recorder: RunRecorder, kind: str, **details: Any) -> None:
-    with suppress(RunError):  # retried later: the endpoint goes on
+    with suppress(RunError):  # retried later: the endpoint stays up
         recorder.record_event(kind, **details)
     print(format_warning(kind, details) or "every replica has a place", flush=True)
 
@@ -126,7 +126,7 @@ def _record_until(stop: threading.Event, endpoint: DeployedEndpoint, recorder: R
 def record_changes(endpoint: DeployedEndpoint, recorder: RunRecorder) -> None:
     """Record every change of the served versions since the last call.
 
-    The recorder retries failed writes later, so the endpoint goes on.
+    The recorder retries failed writes later, and the endpoint stays up.
     """
     for event in endpoint.take_events():
         details = {"version": event.version, "previous": event.previous, "by": event.by, "reason": event.reason}

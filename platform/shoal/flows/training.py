@@ -279,7 +279,7 @@ class RayBackend:
         return is_over
 
     def _check_capacity(self, group: WorkerPlacement) -> None:
-        """Detect a group that does not fit on the cluster: Ray would wait for ever without reporting it."""
+        """Detect a group that does not fit on the cluster: Ray would wait without end, and report nothing."""
         fit = count_workers_that_fit(self.spec)
         if fit < self.spec.workers:
             self._report_shortage(MISSING_HOSTS, fit)

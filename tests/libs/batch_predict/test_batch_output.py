@@ -148,13 +148,6 @@ def written(folder: Path, rows: int) -> Path:
     return folder
 
 
-def test_two_predictions_into_one_folder_write_to_two(tmp_path: Path) -> None:
-    one, other = make_incoming_path(tmp_path / "out"), make_incoming_path(tmp_path / "out")
-    assert one != other
-    assert {one.parent, other.parent} == {tmp_path}
-    assert one.name.startswith(".incoming-out-")
-
-
 def test_it_has_a_row_for_each_row_of_the_input(tmp_path: Path) -> None:
     pyarrow.csv.write_csv(pa.table({"x": [1, 2, 3]}), tmp_path / "a.csv")
     pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "a.parquet")

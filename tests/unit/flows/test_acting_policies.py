@@ -104,13 +104,6 @@ def test_agents_of_a_policy_without_credit_act_on_without_a_record() -> None:
     assert (8, 40) in [(each.num_steps, each.episode_length) for each in hunters.segments]
 
 
-def test_a_policy_whose_actors_do_not_pause_learns_while_another_has_no_credit() -> None:
-    hunters, prey = PausingClient(HUNTERS, 6, DOWN), PolicyClient((PREY,), 7, STAY)
-    play_tag(hunters, prey, max_steps=300)
-    assert hunters.segments == []
-    assert sum(each.num_steps for each in prey.segments) > 50
-
-
 def test_with_self_play_one_agent_learns_beside_past_versions_of_all_policies() -> None:
     """Only what an agent does with the newest weights is experience. The opponent is a version of its own policy."""
     hunters, prey = PolicyClient(HUNTERS, 6, DOWN, past=STAY), PolicyClient((PREY,), 7, STAY, past=DOWN)

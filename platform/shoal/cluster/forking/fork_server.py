@@ -180,7 +180,7 @@ def become_worker(worker: WorkerRequest, imported: Iterable[str]) -> None:
 
 
 def _replace_environment(environment: Mapping[str, str]) -> None:
-    """Change only the differences: setting everything anew would move the memory that the process title overwrites."""
+    """Change only the differences: setting everything again would move the memory that the process title overwrites."""
     for name in [name for name in os.environ if name not in environment]:
         del os.environ[name]
     for name, value in environment.items():
@@ -209,7 +209,7 @@ class PreloadedModuleFinder(MetaPathFinder, Loader):
     """Modules in memory, hidden until they are imported.
 
     A package's modules reappear at its first import if the import would find the same files now; otherwise the
-    package is imported anew. `begin` repeats a package's work at import (read its environment, draw a seed).
+    package is imported again. `begin` repeats a package's work at import (read its environment, draw a seed).
     """
 
     def __init__(self, names: Iterable[str], begin: Mapping[str, Callable[[ModuleType], None]]) -> None:

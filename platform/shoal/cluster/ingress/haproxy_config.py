@@ -47,7 +47,7 @@ MAX_HEADERS = 4096  # no more fit into a buffer
 # Keep connections to replicas as long as HAProxy has any descriptors, which suffice for one per client connection. The
 # default of 25% is reached by a third of the allowed clients when all send at once: from then on each request opens a
 # connection of its own, and a briefly overloaded endpoint stays overloaded.
-# A client that was admitted once is checked again each time: a session that goes on would outlive its authority.
+# A client that was admitted once is checked again each time: a resumed session would outlive its authority.
 DESCRIPTORS = """\
     tune.ssl.cachesize 0
     tune.pool-low-fd-ratio 100
@@ -390,9 +390,9 @@ def _http1_first(lines: list[str]) -> list[str]:
 def _defaults(lines: list[str]) -> list[str]:
     codes = {line.split()[1] for line in lines if _is(line, "errorfile")}
     _require(codes == {"502", "503", "504"}, "replace Serve's error files", f"there are those of {sorted(codes)}")
-    kept = [line for line in lines if not _is(line, "errorfile")]
+    others = [line for line in lines if not _is(line, "errorfile")]
     timeouts = [f"    timeout http-request {REQUEST_TIMEOUT_S}s", f"    timeout check {CHECK_TIMEOUT_S}s"]
-    return [*kept, "    option dontlog-normal", *timeouts, "    errorfiles shoal"]
+    return [*others, "    option dontlog-normal", *timeouts, "    errorfiles shoal"]
 
 
 def _answers() -> list[str]:

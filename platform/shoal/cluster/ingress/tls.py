@@ -131,10 +131,10 @@ class CertificateWatch:
         Two polls must find the same problem: certificate and key are two files, replaced one after the other.
         """
         try:
-            found = read_certificate(self._files, self._clock())
-            is_new = (found.pem, found.client_ca) != (self.current.pem, self.current.client_ca)
-            if is_new or not _is_in_use(found, self._folder):
-                self._install(found, self._folder)
+            newest = read_certificate(self._files, self._clock())
+            is_new = (newest.pem, newest.client_ca) != (self.current.pem, self.current.client_ca)
+            if is_new or not _is_in_use(newest, self._folder):
+                self._install(newest, self._folder)
         except (ConfigError, ClusterError, OSError) as error:  # also a full disk: it is tried again
             before, self._suspected = self._suspected, str(error)
             if self._suspected != before or self._suspected == self.problem:
@@ -142,14 +142,14 @@ class CertificateWatch:
             self.problem = self._suspected
             return "certificate_rejected", f"{self.problem}; the former certificate stays in use"
         self.problem = self._suspected = ""
-        self.current = found
+        self.current = newest
         return ("certificate_replaced", f"{self.days_remaining:.0f} days are left") if is_new else None
 
 
 def keep_certificate(files: CertificateFiles, folder: Path) -> None:
     """Watch the files of this host for as long as this process lives, if no other process of the host does."""
     with (folder / "watch.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the next one goes on when this process ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the next process takes over when this one ends
         watch = CertificateWatch(files, folder)
         while True:
             if event := watch.poll():

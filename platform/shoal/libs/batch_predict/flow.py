@@ -9,7 +9,6 @@ record; the workers do the work.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 
@@ -81,11 +80,10 @@ def check(spec: BatchPredictSpec) -> None:
         if not getattr(spec, field):
             raise DataError(field, "", "is not given", f"write {field}=...")
     open_output(spec.output)
-    schemas = {
-        file: _read_schema(file) for file in list_input_files(spec.input)
-    }  # read all now: a broken file must not fail the run hours later
+    # Of all files now: a broken one must not fail the run hours later.
+    schemas = {file: _read_schema(file) for file in list_input_files(spec.input)}
     first, *others = schemas
-    chosen = _choose_columns(_read_inputs(Registry().get(spec.model), spec), spec, schemas[first])
+    _, chosen = _match_columns(Registry().get(spec.model), spec, schemas[first])
     if missing := [column for column in spec.keep if column not in schemas[first].names]:
         raise DataError("keep", missing[0], "is not in the table", f"it has {', '.join(schemas[first].names)}")
     wanted = [*(column for columns in chosen.values() for column in columns), *spec.keep]
@@ -97,24 +95,23 @@ def check(spec: BatchPredictSpec) -> None:
 
 def open_output(path: str) -> Path | BucketOutput:
     """A new folder, or one in a bucket. Raises ConfigError, DataError."""
-    place = require_location("output", path) if is_url(path) else str(Path(path).resolve())
-    if is_url(place):
-        output = BucketOutput(place)
+    if is_url(location := require_location("output", path) if is_url(path) else path):
+        output = BucketOutput(location)
         output.require_new()
         return output
-    if Path(place).exists():
+    folder = Path(location).resolve()
+    if folder.exists():
         raise DataError("output", path, "exists already", "name a folder that does not, or remove it")
-    return Path(place)
+    return folder
 
 
-def _read_inputs(version: ModelVersion, spec: BatchPredictSpec) -> list[TensorSignature]:
-    """The model's inputs, with the rows in dimension 0. Raises ConfigError for options that do not fit them."""
-    return BatchLayout(version.manifest.signature, spec.options).signature.inputs
-
-
-def _choose_columns(inputs: Sequence[TensorSignature], spec: BatchPredictSpec, seen: pa.Schema) -> dict[str, list[str]]:
-    """The columns of each input, in every file's own order. Raises DataError."""
-    return choose_columns(inputs, seen.names, parse_columns(spec.columns, inputs))
+def _match_columns(
+    version: ModelVersion, spec: BatchPredictSpec, seen: pa.Schema
+) -> tuple[list[TensorSignature], dict[str, list[str]]]:
+    """The model's inputs, with the rows in dimension 0, and the columns of each. Raises ConfigError for options that do
+    not fit them, DataError."""
+    inputs = BatchLayout(version.manifest.signature, spec.options).signature.inputs
+    return inputs, choose_columns(inputs, seen.names, parse_columns(spec.columns, inputs))
 
 
 def batch_predict(spec: BatchPredictSpec, job: str) -> str:
@@ -124,8 +121,7 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
     check(spec)
     registry, files = Registry(), list_input_files(spec.input)
     version, seen = registry.get(spec.model), _read_schema(files[0])
-    inputs = _read_inputs(version, spec)
-    chosen = _choose_columns(inputs, spec, seen)
+    inputs, chosen = _match_columns(version, spec, seen)
     work = BatchJob(
         RegisteredModel(version.name, registry.location),
         version.version,

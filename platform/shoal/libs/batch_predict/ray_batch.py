@@ -238,7 +238,7 @@ def resolve_gpus(num_gpus: float | None, options: ModelOptions, workers: int | N
 
 
 def _allocate_workers(workers: int | None, num_gpus: float) -> tuple[int, float]:
-    """The number of workers and the CPUs of each, since Ray Data waits for ever for resources that are never free.
+    """The number of workers and the CPUs of each, since Ray Data waits without end for resources that are never free.
 
     Raises ClusterError when the cluster has no capacity for them and a reader.
     """

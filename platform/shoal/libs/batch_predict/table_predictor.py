@@ -72,11 +72,11 @@ class TablePredictor:
             self._predict(together)
         parts = [part for request in requests for part in request.parts]
         errors = [error for request in requests for error in request.errors]
-        kept = table if self._keep is None else table.select(list(self._keep))
+        output = table if self._keep is None else table.select(list(self._keep))
         named = [*(spec.name for spec in self.signature.outputs), VERSION_COLUMN]
         if self._skip_errors:
             named.append(ERROR_COLUMN)
-        if twice := sorted(set(named) & set(kept.column_names)):
+        if twice := sorted(set(named) & set(output.column_names)):
             remedy = "choose the columns to keep with --keep"
             raise ConfigError("keep", twice[0], "is a column of the input and of the output", remedy)
         for spec in self.signature.outputs:
@@ -85,9 +85,9 @@ class TablePredictor:
                 pa.nulls(count, kind) if outputs is None else to_column(spec, outputs[spec.name])
                 for count, outputs in parts
             ]
-            kept = kept.append_column(spec.name, pa.chunked_array(chunks, kind))
-        kept = kept.append_column(VERSION_COLUMN, pa.array(np.full(len(table), self._model.version, np.int64)))
-        return kept.append_column(ERROR_COLUMN, pa.array(errors, pa.string())) if self._skip_errors else kept
+            output = output.append_column(spec.name, pa.chunked_array(chunks, kind))
+        output = output.append_column(VERSION_COLUMN, pa.array(np.full(len(table), self._model.version, np.int64)))
+        return output.append_column(ERROR_COLUMN, pa.array(errors, pa.string())) if self._skip_errors else output
 
     def _requests(self, table: pa.Table, chosen: Mapping[str, Sequence[str]]) -> list[_TableRequest]:
         """Split the table, in order, into requests of equal shapes; where some rows are invalid, each half

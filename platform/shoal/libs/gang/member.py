@@ -71,7 +71,7 @@ class GangMember:
         self._store: Any = None
 
     def serve(self, torch_threads: int = 1) -> None:
-        """JoinGang the other workers, and compute until the replica is gone."""
+        """Join the other workers, and compute until the replica is gone."""
         torch.set_num_threads(torch_threads)
         replica = self._accept()
         try:

@@ -61,7 +61,7 @@ class JoinGang:
 
 @dataclass(frozen=True)
 class LoadVersion:
-    """LoadVersion a version, to be named by `key`."""
+    """Load a version, to be named by `key`."""
 
     key: int
     config: TemplateConfig
@@ -125,14 +125,14 @@ def _limit_receiving(connection: Connection, limit_s: int) -> None:
 
 
 def watch(connection: Connection) -> None:
-    """Send at once, and notice a peer whose host is gone."""
+    """Send at once, and notice that a peer's host is gone."""
     with socket.socket(fileno=os.dup(connection.fileno())) as opened:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         watch_host(opened, LOST_S)
 
 
 def close(connection: Connection) -> None:
-    """Close a connection that another thread may be reading, whose reading then ends."""
+    """Close a connection that another thread may be reading: its reading then ends."""
     try:
         with socket.socket(fileno=os.dup(connection.fileno())) as opened:
             opened.shutdown(socket.SHUT_RDWR)

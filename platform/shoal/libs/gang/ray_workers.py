@@ -23,7 +23,7 @@ START_S = 60.0
 
 
 class GangWorker:
-    """Ray's object: a GangMember in a thread, whose process ends with its replica."""
+    """Ray's object: a GangMember in a thread; its process ends with the replica."""
 
     def __init__(self, secret: bytes, torch_threads: int) -> None:
         from shoal.libs.gang.member import GangMember  # here: the replica needs no process groups
