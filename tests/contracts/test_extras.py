@@ -127,7 +127,7 @@ MISSING = [
     ("pandas", "from shoal.runs.run_reader import _to_frame; _to_frame([], [])", "data"),
     ("jinja2", "from shoal.libs.report.page import _template; _template()", "report"),
     ("matplotlib", "from shoal.libs.report.plots import draw_wide_plot; draw_wide_plot(None)", "report"),
-    ("tensorboard", "from shoal.libs.tensorboard.event_files import EventFile; EventFile(None, 1)", "report"),
+    ("tensorboard", "from shoal.libs.tracking.event_files import EventFile; EventFile(None, 1)", "report"),
     ("onnx", "from shoal.rl.policy_graph import _export; _export(None, None, '')", "export"),
     ("pyarrow", "from shoal.open_inference import tables", "data"),
     ("starlette", "from shoal.flows.serving import open_endpoint; open_endpoint(None, '').__enter__()", "serve"),

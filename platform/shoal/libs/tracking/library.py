@@ -1,4 +1,4 @@
-"""The words of `track=` that this library has, the followers of runs with one, and the verb."""
+"""The words of `track=` that this library has, the followers of runs with one, TensorBoard's files, and the verb."""
 
 from shoal.plugins.library import Library
 
@@ -12,6 +12,7 @@ LIBRARY = Library(
     },
     extensions={
         "shoal.followers": {"processes": "shoal.libs.tracking.processes:Followers"},
+        "shoal.metric_mirrors": {"tensorboard": "shoal.libs.tracking.event_files:TensorBoardMirror"},
         "shoal.trackers": {
             "mlflow": "shoal.libs.tracking.trackers:MlflowTracker",
             "wandb": "shoal.libs.tracking.trackers:WandbTracker",

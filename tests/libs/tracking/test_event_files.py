@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from shoal import runs
-from shoal.libs.tensorboard.event_files import EventFile
+from shoal.libs.tracking.event_files import EventFile
 from shoal.runs import RunRecorder
 from waiting import wait_for
 
