@@ -1,4 +1,4 @@
-"""Ten small models of transformers, of as many families, and a Task's view of them."""
+"""Ten small models of transformers, of as many families."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from programs import PRELOADED, TRANSFORMERS
 
 VOCABULARY, LENGTH = 64, 8
+PRELOADED += TRANSFORMERS
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
@@ -27,8 +29,8 @@ CONFIGS: dict[str, Callable[[], nn.Module]] = {
     "mixtral": lambda: _make(
         "CausalLM", "MixtralConfig", **SIZES, **TOKENS, num_local_experts=4, num_key_value_heads=1
     ),
-    "gpt2": lambda: _make("CausalLM", "GPT2Config", n_embd=16, n_layer=2, n_head=2, **TOKENS),
-    "bert": lambda: _make("MaskedLM", "BertConfig", **SIZES, **TOKENS),
+    "gpt2": lambda: _make("CausalLM", "GPT2Config", n_embd=16, n_layer=2, n_head=2, attn_pdrop=0.0, **TOKENS),
+    "bert": lambda: _make("MaskedLM", "BertConfig", **SIZES, **TOKENS, attention_probs_dropout_prob=0.0),
     "vit": lambda: _make("ImageClassification", "ViTConfig", **SIZES, image_size=8, patch_size=4, num_channels=1),
     "t5": lambda: _make("Seq2SeqLM", "T5Config", d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, **TOKENS),
     "mamba": lambda: _make("CausalLM", "MambaConfig", hidden_size=16, num_hidden_layers=2, **TOKENS),
@@ -46,26 +48,6 @@ def make_planned(family: str) -> nn.Module:
     if family == "Phi3":
         del sizes["head_dim"]
     return _make("CausalLM", f"{family}Config", **sizes, attention_dropout=0.0)
-
-
-class KnownTask:
-    """What a plan needs of a Task, for any of them: the labels are the inputs."""
-
-    def inputs(self, batch: Any) -> tuple[Any, ...]:
-        return tuple(batch[:-1])
-
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        logits = outputs.logits
-        return functional.cross_entropy(logits.flatten(0, -2).float(), batch[-1].flatten())
-
-    def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        return {}
-
-    def tensor_plan(self) -> dict[str, str] | None:
-        return None
-
-    def pipeline_cuts(self) -> list[str] | None:
-        return None
 
 
 def make_batch(name: str, num_samples: int, seed: int) -> tuple[Tensor, ...]:

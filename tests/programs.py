@@ -38,6 +38,8 @@ PRELOADED = [
     "shoal.parallel.comm.world",
     "programs",
 ]
+# Of the Hub: a file of tests adds them to what the server imports, since each rank would take seconds for it.
+TRANSFORMERS = ["transformers.modeling_utils", "transformers.models.auto.modeling_auto"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 GRACE_S = 3.0  # after the first rank has failed, for the others to say what became of them
 

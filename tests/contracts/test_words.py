@@ -57,7 +57,7 @@ FIXED = {
     ("cost/cost_table.py", "cuts"): "a detail of recorded events",
     ("models/network_source.py", "word"): "a field of specs, in the records of runs",
     ("models/own_network.py", "word"): "an argument of networks in registered versions",
-    ("parallel/placement.py", "held_as"): "a key of `shoal inspect --json`",
+    ("cost/cost_table.py", "held_as"): "a key of `shoal inspect --json`",
     ("runs/record/opening.py", "begun"): "shoal.runs.recording is public: jobs name this parameter",
     ("serve/spec/model_options.py", "held_versions"): "a field of specs",
 }

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from learnable import Classifier
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
 
-SEED, BATCH, VOCABULARY, LENGTH = 11, 16, 72, 6
+SEED, BATCH, VOCABULARY, LENGTH, WIDTH, ODD = 11, 16, 72, 6, 16, 7
 # Of Adam: a bias that batch norm cancels has a gradient of rounding errors, which a small eps would make a whole step.
 EPS = 1e-3
 
@@ -59,27 +61,43 @@ class SmallTransformer(nn.Module):
         return self.head(self.layers(self.embedding(tokens), mask=self.mask, is_causal=True))[:, -1]
 
 
-class Tokens:
-    """A learnable: tokens in, one token out."""
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
 
-    def inputs(self, batch: Any) -> tuple[Any, ...]:
-        return (batch[0],)
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        mixed = mask @ x / LENGTH
+        return self.drop(self.outer(functional.gelu(self.inner(self.norm(mixed)))))
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return functional.cross_entropy(outputs, batch[1])
 
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-        return {"accuracy": (outputs.argmax(-1) == batch[1]).float().mean()}
+class Decoder(nn.Module):
+    """Residuals outside the blocks, tied embeddings, a dropout called twice; parameters unused, frozen, of its own."""
 
-    def tensor_plan(self) -> dict[str, str] | None:
-        return None
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Parameter(torch.randn(LENGTH, WIDTH) / 10)
+        self.register_buffer("mask", torch.ones(LENGTH, LENGTH).tril())
+        self.drop = nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.unused = nn.Linear(3, 3)
+        self.blocks[1].norm.bias.requires_grad_(False)
 
-    def pipeline_cuts(self) -> list[str] | None:
-        return None
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.drop(self.embedding(tokens) + self.positions)
+        for block in self.blocks:
+            x = x + block(x, self.mask)
+        return self.head(self.drop(self.norm(x)))[:, -1]
 
 
 Factory = Callable[[], nn.Module]
-MODELS: dict[str, Factory] = {"mixture": Mixture, "transformer": SmallTransformer}
+MODELS: dict[str, Factory] = {"mixture": Mixture, "transformer": SmallTransformer, "decoder": Decoder}
 
 
 def make(model: str | Factory) -> nn.Module:
@@ -100,9 +118,9 @@ def share(batch: tuple[Tensor, ...], rank: int, size: int) -> tuple[Tensor, ...]
 
 
 def build(model: str | Factory, spec: ParallelSpec, world: World, learnable: Any = None) -> ParallelModel:
-    degrees = spec.resolve_dims(world.size)
-    example = share(global_batch(0), 0, degrees.data)
-    return parallelize(make(model), learnable or Tokens(), spec, degrees, world, example, SEED)
+    degrees, learnable = spec.resolve_dims(world.size), learnable or Classifier()
+    example = learnable.pack(share(global_batch(0), 0, degrees.data))
+    return parallelize(make(model), learnable, spec, degrees, world, example, SEED)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -115,45 +133,64 @@ def whole_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tens
 
 
 def trained(
-    model: str | Factory, spec: ParallelSpec, world: World, num_steps: int = 3, learnable: Any = None
+    model: str | Factory,
+    spec: ParallelSpec,
+    world: World,
+    num_steps: int = 3,
+    learnable: Any = None,
+    num_samples: int = BATCH,
 ) -> dict[str, Any]:
-    """What a few steps give under a plan: mean losses, gradients of the first step, evaluation, weights. Collective."""
+    """What a few steps give under a plan: mean losses, gradients of the first step, evaluation, weights. Collective.
+
+    weights:    of the whole model, on one rank at least
+    parameters: those of this rank's part
+    """
+    learnable = learnable or Classifier()
     parallel = build(model, spec, world, learnable)
     optimizer = torch.optim.AdamW([each for _, each in parallel.named_parameters()], 0.02, eps=EPS)
     losses, first, norm = [], {}, torch.zeros(())
     for step in range(num_steps):
-        batch = share(global_batch(step), parallel.data_rank, parallel.num_data_ranks)
-        loss = parallel.train_step(batch, step)
+        samples = tuple(each[:num_samples] for each in global_batch(step))
+        loss = parallel.train_step(learnable.pack(share(samples, parallel.data_rank, parallel.num_data_ranks)), step)
         losses.append(float(parallel.sum_over_data_ranks(loss) / parallel.num_data_ranks))
         if step == 0:
             first = whole_gradients(parallel.named_parameters())
         norm = parallel.clip_gradients(0.5)
         optimizer.step()
         parallel.on_optimizer_step()
+        if step == 0:
+            evaluated(parallel, learnable)  # of other shapes: the next step is as without
     parallel.check_buffers()
-    batch = share(global_batch(99), parallel.data_rank, parallel.num_data_ranks)
-    sums = parallel.evaluate(batch, len(batch[1]))
-    totals = parallel.sum_over_data_ranks(torch.stack([sums["loss"], sums["accuracy"]])) / BATCH
-    weights = parallel.full_weights()
+    found = {"losses": losses, "gradients": first, "norm": norm, "evaluation": evaluated(parallel, learnable)}
+    found["weights"] = parallel.full_weights()
+    found["parameters"] = {name: full(each.detach()).clone() for name, each in parallel.named_parameters()}
     parallel.close()
-    return {"losses": losses, "gradients": first, "norm": norm, "evaluation": totals, "weights": weights}
+    return found
+
+
+def evaluated(parallel: ParallelModel, learnable: Any) -> Tensor:
+    """Loss and accuracy of ODD samples: data ranks have five, two, and none. Collective."""
+    rank, last = parallel.data_rank, parallel.num_data_ranks == 1
+    begin, end = (0, ODD) if last else [*pairwise((0, 5, ODD)), *[(0, 0)] * 6][rank]
+    batch = tuple(each[begin : max(end, begin + 1)] for each in global_batch(99))
+    sums = parallel.evaluate(learnable.pack(batch), end - begin)
+    return parallel.sum_over_data_ranks(torch.stack([sums["loss"], sums["accuracy"]])) / ODD
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any], rtol: float, atol: float) -> None:
-    """Losses, gradients, norm, evaluation and weights of a plan against one process's."""
-    torch.testing.assert_close(found["losses"], expected["losses"], rtol=rtol, atol=atol)
-    assert list(found["gradients"]) == list(expected["gradients"])
-    for name, gradient in expected["gradients"].items():
-        assert (gradient is None) == (found["gradients"][name] is None), name
-        if gradient is not None:
-            torch.testing.assert_close(
-                found["gradients"][name], gradient, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-            )
-    torch.testing.assert_close(found["norm"], expected["norm"], rtol=rtol, atol=atol)
-    torch.testing.assert_close(found["evaluation"], expected["evaluation"], rtol=rtol, atol=atol)
-    if found["weights"]:
-        assert list(found["weights"]) == list(expected["weights"])
-        for name, weight in expected["weights"].items():
-            torch.testing.assert_close(
-                found["weights"][name], weight, rtol=10 * rtol, atol=10 * atol, msg=lambda m, n=name: f"{n}: {m}"
-            )
+    """What one rank of a plan has of losses, gradients, norm, evaluation and weights, against one process's."""
+    for name in ("losses", "norm", "evaluation"):
+        torch.testing.assert_close(found[name], expected[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+    for name, gradient in found["gradients"].items():
+        assert (gradient is None) == (expected["gradients"][name] is None), name
+    _assert_close(found["gradients"], expected["gradients"], rtol, atol)
+    assert not found["weights"] or list(found["weights"]) == list(expected["weights"])
+    _assert_close(found["weights"] | found["parameters"], expected["weights"], 10 * rtol, 10 * atol)
+
+
+def _assert_close(
+    found: dict[str, Tensor | None], expected: dict[str, Tensor | None], rtol: float, atol: float
+) -> None:
+    for name, value in found.items():
+        if value is not None:
+            torch.testing.assert_close(value, expected[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")

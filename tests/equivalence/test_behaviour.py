@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import MODELS, SEED, Tokens, build, global_batch, make, share, trained, whole_gradients
+from cases import MODELS, SEED, build, global_batch, make, share, trained, whole_gradients
 from torch import Tensor, nn
 
+from learnable import Classifier
 from programs import run_ranks
 from shoal.errors import PlanError
 from shoal.parallel import ParallelSpec, World
@@ -91,7 +92,7 @@ def _half_odd() -> tuple[Tensor, Tensor]:
 def _skipped(world: World, plan: dict[str, Any]) -> dict[str, Tensor | None] | str:
     spec = ParallelSpec.parse(plan)
     example = share(tuple(torch.ones_like(tensor) for tensor in global_batch(0)), 0, world.size)
-    parallel = parallelize(make(Skipping), Tokens(), spec, spec.resolve_dims(world.size), world, example, SEED)
+    parallel = parallelize(make(Skipping), Classifier(), spec, spec.resolve_dims(world.size), world, example, SEED)
     batch = _half_odd() if spec.dynamic else tuple(torch.zeros_like(tensor) for tensor in global_batch(0))
     try:
         parallel.train_step(share(batch, parallel.data_rank, parallel.num_data_ranks), 0)
@@ -129,7 +130,7 @@ def _notes(world: World, plan: dict[str, Any]) -> dict[str, str | None]:
     for name, parameter in model.named_parameters():
         parameter.note = name  # type: ignore[attr-defined]
     degrees = spec.resolve_dims(world.size)
-    parallel = parallelize(model, Tokens(), spec, degrees, world, share(global_batch(0), 0, degrees.data), SEED)
+    parallel = parallelize(model, Classifier(), spec, degrees, world, share(global_batch(0), 0, degrees.data), SEED)
     found = {name: getattr(each, "note", None) for name, each in parallel.named_parameters()}
     parallel.close()
     return found
@@ -138,7 +139,7 @@ def _notes(world: World, plan: dict[str, Any]) -> dict[str, str | None]:
 def _refusal(model: nn.Module, plan: dict[str, Any], world: World) -> str:
     spec = ParallelSpec.parse(plan)
     try:
-        parallelize(model, Tokens(), spec, spec.resolve_dims(world.size), world, (torch.ones(4, 3), torch.ones(4)))
+        parallelize(model, Classifier(), spec, spec.resolve_dims(world.size), world, (torch.ones(4, 3), torch.ones(4)))
     except PlanError as error:
         return str(error)
     return ""

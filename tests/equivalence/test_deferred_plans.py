@@ -10,14 +10,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import Mixture, SmallTransformer
-from pipeline_cases import Learnable, Transformer, batch_of
+from cases import MODELS as OWN
+from cases import VOCABULARY, Decoder, global_batch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from known_configs import CONFIGS, KnownTask, make_batch
+from known_configs import CONFIGS, make_batch
+from learnable import Classifier
 from programs import run_ranks
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
@@ -34,13 +35,13 @@ class Rooted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(23, 8)
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 23)
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, VOCABULARY)
         with torch.no_grad():
             self.embedding.weight.abs_()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.down(self.up(self.embedding.weight.sqrt()[tokens]).relu())
+        return self.down(self.up(self.embedding.weight.sqrt()[tokens]).relu())[:, -1]
 
 
 class Gate(nn.Module):
@@ -60,10 +61,10 @@ class Gated(Rooted):
         self.gate = Gate()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.down(self.gate(self.up(self.embedding(tokens))))
+        return self.down(self.gate(self.up(self.embedding(tokens))))[:, -1]
 
 
-class Unregistered(Transformer):
+class Unregistered(Decoder):
     """With a parameter that no call of `register_parameter` has seen."""
 
     def __init__(self) -> None:
@@ -81,9 +82,7 @@ def make_chain() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(NUM_LAYERS)))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{"mixture": Mixture, "layers": SmallTransformer, "decoder": Transformer, "unregistered": Unregistered}
-}
+MODELS: dict[str, Callable[[], nn.Module]] = {**OWN, "unregistered": Unregistered}
 
 
 @dataclass
@@ -100,7 +99,7 @@ OF_TWO = {
     "fsdp in bf16": Case("llama", {"shard": True}, options={"precision": "bf16_params"}),
     "tensor qwen": Case("qwen", TENSOR),
     "pipeline t5": Case("t5", PIPELINE),
-    "tensor given": Case("layers", TENSOR, given=True),
+    "tensor given": Case("transformer", TENSOR, given=True),
     "pipeline given": Case("unregistered", PIPELINE, given=True),
 }
 MORE_OF_TWO = {
@@ -110,16 +109,16 @@ MORE_OF_TWO = {
 }
 OF_FOUR = {
     "hybrid": Case("mixture", {"shard": True, "replicate": 2}),
-    "fsdp x tensor": Case("layers", {"shard": True, "tensor": 2}),
-    "fsdp x tensor given": Case("layers", {"shard": True, "tensor": 2}, given=True),
+    "fsdp x tensor": Case("transformer", {"shard": True, "tensor": 2}),
+    "fsdp x tensor given": Case("transformer", {"shard": True, "tensor": 2}, given=True),
     "ddp x tensor": Case("mixture", {"data": 2, "tensor": 2}),
     "fsdp x pipeline": Case("decoder", {"shard": True, "pipeline": 2}, options={"schedule": "interleaved_1f1b"}),
     "ddp x pipeline": Case("mixture", {"data": 2, "pipeline": 2}),
-    "pipeline x tensor": Case("layers", {"data": 1, "pipeline": 2, "tensor": 2}),
+    "pipeline x tensor": Case("transformer", {"data": 1, "pipeline": 2, "tensor": 2}),
 }
 OF_EIGHT = {
-    "hybrid x tensor": Case("layers", {"data": 4, "shard": True, "replicate": 2, "tensor": 2}),
-    "fsdp x pipeline x tensor": Case("layers", {"shard": True, "pipeline": 2, "tensor": 2}),
+    "hybrid x tensor": Case("transformer", {"data": 4, "shard": True, "replicate": 2, "tensor": 2}),
+    "fsdp x pipeline x tensor": Case("transformer", {"shard": True, "pipeline": 2, "tensor": 2}),
 }
 
 
@@ -128,16 +127,13 @@ def _train(case: Case, world: World, layouts: list[Any], *, is_deferred: bool) -
 
     layouts: the stages of a pipeline, which are measured anew each time otherwise: found, or to be used
     """
-    make, learnable = (
-        CONFIGS.get(case.model) or MODELS[case.model],
-        KnownTask() if case.model in CONFIGS else Learnable(),
-    )
+    make = CONFIGS.get(case.model) or MODELS[case.model]
     spec = ParallelSpec(**case.degrees, **case.options)
     degrees = spec.resolve_dims(world.size)
     data_rank = degrees.coordinates(world.rank).data
 
     def share(seed: int) -> tuple[Tensor, ...]:
-        batch = make_batch(case.model, SAMPLES, seed) if case.model in CONFIGS else batch_of(case.model)
+        batch = make_batch(case.model, SAMPLES, seed) if case.model in CONFIGS else global_batch(seed)
         return tuple(each.chunk(degrees.data)[data_rank] for each in batch)
 
     batches = [share(step) for step in range(2)]
@@ -158,7 +154,7 @@ def _train(case: Case, world: World, layouts: list[Any], *, is_deferred: bool) -
 
     found = pipeline.partition_model
     with patch.object(pipeline, "partition_model", partition):
-        parallel = parallelize(model, learnable, spec, degrees, world, batches[0], 0, deferred)
+        parallel = parallelize(model, Classifier(), spec, degrees, world, batches[0], 0, deferred)
     optimizer = torch.optim.AdamW([each for _, each in parallel.named_parameters()], 0.01)
     state = torch.zeros(()) if given else torch.get_rng_state()  # nothing is drawn for weights that are read
     losses = [float(state.double().sum())]
@@ -236,7 +232,7 @@ class _LiveBytes(TorchDispatchMode):
             self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
 
-class _Regression(Learnable):
+class _Regression(Classifier):
     def pipeline_cuts(self) -> list[str]:
         return [str(NUM_LAYERS // 2)]  # else the stages depend on how long layers took
 
@@ -272,8 +268,8 @@ def _fall_back(world: World, make: Callable[[], nn.Module]) -> list[tuple[str, b
         expected = make()
         torch.manual_seed(5)
         model, deferred = build_deferred(make)
-        spec, batch = ParallelSpec(**degrees), batch_of("decoder")
-        parallel = parallelize(model, Learnable(), spec, spec.resolve_dims(2), world, batch, 0, deferred)
+        spec, batch = ParallelSpec(**degrees), global_batch(0)
+        parallel = parallelize(model, Classifier(), spec, spec.resolve_dims(2), world, batch, 0, deferred)
         parallel.close()
         weights = parallel.full_weights()
         same = all(torch.equal(weights[name], each) for name, each in expected.state_dict().items() if weights)

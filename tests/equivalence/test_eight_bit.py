@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Tokens, global_batch, share
+from cases import global_batch, share
 from torch import Tensor, nn
 
+from learnable import Classifier
 from programs import run_ranks
 from shoal.checkpoint.checkpointer import Checkpointer
 from shoal.parallel import ParallelSpec, World
@@ -28,7 +29,7 @@ def _make(spec: ParallelSpec, world: World, optimizer: OptimizerSpec) -> tuple[P
     torch.manual_seed(5)
     layers = nn.Sequential(nn.Embedding(72, 64), nn.Flatten(), nn.Linear(384, 64), nn.ReLU(), nn.Linear(64, 72))
     degrees = spec.resolve_dims(world.size)
-    model = parallelize(layers, Tokens(), spec, degrees, world, share(global_batch(0), 0, degrees.data))
+    model = parallelize(layers, Classifier(), spec, degrees, world, share(global_batch(0), 0, degrees.data))
     return model, make_optimizer(Task(), optimizer, [each for _, each in model.named_parameters()])
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import SEED, whole_gradients
-from pipeline_cases import Learnable
 from torch import Tensor, nn
 
+from learnable import Classifier
 from programs import run_ranks
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 LENGTHS = [(5, 5), (5, 3), (4, 5), (3, 4), (2, 2), (5, 3)]  # of the samples of each data rank, by step
 
 
-class Cut(Learnable):
+class Cut(Classifier):
     cuts: list[str] | None = ["4"]  # noqa: RUF012
 
 

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 from cases import SEED, whole_gradients
-from pipeline_cases import Learnable
 from torch import Tensor, nn
 
+from learnable import Classifier
 from programs import run_ranks
 from shoal.errors import PlanError
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
 
 
-class Penalized(Learnable):
+class Penalized(Classifier):
     def inputs(self, batch: Any) -> tuple[Any, ...]:
         self.x = batch[0].clone().requires_grad_()
         return (self.x,)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from programs import run_ranks
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.comm import collective_timer
-from shoal.parallel.comm.collective_timer import CollectiveTimer, StreamWaits
+from shoal.parallel.comm.collective_timer import CollectiveTimer
 from waiting import wait_for
 
 GLOO = {"backend": "gloo"}  # sums through memory, which keep their own time, are left out
@@ -96,37 +96,6 @@ def helped_by_a_thread(world: World, folder: Path) -> float:
 
 def test_other_threads_go_on_while_a_rank_waits(tmp_path: Path) -> None:
     assert min(run_ranks(helped_by_a_thread, 2, tmp_path)) > 0
-
-
-class FakeEvent:
-    """An event of a stream whose clock ticks with each of them."""
-
-    ticks = count()
-    done = 0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.at_ms = next(self.ticks)
-
-    def query(self) -> bool:
-        return self.at_ms <= self.done
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        return end.at_ms - self.at_ms
-
-
-def test_a_stream_waits_by_itself_and_is_asked_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(FakeEvent, "done", 1)
-    waits = StreamWaits()
-    for _ in range(3):
-        waits.end(waits.begin())
-    assert waits.total_s == pytest.approx(1e-3)  # of the others it is not known yet
-    FakeEvent.done = 100
-    assert waits.total_s == pytest.approx(3e-3)
-    assert waits.total_s == pytest.approx(3e-3)
 
 
 def test_a_collective_that_fails_leaves_torch_as_it_was() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from shoal.cost import CostTable
 from shoal.cost.cost_table import combine_ranks, format_quantity, relative_error
 from shoal.cost.step_profiler import (
+    MAX_MORE,
     MIN_TIMED_S,
     NUM_TIMED,
     NUM_WARM_UP,
@@ -87,6 +88,20 @@ def test_of_long_steps_a_few_are_timed() -> None:
     assert probe.collect_table()["step_s"] >= 1.1 * MIN_TIMED_S / NUM_TIMED
     assert probe.is_done
     assert not probe.is_due
+
+
+def test_of_short_steps_more_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.cost.step_profiler.MIN_TIMED_S", 1e6)
+    model, _, batch, probe = probed()
+    due = []
+    for step in range(NUM_WARM_UP + NUM_TIMED + 1 + MAX_MORE + 1):
+        with probe.step():
+            model.train_step(batch, step)
+        if probe.is_due:
+            due.append(step)
+            probe.collect_table()
+    assert due == [NUM_WARM_UP + NUM_TIMED, NUM_WARM_UP + NUM_TIMED + MAX_MORE]
+    assert probe.is_done
 
 
 def test_steps_that_are_not_alike_are_averaged() -> None:

@@ -7,11 +7,9 @@ Used for predicting, measuring, recording and printing costs. Pure values.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from shoal.parallel.placement import PlacementRow
 
 PREDICTED, MEASURED = "cost_predicted", "cost_measured"  # kinds of events in the run record
 
@@ -49,7 +47,37 @@ QUANTITY_BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
 COMPARED = ("memory_peak", "flops_step", "sent_bytes", "bubble")  # predicted within 10%
 
 
+PLACEMENT_HEADINGS = ("module", "parameters", "held as", "ranks")
 _TEXT_FIELDS = ("unknown", "notes", "cuts")
+
+
+@dataclass(frozen=True)
+class PlacementRow:
+    """Which ranks store a run of layers.
+
+    share: of the module's parameters on each of `ranks`; the rest is on the other ranks of its group
+    """
+
+    module: str
+    num_parameters: int
+    held_as: str
+    ranks: tuple[int, ...]
+    share: float
+
+    def to_cells(self) -> tuple[str, ...]:
+        """The row as plain strings, under PLACEMENT_HEADINGS."""
+        return (self.module, f"{self.num_parameters:,}", self.held_as, format_ranks(self.ranks))
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """`0-3, 6` for 0, 1, 2, 3 and 6."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 @dataclass(frozen=True)

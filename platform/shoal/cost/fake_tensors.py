@@ -17,12 +17,11 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.batch_tree import map_tensors
 from shoal.data import Batch
+from shoal.parallel.state.skeleton import replace_registered
 
 MAX_REAL_BYTES = 512 << 20  # of parameters: a model that has more is not built to be looked at
 MAX_SHARE = 1 / 8  # ... or more than this share of the free memory
@@ -47,19 +46,16 @@ def build_small_model(build: Callable[[], nn.Module]) -> nn.Module:
     limit = min(MAX_REAL_BYTES, int(MAX_SHARE * psutil.virtual_memory().available))
     sizes: dict[int, int] = {}
 
-    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta and not isinstance(parameter, UninitializedParameter):
-            sizes[id(parameter)] = parameter.nbytes
-            if sum(sizes.values()) > limit:
-                raise _LimitReached
+    def count(parameter: nn.Parameter) -> None:
+        sizes[id(parameter)] = parameter.nbytes
+        if sum(sizes.values()) > limit:
+            raise _LimitReached
 
-    handle = register_module_parameter_registration_hook(count)
     try:
-        return build()
+        with replace_registered(count):
+            return build()
     except _LimitReached:
         raise ModelTooLarge from None
-    finally:
-        handle.remove()
 
 
 class FakeMode(FakeTensorMode):

@@ -7,9 +7,11 @@ from shoal.plugins.lazy import load_on_demand
 if TYPE_CHECKING:
     from shoal.cost.cost_table import (
         MEASURED,
+        PLACEMENT_HEADINGS,
         PREDICTED,
         QUANTITIES,
         CostTable,
+        PlacementRow,
         combine_ranks,
         format_quantity,
         relative_error,

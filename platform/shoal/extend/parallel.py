@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from shoal.parallel.pipeline.partition import StagePartition, find_partition
     from shoal.parallel.pipeline.schedules import SCHEDULE_CLASSES, SINGLE_STAGE, check_schedule, get_stage_ranks
     from shoal.parallel.pipeline.stage_forward import StageForward, build_stage_slices
-    from shoal.parallel.placement import PLACEMENT_HEADINGS, PlacementRow, build_placement
     from shoal.parallel.spec import ScheduleName
     from shoal.parallel.spmd import fsdp_layout
     from shoal.parallel.spmd.base import SingleProcessModel

@@ -48,7 +48,8 @@ def load_on_demand(module: str, group: str = "") -> Callable[[str], Any]:
             home, _, _ = collect_extensions(group).get(name, "").partition(":")
         if not home:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(home), name)
+        package = importlib.import_module(home)
+        return getattr(package, name) if hasattr(package, name) else importlib.import_module(f"{home}.{name}")
 
     vars(sys.modules[module])["__dir__"] = list_names
     return load

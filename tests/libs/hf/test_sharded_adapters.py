@@ -13,13 +13,14 @@ import torch
 from tiny_models import save_model, write_lines
 from torch import Tensor
 
-from programs import run_ranks
+from programs import PRELOADED, TRANSFORMERS, run_ranks
 from shoal.cost.measure.memory import bytes_of
 from shoal.libs.hf.tasks import CausalLM, SequenceClassification
 from shoal.parallel import World
 from shoal.train.spec import TrainSpec
 from shoal.weights.tensor_files import list_files, open_tensors
 
+PRELOADED += TRANSFORMERS
 STEPS = 4
 KINDS = ["llama", "gpt2", "bert", "half"]
 # Sums over ranks are taken in another order than over the rows of one batch: float32, a few steps of AdamW.

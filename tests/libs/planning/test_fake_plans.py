@@ -244,9 +244,9 @@ def test_the_time_on_gpus_that_are_not_here_is_not_predicted() -> None:
 @pytest.mark.usefixtures("_small_limit")
 def test_weights_that_are_gathered_in_bf16_are_counted() -> None:
     plan = ("parallel=fsdp", "workers=4")
-    gathered, whole = count(*plan, "parallel.precision=bf16_params"), count(*plan, "parallel.precision=bf16")
-    assert gathered["memory_peak"] < whole["memory_peak"]
-    assert gathered["flops_forward_sample"] == whole["flops_forward_sample"]
+    gathered, cast = (read(*plan, f"parallel.precision={each}", num_blocks=2) for each in ("bf16_params", "bf16"))
+    assert gathered.memory_peak < cast.memory_peak
+    assert gathered.values["flops_forward"] == cast.values["flops_forward"]
     with pytest.raises(PlanError, match=r"bf16_params.*single gathers none"):
         count("parallel.precision=bf16_params")
 

@@ -28,9 +28,9 @@ from shoal.train import Task
 
 class Text(Task):
     def model(self):
-        return Decoder(64, 16, 32, 8, heads=4)
+        return Decoder(64, 8, 16, 8, heads=2)
     def data(self):
-        tokens = torch.zeros(64, 16, dtype=torch.int64)
+        tokens = torch.zeros(64, 8, dtype=torch.int64)
         return Data(torch.utils.data.TensorDataset(tokens, tokens))
     def loss(self, outputs, batch):
         return nn.functional.cross_entropy(outputs.flatten(0, 1), batch[1].flatten())
@@ -47,10 +47,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-PLANS = (
-    *("one device", "ddp=4", "fsdp=4", "fsdp=2 x tensor=2", "ddp=2 x pipeline=2, 4 micro-batches"),
-    "DiLoCo, every 50 steps",
-)
+PLANS = ("one device", "fsdp=4", "fsdp=2 x tensor=2", "ddp=2 x pipeline=2, 4 micro-batches", "DiLoCo, every 50 steps")
 
 
 def test_plans_are_counted_and_what_does_not_fit_has_its_number(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,14 +55,14 @@ def test_plans_are_counted_and_what_does_not_fit_has_its_number(file: Path, monk
     monkeypatch.setattr(
         planner, "enumerate_candidates", lambda *words: [each for each in enumerate_all(*words) if each.name in PLANS]
     )
-    words = [f"{file}:Text", *HARDWARE, "device=cpu", "batch_size=32", "device_memory=2MB", "--json"]
+    words = [f"{file}:Text", *HARDWARE, "device=cpu", "batch_size=32", "device_memory=300kB", "--json"]
     done = CliRunner().invoke(plan_command, words, catch_exceptions=False)
     plans = {each["plan"]: each for each in json.loads(done.stdout)["plans"]}
     assert not any(each["is_run"] for each in plans.values() if each["is_applicable"])
     assert "does not fit: needs" in plans["one device"]["reason"]
     assert "can be run here" in plans["DiLoCo, every 50 steps"]["reason"]
-    sharded, copied = plans["fsdp=4"], plans["ddp=4"]
-    assert sharded["memory_bytes"] < copied["memory_bytes"] < plans["one device"]["memory_bytes"]
+    sharded = plans["fsdp=4"]
+    assert sharded["memory_bytes"] < plans["one device"]["memory_bytes"]
     assert sharded["compute_s"] == pytest.approx(plans["one device"]["compute_s"] / 4, rel=0.01)
     assert plans["fsdp=2 x tensor=2"]["is_applicable"]
     assert plans["ddp=2 x pipeline=2, 4 micro-batches"]["bubble_s"] > 0

@@ -13,35 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from shoal.cost import CostTable
-from shoal.cost.step_profiler import (
-    MAX_MORE,
-    NUM_TIMED,
-    NUM_WARM_UP,
-    StepProfiler,
-)
 from shoal.data import Data
-from shoal.data.loader import load_first_batch
 from shoal.errors import DataError, PlanError
 from shoal.libs.planning.predict.dry_run import DryRun
 from shoal.libs.planning.predict.fake_process_group import MessageCosts, NotYetSent, SimulatedRanks, fake_world
 from shoal.libs.planning.predict.predict import (
-    _choose_sizes,
     _estimate_transfers,
     _extrapolate,
     measure_latency_s,
     predict_cost,
 )
 from shoal.libs.planning.predict.single_device import profile_single_device, watch_silent_modules
-from shoal.parallel import World
-from shoal.parallel.build import parallelize
 from shoal.parallel.comm.shm_p2p import ShmP2P
-from shoal.parallel.model import ParallelModel
 from shoal.train import Task, TrainSpec
-from shoal.train.optim.optimizers import make_optimizer
 
 WIDTH, BATCH = 32, 16
 STATES = dict.fromkeys(("memory_parameters", "memory_optimizer", "memory_average", "memory_activations"), 1.0)
@@ -140,11 +127,6 @@ def test_a_step_is_never_predicted_to_take_less_than_one_of_fewer_samples() -> N
     assert found.busy_s == {(0, "forward"): 0.3}
 
 
-@pytest.mark.parametrize("samples", range(1, 9))
-def test_no_dry_run_has_more_samples_than_a_micro_batch(samples: int) -> None:
-    assert all(_choose_sizes(sample_s, samples)[1] <= samples for sample_s in (0.0, 1e6, 1e9))
-
-
 def test_it_leaves_no_trace() -> None:
     random.seed(1)
     np.random.seed(1)
@@ -166,33 +148,6 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(PlanError):
         table("parallel=tensor", "workers=3", "batch_size=15")
     assert not dist.is_initialized()
-
-
-def probed(num_metered: int = 1) -> tuple[ParallelModel, Optimizer, Any, StepProfiler]:
-    """The model of Blocks in one process, its optimiser, a batch, and a probe of its steps."""
-    task, spec, world = Blocks(), TrainSpec(batch_size=BATCH), World.single("cpu")
-    batch = load_first_batch(task.data(), BATCH, world.device)
-    model = parallelize(task.model(), task, spec.parallel, spec.resolve_dims(), world, batch)
-    optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])
-    return model, optimizer, batch, StepProfiler(model, optimizer, world, num_metered)
-
-
-def test_a_probe_measures_one_step_and_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cost.step_profiler.MIN_TIMED_S", 1e6)  # every step is short
-    model, optimizer, batch, probe = probed()
-    due = []
-    for step in range(NUM_WARM_UP + NUM_TIMED + 1 + MAX_MORE + 1):
-        with probe.step():
-            model.train_step(batch, step)
-            optimizer.step()
-        if probe.is_due:
-            due.append(step)
-            measured = probe.collect_table()
-    assert due == [NUM_WARM_UP + NUM_TIMED, NUM_WARM_UP + NUM_TIMED + MAX_MORE]
-    assert probe.is_done
-    predicted = table()
-    for name in ("memory_peak", "memory_activations", "flops_step", "sent_bytes", "memory_optimizer"):
-        assert measured[name] == predicted[name], name
 
 
 @pytest.mark.parametrize("plan", ["fsdp", pytest.param("single", marks=pytest.mark.soak)])
@@ -261,7 +216,7 @@ def test_a_stage_is_as_slow_as_its_own_work(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Blocks, "loss", elsewhere)
     monkeypatch.setattr("shoal.libs.planning.predict.predict.measure_latency_s", lambda: 0.0)  # which others lengthen
-    assert table("parallel=pipeline", "workers=2")["step_s"] < 0.1  # of four micro-batches, each of which slept as long
+    assert table("parallel=pipeline", "workers=2")["step_s"] < 0.1  # of four micro-batches that slept as long
 
 
 def test_ranks_that_are_played_in_turn_hear_what_was_said_before() -> None:

@@ -121,152 +121,114 @@ def test_buffers_are_real_while_the_model_is_built() -> None:
     assert model.frequencies.tolist() == pytest.approx([1.0, 0.5623413, 0.3162278, 0.1778279])
 
 
-class Reads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.scale = float(self.linear.weight.norm())
+def reads(model: nn.Module) -> None:
+    model.scale = float(model.linear.weight.norm())
 
 
-class Writes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        torch.zeros(2, 2).copy_(self.linear.weight)
+def writes(model: nn.Module) -> None:
+    torch.zeros(2, 2).copy_(model.linear.weight)
 
 
-class Draws(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        nn.init.normal_(self.linear.weight, generator=torch.Generator().manual_seed(1))
+def draws(model: nn.Module) -> None:
+    nn.init.normal_(model.linear.weight, generator=torch.Generator().manual_seed(1))
 
 
-class Changes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, values = nn.Linear(2, 2), torch.zeros(2)
-        with torch.no_grad():
-            self.linear.bias.copy_(values)
-        values += 1
+def changes(model: nn.Module) -> None:
+    values = torch.zeros(2)
+    with torch.no_grad():
+        model.linear.bias.copy_(values)
+    values += 1
 
 
-class Views(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        both = torch.zeros(2, 2)
-        self.row, self.other = nn.Parameter(both[0]), nn.Linear(2, 2)
-        both += 1
+def views(model: nn.Module) -> None:
+    both = torch.zeros(2, 2)
+    model.row, model.other = nn.Parameter(both[0]), nn.Linear(2, 2)
+    both += 1
 
 
-class Leaves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        values = torch.empty(2, 2)
-        self.weight, self.other = nn.Parameter(values), nn.Linear(2, 2)
-        values.fill_(3.0)
+def leaves(model: nn.Module) -> None:
+    values = torch.empty(2, 2)
+    model.weight, model.other = nn.Parameter(values), nn.Linear(2, 2)
+    values.fill_(3.0)
 
 
-class Refills(nn.Module):
+def refills(model: nn.Module) -> None:
     """Behind the back of the version counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        values = torch.zeros(2, 2)
-        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
-        for number, layer in enumerate(self.layers):
-            values.data.fill_(number + 1.0)
-            layer.weight.data.copy_(values)
+    values = torch.zeros(2, 2)
+    model.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    for number, layer in enumerate(model.layers):
+        values.data.fill_(number + 1.0)
+        layer.weight.data.copy_(values)
 
 
-class Seeds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("one", "other"):
-            torch.manual_seed(1)
-            setattr(self, name, nn.Linear(2, 2))
+def seeds(model: nn.Module) -> None:
+    for name in ("one", "other"):
+        torch.manual_seed(1)
+        setattr(model, name, nn.Linear(2, 2))
 
 
-class SeedsBuffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        torch.manual_seed(7)
-        self.register_buffer("projection", torch.randn(2))
+def seeds_a_buffer(model: nn.Module) -> None:
+    torch.manual_seed(7)
+    model.register_buffer("projection", torch.randn(2))
 
 
-class OnMeta(nn.Module):
-    """As `from_pretrained` does; it goes on when it is refused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        with suppress(RuntimeError), torch.device("meta"):
-            self.other = nn.Linear(2, 2)
+def builds_on_meta(model: nn.Module) -> None:
+    """As `from_pretrained` does; it continues when it is refused."""
+    with suppress(RuntimeError), torch.device("meta"):
+        model.other = nn.Linear(2, 2)
 
 
-class Anchored(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.anchors = [self.linear.weight.detach().clone()]
+def anchors(model: nn.Module) -> None:
+    model.anchors = [model.linear.weight.detach().clone()]
 
 
-class Overlaps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.row = nn.Parameter(self.linear.weight.detach()[0])
+def overlaps(model: nn.Module) -> None:
+    model.row = nn.Parameter(model.linear.weight.detach()[0])
 
 
-class Hooked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        weight = nn.Parameter(torch.ones(2, 2))
-        weight.register_hook(lambda gradient: 2 * gradient)
-        self.weight = weight
+def hooks(model: nn.Module) -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    weight.register_hook(lambda gradient: 2 * gradient)
+    model.weight = weight
 
 
-class HookedLater(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.linear.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+def hooks_later(model: nn.Module) -> None:
+    model.linear.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
-class Listed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.shared = [self.linear.weight]
+def lists(model: nn.Module) -> None:
+    model.shared = [model.linear.weight]
 
 
-class Enclosed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear = nn.Linear(2, 2)
-        weight = linear.weight
-        self.project = lambda x: x @ weight
+def encloses(model: nn.Module) -> None:
+    weight = model.linear.weight
+    model.project = lambda x: x @ weight
 
 
 TEACHERS: list[nn.Module] = []
 
 
-def build_beside_a_teacher() -> nn.Module:
+def calls_a_teacher(model: nn.Module) -> None:
     TEACHERS[:] = [nn.Linear(2, 2)]
-    return nn.Linear(2, 2)
 
 
-REFUSED = [Reads, Writes, Draws, Changes, Views, Leaves, Refills, Seeds, SeedsBuffer, OnMeta, Anchored]
-REFUSED += [Overlaps, Hooked, HookedLater, Listed, Enclosed]
+REFUSED = [reads, writes, draws, changes, views, leaves, refills, seeds, seeds_a_buffer, builds_on_meta, anchors]
+REFUSED += [overlaps, hooks, hooks_later, lists, encloses, calls_a_teacher]
 
 
-@pytest.mark.parametrize("make", [*REFUSED, build_beside_a_teacher])
-def test_what_needs_a_value_while_it_is_built_is_refused(make: Callable[[], nn.Module]) -> None:
+class Refused(nn.Module):
+    def __init__(self, finish: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        finish(self)
+
+
+@pytest.mark.parametrize("finish", REFUSED)
+def test_what_needs_a_value_while_it_is_built_is_refused(finish: Callable[[nn.Module], None]) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError):
-        build_deferred(make)
+        build_deferred(lambda: Refused(finish))
     assert torch.equal(torch.get_rng_state(), before)
     assert not nn.Linear(2, 2).weight.is_meta
     assert torch.empty(1, device="meta").is_meta

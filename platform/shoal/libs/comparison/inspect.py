@@ -65,7 +65,7 @@ def _find_run(what: str) -> Run | None:
 
 
 def _show_task(console: Console, reference: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    from shoal.extend.parallel import PLACEMENT_HEADINGS
+    from shoal.extend.cost import PLACEMENT_HEADINGS
     from shoal.extend.train import make_task, predict_table, spec_from_overrides
 
     with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result

@@ -127,7 +127,7 @@ def _find_invalid_split(
     Every stage runs with the parameters of all others, and the results of skipped calls, set to NaN: once as in an
     evaluation, whose results are known, and once as in training, where modules may depend on more.
     """
-    with eval_mode(model), context(), torch.no_grad():
+    with eval_mode(model), context():  # with gradients, as the stages run: else torch's layers take other kernels
         expected = _stack_metrics(learnable, model(*learnable.inputs(batch)), batch)
     gated = StageForward(model, build_stage_slices(profile.calls, split_points))
     gated.filler = float("nan")

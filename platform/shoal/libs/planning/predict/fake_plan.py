@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from shoal.errors import PlanError
-from shoal.extend.cost import CostTable, combine_ranks, measure_peak_flops, use_fake_tensors
-from shoal.extend.parallel import ParallelDims, ParallelSpec, PlacementRow, ScheduleName, build_placement, check_plan
+from shoal.extend.cost import CostTable, PlacementRow, combine_ranks, measure_peak_flops, use_fake_tensors
+from shoal.extend.parallel import ParallelDims, ParallelSpec, ScheduleName, check_plan
 from shoal.extend.train import Task, TrainSpec
 from shoal.libs.planning.predict.fake_step import MIN_BLOCKS, FakeStep, FakeTask, StepByDepth, find_repeated_blocks
+from shoal.libs.planning.predict.placement import build_placement
 from shoal.libs.planning.predict.simulate_pipeline import SimulatedStep, TransferTime, simulate_step
 from shoal.libs.planning.predict.single_device import preserve_process
 

@@ -21,13 +21,11 @@ import torch
 
 from shoal.cpu_count import count_usable_cores
 from shoal.errors import ShoalError, summarize_error
-from shoal.extend.cost import CostTable, ModelTooLarge, build_small_model, combine_ranks
+from shoal.extend.cost import CostTable, ModelTooLarge, PlacementRow, build_small_model, combine_ranks
 from shoal.extend.data import Data, load_first_batch
 from shoal.extend.parallel import (
     ParallelDims,
-    PlacementRow,
     ShmP2P,
-    build_placement,
     choose_device,
     find_tensor_plan,
     get_stage_ranks,
@@ -40,6 +38,7 @@ from shoal.libs.planning.predict.dry_run import (
 )
 from shoal.libs.planning.predict.fake_plan import predict_on_fake_tensors
 from shoal.libs.planning.predict.fake_process_group import NotYetSent, SimulatedRanks
+from shoal.libs.planning.predict.placement import build_placement
 from shoal.libs.planning.predict.simulate_pipeline import (
     SimulatedStep,
     TransferTime,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from shoal.cost.cost_table import format_ranks
+from shoal.libs.planning.predict.placement import build_placement
 from shoal.parallel import ParallelDims
-from shoal.parallel.placement import build_placement, format_ranks
 from shoal.parallel.tensor.plan import TensorPlan
 
 

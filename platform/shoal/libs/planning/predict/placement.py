@@ -1,5 +1,4 @@
-"""Which rank stores which layers: the table that `shoal inspect` shows before anything runs. Called by the CLI and
-by `cost`.
+"""Which rank stores which layers: the table that `shoal inspect` shows before anything runs.
 
 Uses the model alone: no process group, and nothing runs (the tensor plan is computed where a batch exists).
 """
@@ -8,35 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shoal.parallel.spec import ParallelDims
-from shoal.parallel.spmd.fsdp_layout import find_blocks
-
-if TYPE_CHECKING:
-    from shoal.parallel.tensor.plan import TensorPlan
-
-PLACEMENT_HEADINGS = ("module", "parameters", "held as", "ranks")
-
-
-@dataclass(frozen=True)
-class PlacementRow:
-    """One line of the table.
-
-    share: of the module's parameters on each of `ranks`; the rest is on the other ranks of its group
-    """
-
-    module: str
-    num_parameters: int
-    held_as: str
-    ranks: tuple[int, ...]
-    share: float
-
-    def to_cells(self) -> tuple[str, ...]:
-        """The row as plain strings, under PLACEMENT_HEADINGS."""
-        return (self.module, f"{self.num_parameters:,}", self.held_as, format_ranks(self.ranks))
+from shoal.extend.cost import PlacementRow
+from shoal.extend.parallel import ParallelDims, TensorPlan, fsdp_layout
 
 
 @dataclass
@@ -80,17 +55,6 @@ def build_placement(
     return rows
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """`0-3, 6` for 0, 1, 2, 3 and 6."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 def _iter_layers(model: nn.Module) -> Iterator[tuple[str, str, int]]:
     """The modules with parameters of their own: name, first parameter's name, and how many; a tied one counts once."""
     seen: set[int] = set()
@@ -104,7 +68,7 @@ def _iter_layers(model: nn.Module) -> Iterator[tuple[str, str, int]]:
 def _find_unsharded_modules(model: nn.Module, pipeline_ranks: Mapping[str, Sequence[int]]) -> set[str]:
     """The modules that a pipeline never shards: those outside of blocks that one rank alone has."""
     sharded = set()
-    for path, block in find_blocks(model):
+    for path, block in fsdp_layout.find_blocks(model):
         holders = [pipeline_ranks.get(f"{path}.{name}", ()) for name, _ in block.named_parameters()]
         if all(len(ranks) == 1 for ranks in holders) and len({ranks[0] for ranks in holders}) == 1:
             sharded |= {f"{path}.{name}".removesuffix(".") for name, _ in block.named_modules()}
