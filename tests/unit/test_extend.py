@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import click
 import pytest
@@ -19,12 +20,16 @@ from shoal.cli import cli, find_commands
 from shoal.errors import ConfigError
 from shoal.extend import Library
 from shoal.libs.games.tag import Tag
+from shoal.libs.grpc.methods import PATH_PREFIX
 from shoal.libs.som.network import SelfOrganisingMap
 from shoal.plugins import find, library
 from shoal.plugins.library import collect_extensions, find_libraries, find_sound_libraries
 from shoal.plugins.moved import MOVED, translate_reference
 from shoal.registry import ModelFactory
+from shoal.registry.model_format import find_formats_of_files
 from shoal.runs.report import PANELS
+from shoal.serve.protocol.request_lifecycle import EndpointApp
+from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.sync.config import VARIANTS, find_sync_config_type, list_kinds
 from shoal.train.launch.predicted_cost import find_estimator
 
@@ -97,6 +102,27 @@ def test_a_broken_package_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch, tm
     assert not hasattr(shoal, "nothing_of_this_name")
     with pytest.raises(ConfigError, match=r"mine_of_this_test.*nothing_like_it"):
         find_sync_config_type("word_of_mine")
+
+
+def test_an_extension_that_cannot_be_loaded_is_left_out_where_all_are_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run is recorded and its metrics are copied, files are registered, an endpoint answers: with those of others."""
+
+    def collect(group: str) -> dict[str, str]:
+        return {"of another": "nothing_like_it:Thing", **collect_extensions(group)}
+
+    monkeypatch.setattr(find, "collect_extensions", collect)
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    with shoal.runs.create("job", "", "one") as run:
+        run.log(1, {"x": 1.0})
+    assert len(list((run.folder / "tensorboard").iterdir())) == 1
+    assert {".onnx", ".pt2"} <= find_formats_of_files().keys()
+    manager, access, limits = MagicMock(), MagicMock(), RequestLimits()
+    assert [path for path, _ in EndpointApp(MagicMock(), manager, access, limits)._others] == [PATH_PREFIX]
+    assert "of another of shoal.protocols is left out: nothing_like_it:Thing cannot be loaded" in caplog.text
+    with pytest.raises(ValueError, match="nothing_like_it"):  # one that the endpoint was asked to speak
+        EndpointApp(MagicMock(), manager, access, limits, required=["of another"])
 
 
 def test_a_word_without_a_library_is_refused_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
