@@ -15,9 +15,10 @@ from click.testing import CliRunner
 
 import shoal
 import shoal.extend.cli
+import shoal.runs.report
 from shoal.actor.environment import make_environment
 from shoal.cli import cli, find_commands
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, RunError
 from shoal.extend import Library
 from shoal.libs.games.tag import Tag
 from shoal.libs.grpc.methods import PATH_PREFIX
@@ -131,6 +132,26 @@ def test_a_word_without_a_library_is_refused_with_words(monkeypatch: pytest.Monk
         ValueError, match="'hogwild' is none of the words of installed libraries; your own is module:name"
     ):
         find.find_extension("hogwild", VARIANTS, {})
+
+
+def test_without_libraries_a_run_ends_well_and_what_they_do_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (find, shoal.runs.report):
+        monkeypatch.setattr(module, "collect_extensions", lambda group: {})
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    with shoal.runs.create("job", "", "one") as run:
+        run.log(1, {"x": 1.0})
+    shoal.runs.write_report_at_end("one")
+    assert not caplog.records
+    assert "tensorboard" not in CliRunner().invoke(cli, ["runs", "one"]).output
+    with pytest.raises(RunError, match="no library writes the report of run one here"):
+        shoal.runs.write_report(shoal.runs.load("one"))
+    file = tmp_path / "model.onnx"
+    file.touch()
+    refused = CliRunner().invoke(cli, ["models", "add", str(file)]).exception
+    assert isinstance(refused, ConfigError)
+    assert (refused.field, refused.problem) == ("file", "is of no format that a library opens here")
 
 
 def test_a_lazy_module_lists_its_names() -> None:
