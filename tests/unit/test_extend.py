@@ -80,10 +80,11 @@ def test_a_package_adds_a_verb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     [
         ("LIBRARY = 3", "is no shoal.extend.Library"),
         ("import nothing_like_it", "cannot be imported .*nothing_like_it"),
+        ("1 / 0", "cannot be imported .*division by zero"),
         (MINE.replace('"greet"', '"plan"'), "the verb plan, which planning has too"),
         (MINE.replace('"greet"', '"run"'), "the verb run, which shoal has too"),
     ],
-    ids=["no library", "broken", "a library's verb", "a verb of the platform"],
+    ids=["no library", "broken", "raises", "a library's verb", "a verb of the platform"],
 )
 def test_a_package_that_does_not_fit_is_named(
     text: str, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -93,9 +94,10 @@ def test_a_package_that_does_not_fit_is_named(
         find_commands()
 
 
-def test_a_broken_package_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["import nothing_like_it", "raise RuntimeError('nothing_like_it')"])
+def test_a_broken_package_does_not_end_a_run(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its words are missing, and say why; those of others are there."""
-    install(monkeypatch, tmp_path, "import nothing_like_it")
+    install(monkeypatch, tmp_path, text)
     assert "local_sgd" in list_kinds()
     assert find_sync_config_type("local_sgd").__name__ == "LocalSGDConfig"
     assert {"sweep", "stream"} <= collect_extensions(PANELS).keys()
