@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import click
 import pytest
@@ -14,17 +15,22 @@ from click.testing import CliRunner
 
 import shoal
 import shoal.extend.cli
+import shoal.runs.report
 from shoal.actor.environment import make_environment
 from shoal.cli import cli, find_commands
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, RunError
 from shoal.extend import Library
 from shoal.libs.games.tag import Tag
+from shoal.libs.grpc.methods import PATH_PREFIX
 from shoal.libs.som.network import SelfOrganisingMap
 from shoal.plugins import find, library
 from shoal.plugins.library import collect_extensions, find_libraries, find_sound_libraries
 from shoal.plugins.moved import MOVED, translate_reference
 from shoal.registry import ModelFactory
+from shoal.registry.model_format import find_formats_of_files
 from shoal.runs.report import PANELS
+from shoal.serve.protocol.request_lifecycle import EndpointApp
+from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.sync.config import VARIANTS, find_sync_config_type, list_kinds
 from shoal.train.launch.predicted_cost import find_estimator
 
@@ -74,10 +80,11 @@ def test_a_package_adds_a_verb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     [
         ("LIBRARY = 3", "is no shoal.extend.Library"),
         ("import nothing_like_it", "cannot be imported .*nothing_like_it"),
+        ("1 / 0", "cannot be imported .*division by zero"),
         (MINE.replace('"greet"', '"plan"'), "the verb plan, which planning has too"),
         (MINE.replace('"greet"', '"run"'), "the verb run, which shoal has too"),
     ],
-    ids=["no library", "broken", "a library's verb", "a verb of the platform"],
+    ids=["no library", "broken", "raises", "a library's verb", "a verb of the platform"],
 )
 def test_a_package_that_does_not_fit_is_named(
     text: str, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -87,9 +94,10 @@ def test_a_package_that_does_not_fit_is_named(
         find_commands()
 
 
-def test_a_broken_package_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["import nothing_like_it", "raise RuntimeError('nothing_like_it')"])
+def test_a_broken_package_does_not_end_a_run(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its words are missing, and say why; those of others are there."""
-    install(monkeypatch, tmp_path, "import nothing_like_it")
+    install(monkeypatch, tmp_path, text)
     assert "local_sgd" in list_kinds()
     assert find_sync_config_type("local_sgd").__name__ == "LocalSGDConfig"
     assert {"sweep", "stream"} <= collect_extensions(PANELS).keys()
@@ -99,12 +107,53 @@ def test_a_broken_package_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch, tm
         find_sync_config_type("word_of_mine")
 
 
+def test_an_extension_that_cannot_be_loaded_is_left_out_where_all_are_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run is recorded and its metrics are copied, files are registered, an endpoint answers: with those of others."""
+
+    def collect(group: str) -> dict[str, str]:
+        return {"of another": "nothing_like_it:Thing", **collect_extensions(group)}
+
+    monkeypatch.setattr(find, "collect_extensions", collect)
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    with shoal.runs.create("job", "", "one") as run:
+        run.log(1, {"x": 1.0})
+    assert len(list((run.folder / "tensorboard").iterdir())) == 1
+    assert {".onnx", ".pt2"} <= find_formats_of_files().keys()
+    manager, access, limits = MagicMock(), MagicMock(), RequestLimits()
+    assert [path for path, _ in EndpointApp(MagicMock(), manager, access, limits)._others] == [PATH_PREFIX]
+    assert "of another of shoal.protocols is left out: nothing_like_it:Thing cannot be loaded" in caplog.text
+    with pytest.raises(ValueError, match="nothing_like_it"):  # one that the endpoint was asked to speak
+        EndpointApp(MagicMock(), manager, access, limits, required=["of another"])
+
+
 def test_a_word_without_a_library_is_refused_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find, "collect_extensions", lambda group: {})
     with pytest.raises(
         ValueError, match="'hogwild' is none of the words of installed libraries; your own is module:name"
     ):
         find.find_extension("hogwild", VARIANTS, {})
+
+
+def test_without_libraries_a_run_ends_well_and_what_they_do_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (find, shoal.runs.report):
+        monkeypatch.setattr(module, "collect_extensions", lambda group: {})
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    with shoal.runs.create("job", "", "one") as run:
+        run.log(1, {"x": 1.0})
+    shoal.runs.write_report_at_end("one")
+    assert not caplog.records
+    assert "tensorboard" not in CliRunner().invoke(cli, ["runs", "one"]).output
+    with pytest.raises(RunError, match="no library writes the report of run one here"):
+        shoal.runs.write_report(shoal.runs.load("one"))
+    file = tmp_path / "model.onnx"
+    file.touch()
+    refused = CliRunner().invoke(cli, ["models", "add", str(file)]).exception
+    assert isinstance(refused, ConfigError)
+    assert (refused.field, refused.problem) == ("file", "is of no format that a library opens here")
 
 
 def test_a_lazy_module_lists_its_names() -> None:

@@ -12,6 +12,7 @@ Raises ValueError, so that a spec names the field.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from typing import Any
 
 from shoal.plugins.library import collect_extensions, find_libraries
 from shoal.plugins.moved import translate_reference
+
+_log = logging.getLogger(__name__)
 
 
 def find_extension(name: str, group: str, own: Mapping[str, str]) -> Any:
@@ -40,6 +43,18 @@ def find_extension(name: str, group: str, own: Mapping[str, str]) -> Any:
     find_libraries()  # the word may be of one that cannot be imported: that is what to say
     known = ", ".join([*own, *others]) or "the words of installed libraries"
     raise ValueError(f"{name!r} is none of {known}; your own is module:name or file.py:name")
+
+
+def load_sound_extensions(group: str) -> dict[str, Any]:
+    """What each word of a group names. One that cannot be loaded is left out, with a warning: whoever asks for all of
+    them needs none of another package."""
+    loaded = {}
+    for name, reference in collect_extensions(group).items():
+        try:
+            loaded[name] = load_reference(reference)
+        except Exception as error:  # noqa: BLE001 - whatever the import of a package raises
+            _log.warning("%s of %s is left out: %s", name, group, error)
+    return loaded
 
 
 def load_reference(reference: str) -> Any:

@@ -73,7 +73,7 @@ def _load(reference: str) -> Library:
     module, _, name = reference.partition(":")
     try:
         library = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise ConfigError(LIBRARIES, reference, f"cannot be imported ({error})", "mend or uninstall it") from error
     if not isinstance(library, Library):
         raise ConfigError(LIBRARIES, reference, "is no shoal.extend.Library", "mend or uninstall it")

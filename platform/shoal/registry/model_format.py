@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.errors import ConfigError
-from shoal.plugins.find import find_extension, load_reference
-from shoal.plugins.library import collect_extensions
+from shoal.plugins.find import find_extension, load_reference, load_sound_extensions
 from shoal.registry.code_import import load_object
 from shoal.registry.manifest import Signature
 
@@ -88,9 +87,9 @@ def find_format(name: str) -> ModelFormat:
 
 
 def find_formats_of_files() -> dict[str, ModelFormat]:
-    """The formats of files, by their suffix. Raises ConfigError for one of a package that cannot be imported."""
-    formats = [find_format(word) for word in collect_extensions(GROUP)]
-    return {suffix: each for each in formats for suffix in each.suffixes}
+    """The formats of files, by their suffix; without those that cannot be loaded."""
+    formats = load_sound_extensions(GROUP).values()
+    return {suffix: each for each in formats if isinstance(each, ModelFormat) for suffix in each.suffixes}
 
 
 def get_payload_file(name: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from shoal.errors import RunError
 from shoal.plugins.find import find_extension
 from shoal.plugins.library import collect_extensions
 from shoal.runs.run_reader import Run, load
@@ -66,8 +67,10 @@ def find_logarithmic(spec: str) -> set[str] | None:
 def write_report(run: Run) -> Path:
     """Write `report.html` and, if there is anything to draw, `learning_curve.png`; returns the path of the page.
 
-    Raises RunError when the run's folder is not writable, ValueError without a library that writes reports.
+    Raises RunError when the run's folder is not writable, and without a library that writes reports.
     """
+    if PAGE not in collect_extensions(REPORTS):
+        raise RunError(f"no library writes the report of run {run.id} here: install one")
     path: Path = find_extension(PAGE, REPORTS, {})(run)
     return path
 

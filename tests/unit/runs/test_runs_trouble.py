@@ -19,10 +19,12 @@ import numpy as np
 import pytest
 
 from shoal import runs
-from shoal.errors import ConfigError, RunError
+from shoal.errors import ConfigError, MissingExtra, RunError
+from shoal.libs.tracking.event_files import TensorBoardMirror
 from shoal.runs import RunRecorder, Status
 from shoal.runs.record import recorder
 from shoal.runs.record.database import transaction
+from waiting import wait_for
 
 DEADLINE_S = 15.0
 
@@ -38,6 +40,24 @@ def run(home: Path) -> Iterator[RunRecorder]:
     made = runs.create("cartpole", "", "one")
     yield made
     made.close()
+
+
+def test_a_mirror_that_fails_is_left_out_and_the_run_is_recorded(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where TensorBoard is not installed: the thread that beats for the run outlives it."""
+
+    def fail(mirror: object) -> None:
+        raise MissingExtra("no module named tensorboard")
+
+    monkeypatch.setattr(TensorBoardMirror, "write", fail)
+    with runs.create("cartpole", "", "one") as run:
+        run.log(1, {"x": 1.0})
+        wait_for(lambda: "not copied by TensorBoardMirror: MissingExtra: no module named tensorboard" in caplog.text)
+        assert run._thread.is_alive()
+        run.log(2, {"x": 2.0})
+    seen = runs.load("one")
+    assert (seen.status, seen.latest()) == (Status.FINISHED, {"x": 2.0})
 
 
 def test_what_cannot_be_written_is_kept_and_written_later(

@@ -392,6 +392,10 @@ def _choose_format(file: Path, format_name: str | None) -> ModelFormat:
     if format_name is not None:
         return find_format(format_name)
     formats = find_formats_of_files()
+    if not formats:
+        raise ConfigError(
+            "file", str(file), "is of no format that a library opens here", "install one, or give --format"
+        )
     if file.suffix not in formats:
         remedy = (
             "a model is a .pt2 file of torch.export.save, an .onnx file, or a .pt file of torch.jit.save; a module is"

@@ -321,7 +321,8 @@ class RunSession:
                 say(f"{label:<15} {record.folder / name}")
         say("what next:")
         say(f"  shoal runs {record.id}")
-        say(f"  tensorboard --logdir {record.folder / 'tensorboard'}")
+        if (record.folder / "tensorboard").exists():
+            say(f"  tensorboard --logdir {record.folder / 'tensorboard'}")
         for model in models:
             say(f"  shoal models show {model['name']}@{model['version']}")
 

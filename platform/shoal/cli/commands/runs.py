@@ -225,8 +225,8 @@ def _show(console: Console, run: Run) -> None:
     _show_record(console, run)
     console.print(Text("\nWhat to type next", style="bold"))
     commands = [f"shoal report {run.id}"]
-    if run.latest():
-        commands.append(f"tensorboard --logdir {shlex.quote(str(run.folder / 'tensorboard'))}")
+    if (board := run.folder / "tensorboard").exists():
+        commands.append(f"tensorboard --logdir {shlex.quote(str(board))}")
     commands += [f"shoal models show {row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
     if run.status in (Status.FAILED, Status.LOST, Status.STOPPED):
         commands.append(format_resume_command(run))

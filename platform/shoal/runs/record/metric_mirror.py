@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from shoal.plugins.find import load_reference
-from shoal.plugins.library import collect_extensions
+from shoal.plugins.find import load_sound_extensions
+
+_log = logging.getLogger(__name__)
 
 GROUP = "shoal.metric_mirrors"  # of entry points, and of the extensions of libraries: classes of `MetricMirror`
 LogEntry = tuple[int, float, dict[str, float]]  # step, Unix time in seconds, values
@@ -46,6 +49,28 @@ class MetricMirror(ABC):
         """Write the rest, and close the file."""
 
 
-def open_mirrors(run_id: str, folder: Path, incarnation: int) -> list[MetricMirror]:
-    """Those of all libraries."""
-    return [load_reference(each)(run_id, folder, incarnation) for each in collect_extensions(GROUP).values()]
+class MetricMirrors:
+    """Those of all libraries, of one incarnation of a run. One that fails is left out: the run is recorded without."""
+
+    def __init__(self, run_id: str, folder: Path, incarnation: int) -> None:
+        self._run_id, self._mirrors = run_id, list[MetricMirror]()
+        for name, make in load_sound_extensions(GROUP).items():
+            try:
+                self._mirrors.append(make(run_id, folder, incarnation))
+            except Exception as error:  # noqa: BLE001 - whatever a package raises
+                self._warn(name, error)
+
+    def __iter__(self) -> Iterator[MetricMirror]:
+        return iter(self._mirrors)
+
+    def call_each(self, act: Callable[[MetricMirror], None]) -> None:
+        for mirror in self._mirrors:
+            try:
+                act(mirror)
+            except Exception as error:  # noqa: BLE001 - whatever a package raises
+                self._mirrors = [each for each in self._mirrors if each is not mirror]
+                self._warn(type(mirror).__name__, error)
+
+    def _warn(self, name: str, error: Exception) -> None:
+        problem = f"{type(error).__name__}: {error}"
+        _log.warning("run %s: its metrics are not copied by %s: %s", self._run_id, name, problem)

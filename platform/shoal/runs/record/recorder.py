@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -25,7 +26,7 @@ from shoal.atomic_file import create_private, make_folder
 from shoal.errors import Closed, RunError
 from shoal.runs.record import metric_summaries
 from shoal.runs.record.database import BUSY_TIMEOUT_S, transaction, translate_write_errors
-from shoal.runs.record.metric_mirror import LogEntry, open_mirrors
+from shoal.runs.record.metric_mirror import LogEntry, MetricMirrors
 from shoal.runs.record.provenance import mask_variables
 from shoal.runs.record.serialization import (
     escape_text,
@@ -126,7 +127,7 @@ class RunRecorder:
         self._number, self._incarnation = number, incarnation
         self._connection = connection
         self._store_mirror, self._followers = store_mirror, followers
-        self._mirrors = open_mirrors(run_id, folder, incarnation)
+        self._mirrors = MetricMirrors(run_id, folder, incarnation)
         self._pending = PendingWrites()
         self._status = Status.RUNNING
         self._closed = False
@@ -308,10 +309,9 @@ class RunRecorder:
                     self._pending = pending
                 raise
             self._heartbeat_monotonic_s = time.monotonic()
-            for mirror in self._mirrors:
-                if pending.forgotten_after is not None:
-                    mirror.forget_after(pending.forgotten_after)
-                mirror.enqueue(pending.logged)
+            if (step := pending.forgotten_after) is not None:
+                self._mirrors.call_each(methodcaller("forget_after", step))
+            self._mirrors.call_each(methodcaller("enqueue", pending.logged))
             self._publish(pending)
             if self._store_mirror is not None and pending.num_rows:
                 self._store_mirror.mark_changed()
@@ -361,8 +361,7 @@ class RunRecorder:
         while not self._stopping.wait(FLUSH_INTERVAL_S):
             try:
                 self.flush()
-                for mirror in self._mirrors:
-                    mirror.write()
+                self._mirrors.call_each(methodcaller("write"))
             except RunError as error:  # retried later; `flush` and `record_event` report it
                 if str(error) != last_problem:
                     _log.warning("run %s: %s", self.id, error)
@@ -371,8 +370,7 @@ class RunRecorder:
     def _release(self) -> None:
         self._stopping.set()
         try:
-            for mirror in self._mirrors:
-                mirror.close()
+            self._mirrors.call_each(methodcaller("close"))
             if self._followers is not None:  # they know by the end in the record that there are no more values
                 closed = self._followers.close()
                 rows = [(self._number, time.time(), "tracked", to_json(details)) for details in closed]

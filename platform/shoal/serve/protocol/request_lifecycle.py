@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from shoal.errors import InferenceError
-from shoal.plugins.find import load_reference
-from shoal.plugins.library import collect_extensions
+from shoal.plugins.find import find_extension, load_sound_extensions
 from shoal.serve.messages.inference import Disconnected, ModelManagerProtocol, TracerProtocol
 from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.endpoint import PROTOCOLS
@@ -167,6 +166,8 @@ class EndpointApp:
 
     An extension of the group `shoal.protocols` is a function of the other arguments. It returns the prefix of the paths
     that its protocol answers, and an application.
+
+    required: of these; others that cannot be loaded are left out
     """
 
     def __init__(
@@ -176,8 +177,10 @@ class EndpointApp:
         access: AccessControl,
         limits: RequestLimits,
         tracer: TracerProtocol | None = None,
+        required: Iterable[str] = (),
     ) -> None:
-        protocols = [load_reference(each) for each in collect_extensions(PROTOCOLS).values()]
+        needed = {name: find_extension(name, PROTOCOLS, {}) for name in required}
+        protocols = (load_sound_extensions(PROTOCOLS) | needed).values()
         self._rest = rest
         self._others: list[tuple[str, Application]] = [make(manager, access, limits, tracer) for make in protocols]
 
