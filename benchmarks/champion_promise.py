@@ -31,7 +31,7 @@ from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policy_connection import ActionAnswer
 from shoal.flows.policy_evaluation import (
     Evaluation,
-    evaluate,
+    evaluate_policies,
     hold_trial,
     is_sure,
 )
@@ -73,7 +73,7 @@ class Run:
         """What is kept of it."""
         solved_s = self._loop.wait_until_solved(CAP_S)
         champion = self._champion(time.monotonic() + CAP_S)
-        evaluation = evaluate([{"": champion}], self._spec)[""]
+        evaluation = evaluate_policies([{"": champion}], self._spec)[""]
         return {
             "seed": self._spec.learner.seed,
             "solved_s": solved_s,
@@ -102,7 +102,7 @@ class Run:
         passes = is_sure(trial, self._spec)
         found = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "seconds": trial.duration_s}
         by_old_rule = passes_old_rule(trial)
-        missed = by_old_rule and evaluate([{"": connection}], self._spec)[""].mean_return < TARGET
+        missed = by_old_rule and evaluate_policies([{"": connection}], self._spec)[""].mean_return < TARGET
         self._trials.append(found | {"passes": passes, "old_passes": by_old_rule, "old_missed": missed})
         return passes
 

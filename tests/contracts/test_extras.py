@@ -200,7 +200,7 @@ PUBLIC = (
         "import shoal.checkpoint",
         "import shoal.data",
     ),
-    *("import shoal.config", "import shoal.parallel", "import shoal.libs.trees", "import shoal.cost"),
+    *("import shoal.config", "import shoal.parallel", "import shoal.libs.trees"),
     *("from shoal import Task, TrainSpec", "from shoal import Registry", "from shoal import runs", "shoal.fit(None)"),
 )
 

@@ -8,6 +8,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from shoal.plugins.library import find_libraries
+
 ROOT = Path(__file__).parents[2]
 OF_OTHERS = {"marshal/dispatcher.py", "platform/__init__.py"}  # of a peer; one that must not be
 
@@ -33,6 +35,12 @@ NAMES = [
 
 def test_pages_import_what_is_there() -> None:
     assert [each for each in NAMES if not hasattr(importlib.import_module(each[1]), each[2])] == []
+
+
+def test_the_page_of_extensions_has_every_group() -> None:
+    groups = {group for library in find_libraries() for group in library.extensions} - {"shoal.extend"}
+    page = (ROOT / "docs" / "extending.md").read_text()
+    assert {group for group in groups if f"`{group}`" not in page} == set()
 
 
 PRODUCT = [path for place in ("platform", "jobs", "serve_apps") for path in sorted((ROOT / place).rglob("*.py"))]

@@ -20,6 +20,7 @@ import zmq
 from loop.gateway_asking import Raw
 from rl_setting import EXPERIENCE, TOKEN, Parts, segment, serving, weights
 from shoal.actor import ActorClient, play
+from shoal.actor.exchange import ReceivedWeights
 from shoal.errors import (
     Closed,
     ConfigError,
@@ -34,7 +35,7 @@ from shoal.rl.experience.queue import BatchRequest
 from shoal.weights import shared_memory
 from shoal.weights.shared_memory import PayloadAddress, map_payload
 from shoal.wire import PackedSegment
-from shoal.wire.messages import Bye, Hello, Ping
+from shoal.wire.messages import Bye, Hello, Ping, WeightsMessage
 from waiting import wait_for
 
 
@@ -222,6 +223,16 @@ def test_a_segment_of_nonsense_does_not_stay_in_the_way_of_others(changes: dict[
         actor.send(segment())
         assert actor.drain(60)
         assert (actor.acknowledged["accepted"], actor.reconnects) == (1, 0)
+
+
+def test_a_message_of_an_unknown_kind_is_ignored() -> None:
+    """As docs/protocol.md says: a newer gateway may send it."""
+    ActorClient("tcp://127.0.0.1:1", TOKEN)._handle_message([msgspec.msgpack.encode({"kind": "telepathy"})])
+
+
+def test_clients_of_one_process_that_have_no_names_do_not_end_each_other() -> None:
+    one, other = (ActorClient("tcp://127.0.0.1:1", TOKEN) for _ in range(2))
+    assert one.actor_id != other.actor_id
 
 
 def test_a_gateway_that_refuses_over_and_over_is_asked_ever_more_slowly() -> None:
@@ -437,6 +448,12 @@ def test_an_actor_of_this_machine_maps_the_weights_and_another_one_gets_them_sen
             np.testing.assert_array_equal(arrays["policy.0.weight"], weights(version).tensors()["policy.0.weight"])
             assert arrays["policy.0.weight"].flags.writeable != can_map
         assert actor._weights.shares_memory == can_map
+
+
+def test_mapped_weights_have_the_limit_of_those_that_are_sent() -> None:
+    received = ReceivedWeights(max_bytes=140)
+    with pytest.raises(ProtocolViolation, match="too_large: weights 1: 141 bytes"):
+        received.take(WeightsMessage(1, "", os.getpid(), 0, 0, size=141), [])
 
 
 def test_an_actor_that_comes_too_late_to_map_a_version_gets_that_one_sent(monkeypatch: pytest.MonkeyPatch) -> None:

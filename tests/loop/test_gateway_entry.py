@@ -55,6 +55,18 @@ def test_what_does_not_begin_with_a_right_hello_is_refused_with_a_code(message: 
         assert words in error.message
 
 
+def test_an_actor_that_died_comes_back_as_a_new_incarnation_with_an_account_of_its_own() -> None:
+    with serving() as parts, Raw(parts) as dead, Raw(parts) as again:
+        for raw, incarnation in ((dead, 5), (again, 6)):
+            assert raw.enter("phoenix", incarnation).next_seq == 0
+            assert raw.send(0, segment()).status == "accepted"
+        (actor,) = parts.gateway.stats()["actors"]
+        assert (actor["incarnation"], actor["connected"]) == (6, True)
+        assert [parts.ledger.get_account(("phoenix", each)).received for each in (5, 6)] == [1, 1]
+        kinds = [kind for _, kind, _ in parts.gateway.take_events()]
+        assert (kinds.count("actor_joined"), kinds.count("actor_restarted")) == (2, 1)
+
+
 def test_an_encrypted_gateway_serves_who_knows_its_key_and_nobody_else() -> None:
     public, secret = zmq.curve_keypair()
     with pytest.raises(ConfigError, match="curve_keys"):

@@ -31,7 +31,7 @@ from shoal.flows.actor_learner import LoopRun
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policies_spec import PoliciesSpec
 from shoal.flows.policy_connection import ActionAnswer
-from shoal.flows.policy_evaluation import Evaluation, evaluate, hold_trial
+from shoal.flows.policy_evaluation import Evaluation, evaluate_policies, hold_trial
 from shoal.serve.on_ray.ownership import EndpointOwnership
 from shoal.weights import WeightSnapshot
 
@@ -194,7 +194,7 @@ def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkey
     flow = LoopRun(spec, SimpleNamespace(), {"": (EXPERIENCE, np.zeros(4, np.float32))})  # type: ignore[arg-type]
     flow._endpoint, flow._candidates = SimpleNamespace(url="http://h"), [SNAPSHOT]  # type: ignore[assignment]
     with flow._connect("best") as connections:
-        assert len(evaluate(connections, spec)[""].returns) == 5
+        assert len(evaluate_policies(connections, spec)[""].returns) == 5
         assert len(hold_trial(connections, spec).returns) == 4  # two for each connection: hopeless
     assert max(num_rows) == 2
 

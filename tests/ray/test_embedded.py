@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import httpx2
 import psutil
@@ -54,6 +55,47 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """In clusters that the test starts: it imports for 4 s of a processor, and is not what the test is about."""
     monkeypatch.setenv(FORK_VARIABLE, "0")
+
+
+def interrupted(at_line: int) -> bool:
+    """Start a cluster, interrupted before the given line of `start_cluster`, as far as Ray's own start; False when that
+    has fewer lines."""
+    countdown = at_line
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+        nonlocal countdown
+        if frame.f_code is not embedded_cluster.start_cluster.__code__:
+            return None
+        if event == "line" and (countdown := countdown - 1) == -1:
+            sys.settrace(None)  # what follows the interruption is not interrupted again
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        embedded_cluster.start_cluster()
+    except (KeyboardInterrupt, LookupError) as ended:
+        return isinstance(ended, KeyboardInterrupt)
+    finally:
+        sys.settrace(before)
+    raise AssertionError("a cluster started")
+
+
+def test_an_interruption_before_ray_starts_leaves_no_folder(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_further(*_: object) -> None:
+        sys.settrace(None)
+        raise LookupError
+
+    monkeypatch.setattr(embedded_cluster, "_launch", no_further)
+    at_line = 0
+    while interrupted(at_line):
+        at_line += 1
+        assert not [folder for folder in folders if folder.exists()], at_line
+    assert at_line > 10
+    assert len(folders) > 5
 
 
 def test_a_folder_of_before_is_not_taken_for_the_clusters(tmp_path: Path) -> None:

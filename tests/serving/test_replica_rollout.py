@@ -15,6 +15,7 @@ import pytest
 from serving.replica_set import SIGNATURE, ReplicaSet, ask, held_loads, infer, register, tally, until
 from shoal.errors import InferenceError, ShoalError
 from shoal.registry import Registry, Signature, TensorSignature
+from shoal.serve.replica.loader import StagedVersion, VersionLoader
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.serve.spec.model_source import RegisteredModel, model_from_ref
 
@@ -156,6 +157,25 @@ async def test_a_replica_that_comes_late_has_all_that_answers_before_it_is_ready
     [late] = await endpoint.start()
     assert (late.manager.is_ready, (await infer(late)).version) == (True, 2)
     assert (await infer(late, shoal_track="stable")).version == 1
+
+
+@rollout(1, 2, replicas=1)
+async def test_a_late_replica_compares_the_candidate_with_the_stable_version(endpoint: ReplicaSet) -> None:
+    """Its tensors must be the stable version's, and its answers to the example if it is built in another way."""
+    await endpoint.administer(action="canary", model="linear", version=2, percent=10)
+    loaded: list[tuple[int, bool, bool]] = []
+    load = VersionLoader.load_version
+
+    async def record(loader: VersionLoader, source: Any, version: int, *rest: Any) -> StagedVersion:
+        _, signature, last = rest
+        loaded.append((version, signature is not None, last is not None))
+        return await load(loader, source, version, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VersionLoader, "load_version", record)
+        await endpoint.start()
+        await until(lambda: len(loaded) == 2)
+    assert loaded == [(1, False, False), (2, True, True)]
 
 
 @rollout(1, 2)

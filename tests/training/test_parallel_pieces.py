@@ -401,3 +401,23 @@ def test_each_block_is_compiled_and_alike_ones_once(
         expected = block[1](block[0](torch.ones(2, width)))
         torch.testing.assert_close(block(torch.ones(2, width)), expected)
     assert len(graphs) == num_graphs
+
+
+def test_a_repeated_step_counts_once_in_batch_statistics() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    parallel = _single(model, Mean(8.0), precision="fp16")
+    parallel.train_step(torch.randn(4, 1), 0)
+    assert parallel._loss_scale is not None
+    assert parallel._loss_scale.value < 65536
+    assert model[1].num_batches_tracked == 1
+
+
+def test_a_second_model_that_is_alike_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile_with(function, backend="eager"))
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        losses.append(_single(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), compile=True).train_step(torch.ones(4, 3), 0))
+    torch.testing.assert_close(losses[0], losses[1])

@@ -4,9 +4,6 @@
 that take a second, so a process that only reads results imports neither.
 """
 
-from shoal.errors import needs_extra
-
-with needs_extra("cluster"):
-    from shoal.cost.cost_table import COMPARED, MEASURED, PREDICTED, QUANTITIES, CostTable
+from shoal.cost.cost_table import COMPARED, MEASURED, PREDICTED, QUANTITIES, CostTable
 
 __all__ = ["COMPARED", "MEASURED", "PREDICTED", "QUANTITIES", "CostTable"]

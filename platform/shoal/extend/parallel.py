@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shoal.parallel.spmd import fsdp_layout
     from shoal.parallel.spmd.base import SingleProcessModel
     from shoal.parallel.state.module_snapshot import eval_mode, freeze_parameters
-    from shoal.parallel.state.skeleton import build_skeleton, make_constant, set_parameters
+    from shoal.parallel.state.skeleton import build_skeleton, expand_constant, set_parameters
     from shoal.parallel.task_step import get_train_step, sum_losses
     from shoal.parallel.tensor import apply, plan
     from shoal.parallel.tensor.apply import split_layers

@@ -42,7 +42,7 @@ from shoal.flows.policy_evaluation import (
     Evaluation,
     choose_action,
     describe_registered,
-    evaluate,
+    evaluate_policies,
     hold_trial,
     is_better,
     judge_trial,
@@ -390,7 +390,7 @@ class LoopRun:
             self.recorder.record_model(model.name, model.version, model.aliases)
             models[each.name] = model
         with self._connect(self._action) as connections:
-            played = evaluate(connections, self.spec)
+            played = evaluate_policies(connections, self.spec)
         step = sum(each.num_steps for each in self.policies) + 1
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():

@@ -128,7 +128,7 @@ def describe_registered(model: ModelVersion, evaluation: Evaluation, action: str
     )
 
 
-def evaluate(connections: Sequence[Connections], spec: ActorLearnerSpec) -> dict[str, Evaluation]:
+def evaluate_policies(connections: Sequence[Connections], spec: ActorLearnerSpec) -> dict[str, Evaluation]:
     """Play `spec.eval_episodes`, which differ from the trial's; by policy. Raises as `play_through` does."""
     return _play(connections, spec, spec.eval_episodes, EVALUATION_SEED)
 

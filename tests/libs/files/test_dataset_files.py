@@ -477,7 +477,7 @@ def test_a_fingerprint_that_is_no_method_is_not_asked_for() -> None:
 
 
 def test_a_fingerprint_of_objects_is_the_same_in_every_process() -> None:
-    script = "import test_formats as t; print(t.fingerprint(t.a_dataset('a')))"
+    script = "import test_dataset_files as t; print(t.fingerprint(t.a_dataset('a')))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == fingerprint(a_dataset("a")), done.stderr

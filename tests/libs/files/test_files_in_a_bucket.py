@@ -19,7 +19,7 @@ from PIL import Image
 from pyarrow import feather, parquet
 
 from bucket_server import BUCKET, bucket_environment, open_bucket  # noqa: F401 - a fixture
-from libs.files.test_formats import IMAGES, LABELS, idx_bytes
+from libs.files.test_dataset_files import IMAGES, LABELS, idx_bytes
 from shoal.data import Loader, fingerprint
 from shoal.data.formats import Arrow, Hdf5, Idx, ImageFolder, NumpyFiles, Parquet
 from shoal.errors import ConfigError, DataError, MissingExtra

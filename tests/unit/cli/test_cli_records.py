@@ -24,7 +24,7 @@ from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.support.console import make_literal_console
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobHandle
-from shoal.errors import ClusterError, ConnectionLost, RunError, ShoalError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError, ShoalError
 from shoal.flows.actor_processes import ActorProcesses
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
@@ -222,6 +222,11 @@ def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> N
         session._read_record()
         run.finish("failed", "why")
     assert session.format_resume_hint() == (words and f"{words}{session.run_id}")
+
+
+def test_to_resume_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names no run"):
+        a_session("resume=")
 
 
 def test_what_a_run_has_named_is_said_as_it_is(shoal_home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,6 +147,30 @@ def test_one_waits_for_the_other_but_not_for_ever(verb: click.Command, monkeypat
     assert "another `shoal up` or `shoal down` is at work" in str(error)
 
 
+def test_between_looking_for_a_cluster_and_the_record_of_it_no_other_begins(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def require_locked(step: str, **options: object) -> None:
+        monkeypatch.setattr(attach, "LOCK_TIMEOUT_S", 0.0)
+        with pytest.raises(ClusterError, match="is at work"), attach.lock_cluster_state():
+            pass
+        seen.append(step)
+
+    def start(**options: object) -> SimpleNamespace:
+        require_locked("start")
+        assert options["save_as"] == home / "cluster.json"
+        return SimpleNamespace(dashboard_url="http://127.0.0.1:8265")
+
+    monkeypatch.setattr(verbs, "find_running_cluster", lambda: require_locked("find"))
+    monkeypatch.setattr(verbs, "start_cluster", start)
+    assert CliRunner().invoke(verbs.up, [], catch_exceptions=False).exit_code == 0
+    assert seen == ["find", "start"]
+    with attach.lock_cluster_state():
+        pass
+
+
 @pytest.fixture
 def of_host_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterHandle:
     """A dead cluster, of which a host named "one" left word in the home."""

@@ -24,7 +24,7 @@ from shoal.flows.policy_evaluation import (
     NUM_RESAMPLES,
     TRIAL_SEED,
     Evaluation,
-    evaluate,
+    evaluate_policies,
     hold_trial,
     is_sure,
     play_through,
@@ -106,7 +106,7 @@ def test_a_trial_has_six_times_the_episodes_of_the_evaluation_and_none_of_them(s
     tried = set(scripted.seeds)
     assert len(tried) == 120
     scripted.seeds.clear()
-    evaluate([{"": AlwaysLeft()}], ActorLearnerSpec(env="Scripted-v0"))
+    evaluate_policies([{"": AlwaysLeft()}], ActorLearnerSpec(env="Scripted-v0"))
     assert len(scripted.seeds) == 20
     assert not tried & set(scripted.seeds)
 

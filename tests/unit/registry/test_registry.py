@@ -82,6 +82,11 @@ def test_what_is_registered_comes_back(any_registry: Registry) -> None:
     np.testing.assert_array_equal(weights.tensors()["layer.weight"], np.full((4, 2), 1.5, np.float32))
 
 
+def test_the_manifest_on_disk_is_strict_json(registry: Registry) -> None:
+    made = register(registry, 1.0, metrics={"loss": math.nan, "worst": -math.inf})
+    json.loads((Path(made.location) / "manifest.json").read_text(), parse_constant=pytest.fail)
+
+
 def test_references_mean_a_number_an_alias_or_the_newest(any_registry: Registry) -> None:
     register(any_registry, 1.0)
     register(any_registry, 2.0, aliases=("candidate",))
@@ -388,6 +393,20 @@ def test_a_full_disk_gets_its_space_back(registry: Registry, monkeypatch: pytest
             register(registry, 2.0)
     assert set(list_keys(registry)) - set(before) <= {"cartpole/2/claim.json"}
     assert not [path for path in Path(registry.location).rglob(".*") if path.name != ".lock"]
+
+
+def test_all_aliases_of_a_new_version_move_at_once(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, ...]] = []
+    real = registry.store.replace
+
+    def watched(key: str, payload: bytes, tag: str) -> None:
+        real(key, payload, tag)
+        seen.append(registry.get("cartpole@2").aliases)
+
+    register(registry, 1.0, aliases=("champion", "candidate"))
+    monkeypatch.setattr(registry.store, "replace", watched)
+    register(registry, 2.0, aliases=("champion", "candidate"))
+    assert seen == [("candidate", "champion")]
 
 
 def test_rollback_to_a_version_that_was_removed_moves_nothing(registry: Registry) -> None:

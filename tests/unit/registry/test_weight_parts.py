@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,6 +128,38 @@ def test_a_run_begins_with_parts_tensor_by_tensor(register: Callable[[float], Mo
     assert {name: each.tolist() for name, each in network.items()} == {name: [2.0] * 4 for name in "abc"}
     with pytest.raises(ConfigError, match=r"b is \[4\], and \[5\] in the network"):
         load_initial_weights(nn.ParameterDict({name: torch.zeros(4 + (name == "b")) for name in "abc"}), "large")
+
+
+KILLED_WRITER = """
+import os, pickle, signal, sys
+from shoal.registry import ModelFactory, Registry, Signature
+location, file = sys.argv[1:]
+registry = Registry(location)
+real = registry.store.write
+def killed(key, content):
+    if key.endswith(file):
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(key, content)
+registry.store.write = killed
+registry.register("large", pickle.load(sys.stdin.buffer), model=ModelFactory(factory="a:b"),
+                  signature=Signature(inputs=[], outputs=[]))
+"""
+
+
+@pytest.mark.parametrize("registry", ["folder"], indirect=True)
+def test_a_writer_killed_between_two_parts_leaves_the_version_before(
+    registry: Registry, tmp_path: Path, register: Callable[[float], ModelVersion]
+) -> None:
+    register(1.0)
+    file = make_weight_file(1, write(tmp_path / "other", make_tensors(2.0)))
+    command = [sys.executable, "-c", KILLED_WRITER, registry.location, PARTS[1]]
+    done = subprocess.run(command, input=pickle.dumps(file), capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [found.ref for found in registry.list()] == ["large@1"]
+    assert read_tensors(registry.get("large@champion").weight_file())["a"].tolist() == [1.0] * 4
+    assert register(3.0).version == 3
+    registry._delete_versions("large", [2])
+    assert [entry.key for entry in registry.store.list_entries("large/2")] == ["large/2/claim.json"]
 
 
 MEASURED = """

@@ -79,6 +79,15 @@ def test_a_lease_whose_answer_was_lost_is_counted_when_the_learner_asks_again() 
     assert ledger.get_account(A).queued == 0
 
 
+def test_a_lease_number_is_never_used_twice(tmp_path: Path) -> None:
+    before = Ledger(tmp_path / "ledger.sqlite")
+    before.record_received(A, 0)
+    lease = before.open_lease("learner 1", [A])
+    before.revoke_open_leases("learner 2")
+    before.commit()
+    assert Ledger(tmp_path / "ledger.sqlite").open_lease("learner 2", []) > lease
+
+
 def test_what_was_queued_in_a_gateway_that_died_is_dropped_and_what_was_leased_can_be_settled(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     before = Ledger(path)

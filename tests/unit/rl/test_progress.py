@@ -58,5 +58,5 @@ def test_a_clock_that_is_set_while_a_run_goes_on_changes_nothing_of_how_long_it_
     assert progress.solved_s is not None
     assert 0.0 <= progress.solved_s < 600.0
     again = RunProgress()
-    again.restore(progress.to_json())
+    again.restore(progress.dump_state())
     assert 0.0 <= again.elapsed_s < 600.0

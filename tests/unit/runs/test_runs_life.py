@@ -14,7 +14,8 @@ import pytest
 from shoal import runs
 from shoal.errors import Closed, RecordUnwritable, RunError
 from shoal.runs import RunRecorder, Status, transition
-from shoal.runs.record import recorder
+from shoal.runs.record import opening, recorder
+from shoal.runs.record.database import connect
 from waiting import wait_for
 
 SPEC = "environment: CartPole-v1\nlearner:\n  lr: 0.001\n"
@@ -169,6 +170,37 @@ def test_steps_that_were_given_up_are_forgotten(run: RunRecorder) -> None:
     assert (runs.load("one").latest(), runs.load("one").best()) == ({"loss": 2.5}, ("loss", 2.5))
     run.forget_after(-1)
     assert (runs.load("one").latest(), len(runs.load("one").metrics())) == ({}, 0)
+
+
+def test_others_can_write_while_the_history_that_is_left_is_read(
+    monkeypatch: pytest.MonkeyPatch, shoal_home: Path
+) -> None:
+    """It may be long: the metrics of a run are read without the lock, and the result is written with it."""
+    errors: list[Exception | None] = []  # of another writer, at each read
+
+    def inspect(statement: str) -> None:
+        if "GROUP BY" in statement:
+            with closing(sqlite3.connect(shoal_home / "runs.sqlite", timeout=0)) as other:
+                try:
+                    other.execute("BEGIN IMMEDIATE")
+                    errors.append(None)
+                except sqlite3.OperationalError as error:
+                    errors.append(error)
+
+    def watched(home: Path) -> sqlite3.Connection:
+        connection = connect(home)
+        connection.set_trace_callback(inspect)
+        return connection
+
+    monkeypatch.setattr(opening, "connect", watched)
+    with runs.create("job", "", "one") as run:
+        for step in range(1, 6):
+            run.log(step, {"loss": float(step)})
+        run.flush()
+        errors.clear()
+        run.forget_after(3)
+        assert {*errors} == {None}
+    assert (runs.load("one").latest(), runs.load("one").best()) == ({"loss": 3.0}, ("loss", 1.0))
 
 
 def test_what_cannot_be_forgotten_for_now_is_forgotten_before_what_is_said_later(

@@ -232,6 +232,8 @@ def test_what_is_no_text_is_recorded_all_the_same(run: RunRecorder) -> None:
         lambda run: run.record_model("m", 2**63, ()),
         lambda run: run.log(1, {"": 1.0}),
         lambda run: run.log(1, {3: 1.0}),
+        lambda run: run.log(1, {"step": 1.0}),
+        lambda run: run.log(1, {"time": 1.0}),
         lambda run: run.log(1, {"x": None}),
         lambda run: run.log(1, {"x": np.ones(2)}),
         lambda run: run.log(1, {"x": 10**400}),
@@ -252,6 +254,28 @@ def test_what_can_never_be_stored_is_refused_at_once(run: RunRecorder, say: Call
     run.log(-(2**63) + 1, {"x": 1.0})
     run.finish("finished")
     assert runs.load("one").metrics().index.tolist() == [-(2**63) + 1]
+
+
+def test_readers_see_a_flush_whole_or_not_at_all(run: RunRecorder, home: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def inspect(statement: str = "") -> None:
+        """As another process reads between two statements of the recorder."""
+        with closing(sqlite3.connect(home / "runs.sqlite")) as reader:
+            [(num_values,)] = reader.execute("SELECT count(*) FROM metrics")
+            [(newest,)] = reader.execute("SELECT min(step) FROM summaries")
+        seen.append((num_values, newest))
+
+    run.log(1, {"x": 1.0, "y": -1.0})
+    run.flush()
+    run._connection.set_trace_callback(inspect)
+    run.log(2, {"x": 2.0, "y": -2.0})
+    run.flush()
+    run._connection.set_trace_callback(None)
+    assert len(seen) > 3
+    assert {*seen} == {(2, 1)}
+    inspect()
+    assert seen[-1] == (4, 2)
 
 
 # --- other processes ---

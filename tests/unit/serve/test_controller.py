@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from shoal.serve.messages.desired_state import TrafficShares
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 from shoal.weights import WeightSnapshot
-from unit.serve.controller_setting import LEASE_S, OPTIONS, Cluster
+from unit.serve.controller_setting import LEASE_S, OPTIONS, Cluster, FakeReplica
 
 
 @pytest.fixture
@@ -35,6 +36,35 @@ def cluster(tmp_path: Path) -> Any:
 
 def steps(cluster: Cluster) -> list[str]:
     return [event.kind for event in cluster.controller.state.events]
+
+
+@pytest.mark.parametrize("restart_before", range(8))
+def test_a_controller_that_is_started_again_goes_on_at_every_step(cluster: Cluster, restart_before: int) -> None:
+    """From staging to the flip on the last replica; whichever life it is in, the end is the same."""
+    replicas = list(cluster.replicas.values())
+
+    def all_do(do: Callable[[FakeReplica], None]) -> None:
+        for each in replicas:
+            do(each)
+
+    script = [
+        lambda: cluster.ask(action="deploy", version=2),
+        lambda: all_do(cluster.poll),
+        lambda: all_do(FakeReplica.stage_one),
+        lambda: cluster.tell(replicas[0]),
+        lambda: all_do(cluster.tell),
+        lambda: all_do(cluster.poll),
+        lambda: all_do(cluster.tell),
+        lambda: None,
+    ]
+    for number, step in enumerate(script):
+        if number == restart_before:
+            cluster.start_controller()
+        step()
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 2)
+    assert {replica.stable for replica in replicas} == {2}
+    assert steps(cluster) == ["deploy", "deploy"]
 
 
 def test_a_state_file_of_another_deployment_or_a_damaged_one_is_not_gone_on_with(
@@ -87,6 +117,18 @@ def test_a_model_that_comes_back_under_its_name_is_staged_anew(cluster: Cluster)
         assert cluster.controller.state.models["n"].rollout.attempt == attempt
         cluster.controller.remove_model("n", "me", "")
         cluster.start_controller()
+
+
+def test_what_replicas_had_of_a_candidate_that_was_dropped_does_not_count_when_it_is_wanted_again(
+    cluster: Cluster,
+) -> None:
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    cluster.controller.drop_candidate("m", "rollback", "guard", "slow")
+    cluster.ask(action="promote", version=2)
+    for replica in cluster.replicas.values():
+        cluster.tell(replica)  # before it has heard of either
+    assert cluster.rollout.phase is Phase.STAGING
 
 
 def test_many_replicas_that_die_with_a_candidate_roll_it_back(cluster: Cluster) -> None:
@@ -390,6 +432,19 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
     assert found is not None
     assert found.generation == 4
     assert written.load_weights("m", 7) == weights
+
+
+def test_a_controller_on_a_full_disk_goes_on_and_its_state_is_written_at_the_next_tick(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        cluster.ask(action="promote", version=2)
+        cluster.settle()
+        assert (cluster.rollout.stable, {replica.stable for replica in cluster.replicas.values()}) == (2, {2})
+    cluster.controller.tick()
+    cluster.start_controller()
+    assert cluster.rollout.stable == 2
 
 
 def test_what_a_full_disk_refused_is_forgotten_with_the_endpoint(

@@ -23,9 +23,9 @@ from shoal.extend.parallel import (
     TensorPlan,
     build_skeleton,
     build_stage_slices,
+    expand_constant,
     find_partition,
     find_tensor_plan,
-    make_constant,
     set_parameters,
 )
 from shoal.extend.registry import ModelFactory
@@ -109,7 +109,7 @@ class Stage(StageForward):
 
 def make_absent(name: str, parameter: Tensor) -> Tensor:
     """The stand-in of a parameter that another worker has."""
-    return mark_absent(make_constant(parameter, 0.0).detach(), name)
+    return mark_absent(expand_constant(parameter, 0.0).detach(), name)
 
 
 def check_stages(model: nn.Module, stages: StagePartition, inputs: tuple[Any, ...], value: float) -> None:
@@ -118,7 +118,7 @@ def check_stages(model: nn.Module, stages: StagePartition, inputs: tuple[Any, ..
     received: Tensor | None = None
     for rank in range(len(stages.split_points) + 1):
         values = {
-            name: (make_constant(each, value) if rank in stages.parameters[name] else make_absent(name, each))
+            name: (expand_constant(each, value) if rank in stages.parameters[name] else make_absent(name, each))
             for name, each in model.named_parameters()
         }
         set_parameters(model, {name: each.requires_grad_(False) for name, each in values.items()})
@@ -208,7 +208,7 @@ def find_plan(
     bf16:    the names of those that are bits of bfloat16
     """
     model = build_model(factory)
-    set_parameters(model, {name: make_constant(each, WEIGHT) for name, each in model.named_parameters()})
+    set_parameters(model, {name: expand_constant(each, WEIGHT) for name, each in model.named_parameters()})
     learnable = _Example(to_inputs(example, bf16), split == "pipeline")
     try:
         if split == "tensor":

@@ -26,7 +26,7 @@ from shoal.extend.rl import (
 from shoal.libs.off_policy.configs import DQNConfig
 from shoal.libs.off_policy.q_learning import QLearning, StepLoss, make_ring_options
 from shoal.libs.off_policy.q_network import QNetwork
-from shoal.libs.off_policy.replay import Replay, ReplaySample, SegmentRows, sum_returns
+from shoal.libs.off_policy.replay import ObservationRows, Replay, ReplaySample, sum_returns
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import MASKS
 
@@ -114,7 +114,7 @@ class DQN(QLearning):
     def _compute_errors(self, batch: ExperienceBatch) -> np.ndarray:
         """The error of each step of a new batch, for its first priority, as Ape-X's actors compute it (§3). [N]"""
         batch = self.normalizer.normalize(batch)
-        rows = SegmentRows.of(batch)
+        rows = ObservationRows.from_batch(batch)
         step_rows = np.flatnonzero(rows.is_step)
         returns, discounts, following = sum_returns(rows, step_rows, self._config.num_steps, self._config.discount)
         observations = to_observations(batch.observations, self.device)

@@ -46,7 +46,7 @@ class ReplaySample(NamedTuple):
         return {name: each for name, each in self._asdict().items() if each is not None}
 
 
-class SegmentRows(NamedTuple):
+class ObservationRows(NamedTuple):
     """Segments laid out in R rows, one for each observation. Of a segment's last row, `rewards` is 0.
 
     rewards float32, steps_remaining int32 to the end of the segment, terminated bool of the segment, is_step bool: [R]
@@ -58,7 +58,7 @@ class SegmentRows(NamedTuple):
     is_step: np.ndarray
 
     @classmethod
-    def of(cls, batch: ExperienceBatch) -> SegmentRows:
+    def from_batch(cls, batch: ExperienceBatch) -> ObservationRows:
         num_rows_S = batch.lengths + 1
         ends_S = np.cumsum(num_rows_S)
         steps_remaining = (np.repeat(ends_S, num_rows_S) - 1 - np.arange(len(batch.observations))).astype(np.int32)
@@ -67,7 +67,7 @@ class SegmentRows(NamedTuple):
 
 
 def sum_returns(
-    rows: SegmentRows, chosen: np.ndarray, num_steps: int, discount: float
+    rows: ObservationRows, chosen: np.ndarray, num_steps: int, discount: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(returns, discounts, rows after them) of the steps in the rows `chosen` [B], as `ReplaySample` has them.
 
@@ -120,7 +120,7 @@ class Replay(Ring):
             self._arrays[name] for name in ("rewards", "steps_remaining", "terminated")
         )
         self._masks = self._arrays.get(MASKS)
-        self._rows = SegmentRows(rewards, steps_remaining, terminated, np.empty(0))
+        self._rows = ObservationRows(rewards, steps_remaining, terminated, np.empty(0))
 
     @property
     def num_steps(self) -> int:
@@ -129,7 +129,7 @@ class Replay(Ring):
 
     def insert(self, batch: ExperienceBatch, errors: np.ndarray | None = None) -> None:
         """Store a batch's segments, in place of the oldest rows. errors: [N], for the priorities; by default all 1."""
-        laid_out = SegmentRows.of(batch)
+        laid_out = ObservationRows.from_batch(batch)
         priorities = np.ones(batch.num_steps) if errors is None else self.compute_priorities(errors)
         columns = {
             "observations": batch.observations,

@@ -33,7 +33,7 @@ from shoal.extend.rl import (
 from shoal.libs.off_policy.configs import SACConfig
 from shoal.libs.off_policy.gaussian_actor import GaussianActor, TwinCritic
 from shoal.libs.off_policy.q_learning import ReplayAlgorithm, make_ring_options
-from shoal.libs.off_policy.replay import Replay, ReplaySample, SegmentRows, sum_returns
+from shoal.libs.off_policy.replay import ObservationRows, Replay, ReplaySample, sum_returns
 from shoal.wire import ExperienceSpec
 
 
@@ -120,7 +120,7 @@ class SAC(ReplayAlgorithm):
     @torch.no_grad()
     def is_usable(self, segment: ExperienceBatch) -> bool:
         segment = self.normalizer.normalize(segment)
-        rows = SegmentRows.of(segment)
+        rows = ObservationRows.from_batch(segment)
         step_rows = np.flatnonzero(rows.is_step)
         returns, discounts, following = sum_returns(rows, step_rows, 1, self._config.discount)
         observations = to_observations(segment.observations, self.device)

@@ -143,7 +143,7 @@ class SweepSpec(Spec):
         assert self.loop is not None
         return self.loop.update(nest(parameters))
 
-    def require_values(self, parameters: Mapping[str, object]) -> None:
+    def validate_values(self, parameters: Mapping[str, object]) -> None:
         """Raises ConfigError for a value that does not fit, or a field that no trial has."""
         if self.loop is None:
             self.make_trial_spec(parameters)
@@ -242,7 +242,7 @@ def _require_fields(spec: SweepSpec, space: SearchSpace) -> None:
         else:
             values = [distribution.from_unit(0.0), distribution.from_unit(1.0)]
         for value in values:
-            spec.require_values({path: value})
+            spec.validate_values({path: value})
 
 
 def _require_search(spec: SweepSpec, space: SearchSpace) -> None:

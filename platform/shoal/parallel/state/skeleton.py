@@ -207,7 +207,7 @@ def _make_arbitrary(like: Sequence[Tensor], device: torch.device) -> Iterator[Te
         yield found if each.ndim > 1 or not each.is_floating_point() else found.abs() / SCALE + 0.5
 
 
-def make_constant(like: Tensor, value: float) -> Tensor:
+def expand_constant(like: Tensor, value: float) -> Tensor:
     """A tensor of that shape in the memory of one number, which has gradients if it may."""
     filling = torch.full((), value if like.is_floating_point() else 0, dtype=like.dtype)
     return filling.expand(like.shape).requires_grad_(like.requires_grad)

@@ -202,13 +202,13 @@ class RunProgress:
             },
         }
 
-    def to_json(self) -> str:
+    def dump_state(self) -> str:
         """The state for the next incarnation."""
         returns, lengths = list(self.returns), list(self.lengths)
         return json.dumps([self.steps, self.episodes, self.elapsed_s, returns, lengths])
 
     def restore(self, text: str) -> None:
-        """Continue from `to_json` of an earlier incarnation."""
+        """Continue from `dump_state` of an earlier incarnation."""
         self.steps, self.episodes, self.elapsed_before_s, returns, lengths = json.loads(text)
         self.returns.extend(returns)
         self.lengths.extend(lengths)

@@ -142,7 +142,7 @@ class Gateway:
             thread.join(timeout=10)
         self.queue.on_space_freed = lambda: None
         self._inference.close()
-        self.queue.ledger.set_fact("progress", self._progress.to_json())
+        self.queue.ledger.set_fact("progress", self._progress.dump_state())
         try:
             self.queue.close()
         finally:
@@ -222,7 +222,7 @@ class Gateway:
     def _sweep(self) -> None:
         """Look, once a heartbeat, for what time has changed: quarantines, silent actors, abandoned episodes."""
         ledger, progress = self.queue.ledger, self._progress
-        ledger.set_fact("progress", progress.to_json())
+        ledger.set_fact("progress", progress.dump_state())
         ledger.load_quarantine()
         progress.record_quarantine(ledger.quarantined)
         self._admission.record_unlearnable()

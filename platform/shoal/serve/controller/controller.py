@@ -165,7 +165,7 @@ class EndpointController:
             # Its caller removes it too, but may have called a controller that died meanwhile.
             if model.is_added and model.rollout.phase is Phase.VACANT and model.rollout.refused:
                 self.remove_model(name, model.rollout.by, f"it could not be loaded: {model.rollout.reason}")
-        self.live.tick()
+        self.live.record_rejections()
         self.assignments.tick()
         self._advance_all()
         self.store.notify()  # for what time alone makes possible

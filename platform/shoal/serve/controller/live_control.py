@@ -59,7 +59,7 @@ class LiveControl:
                         self._reject(name, model, rejected)
                         self._store.commit()
 
-    def tick(self) -> None:
+    def record_rejections(self) -> None:
         """Record the versions rejected since the last entry."""
         for name, model in self._models.items():
             if model.unrecorded and time.time() - model.recorded_at >= RECORD_S:

@@ -165,7 +165,7 @@ class FakeTask:
                 block = model.get_submodule(".".join(filter(None, (self.blocks.path, self.blocks.names[0]))))
                 block.register_forward_hook(lambda _, args, output: handed.append(bytes_of(tensors_of(output))))
             left, every = (sum(each.numel() for each in network.parameters()) for network in (model, self.model))
-            with keep_block_shares(left / every), self._reuse_tensor_plan():
+            with scale_share_thresholds(left / every), self._reuse_tensor_plan():
                 step = self._profile(model, make_eager_spec(parallel), degrees, world, batch, play)
         return replace(step, handed_bytes=float(handed[-1] if handed else 0.0))
 
@@ -300,7 +300,7 @@ def find_repeated_blocks(model: nn.Module) -> RepeatedBlocks | None:
 
 
 @contextmanager
-def keep_block_shares(share: float) -> Iterator[None]:
+def scale_share_thresholds(share: float) -> Iterator[None]:
     """Let a shortened model be divided as the deep one is.
 
     share: the part of its parameters that the model still has
