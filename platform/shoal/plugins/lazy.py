@@ -49,14 +49,8 @@ def load_on_demand(module: str, group: str = "") -> Callable[[str], Any]:
         if not home:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         package = importlib.import_module(home)
-        if hasattr(package, name):
-            return getattr(package, name)
-        try:
-            return importlib.import_module(f"{home}.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"{home}.{name}":
-                raise
-            raise AttributeError(f"module {module!r} has no attribute {name!r}: {home} has none") from error
+        is_submodule = hasattr(package, "__path__") and not hasattr(package, name)
+        return importlib.import_module(f"{home}.{name}") if is_submodule else getattr(package, name)
 
     vars(sys.modules[module])["__dir__"] = list_names
     return load
