@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 import shoal
 import shoal.extend.cli
+import shoal.plugins.lazy
 import shoal.runs.report
 from shoal.actor.environment import make_environment
 from shoal.cli import cli, find_commands
@@ -149,6 +150,9 @@ def test_without_libraries_a_run_ends_well_and_what_they_do_is_refused_by_name(
     assert "tensorboard" not in CliRunner().invoke(cli, ["runs", "one"]).output
     with pytest.raises(RunError, match="no library writes the report of run one here"):
         shoal.runs.write_report(shoal.runs.load("one"))
+    monkeypatch.setattr(shoal.plugins.lazy, "collect_extensions", lambda group: {})
+    with pytest.raises(ImportError, match=r"cannot import name 'ImageFolder' from 'shoal.extend.data'"):
+        exec("from shoal.extend.data import ImageFolder")
     file = tmp_path / "model.onnx"
     file.touch()
     refused = CliRunner().invoke(cli, ["models", "add", str(file)]).exception

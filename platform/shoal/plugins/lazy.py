@@ -49,7 +49,8 @@ def load_on_demand(module: str, group: str = "") -> Callable[[str], Any]:
         if not home:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         package = importlib.import_module(home)
-        return getattr(package, name) if hasattr(package, name) else importlib.import_module(f"{home}.{name}")
+        is_submodule = hasattr(package, "__path__") and not hasattr(package, name)
+        return importlib.import_module(f"{home}.{name}") if is_submodule else getattr(package, name)
 
     vars(sys.modules[module])["__dir__"] = list_names
     return load

@@ -142,5 +142,5 @@ def test_workers_grpc_and_traces_need_a_library(monkeypatch: pytest.MonkeyPatch)
         spec(num_workers=2)
     with pytest.raises(ConfigError, match=r"grpc_port = 0: no library speaks gRPC here: leave it out"):
         spec(grpc_port=0)
-    with pytest.raises(ConfigError, match=r"trace = 'file:x': no library records traces here"):
+    with pytest.raises(ConfigError, match=r"^trace = 'file:x': no library records traces here"):
         spec(trace="file:x")

@@ -19,11 +19,7 @@ from typing import TYPE_CHECKING
 
 from shoal.errors import ConfigError, RunError
 from shoal.home import home
-from shoal.runs.record.database import (
-    connect,
-    transaction,
-    translate_read_errors,
-)
+from shoal.runs.record.database import connect, transaction, translate_read_errors
 from shoal.runs.record.provenance import command_line, git_revision
 from shoal.runs.record.recorder import INSERT_EVENT, RunRecorder, make_run_folder
 from shoal.runs.record.serialization import escape_text, validate_text

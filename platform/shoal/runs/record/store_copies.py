@@ -23,12 +23,7 @@ from msgspec import structs
 
 from shoal.atomic_file import make_folder, replace_synced
 from shoal.errors import RunError, ShoalError, StoreError
-from shoal.runs.record.database import (
-    SCHEMA_VERSION,
-    TABLES,
-    connect,
-    transaction,
-)
+from shoal.runs.record.database import SCHEMA_VERSION, TABLES, connect, transaction
 from shoal.runs.record.store_head import (
     HEADS,
     RunHead,

@@ -212,7 +212,7 @@ class EndpointSpec(Reach):
     @classmethod
     def _destination(cls, trace: str) -> str:
         if trace and TraceDestination.parse(trace).kind not in collect_extensions(TRACERS):
-            raise ValueError(f"trace = {trace!r}: no library records traces here: leave it out, or install one")
+            raise ValueError("no library records traces here: leave it out, or install one")
         return trace
 
     @model_validator(mode="after")
