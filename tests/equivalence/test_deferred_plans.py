@@ -182,7 +182,7 @@ def _compare(world: World, cases: dict[str, Case]) -> list[tuple[str, bool, bool
     ("size", "cases"),
     [
         (2, OF_TWO),
-        (4, OF_FOUR),
+        pytest.param(4, OF_FOUR, marks=pytest.mark.soak),
         pytest.param(2, MORE_OF_TWO, marks=pytest.mark.soak),
         pytest.param(8, OF_EIGHT, marks=pytest.mark.soak),
     ],

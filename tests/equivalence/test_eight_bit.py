@@ -83,7 +83,7 @@ def _list_codes(state: dict[str, Any]) -> list[tuple[int, int]]:
     return [(each.codes.data_ptr(), each.codes.numel()) for each in local if hasattr(each, "codes")]
 
 
-@pytest.mark.parametrize("is_copied", [True, False])
+@pytest.mark.parametrize("is_copied", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_shards_learn_as_one_process_and_others_go_on_from_their_checkpoint(tmp_path: Path, is_copied: bool) -> None:
     for expected, (losses, _, sharded), (copied, others, _), (alone, weights, whole) in run_ranks(
         _compare, 2, tmp_path, is_copied

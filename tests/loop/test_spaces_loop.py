@@ -98,12 +98,12 @@ OWN = ["model={}:Net", "learner.batch_steps=128", "algorithm.learning_rate=0.003
 CASES = {
     "numbers by sac": (AimGame, 6.0, LEARNERS["sac"]),
     "choices by ppo": (PairGame, 6.5, LEARNERS["ppo"]),
-    "frames by impala": (PictureGame, 6.0, FRAMES),
     "frames by a network of the user's": (PictureGame, 6.0, OWN),
 }
 FURTHER_CASES = {
     "numbers by impala": (AimGame, 6.0, LEARNERS["impala"]),
     "numbers by ppo": (AimGame, 6.0, LEARNERS["ppo"]),
+    "frames by impala": (PictureGame, 6.0, FRAMES),
     "frames by ppo": (PictureGame, 7.0, ["algorithm=ppo", *FRAMES, "algorithm.learning_rate=0.003"]),
     "frames by dqn": (PictureGame, 7.0, LEARNERS["dqn"]),
 }

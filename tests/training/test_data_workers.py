@@ -90,6 +90,7 @@ def test_a_worker_that_raises_or_dies_is_named_with_its_samples() -> None:
         assert loader.get_worker_pids() != [survivor]
 
 
+@pytest.mark.soak
 def test_a_batch_that_cannot_travel_is_named_and_so_is_how_a_worker_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.data.workers.pool._EXIT_TIMEOUT_S", 120.0)  # however busy the machine is
     with Loader(Leaving(8), batch_size=2, shuffle=False, spec=ONE) as loader:

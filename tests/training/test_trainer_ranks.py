@@ -231,6 +231,7 @@ def die_on_the_way(world: World, folder: Path, plan: str, place: str) -> Any:
     return train(world, folder, spec_of(plan, stop={"steps": 2}), {})
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("plan", "place"),
     [

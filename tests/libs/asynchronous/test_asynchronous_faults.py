@@ -272,6 +272,7 @@ def test_a_worker_that_is_told_to_end_leaves_between_two_steps(tmp_path: Path) -
             (2, 2),
             1e-5,
             id="outer momentum",
+            marks=pytest.mark.soak,
         ),
     ],
 )

@@ -212,6 +212,7 @@ def test_a_converted_model_answers_at_an_endpoint_as_its_parent(step: str, share
     assert "parent, largest@1" in str(run("largest@small").exception)
 
 
+@pytest.mark.soak
 def test_a_teacher_and_a_student_may_have_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = register(exact_network())
     monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 1 << 10)
@@ -237,6 +238,7 @@ def test_a_model_that_a_step_ruins_is_not_chosen() -> None:
     assert len(Registry().list("largest")) == 1
 
 
+@pytest.mark.soak
 def test_a_student_of_another_class_is_registered_with_its_text(tmp_path: Path) -> None:
     register(exact_network())
     asked = ["largest", "--data", REFERENCE, "--student", "largest.py:Student,hidden=48", "--try", "none"]

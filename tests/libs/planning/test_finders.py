@@ -240,6 +240,7 @@ def test_an_allocation_that_fails_ends_the_doubling_and_the_samples_do_too(task:
         find_batch_size(_spec(task, "Wide", args={"most": 0}))
 
 
+@pytest.mark.soak
 def test_an_iterable_ends_the_search_where_its_samples_end(task: str) -> None:
     found = find_batch_size(_spec(task, "Flow"))
     assert (found.largest in (49, 50), found.is_limited) == (True, False)

@@ -270,6 +270,7 @@ def estimate_all(planner: Planner, *names: str) -> dict[str, PlanEstimate]:
     return {each.candidate.name: each for each in sort_estimates([planner.estimate(each) for each in candidates])}
 
 
+@pytest.mark.soak
 def test_with_little_memory_sharding_and_tensor_rank_above_ddp(file: Path) -> None:
     machine = Machine(hosts=1, devices=2, cores=2)
     names = ("ddp=2", "fsdp=2", "tensor=2")

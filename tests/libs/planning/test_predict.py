@@ -101,6 +101,7 @@ def test_plans_spread_what_one_process_takes(plan: str, sent: float, held: float
     assert (found.cuts == ("3",)) == (plan == "pipeline") == (0 < found["bubble"] < 1)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", pytest.param("zbv", marks=pytest.mark.soak)])
 def test_stages_that_wait_for_each_other_both_ways_are_played(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Blocks, "pipeline_cuts", lambda self: ["1", "3", "5"])
@@ -173,6 +174,7 @@ def test_a_message_takes_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measure_latency_s() > 0.03
 
 
+@pytest.mark.soak
 def test_messages_that_take_long_lengthen_the_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.libs.planning.predict.predict.measure_latency_s", lambda: 60.0)
     found = table("parallel=pipeline", "workers=2")
@@ -180,6 +182,7 @@ def test_messages_that_take_long_lengthen_the_bubble(monkeypatch: pytest.MonkeyP
     assert found["step_s"] == pytest.approx(4 * 60.0, rel=0.01)  # there and back, twice: two are under way at a time
 
 
+@pytest.mark.soak
 def test_what_a_rank_does_with_messages_lengthens_the_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four micro-batches: the last rank takes in as many tensors and sends as many gradients, one after the other."""
     handled = []
