@@ -19,7 +19,7 @@ from benchmarks.serving.servers import OURS, START_TIMEOUT_S, Server
 from benchmarks.serving.small import CONNECTIONS, METRICS, measure
 from benchmarks.step_before import checkout
 
-BEFORE = "e3cf4d1b"
+BEFORE = "609ce98a"
 BAR = 0.97
 
 
