@@ -51,21 +51,18 @@ class FlatGradients:
 
         A parameter that no rank has used keeps None. Without `may_skip` every rank must have all of them.
         """
-        used = self._count_uses() if may_skip else None
+        counts: list[int] = []
+        if may_skip:
+            used = torch.ones(len(self._views), dtype=torch.int32, device=self._flat[0].device)
+            for index, (parameter, view) in enumerate(self._views):
+                if parameter.grad is None:
+                    view.zero_()
+                    used[index] = 0
+            counts = self._all_reduce.sum(used).tolist()
         for flat in self._flat:
             self._all_reduce.sum(flat, 1.0 / self._all_reduce.size)
-        if used is not None:
-            for (parameter, view), count in zip(self._views, used, strict=True):
-                parameter.grad = view if count else None
-
-    def _count_uses(self) -> list[int]:
-        """How many ranks have a gradient of each parameter; a rank without one has zeros. Collective."""
-        used = torch.ones(len(self._views), dtype=torch.int32, device=self._flat[0].device)
-        for index, (parameter, view) in enumerate(self._views):
-            if parameter.grad is None:
-                view.zero_()
-                used[index] = 0
-        return list(self._all_reduce.sum(used).tolist())
+        for (parameter, view), count in zip(self._views, counts, strict=False):
+            parameter.grad = view if count else None
 
 
 def _move_gradient(destination: Tensor, parameter: Tensor) -> None:
