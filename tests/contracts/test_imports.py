@@ -262,8 +262,8 @@ COMPUTES_NOTHING = (
         "shoal.serve.on_ray.deployment",
     ],
 )
-# Words are checked before what only a run needs is loaded: whoever mistypes one waits for this, and so does every run
-# that starts its own cluster.
+# Words are checked before what only a run needs is loaded: a user who mistypes one waits for this, and so does every
+# run that starts its own cluster.
 PROGRAMS = (
     ["torch", "ray.serve"],
     ["jobs/actor_learner.py", "serve_apps/live_policy.py", "serve_apps/registered_model.py"],

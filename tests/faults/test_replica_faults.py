@@ -197,7 +197,7 @@ def test_what_a_killed_replica_had_in_hand_is_asked_of_the_other(slow: Held) -> 
     """As long as no byte of the answer was there. What is too large to be kept by HAProxy is a 503, to come again."""
     before = slow.pids()
     assert len(before) == 2
-    # HAProxy hears of a new replica after Serve does.
+    # HAProxy learns of a new replica after Serve does.
     wait_for(lambda: slow.answers() and all(slow.counts("answered")), STATE_TIMEOUT_S, "answer of each replica")
     with ThreadPoolExecutor(NUM_SMALL + NUM_LARGE) as pool, slow.blocked(slow.hold):
         small = [pool.submit(slow.ask, HANG) for _ in range(NUM_SMALL)]

@@ -46,8 +46,8 @@ def find_extension(name: str, group: str, own: Mapping[str, str]) -> Any:
 
 
 def load_sound_extensions(group: str) -> dict[str, Any]:
-    """What each word of a group names. One that cannot be loaded is left out, with a warning: whoever asks for all of
-    them needs none of another package."""
+    """Load what each word of a group names; leave out, with a warning, a word that cannot be loaded: a caller that
+    asks for all needs none of another package."""
     loaded = {}
     for name, reference in collect_extensions(group).items():
         try:

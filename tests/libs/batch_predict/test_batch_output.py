@@ -66,7 +66,7 @@ def test_parts_have_their_names_when_all_are_there(bucket: Store) -> None:
     assert isinstance(output, BucketOutput)
     parts = write_parts(output)
     assert {key.split("/")[1][:10] for key in keys(bucket)} == {"_incoming-"}
-    output.require_new()  # a prediction that goes on, or was killed, shows no part
+    output.require_new()  # a running or killed prediction shows no part
     output.publish(parts)
     names = ["part-000000.parquet", "part-000001.parquet"]
     assert keys(bucket) == [f"out/{name}" for name in ("_SUCCESS", "_manifest.json", *names)]

@@ -52,8 +52,8 @@ exec {program} "$@"
 def limit_replica_ports(ports: range) -> dict[str, str]:
     """Variables that give replicas these ports, half of them for HTTP; empty: Serve's own, from 30000 and from 40000.
 
-    Clusters that share a host need different ones: HAProxy would take another cluster's replica for its own, on a port
-    that one of its own has left.
+    Clusters that share a host need different ones: HAProxy would take another cluster's replica for one of this
+    cluster, on a port that such a replica has left.
     """
     http, grpc = ports[: len(ports) // 2], ports[len(ports) // 2 :]
     limits = {"MIN_HTTP": http.start, "MAX_HTTP": http.stop, "MIN_GRPC": grpc.start, "MAX_GRPC": grpc.stop}

@@ -17,8 +17,8 @@ GRACE_S = 300.0  # for a tracker's server that does not answer: a person waits, 
 def track(run: str, tracker: str) -> None:
     """Send a RUN (the newest when left out) to a tracker: all of it, or what the tracker lacks.
 
-    For a run that had no `track`, or whose tracker did not answer. The tracker's own environment variables name its
-    server. A run that goes on is followed until it ends.
+    For a run that had no `track`, or a tracker that did not answer. The tracker's own environment variables name its
+    server. This follows a running run until it ends.
 
     \b
     Examples:
