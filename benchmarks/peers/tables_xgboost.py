@@ -2,8 +2,8 @@
 
     PEER_PYTHON benchmarks/peers/tables_xgboost.py FOLDER SEEDS [TABLE...]
 
-Writes FOLDER/TABLE/SEED/train.csv and test.csv, and prints a line of JSON for each: the score on the test rows, accuracy
-or R², and the seconds of the fit. Words are XGBoost's categories, dates its seconds, gaps stay gaps. Called by
+Writes FOLDER/TABLE/SEED/train.csv and test.csv, and prints a line of JSON for each: the score on the test rows,
+accuracy or R², and the seconds of the fit. Words are XGBoost's categories, dates its seconds, gaps stay gaps. Called by
 benchmarks/tables.py, whose docstring pins this environment.
 """
 
@@ -27,7 +27,9 @@ MAX_ROWS, TEST_SHARE = 10_000, 0.2
 
 def late_flights() -> pd.DataFrame:
     table = flights.sample(30_000, random_state=0)
-    table = table.merge(planes[["tailnum", "year", "manufacturer", "seats"]], on="tailnum", how="left", suffixes=("", "_built"))
+    table = table.merge(
+        planes[["tailnum", "year", "manufacturer", "seats"]], on="tailnum", how="left", suffixes=("", "_built")
+    )
     conditions = weather[["origin", "time_hour", "temp", "wind_gust", "precip", "visib"]]
     table = table.merge(conditions, on=["origin", "time_hour"], how="left").dropna(subset=["dep_delay"])
     table["late"] = np.where(table["dep_delay"] > 15, "yes", "no")
@@ -36,11 +38,15 @@ def late_flights() -> pd.DataFrame:
 
 
 def temperatures() -> pd.DataFrame:
-    return weather[["origin", "time_hour", "wind_dir", "wind_speed", "wind_gust", "precip", "pressure", "visib", "temp"]]
+    return weather[
+        ["origin", "time_hour", "wind_dir", "wind_speed", "wind_gust", "precip", "pressure", "visib", "temp"]
+    ]
 
 
 def films() -> pd.DataFrame:
-    table = data("movies")[["year", "length", "budget", "votes", "mpaa", "Action", "Comedy", "Drama", "Short", "rating"]]
+    table = data("movies")[
+        ["year", "length", "budget", "votes", "mpaa", "Action", "Comedy", "Drama", "Short", "rating"]
+    ]
     return table.replace({"mpaa": {"": None}})
 
 
@@ -59,7 +65,7 @@ def home_wins() -> pd.DataFrame:
 
 def sales() -> pd.DataFrame:
     table = plotnine.data.txhousing.copy()
-    table["date"] = pd.to_datetime(dict(year=table["year"], month=table["month"], day=1)).dt.date
+    table["date"] = pd.to_datetime(table[["year", "month"]].assign(day=1)).dt.date
     return table[["city", "date", "listings", "inventory", "sales", "median"]]
 
 
@@ -136,7 +142,10 @@ def main(folder: str, seeds: str, *names: str) -> None:
             for part, file in zip(parts, ("train.csv", "test.csv"), strict=True):
                 part.to_csv(place / file, index=False)
             score, seconds = fit(*parts, target)
-            print(json.dumps({"table": name, "seed": seed, "target": target, "score": score, "seconds": seconds}), flush=True)
+            print(
+                json.dumps({"table": name, "seed": seed, "target": target, "score": score, "seconds": seconds}),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.libs.tabular.dataset import Table, table
     from shoal.libs.tabular.encoders import Encoders
     from shoal.libs.tabular.network import ColumnEmbedding, TableNetwork
-    from shoal.libs.tabular.dataset import Table, table
     from shoal.libs.tabular.task import TableTask
 
 __all__ = ["ColumnEmbedding", "Encoders", "Table", "TableNetwork", "TableTask", "table"]

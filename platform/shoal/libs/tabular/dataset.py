@@ -54,7 +54,7 @@ class Table(Data):
     encoders: fitted to the training rows
     values:   all rows as they are, by column, with the target: training, then validation
     num_training: of these rows
-    notes:    what was left out, and why
+    notes:    rows and columns that were left out, and why
     """
 
     encoders: Encoders
@@ -84,7 +84,7 @@ def table(
     """A table as data: its columns become inputs, by encoders that are fitted to the training rows alone.
 
     data:        a file (CSV, TSV, Parquet), a URL of the store, a DataFrame of pandas, an Arrow table, columns by name
-    target:      the column to predict: a class (words, truths, at most ten full numbers) or a number
+    target:      the column to predict: a class (words, truths, at most ten integers) or a number
     columns:     kinds that are not as inferred, by name: number, word, date, truth, or date:%d.%m.%Y
     leave_out:   columns that are no inputs; constants, ids and texts are left out anyway, unless `columns` has them
     validation:  a share of the rows, each class in proportion, or another table
@@ -108,7 +108,7 @@ def table(
     kinds, notes = _choose_kinds(full, target, columns or {}, leave_out, given)
     values = {name: extract_values(name, full.column(name), kind) for name, kind in kinds.items()}
     if given is None:
-        notes += _drop_unusable(values, kinds, set(columns or {}), target)
+        notes += _drop_unusable(values, kinds, set(columns or {}), target, num_rows)
     answers, is_class = _extract_target(full, target, (columns or {}).get(target), given)
     is_known = answers != np.array(None) if is_class else ~np.isnan(answers)
     if not is_known.all():
@@ -120,24 +120,14 @@ def table(
         order = _order_rows(full, order_by, rows) if order_by else None
         is_training = ~_hold_back(answers[rows], is_class, validation, split, order)
     if not is_training.any() or is_training.all():
-        raise DataError(
-            "validation", str(validation), f"leaves one part of {len(rows)} rows empty", "say another share"
-        )
+        shown = validation if isinstance(validation, str | float) else type(validation).__name__
+        raise DataError("validation", shown, f"leaves one part of {len(rows)} rows empty", "give another share")
     rows = np.concatenate([rows[is_training], rows[~is_training]])
     values = {name: each[rows] for name, each in values.items()} | {target: answers[rows]}
     num_training = int(is_training.sum())
     if given is None:
-        training = {name: each[:num_training] for name, each in values.items()}
-        given = _fit(num_rows, target, is_class, kinds, values, training, unknown)
-        if transformer is not None:
-            from shoal.libs.tabular.transformer import fit_transformer
-
-            text, width, version = fit_transformer(
-                transformer, given.kinds, training, given.target.encode(training[target])
-            )
-            given = given.model_copy(
-                update={"transformer": text, "transformer_width": width, "sklearn": version, "differences": []}
-            )
+        given = _fit(num_rows, target, is_class, kinds, values, num_training, unknown, transformer)
+        given = given.model_copy(update={"left_out": notes})
     return _encode(given, values, num_training, tuple(notes))
 
 
@@ -235,12 +225,14 @@ def _hold_back(answers: Values, is_class: bool, share: float, seed: int, order: 
     return chosen
 
 
-def _drop_unusable(values: dict[str, Values], kinds: dict[str, str], explicit: set[str], target: str) -> list[str]:
+def _drop_unusable(
+    values: dict[str, Values], kinds: dict[str, str], explicit: set[str], target: str, num_rows: int
+) -> list[str]:
     """Remove the columns that teach nothing, unless their kinds are explicit; the notes about them."""
     notes = []
     for name, kind in list(kinds.items()):
         word = kind.partition(":")[0]
-        if name not in explicit and (reason := find_unusable(name, values[name], word)):
+        if name not in explicit and (reason := find_unusable(name, values[name][:num_rows], word)):
             notes.append(f"left out {name!r}: it {reason}; columns.{name}={word} takes it in")
             del values[name], kinds[name]
     if not values:
@@ -254,22 +246,37 @@ def _fit(
     is_class: bool,
     kinds: Mapping[str, str],
     values: Mapping[str, Values],
-    training: Mapping[str, Values],
+    num_training: int,
     unknown: str,
+    transformer: Any,
 ) -> Encoders:
     """values: of all rows, so that a class that validation rows alone have is known, too"""
+    training = {name: each[:num_training] for name, each in values.items()}
     if unknown not in ("error", "other"):
         raise ConfigError("unknown", unknown, "is neither error nor other", "say what an unknown word is")
     columns = [
         ColumnEncoder.fit(name, kind.partition(":")[0], training[name], admits_unknown=unknown == "other")
         for name, kind in kinds.items()
     ]
+    goal = _fit_target(target, is_class, values[target], num_training)
+    encoders = Encoders.fit(num_rows, goal, columns, training)
+    if transformer is None:
+        return encoders
+    from shoal.libs.tabular.transformer import fit_transformer
+
+    text, width, version = fit_transformer(transformer, encoders.kinds, training, goal.encode(training[target]))
+    return encoders.model_copy(
+        update={"transformer": text, "transformer_width": width, "sklearn": version, "differences": []}
+    )
+
+
+def _fit_target(name: str, is_class: bool, answers: Values, num_training: int) -> Target:
     if is_class:
-        classes = sorted(set(values[target].tolist()))
+        classes = sorted(set(answers.tolist()))
         if len(classes) < 2:
-            raise DataError("target", target, f"has the one class {classes[0]!r}", "give rows of another, too")
-        return Encoders.fit(num_rows, Target(name=target, classes=classes), columns, training)
-    mean, std = float(training[target].mean()), float(training[target].std())
+            raise DataError("target", name, f"has the one class {classes[0]!r}", "give rows of another, too")
+        return Target(name=name, classes=classes)
+    mean, std = float(answers[:num_training].mean()), float(answers[:num_training].std())
     if std == 0:
-        raise DataError("target", target, f"is {mean:g} in every training row", "predict what varies")
-    return Encoders.fit(num_rows, Target(name=target, mean=mean, std=std), columns, training)
+        raise DataError("target", name, f"is {mean:g} in every training row", "predict what varies")
+    return Target(name=name, mean=mean, std=std)

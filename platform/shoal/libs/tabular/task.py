@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from shoal.errors import ConfigError
 from shoal.extend.registry import Signature
 from shoal.extend.train import Callback, Task
+from shoal.libs.tabular.dataset import Table, table
 from shoal.libs.tabular.encoders import Encoders
 from shoal.libs.tabular.network import TableNetwork
-from shoal.libs.tabular.dataset import Table, table
 from shoal.libs.tabular.trees import TreesPeer
 
 _log = logging.getLogger(__name__)
