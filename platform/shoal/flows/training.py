@@ -126,6 +126,7 @@ def _require_importable(spec: TrainSpec) -> None:
 def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registers: bool) -> tuple[str, TrainResult]:
     """The run's id and result; its report is written unless it was interrupted."""
     _require_importable(spec)
+    spec = checked.complete(spec)
     with shoal.runs.recording(
         spec.to_record(),
         job,

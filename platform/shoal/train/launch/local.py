@@ -97,6 +97,7 @@ def fit_locally(
     if renews:
         unload_if_changed(spec.task)
     checked = validate_run(spec)
+    spec = checked.complete(spec)
     with ExitStack() as closing:
         world = World.from_environment(spec.device, spec.parallel.backend)
         closing.callback(world.close)

@@ -7,6 +7,7 @@ step.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pickle
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,7 @@ class ValidatedRun:
     signature:   of the network, for the registry
     fingerprint: of the data, by part, after the name of its class
     measured:    the names of an evaluation's metrics; () without validation data
+    fitted:      the Task's arguments that follow from the data
     """
 
     factory: ModelFactory
@@ -57,6 +59,11 @@ class ValidatedRun:
     num_parameters: int
     steps_per_epoch: int | None
     metric_names: tuple[str, ...]
+    fitted: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def complete(self, spec: TrainSpec) -> TrainSpec:
+        """The spec with the arguments that follow from the data."""
+        return spec.update({"args": {**spec.args, **self.fitted}}) if self.fitted else spec
 
 
 class ModelFacts(NamedTuple):
@@ -115,8 +122,9 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     _require_reachable_end(spec, data)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
     known = {name: f"{type(data).__name__} {fingerprint(data)}" for name, data in parts.items() if data is not None}
-    evaluated = tuple(measured) if data.validation is not None else ()
-    return ValidatedRun(make_factory(spec), signature, known, num_parameters, steps_per_epoch, evaluated)
+    evaluated, fitted = tuple(measured) if data.validation is not None else (), dict(task.fit_args())
+    factory = make_factory(spec.update({"args": {**spec.args, **fitted}}) if fitted else spec)
+    return ValidatedRun(factory, signature, known, num_parameters, steps_per_epoch, evaluated, fitted)
 
 
 def _check_model(spec: TrainSpec, task: Task, batch: Any) -> ModelFacts:
