@@ -154,15 +154,15 @@ def _convert_all(field: str, name: str, values: Iterable[Any]) -> np.ndarray:
     """Values one by one, each of any type."""
     result = []
     for row, value in enumerate(values):
-        number = _to_number(value)
+        number = to_number(value)
         if number is None:
             raise DataError(field, name, f"row {row} has {value!r}, which is no number", REMEDY)
         result.append(number)
     return np.array(result, np.float64)
 
 
-def _to_number(value: Any) -> float | None:
-    """None for what has no number."""
+def to_number(value: Any) -> float | None:
+    """A value that may be missing (NaN), a date or a duration, as a number; None for what has none."""
     if value is None or value is getattr(sys.modules.get("pandas"), "NA", None):
         return np.nan
     if value is getattr(sys.modules.get("pandas"), "NaT", None):

@@ -53,7 +53,7 @@ def parse_arguments(arguments: Sequence[str], inputs: Sequence[TensorDescription
 
 def add_rows(inputs: Sequence[TensorDescription]) -> list[TensorMetadata]:
     """The inputs of a model without a batch, with a dimension of rows ahead, each of which is a request."""
-    return [TensorMetadata(spec.name, spec.datatype, [-1, *spec.shape], spec.columns) for spec in inputs]
+    return [TensorMetadata(spec.name, spec.datatype, [-1, *spec.shape], spec.columns, spec.kind) for spec in inputs]
 
 
 def from_json(path: str, inputs: Sequence[TensorDescription], *, has_rows: bool = True) -> dict[str, ArrayLike]:
