@@ -53,6 +53,15 @@ def to_floats(field: str, values: Any, columns: Sequence[str] | None = None) -> 
     return np.stack(result, 1) if result else np.zeros((len(values), 0))
 
 
+def list_rows(values: Any) -> list[Any]:
+    """A frame as its rows, each a dict by column, with None for missing values; all else as a list."""
+    if _is_arrow(values):
+        return list(values.to_pylist())
+    if _is_of("pandas", values, "DataFrame"):
+        return list(values.astype(object).where(values.notna(), None).to_dict("records"))
+    return list(values)
+
+
 def select_columns(values: Any, columns: Sequence[str]) -> np.ndarray:
     """The columns of a frame, as NumPy has their values: [rows, columns]."""
     if _is_arrow(values):

@@ -55,7 +55,12 @@ def decode_rows(inputs: Sequence[TensorDescription], rows: Sequence[Row]) -> dic
             raise DataError("row", row, "is no object", f"write one with the fields {', '.join(fields)}")
         if row.keys() != fields.keys():
             raise _find_odd_field(row, fields, _name_row(number, rows))
-    return {spec.name: _decode_input(spec, rows) for spec in inputs}
+    return {
+        spec.name: decode_column(spec.name, spec.kind, [row[spec.name] for row in rows])
+        if spec.kind
+        else _decode_plain(spec, rows)
+        for spec in inputs
+    }
 
 
 def encode_rows(outputs: Sequence[TensorDescription], arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
@@ -90,25 +95,26 @@ def _shorten(value: Any) -> Any:
     return value[:MAX_SHOWN_LENGTH] if isinstance(value, str) else value
 
 
-def _name_row(number: int, rows: Sequence[Row]) -> str:
+def _name_row(number: int, rows: Sequence[Any]) -> str:
     return f"row {number} " if len(rows) > 1 else ""
 
 
-def _decode_input(spec: TensorDescription, rows: Sequence[Row]) -> np.ndarray:
-    if not spec.kind:
-        return _decode_plain(spec, rows)
-    values = [row[spec.name] for row in rows]
-    if spec.kind == "number" and _PLAIN_NUMBERS.issuperset(map(type, values)):
+def decode_column(name: str, kind: str, values: Sequence[Any], first_row: int = 0) -> np.ndarray:
+    """Decode the values of a column [rows]; None is a gap. `first_row`: its number, for an error that counts rows.
+
+    Raises DataError that names the column.
+    """
+    if kind == "number" and _PLAIN_NUMBERS.issuperset(map(type, values)):
         try:
             return np.array(values, np.float64)  # None becomes NaN
         except OverflowError:  # an integer that no float64 holds
             pass
-    read, result = _READERS[spec.kind], np.empty(len(rows), object if spec.kind == "word" else np.float64)
+    read, result = _READERS[kind], np.empty(len(values), object if kind == "word" else np.float64)
     for number, value in enumerate(values):
         found = read(value)
         if found is None:
-            problem = f"{_name_row(number, rows)}is no {spec.kind}"
-            raise DataError(spec.name, _shorten(value), problem, _EXPECTED[spec.kind])
+            problem = f"{_name_row(number + first_row, values)}is no {kind}"
+            raise DataError(name, _shorten(value), problem, _EXPECTED[kind])
         result[number] = found
     return result
 
