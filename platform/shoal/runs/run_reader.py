@@ -337,10 +337,10 @@ class Run:
 
     def models(self) -> DataFrame:
         """The models that the run registered: columns name, version, time, aliases (a list, as the run left them)."""
-        models = [(name, version, at - self.created_at, aliases) for name, version, at, aliases in self._list_models()]
+        models = [(name, version, at - self.created_at, aliases) for name, version, at, aliases in self.list_models()]
         return _to_frame(models, ["name", "version", "time", "aliases"])
 
-    def _list_models(self) -> list[tuple[str, int, float, list[str]]]:
+    def list_models(self) -> list[tuple[str, int, float, list[str]]]:
         """The registered versions, oldest first. An alias names the last one that it was moved to."""
         rows = self._query("SELECT name, version, time, aliases FROM models WHERE run = :run ORDER BY time")
         last = {(row["name"], alias): row["version"] for row in rows for alias in json.loads(row["aliases"])}
@@ -379,7 +379,7 @@ class Run:
             "endpoints": [asdict(endpoint) for endpoint in self.endpoints()],
             "models": [
                 {"name": name, "version": version, "aliases": aliases}
-                for name, version, _, aliases in self._list_models()
+                for name, version, _, aliases in self.list_models()
             ],
         }
 

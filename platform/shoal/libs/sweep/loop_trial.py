@@ -22,6 +22,7 @@ from shoal.extend.flows import (
     ActorLearnerMetrics,
     HistorySampler,
     LocalRun,
+    describe_experience,
     describe_policy_model,
     inspect_environment,
 )
@@ -151,5 +152,6 @@ def register_trial(spec: LoopTrialSpec, run_id: str, recorder: RunRecorder, line
         metrics={"mean_return_100": ended[MEAN_RETURN], "steps": float(ended["steps"])},
         aliases=spec.aliases,
         lineage=lineage,
+        files=describe_experience(experience),
     )
     recorder.record_model(version.name, version.version, version.aliases)

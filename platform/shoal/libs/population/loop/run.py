@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from shoal.extend.cluster import job_main
-from shoal.extend.flows import describe_policy_model, inspect_environment
+from shoal.extend.flows import describe_experience, describe_policy_model, inspect_environment
 from shoal.extend.runs import RunRecorder
 from shoal.extend.train import RecordLog
 from shoal.libs.population.evolution import ShrinkAndPerturb, build_evolution
@@ -162,6 +162,7 @@ class RLPopulation(PopulationRun[RLPopulationSpec]):
                 signature=signature,
                 metrics=metrics,
                 lineage=self.trace_best(),
+                files=describe_experience(self._experience),
             )
         detail = self.record_end("learners", metrics)
         print_line(f"run {recorder.id}: {detail}; {spec.metric} {best['score']:.4g}")
