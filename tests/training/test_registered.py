@@ -277,3 +277,15 @@ def test_an_error_in_a_registered_source_shows_its_lines() -> None:
 )
 def test_the_name_of_a_model(spec: dict[str, Any], name: str) -> None:
     assert make_model_name(TrainSpec.parse(spec)) == name
+
+
+def test_a_run_that_is_worse_than_the_champion_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = spec_of().override(["optimizer.learning_rate=0.05", "stop.epochs=3"])
+    good = fit_locally(spec, say=print)
+    assert (good.model, good.decision) == ("toy@1", "champion is 1: there was none")
+    bad = fit_locally(spec.override(["optimizer.learning_rate=1e-9"]))
+    loss, better = (f"{each.metrics['loss']:.3g}" for each in (bad, good))
+    assert bad.registration == f"registered toy@2; champion stays 1: loss {better} < {loss}"
+    assert shoal.runs.load(bad.run_id).last_events()["registered"] == {"model": "toy@2", "decision": bad.decision}
+    assert fit_locally(spec.override(["aliases=[champion]"])).decision == ""
+    assert Registry().get("toy@champion").version == 3

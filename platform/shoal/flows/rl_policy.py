@@ -24,7 +24,7 @@ from shoal.errors import ConfigError, InvalidSegment, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.home import home
 from shoal.plugins.moved import translate_reference
-from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry import Criterion, ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.model_code import ModelCode
 from shoal.rl.experience.segment_log import require_store
 from shoal.rl.gateway.remote_inference import require_remote_inference
@@ -306,6 +306,7 @@ def register_policy(
 ) -> ModelVersion:
     """Register these weights as a version of the run's model, under its aliases.
 
+    gateway_stats: its counts, and the `trial_return`, if it had a trial
     action: best or sampled
     pool:   register an equal mixture of these versions instead
     code:   of the user's network; None: as it lies here now
@@ -315,6 +316,9 @@ def register_policy(
     if pool:
         factory, signature, snapshot = mix_policies(factory, signature, pool)
     metrics = {"mean_return_100": float(gateway_stats["mean_return"]), "steps": float(gateway_stats["steps"])}
+    has_trial = "trial_return" in gateway_stats
+    if has_trial:
+        metrics["mean_return"] = float(gateway_stats["trial_return"])
     return Registry().register(
         spec.model_name,
         snapshot,
@@ -323,5 +327,8 @@ def register_policy(
         run_id=run_id,
         metrics=metrics,
         files=describe_experience(experience, is_mixed=bool(pool)),
+        data={"environment": spec.env},
         aliases=spec.aliases,
+        # Against others the return says as much about them: then the newest version is the champion.
+        criterion=Criterion("mean_return", is_higher_better=True) if has_trial and not spec.self_play.is_on else None,
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 WAITING = "waiting"  # the event of a wait for capacity: `reason` is empty at its end
+REGISTERED = "registered"  # the event of a version that a run registered: `model`, and the `decision` on the champion
 NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
 
 # The message of each kind of event that always has one; its fields are those of the details.

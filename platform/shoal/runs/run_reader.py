@@ -291,9 +291,13 @@ class Run:
         details = [(row["time"] - self.created_at, row["kind"], json.loads(row["details"])) for row in rows]
         return _to_frame(details, ["time", "kind", "details"])
 
-    def list_events(self, *kinds: str) -> list[tuple[str, dict[str, Any]]]:
-        """The events of these kinds, in order, as (kind, details); cheap enough to poll several times a second."""
-        rows = self._query("SELECT kind, details FROM events WHERE run = :run ORDER BY number")
+    def list_events(self, *kinds: str, since_resumed: bool = False) -> list[tuple[str, dict[str, Any]]]:
+        """The events of these kinds, in order, as (kind, details); cheap enough to poll several times a second.
+
+        since_resumed: only those since the run was last resumed
+        """
+        since = f" AND number > ifnull({_RESUMED}, 0)" if since_resumed else ""
+        rows = self._query(f"SELECT kind, details FROM events WHERE run = :run{since} ORDER BY number")
         return [(row["kind"], json.loads(row["details"])) for row in rows if row["kind"] in kinds]
 
     def last_events(self, since_resumed: bool = False) -> dict[str, dict[str, Any]]:

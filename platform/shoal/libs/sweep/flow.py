@@ -15,6 +15,7 @@ import shoal.runs
 from shoal.errors import RunError, needs_extra
 from shoal.extend.cluster import expected_run_id, job_main
 from shoal.extend.runs import RunKind, RunRecorder
+from shoal.extend.registry import Criterion
 from shoal.extend.train import fetch_weights, register_model, validate_run
 from shoal.home import home
 from shoal.libs.sweep.spec import CheckedSweep, SweepSpec, check_sweep, sweep_from_overrides
@@ -103,4 +104,5 @@ def _register(spec: SweepSpec, checked: CheckedSweep, recorder: RunRecorder, bes
         run = validate_run(train)
     result = load_result(best.run_id)
     fetch_weights(result, best.run_id)
-    register_model(train, result, run.factory, run.signature, run.fingerprint, recorder, lineage)
+    criterion = Criterion(checked.metric, checked.is_higher)
+    register_model(train, result, run.factory, run.signature, run.fingerprint, recorder, lineage, criterion)

@@ -36,6 +36,7 @@ from shoal.runs.record.serialization import (
     validate_metrics,
     validate_text,
 )
+from shoal.runs.event_messages import REGISTERED
 from shoal.runs.run_kind import RunKind
 from shoal.runs.run_status import TERMINAL, Status, transition
 
@@ -203,8 +204,10 @@ class RunRecorder:
         texts = [validate_text(field, value) for field, value in fields.items()]
         self._write_through(_INSERT_ENDPOINT, (self._number, *texts, time.time()))
 
-    def record_model(self, name: str, version: int, aliases: Sequence[str]) -> None:
-        """Record that this run registered name@version."""
+    def record_model(self, name: str, version: int, aliases: Sequence[str], decision: str = "") -> None:
+        """Record that this run registered name@version. decision: what that made of the champion"""
+        if decision:
+            self.record_event(REGISTERED, model=f"{name}@{version}", decision=decision)
         words = json.dumps([validate_text("aliases", alias) for alias in aliases])
         row = (self._number, validate_text("name", name), validate_integer("version", version), time.time(), words)
         self._write_through(_INSERT_MODEL, row)

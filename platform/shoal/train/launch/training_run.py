@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,8 +108,8 @@ class TrainingRun:
             return result
         if self.predicts and not result.is_interrupted and not self.spec.has_replicas:
             self.log.record_event(PREDICTED, **backend.predict_cost(self.spec))
-        finalize_run(self.spec, result, self.checked, self.recorder, registers=self.registers)
-        return result
+        version = finalize_run(self.spec, result, self.checked, self.recorder, registers=self.registers)
+        return result if version is None else replace(result, model=version.ref, decision=version.decision)
 
     def _attempt_until_over(self, backend: Backend) -> TrainResult:
         lost_in_a_row, reason = 0, ""

@@ -161,6 +161,7 @@ class RLPopulation(PopulationRun[RLPopulationSpec]):
                 model=factory,
                 signature=signature,
                 metrics=metrics,
+                data={"environment": spec.env},
                 lineage=self.trace_best(),
                 files=describe_experience(self._experience),
             )
