@@ -160,6 +160,11 @@ class LocalModel:
 
     @cached_property
     def _opened(self) -> LoadedModel:
+        return self.open()
+
+    def open(self, *, warm_up: bool = False) -> LoadedModel:
+        """Build it and load its weights, as an endpoint does. warm_up: it must answer an example, too. Raises
+        ConfigError, WeightsError."""
         import torch
 
         from shoal.serve.model.predictor import Predictor
@@ -168,7 +173,7 @@ class LocalModel:
 
         manifest = self._version.manifest
         has_batch = all(map(has_batch_first, (*self.signature.inputs, *self.signature.outputs)))
-        options = ModelOptions(device=self._device, warm_up=False, max_batch_size=64 if has_batch else 0)
+        options = ModelOptions(device=self._device, warm_up=warm_up, max_batch_size=64 if has_batch else 0)
         predictor = Predictor(manifest.model, self.signature, options, torch.get_num_threads())
         is_module = manifest.model.format == "module"
         return predictor.load(self._version.weight_file() if is_module else self._version.snapshot())

@@ -16,6 +16,10 @@ _MESSAGES = {
     "upload_failed": "checkpoints are on this run's hosts alone, training goes on: {error}",
     "upload_recovered": "checkpoints are in the store again",
     "built_eagerly": "each rank builds the full model before it is sharded or split: {error}",
+    "unservable": (
+        "{model} is registered, but an endpoint could not load it: {error}; `shoal models show {model} --code` shows"
+        " the code that is stored with it"
+    ),
     "register_failed": "a version could not be registered, learning goes on: {error}",
     NO_CHECKPOINT: "there is no checkpoint: it begins again, at step 0",
     "worker_lost": "worker {index} died ({cause}): another takes its place, the others go on",

@@ -14,8 +14,8 @@ import numpy as np
 import shoal.runs
 from shoal.errors import RunError, needs_extra
 from shoal.extend.cluster import expected_run_id, job_main
-from shoal.extend.runs import RunKind, RunRecorder
 from shoal.extend.registry import Criterion
+from shoal.extend.runs import RunKind, RunRecorder
 from shoal.extend.train import fetch_weights, register_model, validate_run
 from shoal.home import home
 from shoal.libs.sweep.spec import CheckedSweep, SweepSpec, check_sweep, sweep_from_overrides

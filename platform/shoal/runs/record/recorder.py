@@ -24,6 +24,7 @@ import numpy as np
 
 from shoal.atomic_file import create_private, make_folder
 from shoal.errors import Closed, RunError
+from shoal.runs.event_messages import REGISTERED
 from shoal.runs.record import metric_summaries
 from shoal.runs.record.database import BUSY_TIMEOUT_S, transaction, translate_write_errors
 from shoal.runs.record.metric_mirror import LogEntry, MetricMirrors
@@ -36,7 +37,6 @@ from shoal.runs.record.serialization import (
     validate_metrics,
     validate_text,
 )
-from shoal.runs.event_messages import REGISTERED
 from shoal.runs.run_kind import RunKind
 from shoal.runs.run_status import TERMINAL, Status, transition
 

@@ -23,6 +23,7 @@ from shoal.plugins.find import find_extension
 from shoal.runs import RunRecorder
 from shoal.train.launch.finalize import finalize_run
 from shoal.train.launch.validate import ValidatedRun
+from shoal.train.launch.verification import find_problem
 from shoal.train.reporting.event_log import EventLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -109,7 +110,11 @@ class TrainingRun:
         if self.predicts and not result.is_interrupted and not self.spec.has_replicas:
             self.log.record_event(PREDICTED, **backend.predict_cost(self.spec))
         version = finalize_run(self.spec, result, self.checked, self.recorder, registers=self.registers)
-        return result if version is None else replace(result, model=version.ref, decision=version.decision)
+        if version is None:
+            return result
+        if problem := find_problem(version):
+            self.log.record_event("unservable", model=version.ref, error=problem)
+        return replace(result, model=version.ref, decision=version.decision)
 
     def _attempt_until_over(self, backend: Backend) -> TrainResult:
         lost_in_a_row, reason = 0, ""

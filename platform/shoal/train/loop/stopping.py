@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from shoal.errors import ConfigError
 from shoal.runs.formatting import format_duration, format_number
-from shoal.runs.run_reader import is_higher_better
-from shoal.train.spec import Direction, StopSpec
+from shoal.train.spec import StopSpec
 
 Reason = Literal["steps", "epochs", "wall_s", "money", "target", "convergence", "callback", "interrupted"]
 
