@@ -145,6 +145,8 @@ def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registe
             result = run.run(RayBackend(spec, recorder, log))
         if not result.is_interrupted:
             print(f"run {recorder.id}: {result.detail}; {format_metrics(result.metrics)}", flush=True)
+            if result.registration:
+                print(result.registration, flush=True)
     if not result.is_interrupted:
         shoal.runs.write_report_at_end(recorder.id)
     return recorder.id, result

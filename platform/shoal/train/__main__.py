@@ -37,6 +37,8 @@ def main(arguments: list[str]) -> int:
     if rank == "0":
         ended = f"run {outcome.run_id}: {outcome.detail}, {outcome.seconds:.1f} s."
         print(f"{ended} {format_metrics(outcome.metrics)}", flush=True)
+        if outcome.registration:
+            print(outcome.registration, flush=True)
         if outcome.is_interrupted:
             print(f"Go on with: python -m shoal.train resume={outcome.run_id}", flush=True)
     return 130 if outcome.is_interrupted else 0

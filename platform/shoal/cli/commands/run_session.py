@@ -47,6 +47,7 @@ from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
 from shoal.flows.actor_processes import ActorProcesses
 from shoal.home import load_access_token
 from shoal.runs import Run, Status
+from shoal.runs.event_messages import REGISTERED
 from shoal.runs.formatting import format_duration, format_number
 from shoal.runs.record.provenance import format_masked_command, make_command_variable
 
@@ -305,6 +306,8 @@ class RunSession:
             ref = (f"{model['name']}@{model['version']}", "bold")
             aliases = f" ({', '.join(model['aliases'])})" if model["aliases"] else ""
             say(Text.assemble("registered ", ref, aliases))
+        for _, details in record.list_events(REGISTERED, since_resumed=True):
+            say(details["decision"])
         if "evaluated" in events:
             played = events["evaluated"]
             details = f" over {len(played['returns'])} episodes played through the endpoint's HTTP interface"

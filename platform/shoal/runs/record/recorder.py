@@ -24,6 +24,7 @@ import numpy as np
 
 from shoal.atomic_file import create_private, make_folder
 from shoal.errors import Closed, RunError
+from shoal.runs.event_messages import REGISTERED
 from shoal.runs.record import metric_summaries
 from shoal.runs.record.database import BUSY_TIMEOUT_S, transaction, translate_write_errors
 from shoal.runs.record.metric_mirror import LogEntry, MetricMirrors
@@ -203,8 +204,10 @@ class RunRecorder:
         texts = [validate_text(field, value) for field, value in fields.items()]
         self._write_through(_INSERT_ENDPOINT, (self._number, *texts, time.time()))
 
-    def record_model(self, name: str, version: int, aliases: Sequence[str]) -> None:
-        """Record that this run registered name@version."""
+    def record_model(self, name: str, version: int, aliases: Sequence[str], decision: str = "") -> None:
+        """Record that this run registered name@version. decision: what that made of the champion"""
+        if decision:
+            self.record_event(REGISTERED, model=f"{name}@{version}", decision=decision)
         words = json.dumps([validate_text("aliases", alias) for alias in aliases])
         row = (self._number, validate_text("name", name), validate_integer("version", version), time.time(), words)
         self._write_through(_INSERT_MODEL, row)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shoal.runs
 from shoal.atomic_file import make_folder
 from shoal.checkpoint.stored import open_run_store
+from shoal.registry import ModelVersion
 from shoal.runs import RunRecorder
 from shoal.runs.run_status import Status
 from shoal.train.export.model_entry import register_model
@@ -35,12 +36,13 @@ def fetch_weights(outcome: TrainResult, run_id: str) -> None:
 
 def finalize_run(
     spec: TrainSpec, outcome: TrainResult, checked: ValidatedRun, recorder: RunRecorder, *, registers: bool
-) -> None:
-    """Record how the run ended; register its network, unless it was interrupted. Raises RegistryError."""
+) -> ModelVersion | None:
+    """Record how the run ended; register its network, unless it was interrupted, and return the version. Raises
+    RegistryError."""
     recorder.record_event("data", **checked.fingerprint)
     if outcome.is_interrupted:
         recorder.finish(Status.STOPPED, "interrupted")
-        return
+        return None
     recorder.record_event(
         "trained",
         reason=outcome.reason,
@@ -64,5 +66,6 @@ def finalize_run(
             recorder.record_event(
                 "target_reached", step=reached.step, training_s=reached.training_s, money=reached.money
             )
-    if registers:
-        register_model(spec, outcome, checked.factory, checked.signature, checked.fingerprint, recorder)
+    if not registers:
+        return None
+    return register_model(spec, outcome, checked.factory, checked.signature, checked.fingerprint, recorder)
