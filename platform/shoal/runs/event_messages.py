@@ -27,6 +27,7 @@ _MESSAGES = {
     "replica_lost": "the learner with the process id {pid} is gone: the others go on",
     "worker_departed": "worker {index} was asked to leave: another takes its place, the others go on",
     "malformed": "a message is no reading, and is passed over ({origin}: {problem}: {text!r}); more are counted",
+    "not_held": "messages such as {topic}'s have QoS 0: the broker holds none of them while the run is away",
     "broker_lost": "the broker {broker} is gone ({reason}): reconnecting",
     "broker_rejects": "the broker {broker} rejects this run: {reason}",
     "gateway_moved": "the gateway has moved to {address}: connect the actors that do not follow it",
