@@ -126,6 +126,7 @@ def _require_importable(spec: TrainSpec) -> None:
 def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registers: bool) -> tuple[str, TrainResult]:
     """The run's id and result; its report is written unless it was interrupted."""
     _require_importable(spec)
+    spec = checked.apply_to(spec)
     with shoal.runs.recording(
         spec.to_record(),
         job,
@@ -140,6 +141,7 @@ def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registe
         with RunAdmission(recorder.id, spec.priority) as admission:
             log = ConsoleLog(RecordLog(recorder, admission.mark_running), _print_line)
             require_capacity(spec, log.record_event, admission)
+            checked.log_batch_size(log)
             run = TrainingRun(spec, checked, recorder.id, recorder.folder, log, recorder, registers)
             result = run.run(RayBackend(spec, recorder, log))
         if not result.is_interrupted:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.extend.cost import count_ops
-from shoal.extend.data import Data, Loader
+from shoal.extend.data import Data, make_loader
 from shoal.extend.parallel import ParallelSpec, SingleProcessModel, World
 from shoal.extend.registry import Signature
 from shoal.extend.serve import Forward, ModelOptions, TemplateConfig, open_template
@@ -65,7 +65,7 @@ def score_network(network: nn.Module, task: Task, data: Data, batch_size: int) -
     assert data.validation is not None
     world, spec = World.single("cpu"), ParallelSpec()
     stateful = MetricSet(task.stateful_metrics(), task.update_metric, world, counts=True)
-    with Loader(data.validation, batch_size=batch_size, collate=data.collate, shuffle=False, drop_last=False) as loader:
+    with make_loader(data, "validation", batch_size=batch_size) as loader:
         return evaluate(SingleProcessModel(network, task, spec, world, 0), loader, stateful)
 
 

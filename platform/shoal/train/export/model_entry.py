@@ -109,6 +109,8 @@ def register_model(
         aliases=spec.aliases,
     )
     recorder.record_model(version.name, version.version, version.aliases)
+    if not signature.inputs:
+        logger.warning("%s is registered, but its module has no `forward`: it cannot be served", version.ref)
     return version
 
 

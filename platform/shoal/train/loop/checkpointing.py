@@ -37,6 +37,7 @@ class TrainProgress:
     training_s:   of training alone
     evaluated:    the step of the last evaluation, whose results are `metrics`
     policy:       the state of the StopPolicy
+    callbacks:    those of the callbacks, in order
     reports:      the last ones, as (step, values): a dying cluster may lose them before they are recorded, while the
                   checkpoint survives; so a resumed run repeats them
     """
@@ -47,6 +48,7 @@ class TrainProgress:
     evaluated: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
     reports: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
     def report(self, step: int, values: dict[str, float], journal: EventLog) -> None:
