@@ -31,7 +31,6 @@ class LoaderSettings:
     batch_size:  of a batch sampler that has none, the mean
     shuffle:     whether the order is random, by (seed, epoch); None: as the run's `loader.shuffle` says
     order:       that of a sampler of the user's own
-    num_workers: reading processes
     """
 
     collate: Collate | None = None
@@ -39,7 +38,6 @@ class LoaderSettings:
     shuffle: bool | None = None
     order: SamplerOrder | None = None
     drop_last: bool = True
-    num_workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,21 +78,21 @@ def _read_loader(loader: DataLoader[Any], *, is_training: bool) -> tuple[Source,
     if isinstance(source, IterableDataset):
         pass
     elif is_own_batches:
-        order = SamplerOrder(loader.batch_sampler, gives_batches=True)
+        order = SamplerOrder(loader.batch_sampler, gives_batches=True, loaders=loader.generator)
     elif type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None:
         shuffle = sampler.num_samples == length_of(source)
-        order = None if shuffle else SamplerOrder(sampler, gives_batches=False)
+        order = None if shuffle else SamplerOrder(sampler, gives_batches=False, loaders=loader.generator)
     elif isinstance(sampler, DistributedSampler):  # the loader divides each batch itself
         shuffle = sampler.shuffle
     elif type(sampler) is not SequentialSampler:
-        order = SamplerOrder(sampler, gives_batches=False)
+        order = SamplerOrder(sampler, gives_batches=False, loaders=loader.generator)
     if not is_training and order is not None:
         source = Subset(source, [index for each in order.get_batches(0, 0) for index in each.tolist()])
         order = None
     if order is not None and size is None:
         size = max(1, round(sum(map(len, order.get_batches(0, 0))) / len(order)))
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
-    return source, LoaderSettings(collate, size, shuffle, order, loader.drop_last, loader.num_workers)
+    return source, LoaderSettings(collate, size, shuffle, order, loader.drop_last)
 
 
 def is_iterable(source: Source) -> bool:

@@ -171,9 +171,9 @@ class _StepLog:
     def __init__(self, log: EventLog) -> None:
         self._log, self.step = log, -1
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         self.step = max(self.step, step)
-        self._log.log(step, values)
+        self._log.log(step, values, at)
 
     def record_event(self, kind: str, /, **details: object) -> None:
         self._log.record_event(kind, **details)

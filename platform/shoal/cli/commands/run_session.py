@@ -186,7 +186,8 @@ class RunSession:
             return f"The run has finished: shoal runs {record.id}"
         if not (self._resumed or is_resumable(record)):
             return ""
-        return f"Go on with: {replace(self._typed, overrides=(f'resume={self.run_id}', *others)).to_command_line()}"
+        repeated = (each for each in self._overrides if not each.startswith("resume="))
+        return f"Go on with: {replace(self._typed, overrides=(f'resume={self.run_id}', *repeated)).to_command_line()}"
 
     # -- while it runs --------------------------------------------------------------------------------------------
 

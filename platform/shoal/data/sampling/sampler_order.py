@@ -19,6 +19,8 @@ from shoal.random_state import preserve_rng, seed_all
 class SamplerOrder:
     """A sampler, or a batch sampler, whose random numbers follow from (seed, epoch).
 
+    loaders: the generator of the DataLoader, of which that draws a number before each epoch
+
     Those of a torch generator of its own follow from the generator's state, which stays as it is. What keeps random
     numbers in any other way is iterated once for each earlier epoch, so that a resumed run has the same order.
 
@@ -27,9 +29,9 @@ class SamplerOrder:
     Raises DataError for a sampler without a length.
     """
 
-    def __init__(self, sampler: Any, *, gives_batches: bool) -> None:
+    def __init__(self, sampler: Any, *, gives_batches: bool, loaders: torch.Generator | None = None) -> None:
         self.name, self.gives_batches = type(sampler).__name__, gives_batches
-        self._sampler = sampler
+        self._sampler, self._loaders = sampler, loaders
         owners = [sampler, getattr(sampler, "sampler", None)]
         found = [getattr(owner, "generator", None) for owner in owners]
         self._generators = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
@@ -62,6 +64,8 @@ class SamplerOrder:
             seed_all(seed, epoch, 0)
             for (generator, _), state in zip(self._generators, self._states, strict=True):
                 generator.set_state(state)
+            if any(generator is self._loaders for generator, _ in self._generators):
+                torch.empty((), dtype=torch.int64).random_(generator=self._loaders)
             if hasattr(self._sampler, "set_epoch"):
                 self._sampler.set_epoch(epoch)
             given = list(self._sampler)
