@@ -267,6 +267,14 @@ def find_source_file(reference: str) -> Path | None:
     return None if is_the_users else ours.resolve()
 
 
+def require_source_file(reference: str) -> None:
+    """Raises ConfigError for a reference to a file that is not there."""
+    path = find_source_file(reference)
+    if path is not None and not path.is_file():
+        problem = f"there is no file {reference.partition(':')[0]}"
+        raise ConfigError("task", reference, problem, f"from {Path.cwd()}, give the path of a file")
+
+
 def unload_if_changed(reference: str) -> None:
     """Unload the file of `reference` if it has changed since this process loaded it, so that it is loaded again.
 
@@ -320,10 +328,7 @@ def _load_module(reference: str, location: str) -> ModuleType:
     path = find_source_file(reference)
     if path is None:
         return _import_module(reference, location)
-    if not path.is_file():
-        raise ConfigError(
-            "task", reference, f"there is no file {location}", f"from {Path.cwd()}, give the path of a file"
-        )
+    require_source_file(reference)
     return load_task_file(path, reference)
 
 

@@ -236,6 +236,23 @@ def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> N
     assert session.format_resume_hint() == (words and f"{words}{session.run_id} a=1")
 
 
+def test_a_run_has_an_id_to_show_once_it_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> dict[str, str]:
+        raise ConfigError("args.rate", -1, "is negative")
+
+    session = a_session("args.rate=-1")
+    session._console = make_literal_console()
+    monkeypatch.setattr("shoal.cli.commands.run_session.validate_overrides", refuse)
+    with ExitStack() as stack, pytest.raises(ConfigError, match="is negative"):
+        session.run(None, stack)
+    assert session.run_id not in capsys.readouterr().out
+    with runs.create("x", "task: t", session.run_id):
+        session._read_record()
+    assert f"run {session.run_id}: x args.rate=-1\n" in capsys.readouterr().out
+
+
 def test_to_resume_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="names no run"):
         a_session("resume=")

@@ -37,8 +37,9 @@ from shoal.train.loop.oom import is_out_of_memory
 from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.reporting.event_log import EventLog
 from shoal.train.run_facts import RunFacts, adopt_batch_size, needs_even_batches
+from shoal.train.shape_errors import explain_shapes
 from shoal.train.spec import TrainSpec
-from shoal.train.task import Task, build_model, load_data, make_task
+from shoal.train.task import Task, build_model, load_data, make_task, require_source_file
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ def validate_run(spec: TrainSpec) -> ValidatedRun:
 
 def validate_spec(spec: TrainSpec) -> None:
     """Raises as `validate_run`, for what is seen without the Task. Reads the registry and the record."""
+    require_source_file(spec.task)
     if "batch_size" in spec.model_fields_set:  # else the data may bring one
         spec.parallel.compute_micro_batch_size(spec.batch_size, spec.parallel.resolve_dims(spec.workers))
     if spec.stop.is_empty:
@@ -146,7 +148,8 @@ def _check_model(spec: TrainSpec, task: Task, batch: Any) -> ModelFacts:
         pass
     else:
         load_initial_weights(model, spec.init or task.initial_weights())
-        return _check_built_model(spec, task, model, batch)
+        with explain_shapes(task, model, batch):
+            return _check_built_model(spec, task, model, batch)
     try:
         with use_fake_tensors() as mode:  # weights to begin with are read and checked by the workers
             return _check_built_model(spec, task, _build_model(task, spec), mode.from_batch(batch))
