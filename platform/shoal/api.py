@@ -69,6 +69,8 @@ def fit(
             say(f"run {result.run_id}: {result.detail}, {result.seconds:.1f} s{'; ' if metrics else ''}{metrics}")
             if result.registration:
                 say(result.registration)
+            if result.is_interrupted:
+                say(f'Go on with: the same call, and resume="{result.run_id}"')
         return result
     attachment.acquire()
     try:

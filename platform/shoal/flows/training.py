@@ -126,7 +126,7 @@ def _require_importable(spec: TrainSpec) -> None:
 def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registers: bool) -> tuple[str, TrainResult]:
     """The run's id and result; its report is written unless it was interrupted."""
     _require_importable(spec)
-    spec = checked.complete(spec)
+    spec = checked.apply_to(spec)
     with shoal.runs.recording(
         spec.to_record(),
         job,
@@ -141,6 +141,7 @@ def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registe
         with RunAdmission(recorder.id, spec.priority) as admission:
             log = ConsoleLog(RecordLog(recorder, admission.mark_running), _print_line)
             require_capacity(spec, log.record_event, admission)
+            checked.log_batch_size(log)
             run = TrainingRun(spec, checked, recorder.id, recorder.folder, log, recorder, registers)
             result = run.run(RayBackend(spec, recorder, log))
         if not result.is_interrupted:
@@ -172,9 +173,9 @@ class _StepLog:
     def __init__(self, log: EventLog) -> None:
         self._log, self.step = log, -1
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         self.step = max(self.step, step)
-        self._log.log(step, values)
+        self._log.log(step, values, at)
 
     def record_event(self, kind: str, /, **details: object) -> None:
         self._log.record_event(kind, **details)

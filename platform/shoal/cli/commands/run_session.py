@@ -135,7 +135,6 @@ class RunSession:
 
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and report how it ended. Raises RunError when the job failed."""
-        self._console.print(f"run {self.run_id}: {self._path.stem} {format_masked_command(self._overrides)}".rstrip())
         environment = {ACTORS_INFERENCE: self._typed.inference} if self._typed.has_remote_inference else {}
         added = self._typed.environment
         env = job_environment(self.run_id, self._typed.to_command_line())
@@ -187,7 +186,8 @@ class RunSession:
             return f"The run has finished: shoal runs {record.id}"
         if not (self._resumed or is_resumable(record)):
             return ""
-        return f"Go on with: {replace(self._typed, overrides=(f'resume={self.run_id}', *others)).to_command_line()}"
+        repeated = (each for each in self._overrides if not each.startswith("resume="))
+        return f"Go on with: {replace(self._typed, overrides=(f'resume={self.run_id}', *repeated)).to_command_line()}"
 
     # -- while it runs --------------------------------------------------------------------------------------------
 
@@ -227,6 +227,8 @@ class RunSession:
             return  # the job has not begun to record yet
         if record.incarnation <= self._incarnation_before:
             return  # still the record of the earlier attempt
+        if self._record is None:  # a run that was refused has no id
+            self._console.print(f"run {record.id}: {self._path.stem} {format_masked_command(self._overrides)}".rstrip())
         self._record = record
         addresses = {point.kind: point.address for point in self._record.endpoints() if point.state == "ready"}
         if "gateway" in addresses and self._actors is None and self._num_actors:

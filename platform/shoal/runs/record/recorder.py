@@ -139,9 +139,10 @@ class RunRecorder:
         self._thread = threading.Thread(target=self._write_until_stopped, name=f"run-{run_id}", daemon=True)
         self._thread.start()
 
-    def log(self, step: int, values: Mapping[str, float], *, in_history: bool = True) -> None:
+    def log(self, step: int, values: Mapping[str, float], *, in_history: bool = True, at: float | None = None) -> None:
         """Record metrics of one step, also values that are not finite. Logging a step again replaces its values.
 
+        at:         when they were measured, of values that a resumed run logs again; Unix time in seconds
         in_history: False: the values update the newest and the best, but enter no curve
         Raises ConfigError for an invalid metric name, a value that is not a number, and a step beyond 64 bits.
         """
@@ -150,7 +151,11 @@ class RunRecorder:
             self.flush()
         with self._buffer_lock:
             self._require_open()
-            entry = (step, time.time(), checked)  # times grow in the order of commits, by which readers follow them
+            entry = (
+                step,
+                time.time() if at is None else at,
+                checked,
+            )  # times grow in the order of commits, by which readers follow them
             (self._pending.logged if in_history else self._pending.shown).append(entry)
             self._pending.num_rows += len(values)
 

@@ -93,8 +93,8 @@ class RoundLog(ConsoleLog):
         super().__init__(log, print_line)
         self._scores = scores
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._event_log.log(step, values)
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        self._event_log.log(step, values, at)
 
     def record_event(self, kind: str, /, **details: Any) -> None:
         super().record_event(kind, **details)
