@@ -21,7 +21,6 @@ from shoal.wire import EpisodeSummary, ExperienceSpec, Segment
 from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
 from shoal.wire.experience_spec import NO_EXTRAS
 
-
 SUCCESS_KEYS = ("is_success", "success")  # of the info with which an episode ends
 
 

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.extend.cli import RunView, make_number_column, make_table, render_cells
-from shoal.extend.runs import WAITING, Run, format_number
+from shoal.extend.runs import WAITING, Run, format_number, format_value
 from shoal.libs.sweep.trials import SWEEPING, Sweep, SweepTrial, TrialState, load_sweep
 
 MAX_ROWS = 16  # of a live table
@@ -88,14 +88,9 @@ def _format_trial(trial: SweepTrial, sweep: Sweep, paths: Sequence[str], *, is_b
         str(trial.number),
         Text(score, style="bold green" if is_best else ""),
         f"{trial.step:,}",
-        *(format_parameter(trial.parameters.get(path)) for path in paths),
+        *(format_value(trial.parameters.get(path)) for path in paths),
         Text(state + reason, style=_STYLES[trial.state]),
     ]
-
-
-def format_parameter(value: object) -> str:
-    """A value of a hyper-parameter, with the digits that tell trials apart."""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _count_states(sweep: Sweep) -> list[tuple[str, str]]:
