@@ -37,7 +37,6 @@ def finalize_run(
     spec: TrainSpec, outcome: TrainResult, checked: ValidatedRun, recorder: RunRecorder, *, registers: bool
 ) -> None:
     """Record how the run ended; register its network, unless it was interrupted. Raises RegistryError."""
-    recorder.record_event("data", **checked.fingerprint)
     if outcome.is_interrupted:
         recorder.finish(Status.STOPPED, "interrupted")
         return
