@@ -27,7 +27,7 @@ from shoal.extend.runs import (
     make_figure,
     truncate_middle,
 )
-from shoal.libs.comparison.curves import AXES, Axis, Curve, read_curves, sort_names
+from shoal.libs.comparison.curves import AXES, Axis, MetricCurve, read_curves, sort_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,7 +80,7 @@ class Column:
     headline: tuple[str, float] | None
     values: dict[str, float]
     predicted: frozenset[str] = frozenset()
-    curves: Mapping[str, Curve] = field(default_factory=dict)
+    curves: Mapping[str, MetricCurve] = field(default_factory=dict)
 
 
 def build_column(run: Run, metric: str | None = None, by: Axis = "time") -> Column:

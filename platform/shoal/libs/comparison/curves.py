@@ -18,7 +18,7 @@ EPOCH = "train/epoch"
 
 
 @dataclass(frozen=True)
-class Curve:
+class MetricCurve:
     """The values y of a metric, as they were logged, and the position x of each; NaN where it is unknown."""
 
     x: np.ndarray
@@ -37,32 +37,34 @@ class MetricSummary:
     common: float
 
 
-def read_curves(run: Run, by: Axis, attempts: Sequence[tuple[float, float]]) -> dict[str, Curve]:
+def read_curves(run: Run, by: Axis, attempts: Sequence[tuple[float, float]]) -> dict[str, MetricCurve]:
     """The curves of all metrics of a run. attempts: its running times, in seconds since it was created"""
     logged: dict[str, list[tuple[int, float, float]]] = {}
     for step, name, at, value in run.list_values(0.0, sys.maxsize):
         logged.setdefault(name, []).append((step, at - run.created_at, value))
     arrays = {name: np.array(rows, float).T for name, rows in logged.items()}  # [3, values]
     if by == "step":
-        return {name: Curve(steps, values) for name, (steps, _, values) in arrays.items()}
+        return {name: MetricCurve(steps, values) for name, (steps, _, values) in arrays.items()}
     if by == "time":  # without the time between two attempts
         return {
-            name: Curve(np.sum([np.clip(times, begin, end) - begin for begin, end in attempts], axis=0), values)
+            name: MetricCurve(np.sum([np.clip(times, begin, end) - begin for begin, end in attempts], axis=0), values)
             for name, (_, times, values) in arrays.items()
         }
     if EPOCH not in arrays:
-        return {name: Curve(np.full(len(values), math.nan), values) for name, (_, _, values) in arrays.items()}
+        return {name: MetricCurve(np.full(len(values), math.nan), values) for name, (_, _, values) in arrays.items()}
     known = arrays[EPOCH][:, np.argsort(arrays[EPOCH][0], kind="stable")]
-    return {name: Curve(np.interp(steps, known[0], known[2]), values) for name, (steps, _, values) in arrays.items()}
+    return {
+        name: MetricCurve(np.interp(steps, known[0], known[2]), values) for name, (steps, _, values) in arrays.items()
+    }
 
 
-def find_end(curves: Mapping[str, Curve]) -> float:
+def find_end(curves: Mapping[str, MetricCurve]) -> float:
     """The last position that a run has reached; NaN where none is known."""
     ends = [curve.x.max() for curve in curves.values() if len(curve.x) and np.isfinite(curve.x).any()]
     return float(max(ends, default=math.nan))
 
 
-def summarize(name: str, curve: Curve, common_at: float) -> MetricSummary:
+def summarize(name: str, curve: MetricCurve, common_at: float) -> MetricSummary:
     """What is compared of a metric. common_at: the position that all runs have reached"""
     is_higher_better, finite = infer_direction(name), np.flatnonzero(np.isfinite(curve.y))
     best, best_at = None, math.nan
