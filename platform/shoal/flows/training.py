@@ -20,6 +20,7 @@ from shoal.cluster.admission import CAPACITY_WAIT_S, RunAdmission
 from shoal.cluster.job_main import CHECK, expected_run_id, job_main
 from shoal.errors import ClusterError, ConfigError, RankLost, RecordUnwritable, RunError, needs_extra
 from shoal.runs import RunRecorder
+from shoal.runs.formatting import format_metrics
 from shoal.runs.ray_event_channel import Message
 from shoal.train.launch.checked_run import check_once, find_check
 from shoal.train.launch.overrides import spec_from_overrides
@@ -34,7 +35,7 @@ from shoal.train.launch.ray_capacity import (
 from shoal.train.launch.ray_task import check_on_worker, predict_on_worker
 from shoal.train.launch.training_run import TrainingRun, find_launcher, shutdown_event
 from shoal.train.launch.validate import ValidatedRun, validate_spec
-from shoal.train.reporting.console import ConsoleLog, format_metrics
+from shoal.train.reporting.console import ConsoleLog
 from shoal.train.reporting.event_log import EventLog, RecordLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec

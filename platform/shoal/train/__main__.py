@@ -12,10 +12,10 @@ from functools import partial
 from shoal.config import last_override
 from shoal.errors import ConfigError, ShoalError
 from shoal.gc_freeze import freeze_loaded_objects
+from shoal.runs.formatting import format_metrics
 from shoal.runs.record.provenance import format_masked_command
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import spec_from_overrides
-from shoal.train.reporting.console import format_metrics
 
 
 def main(arguments: list[str]) -> int:

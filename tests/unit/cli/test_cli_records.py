@@ -270,7 +270,7 @@ def test_what_a_run_has_named_is_said_as_it_is(shoal_home: Path, capsys: pytest.
     said = capsys.readouterr().out
     for word in ("ended [by hand] after 1.0 s", "evaluated recall[a] 0.5", "registered m@1 (champion[x])"):
         assert word in said
-    assert "mean return 1.0 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in said
+    assert "mean return 1 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in said
 
 
 def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ from shoal.flows.actor_processes import ActorProcesses
 from shoal.home import load_access_token
 from shoal.runs import Run, Status
 from shoal.runs.event_messages import REGISTERED
-from shoal.runs.formatting import format_duration, format_number
+from shoal.runs.formatting import format_duration, format_metric, format_number
 from shoal.runs.record.provenance import format_masked_command, make_command_variable
 
 ACTORS_END_S = 10.0
@@ -295,7 +295,8 @@ class RunSession:
             ended = f" after {format_duration(trained['seconds'])}, step {trained['kept']:,} kept"
             say(Text.assemble((trained["detail"], "green"), ended))
             measured = [
-                Text.assemble(f"{name} ", (format_number(value), "bold")) for name, value in trained["metrics"].items()
+                Text.assemble(f"{name} ", (format_metric(name, value), "bold"))
+                for name, value in trained["metrics"].items()
             ]
             say(Text("evaluated ") + Text(", ").join(measured) if measured else "there was no validation data")
         if (shown := run_view.render_record(record)) is not None:
@@ -313,11 +314,11 @@ class RunSession:
         if "evaluated" in events:
             played = events["evaluated"]
             details = f" over {len(played['returns'])} episodes played through the endpoint's HTTP interface"
-            mean = (f"{played['mean_return']:.1f}", "bold")
+            mean = (format_number(played["mean_return"]), "bold")
             say(Text.assemble("mean return ", mean, f"{details} ({played['requests']} requests)"))
         if "policies_evaluated" in events:
             for name, returns in events["policies_evaluated"]["returns"].items():
-                mean = (f"{statistics.fmean(returns):.3g}", "bold")
+                mean = (format_number(statistics.fmean(returns)), "bold")
                 details = f" over {len(returns)} episodes played through the endpoint"
                 say(Text.assemble(f"mean return of {name} ", mean, details))
         say(f"run folder      {record.folder}")

@@ -31,7 +31,14 @@ from shoal.errors import ConfigError
 from shoal.rl.experience.quarantine import find_ledgers, read_run_quarantine, release_actor
 from shoal.runs import Run, RunKind, Status, list_runs, load
 from shoal.runs.event_messages import WAITING, format_warning
-from shoal.runs.formatting import format_age, format_duration, format_number, format_timestamp, format_value
+from shoal.runs.formatting import (
+    format_age,
+    format_duration,
+    format_metric,
+    format_number,
+    format_timestamp,
+    format_value,
+)
 from shoal.runs.record.removal import (
     choose_old_runs,
     list_leftovers,
@@ -254,7 +261,7 @@ def _show_record(console: Console, run: Run) -> None:
     elif not latest:
         console.print("\nNo metrics have been logged.", highlight=False)
     else:
-        metrics = [(name, Text(format_number(value), justify="right")) for name, value in sorted(latest.items())]
+        metrics = [(name, Text(format_metric(name, value), justify="right")) for name, value in sorted(latest.items())]
         _print_section(console, "Newest metrics", metrics)
     _print_section(console, "Endpoints", [(each.name, each.kind, each.address, each.state) for each in run.endpoints()])
     models = [

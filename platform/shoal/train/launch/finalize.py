@@ -39,7 +39,6 @@ def finalize_run(
 ) -> ModelVersion | None:
     """Record how the run ended; register its network, unless it was interrupted, and return the version. Raises
     RegistryError."""
-    recorder.record_event("data", **checked.fingerprint)
     if outcome.is_interrupted:
         recorder.finish(Status.STOPPED, "interrupted")
         return None
