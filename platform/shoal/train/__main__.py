@@ -10,8 +10,9 @@ import sys
 from functools import partial
 
 from shoal.config import last_override
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, NotReached, ShoalError
 from shoal.gc_freeze import freeze_loaded_objects
+from shoal.train.launch.finalize import describe_missed_target
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.reporting.console import format_metrics
@@ -39,6 +40,9 @@ def main(arguments: list[str]) -> int:
         print(f"{ended} {format_metrics(outcome.metrics)}", flush=True)
         if outcome.is_interrupted:
             print(f"Go on with: python -m shoal.train resume={outcome.run_id}", flush=True)
+    if missed := describe_missed_target(spec, outcome):
+        print(missed, file=sys.stderr, flush=True)
+        return NotReached.EXIT_STATUS
     return 130 if outcome.is_interrupted else 0
 
 

@@ -15,7 +15,7 @@ from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.registry import AliasNames
 from shoal.runs.formatting import Duration
 from shoal.runs.json_lines import LogFormat
-from shoal.runs.run_reader import infer_direction
+from shoal.runs.run_reader import infer_direction, is_higher_better
 from shoal.runs.tracker import TrackerNames
 from shoal.sync.config import AllReduceConfig, AnySyncConfig, SyncConfig
 
@@ -63,6 +63,13 @@ class TargetSpec(Spec):
     def _has_a_direction(self) -> Self:
         _require_direction(self.metric, self.direction)
         return self
+
+    @property
+    def is_higher_better(self) -> bool:
+        return is_higher_better(self.metric) if self.direction == "auto" else self.direction == "max"
+
+    def __str__(self) -> str:
+        return f"{self.metric}{'>=' if self.is_higher_better else '<='}{self.value:g}"
 
 
 class ConvergenceSpec(Spec):

@@ -46,6 +46,7 @@ ANY_NUMBER = -1  # of SQLite's LIMIT
 _RESUMABLE = frozenset({RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM})
 MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
 _COLOURS = {Status.RUNNING: "blue", Status.FINISHED: "green", Status.FAILED: "red", Status.LOST: "yellow"}
+_COLOURS[Status.NOT_REACHED] = "yellow"
 
 
 @click.group(cls=DefaultCommandGroup)
@@ -228,7 +229,7 @@ def _show(console: Console, run: Run) -> None:
     if (board := run.folder / "tensorboard").exists():
         commands.append(f"tensorboard --logdir {shlex.quote(str(board))}")
     commands += [f"shoal models show {row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
-    if run.status in (Status.FAILED, Status.LOST, Status.STOPPED):
+    if run.status in (Status.FAILED, Status.LOST, Status.STOPPED, Status.NOT_REACHED):
         commands.append(format_resume_command(run))
     for command in commands:
         click.echo(f"  {command}")
@@ -266,27 +267,25 @@ def _show_record(console: Console, run: Run) -> None:
     _print_section(console, "Last events", rows)
 
 
-def format_resume_command(run: Run) -> str:
-    """The command that resumes a run: the job as typed, on the same cluster, with as many actors.
+def format_resume_command(run: Run, command: str = "") -> str:
+    """The command that resumes a run: all that was said, but for secrets, and `resume=RUN`.
 
     A run that cannot be resumed, such as an endpoint or an ablation, gets the command that started it.
+
+    command: as typed; by default that of the record
     """
-    typed = shlex.split(run.command)
-    is_job = typed[:2] == ["shoal", "run"]
-    if not is_resumable(run) or (typed[:1] == ["shoal"] and not is_job):
+    typed = shlex.split(command or run.command)
+    is_other_verb = typed[:1] == ["shoal"] and typed[1:2] != ["run"]
+    if is_other_verb and run.kind is RunKind.SWEEP:
+        return shlex.join([*typed[:2], "--resume", run.id])
+    if is_other_verb or not is_resumable(run):
         return run.command
     if "shoal.train" in typed[:4]:  # python -m, without Ray
         return f"python -m shoal.train resume={run.id}"
-    job = typed[2] if is_job and len(typed) > 2 else run.job
-    names = ("--actors", "--envs", "--runtime-env", "--pip", "--image", "--env", "--address")
-    options: list[str] = []
-    for name in names:
-        for index, word in enumerate(typed):
-            if word == name:
-                options += typed[index : index + 2]
-            if word.startswith(f"{name}="):
-                options += [name, word.partition("=")[2]]
-    return shlex.join(["shoal", "run", job, *options, f"resume={run.id}"])
+    is_job = typed[:1] == ["shoal"] and len(typed) > 2
+    words = typed if is_job else ["shoal", "run", run.job, *(each for each in typed[2:] if "=" in each)]
+    said = [each for each in words if not each.startswith("resume=") and not each.endswith("=***")]
+    return shlex.join([*said, f"resume={run.id}"])
 
 
 def is_resumable(run: Run) -> bool:
