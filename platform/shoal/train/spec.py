@@ -76,6 +76,9 @@ class TargetSpec(MeasureSpec):
 
     value: float
 
+    def __str__(self) -> str:
+        return f"{self.metric}{'>=' if self.is_higher_better else '<='}{self.value:g}"
+
 
 class ConvergenceSpec(MeasureSpec):
     """Stop when none of `patience` evaluations after n beats it by over `min_improvement`; network n is retained."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from shoal.atomic_file import create_private, make_folder
-from shoal.errors import Closed, RunError
+from shoal.errors import Closed, NotReached, RunError
 from shoal.runs.event_messages import REGISTERED
 from shoal.runs.record import metric_summaries
 from shoal.runs.record.database import BUSY_TIMEOUT_S, transaction, translate_write_errors
@@ -264,7 +264,7 @@ class RunRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Record the end of the run: finished, failed with the body's error, or stopped by Ctrl-C."""
+        """Record the end of the run: finished, not reached, failed with the body's error, or stopped by Ctrl-C."""
         try:
             if self._status in TERMINAL:
                 return
@@ -273,8 +273,10 @@ class RunRecorder:
             elif isinstance(error, KeyboardInterrupt):
                 self.finish(Status.STOPPED, "interrupted")
             else:
+                is_missed = isinstance(error, NotReached)
+                ended = Status.NOT_REACHED if is_missed else Status.FAILED
                 try:
-                    self.finish(Status.FAILED, f"{type(error).__name__}: {error}")
+                    self.finish(ended, str(error) if is_missed else f"{type(error).__name__}: {error}")
                 except RunError as unwritable:  # the original error is raised
                     _log.warning("run %s: its end is not in the record: %s", self.id, unwritable)
         finally:

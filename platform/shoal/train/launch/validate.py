@@ -30,7 +30,6 @@ from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.validate import check_plan
 from shoal.random_state import preserve_rng, seed_everything
 from shoal.registry import ModelFactory, Registry, Signature
-from shoal.runs import Status
 from shoal.train.export.model_entry import make_factory, make_model_name
 from shoal.train.export.signature import infer_signature
 from shoal.train.initial_weights import load_initial_weights
@@ -187,7 +186,7 @@ def _require_unfinished(spec: TrainSpec) -> None:
         loader = "shoal.train.launch.overrides.spec_from_overrides"
         remedy = f"{loader}(['resume={before.id}', ...]) begins with what its record says"
         raise ConfigError("task", spec.task, "is not said, and nothing is read from the run that is resumed", remedy)
-    if before.status is Status.FINISHED and TrainSpec.from_record(before.spec).stop == spec.stop:
+    if before.status.is_complete and TrainSpec.from_record(before.spec).stop == spec.stop:
         detail = before.last_events().get("stopped", {}).get("detail", "its end was reached")
         remedy = "say when it ends now, as in stop.epochs=10"
         raise ConfigError("resume", before.id, f"has ended already ({detail})", remedy)
