@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shoal.batch_tree import count_samples, slice_samples
 from shoal.extend.cost import count_ops
-from shoal.extend.data import Data, Loader
+from shoal.extend.data import Data, make_loader
 from shoal.extend.parallel import Mean, ParallelSpec, SingleProcessModel, World
 from shoal.extend.registry import Signature
 from shoal.extend.serve import Forward, ModelOptions, TemplateConfig, open_template
@@ -100,7 +100,7 @@ def score_network(
     assert data.validation is not None
     world, spec = World.single("cpu"), ParallelSpec()
     stateful = RowMetric(task, metric, world)
-    with Loader(data.validation, batch_size=batch_size, collate=data.collate, shuffle=False, drop_last=False) as loader:
+    with make_loader(data, "validation", batch_size=batch_size) as loader:
         found = evaluate(SingleProcessModel(network, task, spec, world, 0), loader, stateful)
     return found, stateful.get_rows(found[metric])
 

@@ -112,7 +112,7 @@ def open_subject(request: OptimiseRequest) -> Subject:
         raise ConfigError("MODEL", version.ref, "answers by its method predict, which no Task measures")
     if data.validation is None:
         raise ConfigError("--data", spec.task, "has no validation data to measure on", "give Data(validation=...)")
-    measured = Data(data.validation, collate=data.collate)
+    measured = Data(data.validation, collate=data.get_settings("validation").collate)
     batches = [load_first_batch(measured, each, is_exact=True) for each in (1, 2, request.batch)]
     inputs = tuple(task.inputs(each) for each in batches)
     _require_inputs_fit(inputs[0], version, spec.task)

@@ -181,6 +181,7 @@ def _register(request: OptimiseRequest, subject: Subject, outcome: Outcome) -> M
         metrics=outcome.measured[outcome.chosen].metrics,
         data={name: f"{type(each).__name__} {fingerprint(each)}" for name, each in parts.items() if each is not None},
         lineage=lineage,
+        files={each: subject.version.fetch_file(each).read_bytes() for each in subject.version.manifest.files},
         aliases=(request.alias,),
     )
 
