@@ -1,13 +1,18 @@
-"""Regression from two to twenty rows: the registered network `few-rows` beside ten peers, on real tables.
+"""Regression from two to twenty rows: the network of the package beside ten peers, on real tables; classes; the start.
 
     python -m benchmarks.few_rows [--runs N] [--minutes M] [--quick]
 
-Train the network first (`shoal run few_rows`). The seed of the draw is taken from the bytes of its weights, so that the
-tables are drawn after the network is frozen. 40 sets: a target and up to ten features, columns of the real tables that
-scikit-learn and statsmodels carry. For each set and each n in 2, 4, 8, 12, 20, N splits: n rows to learn from, up to 50
-others to be judged by. Ours is one forward of one table and the summary of its answer; the peers are fitted in an
-environment of their own, .venv-fewrows, to the same rows, and one after the other. All have one thread. After
-`--minutes` the repeat that is under way is dropped; the same command goes on with it.
+The network is that of the package, or of the registry with `SHOAL_FEW_ROWS=few-rows@champion`. The seed of the draw is
+taken from the bytes of its weights, so that the tables are drawn after the network is frozen. 40 sets: a target and up
+to ten features, columns of the real tables that scikit-learn and statsmodels carry. For each set and each n in 2, 4, 8,
+12, 20, N splits: n rows to learn from, up to 50 others to be judged by. Ours is one forward of one table and the
+summary of its answer; the peers are fitted in an environment of their own, .venv-fewrows, to the same rows, and one
+after the other. All have one thread. After `--minutes` the repeat that is under way is dropped; the same command goes
+on with it.
+
+Classes: three tables of scikit-learn, 8, 12 and 20 rows of which each class has one at least, ten splits. The start: a
+process that imports shoal, and answers twelve rows of a table with words and gaps by `shoal.few_rows`, from its start
+to its end. TabPFN, the peer of that, is not measured: its weights come from a hub, and are no part of its package.
 
 The error of a set is the mean over the splits of the root mean squared error. Peers: see benchmarks/peers/few_rows.py.
 """
@@ -17,6 +22,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
+import statistics
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,26 +35,32 @@ import torch
 from scipy.stats import friedmanchisquare, rankdata, wilcoxon
 
 from benchmarks.children import ROOT, Child, scratch
+from benchmarks.peers.few_rows import CLASS_SETS, judge_classes, split_classes
 from benchmarks.result import QUICK_RESULTS, Row, compare, options, write
+from shoal.libs.tables.few_rows import FewRows, load_network
 from shoal.libs.tables.network import predict
-from shoal.registry import Registry
 
-MODEL, SIZES, NUM_SETS, MAX_TEST_ROWS = "few-rows@champion", (2, 4, 8, 12, 20), 40, 50
+MODEL = os.environ.get("SHOAL_FEW_ROWS", "")
+SIZES, NUM_SETS, MAX_TEST_ROWS, CLASS_SIZES = (2, 4, 8, 12, 20), 40, 50, (8, 12, 20)
+START = """
+import shoal
+city = ("Bern", "Chur", None)
+rows = [{"area": 40 + 5 * at, "city": city[at % 3], "since": f"20{10 + at}-03-01"} for at in range(12)]
+found = shoal.few_rows(rows, [90.0 + 12 * at for at in range(12)]).predict(rows)
+assert len(found.mean) == len(found.interval_90[1]) == 12
+"""
 PEER_PYTHON = str(ROOT / ".venv-fewrows" / "bin" / "python")
 TUNED, OURS, WAIT_S = "XGBoost, tuned", "ours", 600.0
 NUM_CHILDREN = 2
 Split = tuple[int, ...]  # repeat, set, place in the sizes
 
 
-def load_network() -> tuple[torch.nn.Module, int, str]:
-    """The registered network, the seed of the draw, and what identifies it."""
-    version = Registry().get(MODEL)
-    network = version.manifest.model.build()
-    assert isinstance(network, torch.nn.Module)
-    tensors = version.snapshot().tensors()
-    network.load_state_dict({name: torch.from_numpy(values) for name, values in tensors.items()})
-    digest = hashlib.sha256(b"".join(tensors[name].tobytes() for name in sorted(tensors))).hexdigest()
-    return network.eval(), int(digest[:8], 16), f"few-rows of step {version.snapshot().version}, sha256 {digest[:16]}"
+def load() -> tuple[torch.nn.Module, int, str]:
+    """The network, the seed of the draw, and what identifies it."""
+    network = load_network(MODEL)
+    tensors = network.state_dict()
+    digest = hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()
+    return network, int(digest[:8], 16), f"{MODEL or 'the network of the package'}, sha256 {digest[:16]}"
 
 
 def split(num_rows: int, seed: tuple[int, ...], n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -140,6 +155,46 @@ def measure(
         return found
 
 
+def measure_classes(seed: int, runs: int) -> list[Row]:
+    """Ours beside the classifiers, one after the other: a mean over sets, sizes and splits."""
+    scores: dict[str, list[tuple[float, float]]] = {}
+    with scratch() as folder, ExitStack() as closing:
+        words = [PEER_PYTHON, "-m", "benchmarks.peers.few_rows", str(folder), str(seed), "1"]
+        child = closing.enter_context(Child(words, folder, env={"OMP_NUM_THREADS": "1"}))
+        child.answer(WAIT_S)
+        sets = dict(np.load(Path(folder) / "sets.npz"))
+        for index, n, repeat in itertools.product(range(len(CLASS_SETS)), CLASS_SIZES, range(runs)):
+            x, y = sets[f"cx{index}"], sets[f"cy{index}"]
+            known, unknown = split_classes(y, (seed, index, n, repeat), n)
+            answered = FewRows(x[known], [str(each) for each in y[known]], MODEL).predict(x[unknown])
+            child.tell(set=index, n=n, repeat=repeat, classes=True)
+            found = {OURS: judge_classes(answered.probability, y[unknown]), **child.answer(WAIT_S)["scores"]}
+            for name, each in found.items():
+                scores.setdefault(name, []).append(tuple(each))
+    peers = [name for name in scores if name != OURS]
+    rows = []
+    for at, (what, unit, better) in enumerate((("log loss", "nats", "lower"), ("accuracy", "share", "higher"))):
+        means = {name: statistics.fmean(each[at] for each in found) for name, found in scores.items()}
+        best = (min if at == 0 else max)(peers, key=lambda name: means[name])
+        note = f"{', '.join(CLASS_SETS)}; n = {', '.join(map(str, CLASS_SIZES))}; means: "
+        note += ", ".join(f"{name} {value:.3f}" for name, value in means.items())
+        rows.append(compare(f"classes: {what}", unit, better, [means[OURS]], [means[best]], best, 1.0, "ratio", note))
+    return rows
+
+
+def measure_start(runs: int) -> Row:
+    """Seconds of a process from its start to its end, with twelve answers."""
+    seconds, processor_s = [], []
+    for _ in range(runs):
+        began_s, before = time.perf_counter(), os.times()
+        subprocess.run([sys.executable, "-c", START], check=True, cwd="/", timeout=WAIT_S)
+        seconds.append(time.perf_counter() - began_s)
+        processor_s.append(sum(os.times()[2:4]) - sum(before[2:4]))
+    note = f"a process of its own, {statistics.median(processor_s):.1f} s of processor time; "
+    note += "TabPFN has no weights in its package, and was not measured"
+    return compare("from import to twelve answers", "s", "lower", seconds, bar=10.0, bar_kind="value", note=note)
+
+
 def make_rows(found: Found, sizes: tuple[int, ...], which: str) -> list[Row]:
     """The rows of the file; a set's error is the mean over its splits."""
     names = list(found.errors)
@@ -153,7 +208,8 @@ def make_rows(found: Found, sizes: tuple[int, ...], which: str) -> list[Row]:
                 bar=0.8, bar_kind="value", note=note),
         *(
             compare(f"sets on which ours is better than tuned XGBoost, n = {n}", "share", "higher",
-                    [float(better[:, index].mean())], bar=0.8, bar_kind="value", note=per_n(table[:, index], names))
+                    [float(better[:, index].mean())], bar=0.75 if n == 2 else 0.8, bar_kind="value",
+                    note=per_n(table[:, index], names))
             for index, n in enumerate(sizes)
         ),
         make_rank_row(table, names),
@@ -192,10 +248,12 @@ def per_n(errors: np.ndarray, names: list[str]) -> str:
 def main() -> None:
     chosen = options(__doc__, runs=30, minutes=60.0)
     torch.set_num_threads(1)
-    network, seed, which = load_network()
+    network, seed, which = load()
     sizes: tuple[int, ...] = (2, 8) if chosen.quick else SIZES
     found = measure(network, seed, chosen.runs, sizes, 8 if chosen.quick else NUM_SETS, chosen.minutes)
-    write("few_rows", make_rows(found, sizes, f"{which}, draw {seed}"), chosen.results)
+    rows = make_rows(found, sizes, f"{which}, draw {seed}")
+    rows += [measure_start(1 if chosen.quick else 5), *measure_classes(seed, 1 if chosen.quick else 10)]
+    write("few_rows", rows, chosen.results)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python -m benchmarks.peers.few_rows FOLDER SEED NUM_SETS
 
-Writes the sets that the seed draws to FOLDER/sets.npz and says their names. Then for each command (set, n, repeat) it
-fits every peer to the same rows, one thread, and says each one's error and time.
+Writes the sets that the seed draws, and the three sets with classes, to FOLDER/sets.npz and says their names. Then for
+each command (set, n, repeat) it fits every peer to the same rows, one thread, and says each one's error and time; for a
+set with classes the log loss and accuracy of each classifier.
 """
 
 from __future__ import annotations
@@ -170,14 +171,70 @@ PEERS: dict[str, Predict] = {
 }
 
 
+# -- classes
+
+CLASS_SETS = ("iris", "wine", "breast_cancer")
+
+
+def read_class_sets() -> list[tuple[np.ndarray, np.ndarray]]:
+    """Features [N, D], the first ten, and classes [N]."""
+    from sklearn import datasets
+
+    loaded = [getattr(datasets, f"load_{name}")() for name in CLASS_SETS]
+    return [(np.asarray(each.data[:, :MAX_FEATURES], float), np.asarray(each.target)) for each in loaded]
+
+
+def split_classes(target: np.ndarray, seed: tuple[int, ...], n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows to learn from, which have each class, and to be judged by."""
+    random = np.random.default_rng(seed)
+    while True:
+        order = random.permutation(len(target))
+        if len(np.unique(target[order[:n]])) == len(np.unique(target)):
+            return order[:n], order[n : n + MAX_TEST_ROWS]
+
+
+def judge_classes(probability: np.ndarray, target: np.ndarray) -> tuple[float, float]:
+    """Log loss, of probabilities of at least 1e-6, and accuracy."""
+    own = np.clip(probability[np.arange(len(target)), target], 1e-6, 1)
+    return float(-np.log(own).mean()), float((probability.argmax(1) == target).mean())
+
+
+def classify(x: np.ndarray, y: np.ndarray, query: np.ndarray) -> dict[str, np.ndarray]:
+    """Probabilities [Q, classes] of each peer."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+    from xgboost import XGBClassifier
+
+    models = {
+        "frequencies": None,
+        "logistic regression": make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)),
+        "XGBoost": XGBClassifier(n_jobs=1),
+    }
+    counts = np.bincount(y) / len(y)
+    return {
+        name: np.tile(counts, (len(query), 1)) if model is None else model.fit(x, y).predict_proba(query)
+        for name, model in models.items()
+    }
+
+
 def main(folder: str, seed: int, num_sets: int) -> None:
     warnings.simplefilter("ignore")  # of convergence, on two rows
     sets = draw_sets(seed, num_sets)
     arrays = {f"x{index}": x for index, (_, x, _) in enumerate(sets)} | {f"y{i}": y for i, (*_, y) in enumerate(sets)}
+    class_sets = read_class_sets()
+    arrays |= {f"cx{index}": x for index, (x, _) in enumerate(class_sets)}
+    arrays |= {f"cy{index}": y for index, (_, y) in enumerate(class_sets)}
     np.savez(Path(folder) / "sets.npz", **arrays)  # type: ignore[arg-type]
     say(names=[name for name, *_ in sets])
     for command in commands():
         index, n = command["set"], command["n"]
+        if command.get("classes"):
+            x, y = class_sets[index]
+            known, unknown = split_classes(y, (seed, index, n, command["repeat"]), n)
+            found = classify(x[known], y[known], x[unknown])
+            say(scores={name: judge_classes(each, y[unknown]) for name, each in found.items()})
+            continue
         _, x, y = sets[index]
         known, unknown = split(y, (seed, index, n, command["repeat"]), n)
         errors, seconds = {}, {}

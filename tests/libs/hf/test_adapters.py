@@ -105,7 +105,8 @@ def test_a_run_begins_with_adapters_scaled_as_they_were(tmp_path: Path) -> None:
     save_model(tmp_path / "base")
     expected = save_by_peft(tmp_path / "theirs", tmp_path / "base", r=4, lora_alpha=2, target_modules=["q_proj"])
     for words in ([f"model={tmp_path / 'theirs'}"], [f"model={tmp_path / 'base'}", f"init={tmp_path / 'theirs'}"]):
-        spec = make_spec(translate([*words, "data=texts.jsonl"]))
+        overrides = translate([*words, "data=texts.jsonl"])
+        spec = make_spec(overrides).override(overrides)  # as a job applies them
         assert (spec.args["model"], spec.init) == (str(tmp_path / "base"), str(tmp_path / "theirs"))
         network = CausalLM(**spec.args).model()
         load_initial_weights(network, spec.init)

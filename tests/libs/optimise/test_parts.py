@@ -12,7 +12,7 @@ import torch
 from shoal.errors import ConfigError, MissingExtra
 from shoal.libs.optimise.choice import MaxDrop, Measurement, choose, find_front
 from shoal.libs.optimise.distil import compute_distillation_loss, find_class_axis
-from shoal.libs.optimise.evidence import Rows, judge, judge_value
+from shoal.libs.optimise.evidence import RowTotals, judge, judge_value
 from shoal.libs.optimise.request import OptimiseRequest, choose_steps
 from shoal.libs.optimise.student import choose_default_student, parse_student
 from shoal.registry import ModelFactory
@@ -46,10 +46,10 @@ def test_a_gain_within_the_noise_is_none() -> None:
     assert choose(unknown, [True, True], "flops") == 0
 
 
-def answers(num_rows: int, wrong: range = range(0)) -> Rows:
+def answers(num_rows: int, wrong: range = range(0)) -> RowTotals:
     totals = np.ones(num_rows)
     totals[list(wrong)] = 0
-    return Rows(totals, np.ones(num_rows))
+    return RowTotals(totals, np.ones(num_rows))
 
 
 def test_two_rows_of_two_hundred_decide_nothing() -> None:
@@ -67,13 +67,13 @@ def test_two_rows_of_two_hundred_decide_nothing() -> None:
 
 @pytest.mark.parametrize("is_share", [True, False])
 def test_as_many_more_rows_as_are_said_decide(is_share: bool) -> None:
-    def draw(num_rows: int) -> tuple[Rows, Rows]:
+    def draw(num_rows: int) -> tuple[RowTotals, RowTotals]:
         """Rows that are like those before."""
         if is_share:
             return answers(num_rows), answers(num_rows, range(num_rows // 50))
         copies = -(-num_rows // 50)
         totals, noise = (np.tile(np.random.default_rng(at).normal(size=50), copies)[:num_rows] for at in (0, 1))
-        return Rows(totals, np.full(num_rows, 2.0)), Rows(totals + noise * 0.5, np.full(num_rows, 2.0))
+        return RowTotals(totals, np.full(num_rows, 2.0)), RowTotals(totals + noise * 0.5, np.full(num_rows, 2.0))
 
     allowed = judge(*draw(100), is_share, 0.0, 0.5).drop + 0.03
     first = judge(*draw(100), is_share, allowed, 0.95)

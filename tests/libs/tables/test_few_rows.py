@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +19,7 @@ from serving.served_here import TOKEN, served
 from shoal.client import Client
 from shoal.errors import ConfigError, DataError
 from shoal.libs.tables.closed_form import LINEAR, PRIOR_ROWS, REGRESSORS, predict_closed_form
+from shoal.libs.tables.few_rows import load_network
 from shoal.libs.tables.network import (
     NUM_BINS,
     PriorFittedNetwork,
@@ -30,7 +28,7 @@ from shoal.libs.tables.network import (
     summarise,
 )
 from shoal.libs.tables.prior import PriorSpec, TablePrior
-from shoal.libs.tables.tables import check_tables
+from shoal.libs.tables.tables import build_tables
 from shoal.libs.tables.tokens import prepare
 from shoal.registry import Registry
 from shoal.serve.model.predictor import Predictor
@@ -317,97 +315,31 @@ def test_the_endpoint_answers_tables_of_any_size_as_predict_does(trained: dict[s
         np.testing.assert_allclose(answer["quantiles"][0, ..., 0], expected.interval_90[0], rtol=1e-4)
 
 
-@pytest.fixture
-def client_of_csv(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "serve_apps"))
-    return importlib.import_module("few_rows_client")
-
-
-CSV = "size,rooms,price\n50,2,100\n70,3,150\n\n90,4,\n60,2,120\n"
-
-
-def test_rows_go_to_an_endpoint_and_predictions_come_back(
-    trained: dict[str, Any], client_of_csv: ModuleType, tmp_path: Path
-) -> None:
-    (tmp_path / "flats.csv").write_text(CSV)
-    table = client_of_csv.read_table(tmp_path / "flats.csv", ["price"])
-    assert table.lines == [2, 3, 5, 6]
+def test_rows_go_to_an_endpoint_and_predictions_come_back(trained: dict[str, Any]) -> None:
     model, signature = load(trained), trained["package"].signature
     fake = FakeModel(
         "few-rows", signature.inputs, signature.outputs, compute=lambda arrays: model.predict_batch([arrays])[0]
     )
     with served(FakeHost(fake)) as (url, _), Client(url, token=TOKEN, timeout_s=60.0) as client:
-        for semi_supervised in (False, True):
-            request = table.as_request(semi_supervised=semi_supervised)
-            assert request["x"].shape == (1, 3 + semi_supervised, 2)
-            answer = client.infer("few-rows", request)
-            low, high = answer["quantiles"][0, 0, 0, [0, -1]]
-            assert 100 < answer["mean"].item() < 250
-            assert low < answer["mean"].item() < high
-
-
-@pytest.mark.parametrize(
-    ("text", "targets", "impute", "message"),
-    [
-        ("a,b\n1,2\n,3\n", ["b"], False, r"t.csv = 'row 3': has no value of 'a'.*--impute"),
-        ("a,b\n1,2\n1\n", ["b"], True, r"t.csv = 'row 3': has 1 cells for 2 columns"),
-        ("a,b\n1,2\nred,3\n", ["b"], False, r"t.csv = 'row 3': 'a' is 'red', no number"),
-        ("a,b\n1,inf\n", ["b"], False, r"t.csv = 'row 2': 'b' is 'inf'"),
-        ("a,b\n1,2\n", ["c"], False, r"t.csv = 'c': is none of its columns. it has a, b"),
-        ("a,b\n1,\n", ["b"], False, r"t.csv = 'b': has no value in any row"),
-        ("a,b\n", ["b"], False, r"t.csv = 'b': has no value in any row"),
-    ],
-)
-def test_a_csv_with_gaps_is_rejected_by_file_and_row(
-    text: str, targets: list[str], impute: bool, message: str, client_of_csv: ModuleType, tmp_path: Path
-) -> None:
-    path = tmp_path / "t.csv"
-    path.write_text(text)
-    with pytest.raises(DataError, match=message):
-        client_of_csv.read_table(path, targets, impute=impute)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "t.csv"),
-        (b"a,b\n1,\xff\n", r"t.csv is no CSV file in UTF-8"),
-        (b"a,b\n1,2\n3,4\n", r"t.csv = 'b': has a value in each row"),
-        (b"a,b\n,2\n3,\n", r"t.csv = 'row 2': has no value of 'a'"),
-    ],
-)
-def test_the_client_ends_with_one_line_about_the_file(
-    content: bytes | None, message: str, client_of_csv: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if content is not None:
-        (tmp_path / "t.csv").write_bytes(content)
-    monkeypatch.setattr(sys, "argv", ["few_rows_client.py", str(tmp_path / "t.csv"), "b"])
-    with pytest.raises(SystemExit, match=rf"^error: .*{message}"):
-        client_of_csv.main()
-
-
-def test_a_spreadsheets_csv_is_read_without_its_byte_order_mark(client_of_csv: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("price,a\n1,2\n", encoding="utf-8-sig")
-    assert client_of_csv.read_table(tmp_path / "t.csv", ["price"]).targets.tolist() == [[1.0]]
-
-
-def test_gaps_are_nan_where_they_are_to_be_imputed(client_of_csv: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("a,b,c\n1,2,3\n,4,\n")
-    table = client_of_csv.read_table(tmp_path / "t.csv", ["c", "b"], impute=True)
-    np.testing.assert_array_equal(table.features, [[1], [np.nan]])
-    np.testing.assert_array_equal(table.targets, [[3, 2], [np.nan, 4]])
-    assert check_tables(table.as_request(semi_supervised=True))["x"].shape == (1, 2, 1)
+        request = build_tables([[50, 2], [70, 3], [60, 2], [90, 4]], [100, 150, 120, np.nan], [[90, 4]])
+        answer = client.infer("few-rows", request)
+    low, high = answer["quantiles"][0, 0, 0, [0, -1]]
+    assert 100 < answer["mean"].item() < 250
+    assert low < answer["mean"].item() < high
 
 
 def test_the_python_of_the_page_runs(
     trained: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(trained["home"]))
+    load_network.cache_clear()
     page = (ROOT / "docs" / "libs" / "tables.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
     assert blocks
     for block in blocks:
-        exec(compile(block, "few-rows.md", "exec"), {})
+        exec(compile(block, "few-rows.md", "exec"), names)
+    load_network.cache_clear()
     assert "between" in capsys.readouterr().out
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -129,21 +127,3 @@ def test_dates_become_seconds_and_missing_values_nan() -> None:
     found = build_tables(x, [1.0, 2.0, np.nan], x)
     expected = [[1772323200, 1, 1], [1772409600, 2, np.nan], [np.nan, np.nan, 3]]
     np.testing.assert_array_equal(found["x"][0], expected)
-
-
-# -- the client of a CSV
-
-
-@pytest.fixture
-def client_of_csv(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "serve_apps"))
-    return importlib.import_module("few_rows_client")
-
-
-def test_a_csv_with_dates_and_large_numbers_loses_none(client_of_csv: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("at,y\n2026-03-01,1760000001\n2026-03-01T00:01+01:00,\n")
-    table = client_of_csv.read_table(tmp_path / "t.csv", ["y"])
-    assert table.features.tolist() == [[1772323200.0], [1772323200.0 + 60 - 3600]]
-    assert table.targets[0, 0] == 1760000001
-    assert client_of_csv.format_values(18.5, 17.0, 20.0) == ("18.5", "17", "20")
-    assert client_of_csv.format_values(1e9 + 18.5, 1e9 + 17, 1e9 + 20) == ("1000000018.5", "1000000017", "1000000020")

@@ -18,7 +18,7 @@ Status = Literal["within", "beyond", "undecided"]
 MOST_ROWS, ROUNDING = 1e9, 1e-9
 
 
-class Rows(NamedTuple):
+class RowTotals(NamedTuple):
     """A metric over rows: it is the sum of the totals over that of the counts."""
 
     totals: np.ndarray  # [N]
@@ -47,7 +47,7 @@ def judge_value(drop: float, allowed: float, num_rows: int = 0) -> Verdict:
     return Verdict(drop, drop, drop, "within" if drop <= allowed + ROUNDING else "beyond", num_rows)
 
 
-def judge(teacher: Rows, student: Rows, is_higher_better: bool, allowed: float, confidence: float) -> Verdict:
+def judge(teacher: RowTotals, student: RowTotals, is_higher_better: bool, allowed: float, confidence: float) -> Verdict:
     """Whether the drop is at most `allowed`, with this confidence on either side; 0.5 is the measured drop alone."""
     sign, num_rows, z = (1.0 if is_higher_better else -1.0), len(teacher.totals), NormalDist().inv_cdf(confidence)
     drop = sign * float(teacher.totals.sum() / teacher.counts.sum() - student.totals.sum() / student.counts.sum())
@@ -90,7 +90,7 @@ def judge(teacher: Rows, student: Rows, is_higher_better: bool, allowed: float, 
     return Verdict(drop, low, high, "undecided", num_rows, math.ceil(many) - num_rows)
 
 
-def _find_influence(rows: Rows) -> np.ndarray:
+def _find_influence(rows: RowTotals) -> np.ndarray:
     """What each row adds to the metric, beside the mean: [N]."""
     mean = rows.totals.sum() / rows.counts.sum()
     found: np.ndarray = (rows.totals - mean * rows.counts) / rows.counts.mean()

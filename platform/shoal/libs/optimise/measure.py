@@ -23,7 +23,7 @@ from shoal.extend.parallel import Mean, ParallelSpec, SingleProcessModel, World
 from shoal.extend.registry import Signature
 from shoal.extend.serve import Forward, ModelOptions, TemplateConfig, open_template
 from shoal.extend.train import MetricSet, Task, evaluate
-from shoal.libs.optimise.evidence import Rows
+from shoal.libs.optimise.evidence import RowTotals
 from shoal.libs.optimise.steps import Model
 from shoal.weights import WeightSnapshot
 
@@ -86,16 +86,16 @@ class RowMetric(MetricSet):
         found = task.loss(outputs, batch) if self._metric == "loss" else task.metrics(outputs, batch)[self._metric]
         return (float(found.total), float(found.count)) if isinstance(found, Mean) else (float(found), 1.0)
 
-    def get_rows(self, value: float) -> Rows | None:
+    def get_rows(self, value: float) -> RowTotals | None:
         """The rows, if the metric over all of them is `value`: otherwise it is no mean over rows."""
         totals, counts = np.array(self._found or [], float).reshape(-1, 2).T
         is_mean = counts.sum() > 0 and math.isclose(totals.sum() / counts.sum(), value, rel_tol=1e-3, abs_tol=1e-6)
-        return Rows(totals, counts) if is_mean else None
+        return RowTotals(totals, counts) if is_mean else None
 
 
 def score_network(
     network: nn.Module, task: Task, data: Data, batch_size: int, metric: str
-) -> tuple[dict[str, float], Rows | None]:
+) -> tuple[dict[str, float], RowTotals | None]:
     """The Task's loss and metrics over its validation data; and one of them by row, None if it is no mean of rows."""
     assert data.validation is not None
     world, spec = World.single("cpu"), ParallelSpec()

@@ -18,7 +18,7 @@ from shoal.extend.train import TrainSpec, fit_locally, validate_run
 from shoal.libs.optimise import distil, measure
 from shoal.libs.optimise.choice import Measurement, choose
 from shoal.libs.optimise.entry import build_network, read_payload
-from shoal.libs.optimise.evidence import Rows, Verdict, judge, judge_value
+from shoal.libs.optimise.evidence import RowTotals, Verdict, judge, judge_value
 from shoal.libs.optimise.request import OptimiseRequest, Say, Subject, choose_steps, choose_students, open_subject
 from shoal.libs.optimise.steps import Model, Step, apply_step
 from shoal.libs.optimise.student import Student
@@ -135,7 +135,7 @@ def _take_step(origin: Model, step: Step, subject: Subject) -> Model:
 
 
 def _judge(
-    measured: Sequence[Measurement], rows: Sequence[Rows | None], subject: Subject, limit: float, confidence: float
+    measured: Sequence[Measurement], rows: Sequence[RowTotals | None], subject: Subject, limit: float, confidence: float
 ) -> tuple[Verdict, ...]:
     """Each beside the teacher: by its rows, or by the metric alone where that is no mean over rows."""
     values, sign = [each.metrics[subject.metric] for each in measured], 1.0 if subject.is_higher_better else -1.0
@@ -148,7 +148,7 @@ def _judge(
     )
 
 
-def _measure(models: Sequence[Model], subject: Subject, batch: int) -> tuple[list[Measurement], list[Rows | None]]:
+def _measure(models: Sequence[Model], subject: Subject, batch: int) -> tuple[list[Measurement], list[RowTotals | None]]:
     signature = subject.version.manifest.signature
     forwards = [measure.open_forward(each, signature) for each in models]
     one, _, many = (measure.name_inputs(each, signature) for each in subject.inputs)

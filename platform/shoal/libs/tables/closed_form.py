@@ -29,6 +29,7 @@ REGRESSORS: tuple[tuple[int, float], ...] = (
     *((STEPS + 4, ratio) for ratio in (3.0, 30.0)),
 )
 NUM_REGRESSORS = len(REGRESSORS)
+EXTRAPOLATES = torch.tensor([kind % 4 in (LINEAR, WIDE) for kind, _ in REGRESSORS])
 PRIOR_ROWS = 2.0  # how many rows the prior of the noise's variance is worth
 
 
@@ -37,7 +38,7 @@ class Predictions(NamedTuple):
 
     mean: Tensor  # [B, E, R]
     scale: Tensor  # [B, E, R] of the predicted value with its noise
-    weight: Tensor  # [B, E] posterior probability of the regressor
+    weight: Tensor  # [B, E] posterior probability of the regressor; of two rows, only of those that return to the mean
 
 
 def predict_closed_form(x: Tensor, column_exists: Tensor, y: Tensor, is_labelled: Tensor) -> Predictions:
@@ -67,6 +68,7 @@ def predict_closed_form(x: Tensor, column_exists: Tensor, y: Tensor, is_labelled
     noise = residual / (num_rows + PRIOR_ROWS)
     log_determinant = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)  # half of it
     evidence = PRIOR_ROWS / 2 * prior.log() - log_determinant - (num_rows + PRIOR_ROWS) / 2 * residual.log()
+    evidence = evidence.masked_fill(EXTRAPOLATES.to(x.device) & (num_rows <= 2), -torch.inf)  # two rows show no slope
     without = inverse.diagonal(dim1=-2, dim2=-1).clamp_min(1e-12)  # [B, E, C]: equations 5.10 to 5.12
     labelled = is_labelled.unsqueeze(1)
     left_out = torch.where(labelled, y.unsqueeze(1) - solved / without, mean[..., :C])
