@@ -18,11 +18,11 @@ import yaml
 from shoal.extend.cost import MEASURED, PREDICTED, CostTable, format_quantity
 from shoal.extend.runs import (
     COLOURS,
+    VALIDATION,
     Run,
     RunKind,
     add_heading,
     format_number,
-    infer_direction,
     is_higher_better,
     make_figure,
     truncate_middle,
@@ -173,6 +173,7 @@ def _as_int(value: Any) -> int | None:
 
 
 MAX_CURVES = 3
+_DRAWN = ("train/loss", "learner/loss", "episode/success_rate")
 MAX_NAME_CHARS, MAX_METRIC_CHARS, MAX_BAR_CHARS = 44, 38, 26  # that fit into a panel's line
 _BARS = ("lived_s", "money", "memory_peak", "sent_bytes", "communication")
 
@@ -192,10 +193,10 @@ def plot_comparison(columns: Sequence[Column], names: Sequence[str], by: Axis = 
 
 
 def _choose_metrics(columns: Sequence[Column]) -> list[str]:
-    """The headline, and metrics that show what is better of most runs; "" where there is none."""
+    """The headline, and metrics that most runs have; "" where there is no headline."""
     headline = next((column.headline[0] for column in columns if column.headline), "")
     counts = Counter(name for column in columns for name in column.curves if name != headline)
-    judging = [name for name in sort_names(list(counts)) if infer_direction(name) is not None]
+    judging = [name for name in sort_names(list(counts)) if name.startswith(VALIDATION) or name in _DRAWN]
     judging.sort(key=lambda name: -counts[name])
     return [headline, *judging][:MAX_CURVES]
 
