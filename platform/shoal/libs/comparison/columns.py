@@ -10,6 +10,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -187,8 +188,8 @@ def plot_comparison(columns: Sequence[Column], names: Sequence[str], by: Axis = 
         rows = figure.subfigures(2 if bars else 1, 1, squeeze=False)[:, 0]
         for axes, metric in zip(rows[0].subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
             _plot_curves(axes, columns, names, metric, by)
-        for axes, name in zip(rows[1].subplots(1, len(bars), squeeze=False)[0] if bars else (), bars, strict=True):
-            _plot_bars(axes, columns, name)
+        for axes, name in zip_longest(rows[1].subplots(1, len(_BARS)) if bars else (), bars):
+            axes.remove() if name is None else _plot_bars(axes, columns, name)
     return figure
 
 
