@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         find_target_reached,
         get_evaluations,
     )
+    from shoal.train.run_facts import RunFacts
     from shoal.train.spec import Direction, ScheduleSpec, StopSpec, TargetSpec, TrainSpec
     from shoal.train.stateful_metric import MetricSet, StatefulMetric
     from shoal.train.task import (

@@ -119,7 +119,7 @@ def judge_trial(trial: Evaluation, spec: ActorLearnerSpec, version: int, action:
 
 
 def describe_registered(model: ModelVersion, evaluation: Evaluation, action: str) -> str:
-    name = f"{model.ref} ({', '.join(model.aliases)})"
+    name = f"{model.ref} ({', '.join(model.aliases)})" if model.aliases else model.ref
     if not evaluation.returns:
         return f"{name}: no episode of the evaluation had one of its agents"
     return (

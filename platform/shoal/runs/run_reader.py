@@ -293,9 +293,13 @@ class Run:
         details = [(row["time"] - self.created_at, row["kind"], json.loads(row["details"])) for row in rows]
         return _to_frame(details, ["time", "kind", "details"])
 
-    def list_events(self, *kinds: str) -> list[tuple[str, dict[str, Any]]]:
-        """The events of these kinds, in order, as (kind, details); cheap enough to poll several times a second."""
-        rows = self._query("SELECT kind, details FROM events WHERE run = :run ORDER BY number")
+    def list_events(self, *kinds: str, since_resumed: bool = False) -> list[tuple[str, dict[str, Any]]]:
+        """The events of these kinds, in order, as (kind, details); cheap enough to poll several times a second.
+
+        since_resumed: only those since the run was last resumed
+        """
+        since = f" AND number > ifnull({_RESUMED}, 0)" if since_resumed else ""
+        rows = self._query(f"SELECT kind, details FROM events WHERE run = :run{since} ORDER BY number")
         return [(row["kind"], json.loads(row["details"])) for row in rows if row["kind"] in kinds]
 
     def last_events(self, since_resumed: bool = False) -> dict[str, dict[str, Any]]:
@@ -339,10 +343,10 @@ class Run:
 
     def models(self) -> DataFrame:
         """The models that the run registered: columns name, version, time, aliases (a list, as the run left them)."""
-        models = [(name, version, at - self.created_at, aliases) for name, version, at, aliases in self._list_models()]
+        models = [(name, version, at - self.created_at, aliases) for name, version, at, aliases in self.list_models()]
         return _to_frame(models, ["name", "version", "time", "aliases"])
 
-    def _list_models(self) -> list[tuple[str, int, float, list[str]]]:
+    def list_models(self) -> list[tuple[str, int, float, list[str]]]:
         """The registered versions, oldest first. An alias names the last one that it was moved to."""
         rows = self._query("SELECT name, version, time, aliases FROM models WHERE run = :run ORDER BY time")
         last = {(row["name"], alias): row["version"] for row in rows for alias in json.loads(row["aliases"])}
@@ -381,7 +385,7 @@ class Run:
             "endpoints": [asdict(endpoint) for endpoint in self.endpoints()],
             "models": [
                 {"name": name, "version": version, "aliases": aliases}
-                for name, version, _, aliases in self._list_models()
+                for name, version, _, aliases in self.list_models()
             ],
         }
 

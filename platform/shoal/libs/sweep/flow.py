@@ -14,6 +14,7 @@ import numpy as np
 import shoal.runs
 from shoal.errors import RunError, needs_extra
 from shoal.extend.cluster import expected_run_id, job_main
+from shoal.extend.registry import Criterion
 from shoal.extend.runs import RunKind, RunRecorder, format_number
 from shoal.extend.train import fetch_weights, register_model, validate_run
 from shoal.home import home
@@ -104,4 +105,5 @@ def _register(spec: SweepSpec, checked: CheckedSweep, recorder: RunRecorder, bes
         run = validate_run(train)
     result = load_result(best.run_id)
     fetch_weights(result, best.run_id)
-    register_model(train, result, run.factory, run.signature, run.fingerprint, recorder, lineage)
+    criterion = Criterion(checked.metric, checked.is_higher)
+    register_model(train, result, run.factory, run.signature, run.fingerprint, recorder, lineage, criterion)

@@ -24,8 +24,10 @@ class ConsoleLog:
         self._event_log, self._say = journal, say
         self._printed_at_s = time.monotonic()
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._event_log.log(step, values)
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        self._event_log.log(step, values, at)
+        if at is not None:
+            return  # printed when it was measured
         is_evaluation = any(name.startswith("validation/") for name in values)
         if is_evaluation or time.monotonic() - self._printed_at_s >= INTERVAL_S:
             self._printed_at_s = time.monotonic()
