@@ -184,12 +184,17 @@ def plot_comparison(columns: Sequence[Column], names: Sequence[str], by: Axis = 
     runs."""
     bars = [name for name in _BARS if any(column.values.get(name) for column in columns)]
     metrics = _choose_metrics(columns)
-    with make_figure((5.0 * len(metrics), 6.4 if bars else 3.6), layout="constrained") as figure:
+    width = max(5.0 * len(metrics), 2.4 * len(bars))
+    with make_figure((width, 6.4 if bars else 3.6), layout="constrained") as figure:
         rows = figure.subfigures(2 if bars else 1, 1, squeeze=False)[:, 0]
         for axes, metric in zip(rows[0].subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
             _plot_curves(axes, columns, names, metric, by)
-        for axes, name in zip_longest(rows[1].subplots(1, len(_BARS)) if bars else (), bars):
-            axes.remove() if name is None else _plot_bars(axes, columns, name)
+        places = rows[1].subplots(1, int(width / 2.4), squeeze=False)[0] if bars else ()
+        for axes, name in zip_longest(places, bars):
+            if name is None:
+                axes.remove()
+            else:
+                _plot_bars(axes, columns, name)
     return figure
 
 
