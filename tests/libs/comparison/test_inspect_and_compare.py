@@ -143,14 +143,16 @@ def test_settings_that_differ_come_first_with_their_defaults_data_and_code(
         ("run-2", "two", "args:\n  width: 4\n", "def"),
         ("run-3", "two", "args:\n  width: 4\nbatch_size: many\n", "def"),
     ):
-        (folder / "task_file.py").write_text(text)
-        record = f"task: task_file.py:Small\nseed: 7\n{spec}"
+        for file in ("task_file.py", "mine.py"):
+            (folder / file).write_text(text)
+        record = f"task: ./task_file.py:Small\nname: mine:Parts\nseed: 7\n{spec}"
         with runs.recording(record, "train", begun="training", kind=runs.RunKind.TRAINING, run_id=name) as run:
             run.record_event("data", train=data)
             run.log(1, {"train/loss": 1.5})
     found = settings_of("run-1", "run-2")
-    code = found.pop("text of task_file.py")
-    assert code[0] != code[1]
+    for file in ("task_file.py", "mine.py"):
+        code = found.pop(f"text of {file}")
+        assert code[0] != code[1]
     assert found == {
         "batch_size": ["48", "64"],
         "optimizer.learning_rate": ["3e-05", "0.001"],

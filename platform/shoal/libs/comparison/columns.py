@@ -10,6 +10,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,11 +19,11 @@ import yaml
 from shoal.extend.cost import MEASURED, PREDICTED, CostTable, format_quantity
 from shoal.extend.runs import (
     COLOURS,
+    VALIDATION,
     Run,
     RunKind,
     add_heading,
     format_number,
-    infer_direction,
     is_higher_better,
     make_figure,
     truncate_middle,
@@ -173,6 +174,7 @@ def _as_int(value: Any) -> int | None:
 
 
 MAX_CURVES = 3
+_DRAWN = ("train/loss", "learner/loss", "episode/success_rate")
 MAX_NAME_CHARS, MAX_METRIC_CHARS, MAX_BAR_CHARS = 44, 38, 26  # that fit into a panel's line
 _BARS = ("lived_s", "money", "memory_peak", "sent_bytes", "communication")
 
@@ -182,20 +184,25 @@ def plot_comparison(columns: Sequence[Column], names: Sequence[str], by: Axis = 
     runs."""
     bars = [name for name in _BARS if any(column.values.get(name) for column in columns)]
     metrics = _choose_metrics(columns)
-    with make_figure((5.0 * len(metrics), 6.4 if bars else 3.6), layout="constrained") as figure:
+    width = max(5.0 * len(metrics), 2.4 * len(bars))
+    with make_figure((width, 6.4 if bars else 3.6), layout="constrained") as figure:
         rows = figure.subfigures(2 if bars else 1, 1, squeeze=False)[:, 0]
         for axes, metric in zip(rows[0].subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
             _plot_curves(axes, columns, names, metric, by)
-        for axes, name in zip(rows[1].subplots(1, len(bars), squeeze=False)[0] if bars else (), bars, strict=True):
-            _plot_bars(axes, columns, name)
+        places = rows[1].subplots(1, int(width / 2.4), squeeze=False)[0] if bars else ()
+        for axes, name in zip_longest(places, bars):
+            if name is None:
+                axes.remove()
+            else:
+                _plot_bars(axes, columns, name)
     return figure
 
 
 def _choose_metrics(columns: Sequence[Column]) -> list[str]:
-    """The headline, and metrics that show what is better of most runs; "" where there is none."""
+    """The headline, and metrics that most runs have; "" where there is no headline."""
     headline = next((column.headline[0] for column in columns if column.headline), "")
     counts = Counter(name for column in columns for name in column.curves if name != headline)
-    judging = [name for name in sort_names(list(counts)) if infer_direction(name) is not None]
+    judging = [name for name in sort_names(list(counts)) if name.startswith(VALIDATION) or name in _DRAWN]
     judging.sort(key=lambda name: -counts[name])
     return [headline, *judging][:MAX_CURVES]
 

@@ -136,7 +136,9 @@ class MetricTable:
             raise ConfigError("--by", by, "is known of none of these runs", "use --by step, or --by time")
         is_far = bool(known) and max(known) > 1.01 * min(known) and len(known) == len(columns)
         common_at = min(known) if is_far else math.nan
+        headlines = {column.headline[0] for column in columns if column.headline}
         names = sort_names(list({name for column in columns for name in column.curves}))
+        names.sort(key=lambda name: name not in headlines)
         rows = {
             name: [
                 summarize(name, column.curves[name], common_at) if name in column.curves else None for column in columns

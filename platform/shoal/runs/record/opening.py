@@ -32,6 +32,7 @@ from shoal.runs.tracker import find_trackers, start_followers
 if TYPE_CHECKING:
     from shoal.runs.record.store_mirror import StoreMirror
 
+_CODE = re.compile(r"[\w./-]+\.py\b|[\w./-]+(?=:[A-Za-z_])")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -120,12 +121,12 @@ def recording(
     """
     if not resumed:
         with create(job, spec, run_id, kind=kind) as recorder:
-            recorder.record_event("code", **_hash_files(spec))
+            _record_code(recorder, spec)
             yield recorder
         return
     before = load(resumed).spec
     with reopen(resumed, spec) as recorder:
-        recorder.record_event("code", **_hash_files(spec))
+        _record_code(recorder, spec)
         try:
             yield recorder
         except Exception:  # a user's own code may raise anything
@@ -135,10 +136,15 @@ def recording(
             raise
 
 
-def _hash_files(spec: str) -> dict[str, str]:
-    """The SHA-256 of each file of code that a spec names, as in `game.py:make`: of what runs are compared."""
-    files = {match[0] for match in re.finditer(r"[\w./-]+\.py\b", spec)}
-    return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files) if Path(file).is_file()}
+def _record_code(recorder: RunRecorder, spec: str) -> None:
+    """Record the SHA-256 of each file of code that a spec names, as in `game.py:make` or `game:Grid-v0`: runs are
+    compared by it."""
+    names = sorted({match[0] for match in _CODE.finditer(spec)})
+    paths = [Path(name if name.endswith(".py") else f"{name.replace('.', '/')}.py") for name in names]
+    files = [path for path in paths if path.is_file()]
+    if files:
+        details = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        recorder.record_event("code", **details)
 
 
 def _make_writer() -> str:
