@@ -64,11 +64,11 @@ def kinds_of(found: Table) -> dict[str, str]:
 KINDS = {"age": "number", "plan": "word", "since": "date", "left": "date", "news": "truth"}
 
 
-def test_kinds_are_inferred_and_ids_and_constants_are_left_out_with_a_note(customers: str) -> None:
+def test_kinds_are_inferred_and_ids_and_constants_are_excluded_with_a_note(customers: str) -> None:
     found = shoal.data.table(customers, target="churned")
     assert kinds_of(found) == KINDS
     assert [note.partition(":")[0] for note in found.notes] == ["left out 'customer'", "left out 'country'"]
-    assert found.encoders.left_out == list(found.notes)
+    assert found.encoders.excluded == list(found.notes)
     assert (found.num_training, len(found.validation)) == (48, 12)
     assert len(found.train) >= 2048
     taken = table(customers, "churned", columns={"customer": "number", "age": "word"}, leave_out=["left"])

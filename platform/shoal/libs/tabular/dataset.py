@@ -127,7 +127,7 @@ def table(
     num_training = int(is_training.sum())
     if given is None:
         given = _fit(num_rows, target, is_class, kinds, values, num_training, unknown, transformer)
-        given = given.model_copy(update={"left_out": notes})
+        given = given.model_copy(update={"excluded": notes})
     return _encode(given, values, num_training, tuple(notes))
 
 

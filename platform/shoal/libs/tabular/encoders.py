@@ -146,7 +146,7 @@ class Encoders(Spec):
 
     num_rows:    of the table when they were fitted: a resumed run reads these, even if the file has grown
     differences: pairs of dates, and the scale of the seconds from the first to the second
-    left_out:    columns that are no inputs, each with the reason
+    excluded:    columns that are no inputs, each with the reason
     transformer: of scikit-learn, in place of the columns' own encoders: base64 of its pickle
     """
 
@@ -154,7 +154,7 @@ class Encoders(Spec):
     target: Target
     columns: list[ColumnEncoder]
     differences: list[tuple[str, str, Scale]] = Field(default_factory=list)
-    left_out: list[str] = Field(default_factory=list)
+    excluded: list[str] = Field(default_factory=list)
     transformer: str = ""
     transformer_width: int = 0
     sklearn: str = ""
