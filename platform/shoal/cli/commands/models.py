@@ -45,7 +45,7 @@ MAX_ARGUMENT_LENGTH = 500  # of JSON, that `show` prints
 def models() -> None:
     """List, show, add, export, promote, roll back and remove registered models; push and pull those of Hugging Face.
 
-    A model is named NAME@3, NAME@champion, or NAME for its newest version.
+    A model is named NAME@3, NAME@champion for its best version, or NAME for its newest one.
 
     \b
     Examples:
