@@ -413,8 +413,6 @@ class LoopRun:
             if self.missed:  # what follows champion keeps what it has
                 aliases = [alias for alias in each.spec.aliases or () if alias != CHAMPION]
                 each.spec = each.spec.update({"aliases": aliases})
-                    {"aliases": [alias for alias in each.spec.aliases or () if alias != CHAMPION]}
-                )
             model = each.register(snapshot, self.recorder.id, self._action, self._trial_return)
             self.recorder.record_model(model.name, model.version, model.aliases, model.decision)
             models[each.name] = model
