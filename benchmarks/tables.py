@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.children import ROOT
 from benchmarks.result import QUICK_RESULTS, Row, compare, options, write
-from shoal.errors import ConfigError
+from shoal.errors import DataError
 from shoal.libs.tabular.reading import extract_values, read_table
 from shoal.libs.tabular.task import TableTask
 from shoal.train.launch.local import fit_locally
@@ -91,7 +91,7 @@ def count_unnamed(task: TableTask) -> int:
             changed = {**usual, each.name: np.array([value], object if each.kind == "word" else None)}
             try:
                 task.preprocess(changed)
-            except ConfigError as error:
+            except DataError as error:
                 unnamed += error.field != each.name
     return unnamed
 

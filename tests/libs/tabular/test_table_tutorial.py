@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 import shoal.runs
+from serving.replica_set import ReplicaSet, ask
 from shoal.registry import Registry
+from shoal.serve.spec.model_source import model_from_ref
 from shoal.train.__main__ import main
 
 PAGE = (Path(__file__).parents[3] / "docs" / "tutorials" / "table.md").read_text()
@@ -44,28 +44,19 @@ def words_after(beginning: str) -> list[str]:
     return shlex.split(line.removeprefix(beginning))
 
 
-def test_the_run_of_the_page_answers_the_row_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_run_of_the_page_answers_the_row_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["task=table", *words_after("shoal run table "), *SHORT]) == 0, capsys.readouterr().err
-    version = Registry().get("churn@champion")
-    model = version.manifest.model
     row = json.loads(words_after("curl -s ")[-1])
-    assert list(row) == [each.name for each in version.manifest.signature.inputs]  # type: ignore[union-attr]
-    arrays = {
-        "age": np.array([float(row["age"])]),
-        "plan": np.array([row["plan"].encode()], object),
-        "since": np.array([row["since"]], "datetime64[s]").astype(float),
-        "balance": np.array([np.nan]),
-        "newsletter": np.array([float(row["newsletter"])]),
-    }
-    network = model.build()
-    assert isinstance(network, torch.nn.Module)
-    network.load_state_dict({name: torch.from_numpy(each) for name, each in version.snapshot().tensors().items()})
-    preprocess, postprocess = model.make_hook("preprocess"), model.make_hook("postprocess")
-    assert preprocess is not None
-    assert postprocess is not None
-    with torch.no_grad():
-        scores = network.eval()(*(torch.from_numpy(each) for each in preprocess(arrays).values()))
-    assert postprocess({"output": scores.numpy()})["churned"][0] == "yes"
+    async with ReplicaSet(model_from_ref("churn")) as endpoint:
+        [replica] = await endpoint.start()
+        answer = await ask(replica, "POST", "/v2/models/churn/rows", row)
+        assert (answer.status, answer.body["churned"]) == (200, "yes")
+        assert sorted(answer.body["probability"]) == ["no", "yes"]
+        gaps = await ask(replica, "POST", "/v2/models/churn/rows", [dict.fromkeys(row), row])
+        assert [each["churned"] for each in gaps.body][1] == "yes"
+        for field, value in {"plan": "gold", "since": "soon", "age": "old", "newsletter": 3, "more": 1}.items():
+            wrong = await ask(replica, "POST", "/v2/models/churn/rows", {**row, field: value})
+            assert (wrong.status, wrong.body["field"]) == (422, field)
 
 
 def test_the_network_of_ones_own_trains(capsys: pytest.CaptureFixture[str]) -> None:
