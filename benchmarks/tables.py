@@ -96,13 +96,17 @@ def count_unnamed(task: TableTask) -> int:
     return unnamed
 
 
+def get_size(name: str) -> int:
+    return (FOLDER / name / "0" / "train.csv").stat().st_size
+
+
 def measure(peers: list[dict[str, Any]], minutes: float, overrides: list[str]) -> list[dict[str, Any]]:
     """Ours for each line of the peer's, from a log of earlier calls on; those for which there was time."""
     log = FOLDER / f"ours{'-'.join(['', *overrides])}.jsonl"
     found = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     done = {(each["table"], each["seed"]) for each in found}
     began = time.monotonic()
-    for each in sorted(peers, key=lambda line: line["seed"]):
+    for each in sorted(peers, key=lambda line: (line["seed"], get_size(line["table"]))):
         if (each["table"], each["seed"]) in done:
             continue
         if time.monotonic() - began > minutes * 60:
