@@ -28,7 +28,7 @@ def spec() -> TrainSpec:
             "task": __file__,
             "name": "table",
             "batch_size": 256,
-            "optimizer": {"name": "adamw", "learning_rate": 2e-3, "weight_decay": 3e-4},
+            "optimizer": {"name": "adamw", "learning_rate": 3e-3, "weight_decay": 3e-4},
             "clip_norm": 1.0,
             "average": 0.98,
             "stop": {"epochs": 100, "convergence": {"metric": "loss", "patience": 12}},

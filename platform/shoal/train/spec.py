@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from shoal.config import Spec
 from shoal.data import LoaderSpec
 from shoal.parallel import ParallelDims, ParallelSpec
+from shoal.plugins.find import load_reference
 from shoal.registry import AliasNames, Criterion
 from shoal.runs.formatting import Duration
 from shoal.runs.json_lines import LogFormat
@@ -216,9 +217,8 @@ class TrainSpec(Spec):
         name = re.split(r"[.=\[]", override, maxsplit=1)[0]
         if name in type(self).model_fields or not name.isidentifier() or not self.task or "=" not in override:
             return override
-        from shoal.train.task import find_task  # loads the user's file, and torch
-
-        return f"args.{override}" if name in inspect.signature(find_task(self.task)).parameters else override
+        factory = load_reference("shoal.train.task:find_task")(self.task)  # a module above this one, which loads torch
+        return f"args.{override}" if name in inspect.signature(factory).parameters else override
 
     @model_validator(mode="before")
     @classmethod

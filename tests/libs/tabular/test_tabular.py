@@ -17,7 +17,7 @@ import shoal.data
 import shoal.runs
 from shoal.errors import ConfigError, DataError
 from shoal.libs.tabular.dataset import Table, table
-from shoal.libs.tabular.encoders import Encoders, Scale
+from shoal.libs.tabular.encoders import Encoders, RequestEncoder, Scale
 from shoal.libs.tabular.network import TableNetwork
 from shoal.libs.tabular.task import TableTask
 from shoal.registry import Registry
@@ -64,11 +64,11 @@ def kinds_of(found: Table) -> dict[str, str]:
 KINDS = {"age": "number", "plan": "word", "since": "date", "left": "date", "news": "truth"}
 
 
-def test_kinds_are_inferred_and_ids_and_constants_are_left_out_with_a_note(customers: str) -> None:
+def test_kinds_are_inferred_and_ids_and_constants_are_excluded_with_a_note(customers: str) -> None:
     found = shoal.data.table(customers, target="churned")
     assert kinds_of(found) == KINDS
     assert [note.partition(":")[0] for note in found.notes] == ["left out 'customer'", "left out 'country'"]
-    assert found.encoders.left_out == list(found.notes)
+    assert found.encoders.excluded == list(found.notes)
     assert (found.num_training, len(found.validation)) == (48, 12)
     assert len(found.train) >= 2048
     taken = table(customers, "churned", columns={"customer": "number", "age": "word"}, leave_out=["left"])
@@ -237,9 +237,11 @@ def test_a_request_has_a_row_as_it_is(customers: str) -> None:
 )
 def test_a_wrong_value_of_a_request_names_its_field(customers: str, changed: dict[str, Any], field: str) -> None:
     task = TableTask(data=customers, target="churned")
-    with pytest.raises(ConfigError, match=f"^{field} = ") as caught:
+    with pytest.raises(DataError, match=f"^{field} = ") as caught:
         task.preprocess(request(**changed))
     assert caught.value.field == field
+    ages = task.data().select("train")["age"]
+    assert task.preprocess.ranges["age"] == (np.nanmin(ages), np.nanmax(ages))
 
 
 def test_members_are_averaged_in_evaluations_and_apart_in_training(customers: str) -> None:
@@ -294,13 +296,15 @@ def test_a_transformer_of_scikit_learn_takes_the_encoders_place(customers: str) 
     found = table(customers, "churned", transformer=transformer)
     encoders = Encoders.parse(json.loads(json.dumps(found.encoders.model_dump(mode="json"))))
     assert (encoders.num_numbers, encoders.category_sizes) == (4, [])
-    encoded = encoders.encode(encoders.decode_request(request()))
+    encoded = RequestEncoder(encoders)(request())
     assert list(encoded) == ["numbers"]
     assert sorted(encoded["numbers"][0, 1:].tolist()) == [0.0, 0.0, 1.0]
     assert found.train.tensors[0].numpy()[:, 0].mean() == pytest.approx(0.0, abs=1e-6)  # type: ignore[union-attr]
     other = encoders.model_copy(update={"sklearn": "0.9"})
-    with pytest.raises(ConfigError, match=r"scikit-learn = '0.9': has fitted .* pip install scikit-learn==0.9"):
-        other.encode(encoders.decode_request(request()))
+    with pytest.raises(ConfigError, match=r"scikit-learn = '0\.9': has fitted .* pip install scikit-learn==0\.9"):
+        RequestEncoder(other)(request())
+    with pytest.raises(DataError, match=r"^plan = 'basik'"):
+        RequestEncoder(encoders)(request(plan=b"basik"))
     with pytest.raises(DataError, match="transformer = 'ColumnTransformer': does not fit the table"):
         table(customers, "churned", transformer=ColumnTransformer([("x", StandardScaler(), ["none"])]))
 

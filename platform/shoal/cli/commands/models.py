@@ -9,7 +9,9 @@ import difflib
 import json
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -136,13 +138,7 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
         shapes = snapshot.shapes()
         num_values = sum(math.prod(shape) for shape in shapes.values())
         payload = f"{len(shapes)} tensors, {num_values:,} values, {payload}"
-        kwargs = manifest.model.kwargs  # of which a Task's source is a long text
-        lines = {name: value.count("\n") for name, value in kwargs.items() if isinstance(value, str) and "\n" in value}
-        shown = {**kwargs, **{name: f"({count} lines, see --json)" for name, count in lines.items()}}
-        if isinstance(args := shown.get("args"), dict):
-            long = [name for name, value in args.items() if len(json.dumps(value)) > MAX_ARGUMENT_LENGTH]
-            shown["args"] = {**args, **dict.fromkeys(long, "(see --json)")}
-        built_by = f"{manifest.model.factory} {json.dumps(shown)}"
+        built_by = f"{manifest.model.factory} {json.dumps(_shorten_arguments(manifest.model.kwargs))}"
     since = format_age(time.time() - manifest.created_at)
     facts = [
         ("model", version.ref),
@@ -428,6 +424,19 @@ def _read_signature(kind: ModelFormat, payload: bytes, file: str, given: Path | 
         return Signature.from_yaml(given)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("signature", str(given), f"cannot be read ({error})") from error
+
+
+def _shorten_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Without a Task's source, and what is fitted to its data."""
+    args = kwargs.get("args")
+    shown = {**kwargs, "args": dict(args)} if isinstance(args, dict) else dict(kwargs)
+    for values in (shown, shown["args"] if isinstance(args, dict) else {}):
+        for name, value in values.items():
+            if isinstance(value, str) and "\n" in value:
+                values[name] = f"({value.count(chr(10))} lines, see --json)"
+            elif name != "args" and len(json.dumps(value)) > MAX_ARGUMENT_LENGTH:
+                values[name] = "(see --json)"
+    return shown
 
 
 def _list_code(found: ModelVersion) -> dict[str, str]:

@@ -25,7 +25,7 @@ MAX_INTEGER_CLASSES = 10
 MIN_EPOCH = 2048  # training rows; a smaller table is read several times in an epoch
 
 
-class Rows:
+class EncodedRows:
     """Encoded rows: a sample is (numbers [N], categories [W] where there are any, target).
 
     repeats: how often an epoch reads each row
@@ -127,15 +127,15 @@ def table(
     num_training = int(is_training.sum())
     if given is None:
         given = _fit(num_rows, target, is_class, kinds, values, num_training, unknown, transformer)
-        given = given.model_copy(update={"left_out": notes})
+        given = given.model_copy(update={"excluded": notes})
     return _encode(given, values, num_training, tuple(notes))
 
 
 def _encode(encoders: Encoders, values: Mapping[str, Values], num_training: int, notes: tuple[str, ...]) -> Table:
     arrays = [*encoders.encode(values, is_strict=False).values(), encoders.target.encode(values[encoders.target.name])]
     return Table(
-        Rows([each[:num_training] for each in arrays], -(-MIN_EPOCH // num_training)),
-        Rows([each[num_training:] for each in arrays]),
+        EncodedRows([each[:num_training] for each in arrays], -(-MIN_EPOCH // num_training)),
+        EncodedRows([each[num_training:] for each in arrays]),
         encoders=encoders,
         values=values,
         num_training=num_training,

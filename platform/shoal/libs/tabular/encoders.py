@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from shoal.errors import ConfigError, DataError
+from shoal.errors import DataError
 from shoal.extend import Spec
 from shoal.extend.registry import Signature, TensorSignature
 
@@ -107,14 +107,14 @@ class ColumnEncoder(Spec):
         return encoded
 
     def encode_categories(self, values: np.ndarray, *, is_strict: bool) -> np.ndarray:
-        """Raises ConfigError for an unknown word, if `is_strict`, where the column admits none."""
+        """Raises DataError for an unknown word, if `is_strict`, where the column admits none."""
         index = {word: at for at, word in enumerate(self.vocabulary, 2)}
         found = [0 if word is None else index.get(word, 1) for word in values.tolist()]
         encoded = np.array(found, np.int64)
         if is_strict and not self.has_other and (encoded == 1).any():
             word = values[int((encoded == 1).argmax())]
             shown = ", ".join(self.vocabulary[:10]) + (", ..." if len(self.vocabulary) > 10 else "")
-            raise ConfigError(self.name, word, "is a word that no training row had", f"there is {shown}")
+            raise DataError(self.name, word, "is a word that no training row had", f"there is {shown}")
         return encoded
 
 
@@ -146,7 +146,7 @@ class Encoders(Spec):
 
     num_rows:    of the table when they were fitted: a resumed run reads these, even if the file has grown
     differences: pairs of dates, and the scale of the seconds from the first to the second
-    left_out:    columns that are no inputs, each with the reason
+    excluded:    columns that are no inputs, each with the reason
     transformer: of scikit-learn, in place of the columns' own encoders: base64 of its pickle
     """
 
@@ -154,7 +154,7 @@ class Encoders(Spec):
     target: Target
     columns: list[ColumnEncoder]
     differences: list[tuple[str, str, Scale]] = Field(default_factory=list)
-    left_out: list[str] = Field(default_factory=list)
+    excluded: list[str] = Field(default_factory=list)
     transformer: str = ""
     transformer_width: int = 0
     sklearn: str = ""
@@ -195,9 +195,12 @@ class Encoders(Spec):
 
         is_strict: raise for an unknown word; otherwise it counts as another word
 
-        Raises ConfigError, which names the column.
+        Raises DataError, which names the column.
         """
         if self.transformer:
+            for column in self.columns if is_strict else ():
+                if column.kind == "word":
+                    column.encode_categories(values[column.name], is_strict=True)
             from shoal.libs.tabular.transformer import apply_transformer
 
             return {"numbers": apply_transformer(self.transformer, self.sklearn, self.kinds, values)}
@@ -228,10 +231,6 @@ class Encoders(Spec):
         probability = TensorSignature(name="probability", datatype="FP32", shape=[-1, len(classes)], columns=classes)
         return Signature(inputs=inputs, outputs=[TensorSignature(name=name, datatype="BYTES", shape=[-1]), probability])
 
-    def decode_request(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Tensors of a request, by column ► values as `encode` takes them: a gap is NaN, or an empty string."""
-        return {each.name: _read_input(each, arrays[each.name]) for each in self.columns}
-
     def decode_scores(self, scores: np.ndarray) -> dict[str, np.ndarray]:
         """scores: [B, K, C] of K members, or [B, C] ► what `signature` promises."""
         members = scores[:, None] if scores.ndim == 2 else scores
@@ -244,6 +243,25 @@ class Encoders(Spec):
         return {target.name: names[probability.argmax(1)], "probability": probability}
 
 
+class RequestEncoder:
+    """Tensors of a request, by column ► the network's inputs. A gap is NaN, or an empty string.
+
+    ranges: the least and greatest value of training rows, by column, by which an endpoint counts drift
+    """
+
+    def __init__(self, encoders: Encoders) -> None:
+        self._encoders = encoders
+        self.ranges = {
+            each.name: (each.scale.knots[0], each.scale.knots[-1]) for each in encoders.columns if each.scale
+        }
+
+    def __call__(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Raises DataError, which names the column."""
+        return self._encoders.encode(
+            {each.name: _read_input(each, arrays[each.name]) for each in self._encoders.columns}
+        )
+
+
 def _read_input(column: ColumnEncoder, array: np.ndarray) -> np.ndarray:
     values = array.reshape(len(array), -1)[:, 0]
     if column.kind == "word":
@@ -253,7 +271,7 @@ def _read_input(column: ColumnEncoder, array: np.ndarray) -> np.ndarray:
     is_wrong = np.isinf(values) if column.kind != "truth" else ~np.isin(values, (0.0, 1.0)) & ~np.isnan(values)
     if is_wrong.any():
         remedy = "give 0, 1 or a gap" if column.kind == "truth" else "give a finite number or a gap"
-        raise ConfigError(column.name, float(values[is_wrong.argmax()]), f"is no {column.kind}", remedy)
+        raise DataError(column.name, float(values[is_wrong.argmax()]), f"is no {column.kind}", remedy)
     return values
 
 

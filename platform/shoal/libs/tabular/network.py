@@ -58,9 +58,9 @@ class TableNetwork(nn.Module):
         num_numbers: int,
         category_sizes: Sequence[int],
         num_outputs: int,
-        width: int = 192,
+        width: int = 128,
         depth: int = 2,
-        members: int = 16,
+        members: int = 8,
         dropout: float = 0.1,
         embedding: int = 8,
     ) -> None:

@@ -20,7 +20,7 @@ from shoal.errors import ConfigError
 from shoal.extend.registry import Signature
 from shoal.extend.train import Callback, Task
 from shoal.libs.tabular.dataset import Table, table
-from shoal.libs.tabular.encoders import Encoders
+from shoal.libs.tabular.encoders import Encoders, RequestEncoder
 from shoal.libs.tabular.network import TableNetwork
 from shoal.libs.tabular.trees import TreesPeer
 
@@ -134,8 +134,9 @@ class TableTask(Task):
     def signature(self) -> Signature:
         return self.encoders.signature()
 
-    def preprocess(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        return self.encoders.encode(self.encoders.decode_request(arrays))
+    @cached_property
+    def preprocess(self) -> RequestEncoder:  # type: ignore[override]
+        return RequestEncoder(self.encoders)
 
     def postprocess(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         return self.encoders.decode_scores(next(iter(arrays.values())))

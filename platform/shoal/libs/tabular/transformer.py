@@ -48,11 +48,15 @@ def fit_transformer(
 def apply_transformer(
     text: str, version: str, kinds: Mapping[str, str], values: Mapping[str, np.ndarray]
 ) -> np.ndarray:
-    """`numbers`, float32 [B, N]. Raises ConfigError for another version of scikit-learn than the fitted one's."""
+    """`numbers`, float32 [B, N]. Raises DataError, and ConfigError for another version of scikit-learn."""
     if version != sklearn.__version__:
         problem = f"has fitted the encoders, and scikit-learn {sklearn.__version__} is installed here"
         raise ConfigError("scikit-learn", version, problem, f"pip install scikit-learn=={version}")
-    return _to_numbers(_load(text).transform(_make_frame(kinds, values)))
+    try:
+        return _to_numbers(_load(text).transform(_make_frame(kinds, values)))
+    except ValueError as error:
+        remedy = "let it admit such values, as by handle_unknown='ignore'"
+        raise DataError("transformer", "transform", f"refuses the rows: {error}", remedy) from error
 
 
 @lru_cache(maxsize=8)
