@@ -3,8 +3,8 @@
     python -m benchmarks.stream_restart [--runs N] [--quick]
 
 Mosquitto, 100 simulated sensors at 1 Hz, and `python -m shoal.libs.stream resume=auto`, which is killed and started
-again at once by the same command: interpreter, imports, checkpoint and log, broker, first forecast. Quiet: with what the
-machine has to do anyway. Busy: with a loop on each core. At the end, readings that were lost or learnt twice are counted.
+again at once by the same command: interpreter, imports, checkpoint and log, broker, first forecast. Quiet: beside what
+the machine does anyway. Busy: with a loop on each core. At the end, readings that were lost or learnt twice are counted.
 """
 
 from __future__ import annotations
