@@ -4,7 +4,7 @@
 
 Mosquitto, 100 simulated sensors at 1 Hz, and `python -m shoal.libs.stream resume=auto`, which is killed and started
 again at once by the same command: interpreter, imports, checkpoint and log, broker, first forecast. Quiet: beside what
-the machine does anyway. Busy: with a loop on each core. At the end, readings that were lost or learnt twice are counted.
+the machine does anyway. Busy: with a loop on each core. At the end, readings lost or learnt twice are counted.
 """
 
 from __future__ import annotations

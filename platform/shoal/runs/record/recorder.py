@@ -24,6 +24,7 @@ import numpy as np
 
 from shoal.atomic_file import create_private, make_folder
 from shoal.errors import Closed, RunError
+from shoal.runs.event_messages import format_warning
 from shoal.runs.record import metric_summaries
 from shoal.runs.record.database import BUSY_TIMEOUT_S, transaction, translate_write_errors
 from shoal.runs.record.metric_mirror import LogEntry, MetricMirrors
@@ -130,6 +131,7 @@ class RunRecorder:
         self._mirrors = MetricMirrors(run_id, folder, incarnation)
         self._pending = PendingWrites()
         self._status = Status.RUNNING
+        self._newest = 0.0  # when the newest value of a curve was logged
         self._closed = False
         self._heartbeat_monotonic_s = time.monotonic()
         self._buffer_lock = threading.Lock()  # guards _pending and _closed; held for moments
@@ -150,7 +152,11 @@ class RunRecorder:
         with self._buffer_lock:
             self._require_open()
             entry = (step, time.time(), checked)  # times grow in the order of commits, by which readers follow them
-            (self._pending.logged if in_history else self._pending.shown).append(entry)
+            if in_history:
+                self._pending.logged.append(entry)
+                self._newest = entry[1]
+            else:
+                self._pending.shown.append(entry)
             self._pending.num_rows += len(values)
 
     def log_group(self, step: int, group: str, values: Mapping[str, float]) -> None:
@@ -362,6 +368,9 @@ class RunRecorder:
             try:
                 self.flush()
                 self._mirrors.call_each(methodcaller("write"))
+                for details in () if self._followers is None else self._followers.check(self._newest):
+                    self.record_event("untracked", **details)
+                    _log.warning("run %s: %s", self.id, format_warning("untracked", details))
             except RunError as error:  # retried later; `flush` and `record_event` report it
                 if str(error) != last_problem:
                     _log.warning("run %s: %s", self.id, error)
