@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import pytest
 
 import shoal.runs
 from rl_setting import TOKEN, serving
-from shoal.cli import cli
-from shoal.cli.support.console import DefaultCommandGroup
 from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -28,47 +24,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 def blocks(path: Path, language: str) -> list[str]:
     found = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE)
     return [text for name, text in found if name == language]
-
-
-def commands() -> list[str]:
-    found = []
-    for path in PAGES:
-        for block in blocks(path, ""):
-            for line in block.replace("\\\n", " ").splitlines():
-                if line.startswith("shoal "):
-                    found.append(line.partition("  #")[0].strip())
-    return sorted(set(found))
-
-
-def parse(command: str) -> None:
-    """As the program does; runs nothing."""
-    verb, *words = shlex.split(command)[1:]
-    found = cli.get_command(click.Context(cli), verb)
-    assert found is not None, verb
-    while isinstance(found, click.Group):
-        context = click.Context(found)
-        if isinstance(found, DefaultCommandGroup) and not (words and words[0] in found.list_commands(context)):
-            words.insert(0, found.default)
-        inner = found.get_command(context, words.pop(0))
-        assert inner is not None
-        found = inner
-    found.make_context(verb, words).close()
-
-
-def test_every_command_of_the_pages_is_understood() -> None:
-    wrong = []
-    for command in commands():
-        try:
-            parse(command)
-        except (AssertionError, click.ClickException) as error:
-            wrong.append(f"{command}: {error}")
-    assert not wrong, "\n".join(wrong)
-
-
-def test_every_make_target_of_the_readme_exists() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text()))
-    assert named <= targets
 
 
 def anchors(path: Path) -> set[str]:

@@ -70,6 +70,8 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
             return f"the broker is back{'' if details['has_session'] else lost}"
         case "drift":
             return f"errors have grown at {details['count']} sensors: {', '.join(details['sensors'])}"
+        case "untracked":
+            return f"{details['tracker']} does not have this run's values yet, the run goes on: {details['problem']}"
         case "tracked" if details.get("problem"):
             remedy = f"shoal runs track RUN --to {details['tracker']}"
             return f"{details['tracker']} lacks values of this run ({details['problem']}): {remedy}"

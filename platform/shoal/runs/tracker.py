@@ -52,6 +52,10 @@ class Tracker(ABC):
 class RunFollowers(Protocol):
     """What sends one incarnation of a run to its trackers."""
 
+    def check(self, newest: float) -> list[dict[str, object]]:
+        """Details of an event for each tracker that lacks values: once. newest: when the newest value was logged"""
+        ...
+
     def close(self) -> list[dict[str, object]]:
         """Wait for the end, for a bounded time: the details of an event for each tracker."""
         ...

@@ -88,13 +88,16 @@ def test_a_run_with_its_own_broker_and_sensors_goes_on_after_a_signal(
     stopping = threading.Thread(target=stop, daemon=True)
     stopping.start()
     with pytest.raises(SystemExit) as ended:
-        main("online.hidden=4", "online.num_steps=4", "sensors=20", "rate_hz=20", "commit.interval_s=0.2")
+        main(
+            "resume=auto", "online.hidden=4", "online.num_steps=4", "sensors=20", "rate_hz=20", "commit.interval_s=0.2"
+        )
     stopping.join()
     assert ended.value.code == 130
     assert "/s in batches of" in capsys.readouterr().out
     run = shoal.runs.load("latest")
     before = run.last_events()["trained"]["steps"]
-    main(f"resume={run.id}", f"max_messages={before + 50}")
+    shoal.runs.create("stream", StreamSpec(name="other").to_record(), kind=shoal.runs.RunKind.STREAM).close()
+    main("resume=auto", f"max_messages={before + 50}")
     trained = shoal.runs.load(run.id).last_events()["trained"]
     assert trained["steps"] >= before + 50
     assert shoal.runs.load(run.id).latest()["stream/missing"] == 0

@@ -17,7 +17,24 @@ from shoal.libs.stream.messages import Message
 from shoal.libs.stream.network import MAX_DEVIATIONS, StreamNetwork
 from shoal.libs.stream.sensor_table import SensorTable, Window
 from shoal.libs.stream.spec import OnlineSpec
-from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast, split_into_waves
+from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast, _Adam, split_into_waves
+
+
+def test_a_step_is_one_of_torchs_adam_and_takes_up_its_state() -> None:
+    ours, theirs = (nn.Linear(3, 2) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    optimizer, adam = _Adam(ours.parameters(), 0.01), torch.optim.Adam(theirs.parameters(), 0.01, fused=True)
+    for step in range(4):
+        for network in (ours, theirs):
+            network(torch.ones(1, 3) * step).square().sum().backward()
+        optimizer.step()
+        adam.step()
+        adam.zero_grad()
+        if step == 1:
+            state, optimizer = adam.state_dict(), _Adam(ours.parameters(), 0.01)
+            optimizer.load_state_dict(state)
+    assert differing_tensors(ours.state_dict(), theirs.state_dict()) == []
+    assert differing_tensors(optimizer.state_dict()["state"], adam.state_dict()["state"]) == []
 
 
 class PlainLearner:

@@ -109,10 +109,14 @@ def drop_times(values: Sequence[MetricValue]) -> list[tuple[int, str, float]]:
 
 def test_each_value_of_a_run_that_goes_on_is_sent_once_and_in_order(recorder: RunRecorder) -> None:
     server = Server()
-    thread = start(make_follower(server))
+    follower = Follower(
+        runs.load("one"), "wandb", lambda: FakeTracker(server), poll_s=POLL_S, on_begun=lambda: server.begun.append("b")
+    )
+    thread = start(follower)
     log(recorder, 0, 10)
     recorder.flush()
     wait_for(lambda: len(server.values) == 20, what="values before the run's end")
+    assert server.begun == ["", "b"]
     log(recorder, 10, 20)
     recorder.log(20, {"loss": math.nan})
     recorder.finish(Status.FAILED, "broken")
@@ -240,7 +244,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(recorder: RunRecor
         again.forget_after(7)  # it begins again at a checkpoint
         log(again, 8, 20)
     make_follower(server).follow()
-    assert drop_times(server.values) == expect(0, 10) + expect(8, 20)
+    assert drop_times(server.values) == expect(0, 20)  # each step once, though it was logged twice
     assert server.begun == ["", "there-one"]
     assert server.finished == [Status.STOPPED, Status.FINISHED]
 
@@ -264,6 +268,59 @@ def test_the_follower_of_a_run_that_is_resumed_leaves_it_to_the_next(recorder: R
     second.join(FOREVER_S)
     assert drop_times(server.values) == expect(0, 20)
     assert server.finished == [Status.FINISHED]
+
+
+def test_a_run_that_repeats_no_step_after_it_was_resumed_has_all_of_them_sent(recorder: RunRecorder) -> None:
+    """A sweep logs trials in any order: a later step before an earlier one."""
+    server = Server()
+    log(recorder, 3, 6)
+    recorder.finish(Status.STOPPED)
+    make_follower(server).follow()
+    with runs.reopen("one") as again:
+        log(again, 0, 3)
+    make_follower(server).follow()
+    assert drop_times(server.values) == expect(3, 6) + expect(0, 3)
+    assert read_state(recorder.folder, "wandb").steps == {"accuracy": 5, "loss": 5}
+
+
+def test_a_tracker_that_is_behind_or_cannot_deliver_is_reported_once(
+    recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*words: object, **options: object) -> None:
+        raise OSError("no process")
+
+    monkeypatch.setattr(processes.subprocess, "Popen", refuse)
+    monkeypatch.setattr(processes, "CHECK_S", 0.0)
+    monkeypatch.setattr(processes, "BEHIND_S", 0.0)
+    followers = processes.Followers("one", recorder.folder, ["wandb", "mlflow", "trackio"])
+    for name, state in (("mlflow", TrackingState(problem="refused")), ("trackio", TrackingState(time=20.0))):
+        (recorder.folder / make_file_name(name, "json")).write_text(json.dumps(asdict(state)))
+    assert followers.check(10.0) == [{"tracker": "mlflow", "problem": "refused"}]
+    [late] = followers.check(30.0)  # 10.0 is due by now
+    assert late["tracker"] == "wandb"
+    assert followers.check(30.0) == [{**late, "tracker": "trackio"}]
+    assert followers.check(30.0) == []
+
+
+def test_the_recorder_records_what_its_trackers_lack(recorder: RunRecorder, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[float] = []
+
+    class Behind:
+        def check(self, newest: float) -> list[dict[str, object]]:
+            seen.append(newest)
+            return [{"tracker": "mlflow", "problem": "it is behind"}] * (len(seen) == 1)
+
+        def close(self) -> list[dict[str, object]]:
+            return []
+
+    recorder._followers = Behind()
+    recorder.log(1, {"loss": 0.5})
+    recorder.log(2, {"loss": 0.5}, in_history=False)  # trackers have curves
+    wait_for(lambda: len(seen) > 1, what="two checks")
+    [(_, details)] = runs.load("one").list_events("untracked")
+    assert details == {"tracker": "mlflow", "problem": "it is behind"}
+    assert "mlflow does not have this run's values yet, the run goes on: it is behind" in caplog.text
+    assert seen[-1] in {0.0, *(each.time for each in runs.load("one").list_values(0.0, 10))}
 
 
 def test_the_follower_of_a_removed_run_ends(recorder: RunRecorder) -> None:
@@ -308,7 +365,6 @@ def own_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(processes, "_START", 'exec "$@"')  # at the test's own priority
     monkeypatch.delitem(sys.modules, "my_tracker", raising=False)  # of another test's folder
     (tmp_path / "work" / "my_tracker.py").write_text(OWN_TRACKER)
     return tmp_path / "work"

@@ -2,8 +2,8 @@
 
     check ► record ► broker and sensors, if they are our own ► `StreamLoop` ► report
 
-Called by `jobs/stream.py`, by tests and scripts. Nothing here needs Ray but `stream_main`, whose job runs on a cluster.
-Endpoints follow the alias of the registered versions.
+Called by `python -m shoal.libs.stream`, `jobs/stream.py`, tests and scripts. Nothing here needs Ray but `stream_main`
+where $RAY_ADDRESS is set. Endpoints follow the alias of the registered versions.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 import shoal.runs
 from shoal.atomic_file import create_private
+from shoal.config import last_override
 from shoal.errors import RecordUnwritable, RegistryError
 from shoal.extend.cluster import expected_run_id, job_main
 from shoal.extend.registry import ModelFactory, Registry, Signature, TensorSignature
@@ -32,7 +33,7 @@ from shoal.libs.stream.trainer import OnlineTrainer
 from shoal.sources import StreamSource
 from shoal.weights import WeightSnapshot
 
-JOB = "stream"
+JOB, AUTO = "stream", "auto"
 REPORT_EVERY_S = 2.0
 FLEET_END_S = 10.0
 MAX_SHOWN_SENSORS = 5
@@ -40,7 +41,20 @@ MAX_SHOWN_SENSORS = 5
 
 def stream_main(recipe: StreamSpec) -> None:
     """The main function of jobs/stream.py: a job of the cluster of $RAY_ADDRESS, or a run of this process."""
-    job_main(recipe, run_stream, JOB, check_stream, needs_cluster=False)
+
+    def find_base(words: list[str]) -> StreamSpec:
+        name = last_override(words, "name") or recipe.name
+        resumed = last_override(words, "resume")
+        resumed = find_resumable(name) if resumed == AUTO else resumed
+        return StreamSpec.from_record(shoal.runs.load(resumed).spec, words) if resumed else recipe
+
+    job_main(find_base, run_stream, JOB, check_stream, needs_cluster=False)
+
+
+def find_resumable(name: str) -> str:
+    """The newest stream run whose versions have this name; "" if there is none."""
+    runs = (run for run in shoal.runs.list_runs() if run.kind is shoal.runs.RunKind.STREAM)
+    return next((run.id for run in runs if StreamSpec.from_record(run.spec).name == name), "")
 
 
 def check_stream(spec: StreamSpec) -> None:
@@ -66,6 +80,8 @@ def run_stream(spec: StreamSpec, job: str = JOB) -> str:
 
     Raises a ShoalError on failure, which the record has too, and KeyboardInterrupt after a signal: all is committed.
     """
+    if spec.resume == AUTO:
+        spec = spec.model_copy(update={"resume": find_resumable(spec.name)})
     check_stream(spec)
     torch.set_num_threads(1)  # batches of a few rows: a second thread costs more than it computes
     with shoal.runs.recording(

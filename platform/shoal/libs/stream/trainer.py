@@ -6,15 +6,15 @@ same batches leave the same weights to the bit.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.adam import adam
 
 from shoal.errors import SpecMismatch
 from shoal.libs.stream.messages import Message
@@ -89,6 +89,39 @@ class PageHinkley:
             setattr(self, name, np.array(state[name], np.float64))
 
 
+class _Adam:
+    """Steps as `torch.optim.Adam(parameters, learning_rate, fused=True)`, to the bit and with its state. That class
+    imports torch's compiler, which takes a second, in which a stream that begins again answers nothing."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> None:
+        self._parameters, self._learning_rate = list[Tensor](parameters), learning_rate
+        self._moments = [[torch.zeros_like(each, requires_grad=False) for each in self._parameters] for _ in range(2)]
+        self._steps = [torch.zeros(()) for _ in self._parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        gradients: list[Tensor] = [each.grad for each in self._parameters if each.grad is not None]
+        first, second = self._moments
+        adam(
+            self._parameters, gradients, first, second, [], self._steps, foreach=False, fused=True, amsgrad=False,
+            beta1=0.9, beta2=0.999, lr=self._learning_rate, weight_decay=0.0, eps=1e-8, maximize=False,
+        )  # fmt: skip
+        for each in self._parameters:
+            each.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy."""
+        states = zip(self._steps, *self._moments, strict=True)
+        names = ("step", "exp_avg", "exp_avg_sq")
+        return {"state": {at: dict(zip(names, map(torch.clone, each), strict=True)) for at, each in enumerate(states)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for at, each in state["state"].items():
+            found = (self._steps[at], self._moments[0][at], self._moments[1][at])
+            for own, name in zip(found, ("step", "exp_avg", "exp_avg_sq"), strict=True):
+                own.copy_(each[name])
+
+
 class OnlineTrainer:
     """Answers and learns batches of messages; at most one step of a sensor at a time.
 
@@ -104,7 +137,7 @@ class OnlineTrainer:
             torch.manual_seed(spec.seed)
             self.network = StreamNetwork(spec.width, spec.hidden, spec.horizon, spec.memory)
         self.table = SensorTable(spec.width, spec.hidden, spec.horizon, spec.num_steps)
-        self.optimizer = torch.optim.Adam(self.network.parameters(), spec.learning_rate, fused=True)
+        self.optimizer = _Adam(self.network.parameters(), spec.learning_rate)
         self.drift = PageHinkley()
         self.totals = PrequentialTotals()
         self.num_batches = self.num_updates = 0
@@ -178,7 +211,6 @@ class OnlineTrainer:
         outputs = self.network.unroll(window.features, window.state)
         losses = nn.functional.huber_loss(outputs, window.targets, reduction="none")
         loss = (losses * window.is_known).sum() / window.is_known.sum()
-        self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimizer.step()
@@ -189,7 +221,7 @@ class OnlineTrainer:
         return {
             "spec": self.spec.to_yaml(),
             "network": {name: tensor.clone() for name, tensor in self.network.state_dict().items()},
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
             "table": self.table.state_dict(),
             "drift": self.drift.state_dict(),
             "totals": vars(self.totals).copy(),

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from shoal.atomic_file import replace_synced
 from shoal.errors import RunError, summarize_error
-from shoal.extend.runs import Run, Status, Tracker
+from shoal.extend.runs import MetricValue, Run, Status, Tracker
 from shoal.home import file_lock
 
 POLL_S = 1.0
@@ -44,6 +45,8 @@ class TrackingState:
     sent:        the number of values sent
     problem:     why the tracker lacks something; "" for none
     is_complete: whether it has everything up to the run's end
+    incarnation: of the run, whose values it has
+    steps:       the highest step sent of each metric
     """
 
     tracker_run: str = ""
@@ -52,6 +55,8 @@ class TrackingState:
     sent: int = 0
     problem: str = ""
     is_complete: bool = False
+    incarnation: int = 0
+    steps: dict[str, int] = field(default_factory=dict)
 
 
 def read_state(folder: Path, name: str) -> TrackingState:
@@ -64,16 +69,28 @@ def read_state(folder: Path, name: str) -> TrackingState:
 
 
 class Follower:
-    """Sends every value of a run once, in the order in which they were logged.
+    """Sends every step of each metric of a run once, in the order in which they were logged.
 
-    A follower that is killed sends its last batch again. `follow` may be called once.
+    A run that was resumed from a checkpoint repeats steps, which the tracker has: they are passed over. A follower that
+    is killed sends its last batch again. `follow` may be called once.
+
+    on_begun: called when the tracker's library is loaded, and has the run
     """
 
     def __init__(
-        self, run: Run, name: str, tracker: Callable[[], Tracker], *, poll_s: float = POLL_S, grace_s: float = GRACE_S
+        self,
+        run: Run,
+        name: str,
+        tracker: Callable[[], Tracker],
+        *,
+        poll_s: float = POLL_S,
+        grace_s: float = GRACE_S,
+        on_begun: Callable[[], None] = lambda: None,
     ) -> None:
         self._run, self._name, self._make_tracker = run, name, tracker
         self._poll_s, self._grace_s = poll_s, grace_s
+        self._on_begun = on_begun
+        self._repeated: dict[str, range] | None = None  # steps of each metric that an earlier incarnation has sent
         self._tracker: Tracker | None = None
         self._is_open = False
         self._end_s: float | None = None
@@ -91,11 +108,12 @@ class Follower:
             self.state = replace(read_state(self._run.folder, self._name), is_complete=False)
             wait_s = self._poll_s
             while not (self.has_expired() or self.is_superseded):
-                began_s = time.monotonic()
                 try:
+                    self._open()
+                    began_s = time.process_time()  # a busy machine, on which a poll lasts long, is no reason to wait
                     if self._send_new():
                         break
-                    wait_s = max(self._poll_s, (time.monotonic() - began_s) / MAX_SHARE)
+                    wait_s = max(self._poll_s, (time.process_time() - began_s) / MAX_SHARE)
                 except RunError:  # of the record
                     raise
                 except Exception as error:  # noqa: BLE001 - a tracker's library may raise anything
@@ -130,8 +148,8 @@ class Follower:
                 _log.warning("run %s: %s: %s", self._run.id, self._name, problem)
             self._store(replace(self.state, problem=problem))
 
-    def _send_new(self) -> bool:
-        """Whether the tracker has everything that there will be."""
+    def _open(self) -> None:
+        """Load the tracker's library, and begin there. Does nothing the next time."""
         if self._tracker is None:
             self._tracker = self._make_tracker()
             self._progress_s = time.monotonic()  # its library is loaded
@@ -139,10 +157,21 @@ class Follower:
             tracker_run, url = self._tracker.begin(self._run, self.state.tracker_run)
             self._is_open = True
             self._store(replace(self.state, tracker_run=tracker_run, url=url))
+            self._on_begun()
+
+    def _send_new(self) -> bool:
+        """Whether the tracker has everything that there will be."""
+        assert self._tracker is not None
         run = self._run.reload()  # before its values: an ended run has no more
         while values := run.list_values(self.state.time, BATCH):
-            self._tracker.send(values)
-            self._store(replace(self.state, time=values[-1].time, sent=self.state.sent + len(values)))
+            new = self._pass_over(values)
+            if new:
+                self._tracker.send(new)
+            steps = dict(self.state.steps)
+            for each in new:
+                steps[each.name] = max(each.step, steps.get(each.name, each.step))
+            sent = self.state.sent + len(new)
+            self._store(replace(self.state, time=values[-1].time, sent=sent, steps=steps))
         if not _is_over(run) or run.incarnation != self._run.incarnation:
             self.record_problem("")
             return False
@@ -150,6 +179,22 @@ class Follower:
         self._store(replace(self.state, problem="", is_complete=True))
         _log.info("run %s: %s has %d values: %s", run.id, self._name, self.state.sent, self.state.url)
         return True
+
+    def _pass_over(self, values: list[MetricValue]) -> list[MetricValue]:
+        """Those whose step an earlier incarnation of the run has not sent. Steps up to that of the checkpoint are still
+        in the record, with their times; later ones, which were sent and then abandoned, come a second time."""
+        if self._repeated is None:
+            kept: dict[str, int] = {}
+            is_resumed = bool(self.state.steps) and self.state.incarnation != self._run.incarnation
+            after = 0.0 if is_resumed else math.inf
+            while before := [each for each in self._run.list_values(after, BATCH) if each.time <= self.state.time]:
+                after = before[-1].time
+                for each in before:
+                    kept[each.name] = max(each.step, kept.get(each.name, each.step))
+            sent = self.state.steps if is_resumed else {}
+            self._repeated = {name: range(kept.get(name, -1) + 1, last + 1) for name, last in sent.items()}
+            self.state = replace(self.state, incarnation=self._run.incarnation)
+        return [each for each in values if each.step not in self._repeated.get(each.name, ())]
 
     def _store(self, state: TrackingState) -> None:
         self._progress_s = time.monotonic() if not state.problem else self._progress_s

@@ -14,10 +14,8 @@ from shoal.atomic_file import create_private
 from shoal.libs.tracking.follower import make_file_name, read_state
 
 CLOSE_TIMEOUT_S = 10.0
-NICENESS = 15  # as Ray's own workers: 3% of a core that the run uses
-
-# Linux may divide a core among sessions first (autogroups), and by niceness within each: the session's is set too.
-_START = f'{{ echo {NICENESS} >/proc/self/autogroup; }} 2>/dev/null; exec nice -n {NICENESS} "$@"'
+CHECK_S = 5.0
+BEHIND_S = 30.0  # after which a tracker should have a value
 
 _log = logging.getLogger(__name__)
 _unfinished: list[subprocess.Popen[bytes]] = []  # that outlive their run in this process
@@ -32,9 +30,12 @@ class Followers:
     def __init__(self, run_id: str, folder: Path, names: Sequence[str]) -> None:
         self._folder, self._names = folder, names
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._unreported = list(names)
+        self._checked_s = self._marked_s = time.monotonic()
+        self._due = 0.0  # when a value was logged that trackers should have BEHIND_S after `_marked_s`; Unix time
         _unfinished[:] = [process for process in _unfinished if process.poll() is None]
         for name in names:
-            words = ["sh", "-c", _START, "sh", sys.executable, "-P", "-m", "shoal.libs.tracking", run_id, name]
+            words = [sys.executable, "-P", "-m", "shoal.libs.tracking", run_id, name]
             try:
                 with create_private(folder / make_file_name(name, "log")).open("ab") as log:
                     self._processes[name] = subprocess.Popen(
@@ -42,6 +43,28 @@ class Followers:
                     )
             except OSError as error:
                 _log.warning("run %s goes on, but %s does not follow it: %s", run_id, name, error)
+
+    def check(self, newest: float) -> list[dict[str, object]]:
+        """Details of an event for each tracker that falls behind or cannot deliver: the first time.
+
+        newest: when the newest value was logged; Unix time in seconds
+        """
+        now_s = time.monotonic()
+        if now_s - self._checked_s < CHECK_S:
+            return []
+        self._checked_s, found = now_s, list[dict[str, object]]()
+        is_late = now_s - self._marked_s >= BEHIND_S
+        for name in tuple(self._unreported):
+            state = read_state(self._folder, name)
+            problem = state.problem
+            if not problem and is_late and state.time < self._due:
+                problem = f"it is behind: a value was logged more than {BEHIND_S:g} s ago, and {state.sent:,} were sent"
+            if problem:
+                self._unreported.remove(name)
+                found.append({"tracker": name, "problem": problem})
+        if is_late:
+            self._marked_s, self._due = now_s, newest
+        return found
 
     def close(self) -> list[dict[str, object]]:
         """Wait until the trackers have everything, or for CLOSE_TIMEOUT_S: details of an event for each.

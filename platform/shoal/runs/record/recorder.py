@@ -24,7 +24,7 @@ import numpy as np
 
 from shoal.atomic_file import create_private, make_folder
 from shoal.errors import Closed, NotReached, RunError
-from shoal.runs.event_messages import REGISTERED
+from shoal.runs.event_messages import REGISTERED, format_warning
 from shoal.runs.record import metric_summaries
 from shoal.runs.record.database import BUSY_TIMEOUT_S, transaction, translate_write_errors
 from shoal.runs.record.metric_mirror import LogEntry, MetricMirrors
@@ -131,6 +131,7 @@ class RunRecorder:
         self._mirrors = MetricMirrors(run_id, folder, incarnation)
         self._pending = PendingWrites()
         self._status = Status.RUNNING
+        self._newest = 0.0  # when the newest value of a curve was logged
         self._closed = False
         self._heartbeat_monotonic_s = time.monotonic()
         self._buffer_lock = threading.Lock()  # guards _pending and _closed; held for moments
@@ -151,12 +152,12 @@ class RunRecorder:
             self.flush()
         with self._buffer_lock:
             self._require_open()
-            entry = (
-                step,
-                time.time() if at is None else at,
-                checked,
-            )  # times grow in the order of commits, by which readers follow them
-            (self._pending.logged if in_history else self._pending.shown).append(entry)
+            at = time.time() if at is None else at  # times grow in the order of commits, by which readers follow them
+            if in_history:
+                self._pending.logged.append((step, at, checked))
+                self._newest = max(self._newest, at)
+            else:
+                self._pending.shown.append((step, at, checked))
             self._pending.num_rows += len(values)
 
     def log_group(self, step: int, group: str, values: Mapping[str, float]) -> None:
@@ -372,6 +373,9 @@ class RunRecorder:
             try:
                 self.flush()
                 self._mirrors.call_each(methodcaller("write"))
+                for details in () if self._followers is None else self._followers.check(self._newest):
+                    self.record_event("untracked", **details)
+                    _log.warning("run %s: %s", self.id, format_warning("untracked", details))
             except RunError as error:  # retried later; `flush` and `record_event` report it
                 if str(error) != last_problem:
                     _log.warning("run %s: %s", self.id, error)
