@@ -23,6 +23,7 @@
     │   ├── OutOfMemory        the device's memory is too small for a step; names a size that fits
     │   └── RankLost           another process of the group died or stopped answering
     ├── RunError               a run that does not exist or failed
+    │   ├── NotReached         it ended without the target that it was given (the program's exit status is 3)
     │   ├── RecordUnwritable   its record cannot be written for now
     │   └── LedgerUnwritable   the accounts of its experience cannot be written for now
     ├── InferenceError         a request that an endpoint rejects; carries an HTTP status
@@ -38,6 +39,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 MAX_SHOWN_LENGTH, MAX_SUMMARY_LENGTH = 160, 200
 
@@ -211,6 +213,13 @@ class RankLost(TrainError):
 
 class RunError(ShoalError):
     """A run does not exist or failed."""
+
+
+class NotReached(RunError):
+    """A run has ended by its limits, without the target that it was given. Its best version is registered, not as
+    champion. A program that ends with it has the exit status EXIT_STATUS."""
+
+    EXIT_STATUS: ClassVar[int] = 3
 
 
 class RecordUnwritable(RunError):

@@ -22,6 +22,7 @@ from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError, InferenceError
 from shoal.extend.cli import ca_option, make_literal_console, make_table, print_json
 from shoal.extend.registry import Registry, split_ref
+from shoal.extend.runs import format_number
 from shoal.extend.serve import ArrayLike, has_batch_first
 from shoal.libs.predict import input_readers as read
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata
@@ -194,7 +195,7 @@ def _format_value(value: Any, columns: Sequence[str] = ()) -> str:
     if not isinstance(value, np.ndarray) or value.ndim == 0:
         if isinstance(value, bytes):
             return value.decode(errors="replace")
-        return f"{value:.4g}" if value.dtype.kind == "f" else str(value)
+        return format_number(float(value)) if value.dtype.kind == "f" else str(value)
     flat = value.ravel()
     shown = " ".join(_format_value(each) for each in flat[:FEW_VALUES])
     if flat.size > FEW_VALUES:
