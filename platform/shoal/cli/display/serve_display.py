@@ -26,6 +26,7 @@ from shoal.cost.cost_table import format_quantity
 from shoal.runs.formatting import format_duration, format_number, format_size
 
 NUM_EVENTS = 4
+NUM_COLUMNS = 6  # of a table, with values that training has not seen
 LIVE = "live"  # the phase of a model that follows the weights of a run
 _TRACKS = {"stable": "green", "candidate": "yellow", "shadow": "magenta"}
 _COLUMNS = ("model", "version", "share", "req/s", "p50", "p99", "errors", "differ")  # with the margins, 80 columns
@@ -71,6 +72,8 @@ def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
             }
             facts = ", ".join([f"{name} {number}" for name, number in numbers.items()] + _format_following(model))
             lines.append(f"{model.name}@{version.version} {version.track or 'loaded'}: {facts}")
+            if drift := _format_drift(version):
+                lines.append(f"{model.name}@{version.version}: not seen in training: {drift}")
         if model.residency is not None:
             lines.append(f"{model.name}: {_format_residency(model.residency)}")
         if (not model.versions and model.residency is None) or model.state != "READY" or model.reason:
@@ -169,6 +172,9 @@ def _render_model(model: ModelStatus) -> RenderableType:
     facts += _format_following(model)
     facts += [] if model.residency is None else [_format_residency(model.residency)]
     text = Text.assemble((f"{model.name}  ", "dim bold"), (", ".join(facts), "dim"))
+    for version in model.versions:
+        if drift := _format_drift(version):
+            text.append(f"\n{model.name}@{version.version}  not seen in training: {drift}", "dim")
     problems = [model.reason, f"a request failed: {model.last_failure}" if model.last_failure else ""]
     for problem in filter(None, problems):
         text.append(f"\n{model.name}  {problem}", "yellow")
@@ -182,6 +188,13 @@ def _format_residency(residency: ResidencyStatus) -> str:
     each = "" if residency.load_s is None else f" of {residency.load_s:.2f} s"
     waiting = f", {residency.waiting} requests wait" if residency.waiting else ""
     return f"{where}, {residency.loads} loads{each}, {residency.evictions} evictions{waiting}"
+
+
+def _format_drift(version: VersionStatus) -> str:
+    """The columns with most values that training has not seen: `plan 12 unknown, age 3 beyond`."""
+    counts = [(count, f"{name} {count:,} {what}") for name, sorts in version.columns.items()
+              for what, count in sorts.items()]  # fmt: skip
+    return ", ".join(text for _, text in sorted(counts, reverse=True)[:NUM_COLUMNS])
 
 
 def _format_following(model: ModelStatus) -> list[str]:

@@ -137,5 +137,16 @@ class TableTask(Task):
     def preprocess(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         return self.encoders.encode(self.encoders.decode_request(arrays))
 
+    @property
+    def ranges(self) -> Mapping[str, tuple[float, float]]:
+        """The least and greatest value of numbers and dates in training: an endpoint counts those beyond."""
+        columns = self.encoders.columns
+        return {each.name: (each.scale.knots[0], each.scale.knots[-1]) for each in columns if each.scale is not None}
+
+    @property
+    def example(self) -> Mapping[str, Any] | None:  # type: ignore[override]
+        """A row of medians and of the most frequent words."""
+        return self.encoders.make_example()
+
     def postprocess(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         return self.encoders.decode_scores(next(iter(arrays.values())))
