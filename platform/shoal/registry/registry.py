@@ -132,12 +132,9 @@ class Registry:
                 parts=parts,
                 model=model.with_code(),
                 signature=signature,
-                metrics=dict(metrics or {}),
-                data=dict(data or {}),
-                lineage=dict(lineage or {}),
-                example=dict(example),
+                metrics=dict(metrics or {}), data=dict(data or {}), lineage=dict(lineage or {}), example=dict(example),
                 files={each: hashlib.sha256(content).hexdigest() for each, content in files.items()},
-            )
+            )  # fmt: skip
             contents |= {f"{FILES}/{each}": content for each, content in files.items()}
             with self._undo_on_failure(name, version, contents):
                 for file, content in contents.items():
