@@ -304,7 +304,7 @@ REFUSED: list[tuple[int, str, dict[str, Any]]] = [
     (409, "stable one already", {"action": "canary", "model": "linear", "version": 1, "percent": 1}),
     (409, "no open candidate", {"action": "promote", "model": "linear"}),
     (409, "no open candidate", {"action": "metric", "model": "linear", "metric": "m", "value": 1}),
-    (409, "never another version", {"action": "rollback", "model": "linear"}),
+    (409, "no version to go back to", {"action": "rollback", "model": "linear"}),
 ]
 
 

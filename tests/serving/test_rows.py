@@ -6,8 +6,12 @@ import asyncio
 import re
 from typing import Any
 
+import msgspec
+
 from serving.replica_set import Asked, ReplicaSet, ask
 from serving.table_model import COLUMNS, ROW, register
+from shoal.cli.display.serve_display import format_plain_lines
+from shoal.client import EndpointStatus
 from shoal.serve.protocol import prometheus
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.model_options import GuardOptions
@@ -109,6 +113,12 @@ async def test_what_training_has_not_seen_is_counted_by_version_and_column() -> 
         assert counted is not None  # the examples of the warm-up, which are all gaps, do not count
         found = {"age": {"beyond": 1}, "balance": {"gap": 3}, "plan": {"gap": 1, "unknown": 1}}
         assert counted["versions"]["1"]["columns"] == found
+        endpoint.controller.report(replica.report())
+        status = msgspec.convert(endpoint.status.describe_endpoint(), EndpointStatus)
+        assert status.models[0].versions[0].columns == found
+        assert "charges@1: not seen in training: balance 3 gap, plan 1 unknown" in "\n".join(
+            format_plain_lines(status, "")
+        )
         text = prometheus.render([replica.report()]).decode()
         labels = 'model="charges",version="1",column="age",what="beyond",replica="r1"'
         assert f"shoal_column_values_total{{{labels}}} 1\n" in text

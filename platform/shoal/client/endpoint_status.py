@@ -21,6 +21,7 @@ class VersionStatus(msgspec.Struct, frozen=True):
                     failed with a 5xx
     requests_per_s, p50_s, p99_s: over the last `EndpointStatus.window_s`; None where there were none
     compared, disagreed: requests that the stable version and this one computed, and those whose outputs differed
+    columns:        of rows, by column, the values that training has not seen: gap, unknown (refused), beyond the range
     """
 
     version: int
@@ -33,6 +34,7 @@ class VersionStatus(msgspec.Struct, frozen=True):
     p99_s: float | None = None
     compared: int = 0
     disagreed: int = 0
+    columns: dict[str, dict[str, int]] = {}
 
 
 class ResidencyStatus(msgspec.Struct, frozen=True):

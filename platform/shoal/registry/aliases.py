@@ -58,13 +58,20 @@ class Aliases(Spec):
         return self
 
     def list_promoted(self, alias: str) -> list[int]:
-        """The versions promoted and not rolled back, oldest first; the alias names the last one."""
+        """The versions promoted and not rolled back, oldest first; the alias names the last one.
+
+        A version that was rolled back is withdrawn, until it is promoted again: an earlier promotion of it counts no
+        more.
+        """
         stack: list[int] = []
         for move in self.moves.get(alias, []):
-            if move.kind == "promote":
+            if move.kind == "rollback":
+                withdrawn = stack.pop()
+                stack = [version for version in stack if version != withdrawn]
+                while move.version in stack and stack[-1] != move.version:
+                    stack.pop()
+            if not stack or stack[-1] != move.version:
                 stack.append(move.version)
-            else:
-                stack.pop()
         return stack
 
     def target(self, alias: str) -> int | None:

@@ -191,6 +191,7 @@ class Manifest(Spec):
     lineage:         of a search's best: the search's run, the trial or member, and its hyper-parameters; of others,
                      what they were made from. `base` is the reference of a version that it needs
     files:           hex digests of further files of the version, by name: a tokenizer's, say
+    example:         a row, as an endpoint takes it, for those who try the model; none of the data's own
     """
 
     model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="strings")  # metrics, which JSON cannot represent
@@ -210,3 +211,4 @@ class Manifest(Spec):
     data: dict[str, str] = Field(default_factory=dict)
     lineage: dict[str, Any] = Field(default_factory=dict)
     files: dict[str, str] = Field(default_factory=dict)
+    example: dict[str, Any] = Field(default_factory=dict)

@@ -24,7 +24,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +96,7 @@ class Registry:
         data: Mapping[str, str] | None = None,
         lineage: Mapping[str, object] | None = None,
         files: Mapping[str, bytes] = MappingProxyType({}),
+        example: Mapping[str, object] = MappingProxyType({}),
         aliases: Sequence[str] | None = None,
         criterion: Criterion | None = None,
     ) -> ModelVersion:
@@ -103,6 +104,7 @@ class Registry:
         Of a WeightFile no file is read whole.
 
         files:     further ones of the version, by name, without folders
+        example:   a row of a request, for those who try it
         aliases:   those that name it from now on; (): none does; None: `champion`, unless the present one is as good by
                    `criterion` (see `judge_champion`). The version's `decision` says which it is
 
@@ -130,11 +132,9 @@ class Registry:
                 parts=parts,
                 model=model.with_code(),
                 signature=signature,
-                metrics=dict(metrics or {}),
-                data=dict(data or {}),
-                lineage=dict(lineage or {}),
+                metrics=dict(metrics or {}), data=dict(data or {}), lineage=dict(lineage or {}), example=dict(example),
                 files={each: hashlib.sha256(content).hexdigest() for each, content in files.items()},
-            )
+            )  # fmt: skip
             contents |= {f"{FILES}/{each}": content for each, content in files.items()}
             with self._undo_on_failure(name, version, contents):
                 for file, content in contents.items():
@@ -215,20 +215,25 @@ class Registry:
         return self.get(result.ref)
 
     @_convert_os_errors()
-    def rollback(self, name: str, alias: str = "champion") -> ModelVersion:
-        """Point `alias` at its version before the last promotion. Raises RegistryError when there is none."""
+    def rollback(self, name: str, alias: str = "champion", *, without: Collection[int] = ()) -> ModelVersion:
+        """Point `alias` at its version before the last promotion that is not withdrawn. Raises RegistryError when there
+        is none.
+
+        without: further versions that are passed over
+        """
         self._find_versions(name)
 
         def roll_back(now: Aliases) -> Aliases:
             stack = now.list_promoted(alias)
-            if len(stack) < 2:
-                state = f"is {name}@{stack[0]}, with no version to go back to" if stack else "was never promoted"
+            before = [version for version in stack[:-1] if version not in without]
+            if not before:
+                state = f"is {name}@{stack[-1]}, with no version to go back to" if stack else "was never promoted"
                 remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
                 raise RegistryError(f"{name}@{alias} {state}: {remedy}")
-            if stack[-2] not in self._list_versions(name, now):
+            if before[-1] not in self._list_versions(name, now):
                 remedy = f"`shoal models promote {name}@N --alias {alias}` points it at another"
-                raise RegistryError(f"{name}@{alias} meant version {stack[-2]} before, which was removed: {remedy}")
-            return now.with_move(alias, AliasMove(version=stack[-2], time=time.time(), kind="rollback"))
+                raise RegistryError(f"{name}@{alias} meant version {before[-1]} before, which was removed: {remedy}")
+            return now.with_move(alias, AliasMove(version=before[-1], time=time.time(), kind="rollback"))
 
         self._update_aliases(name, roll_back)
         return self.get(f"{name}@{alias}")

@@ -69,6 +69,8 @@ class Task:
     preprocess, postprocess: applied by an endpoint to a batch of requests, and to the network's outputs, each a dict
            of arrays by name with the sample as dimension 0; methods, functions or None. They belong here like `inputs`:
            input that is prepared differently than in training gets wrong answers
+    example: a row, as an endpoint's `rows` takes it, for those who try the model: `shoal serve deploy` shows it. A made
+           one, none of the data's own
     train_step: a method `train_step(self, model, batch)` for steps other than `loss` of the model's outputs; None: that
            It calls the model, or parts of it, and returns what `loss` may return; or a dict of such, of which "loss" is
            minimised and the others are logged as train/NAME. With several `optimizers` it
@@ -83,6 +85,7 @@ class Task:
     parts: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     preprocess: Hook | None = None
     postprocess: Hook | None = None
+    example: Mapping[str, Any] | None = None
     train_step: TrainStep | None = None
     eval_step: EvalStep | None = None
 

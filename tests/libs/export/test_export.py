@@ -37,6 +37,7 @@ from libs.export.exported import (
     request,
     write,
 )
+from serving import table_model
 from serving.asgi import Client
 from serving.replica_set import ReplicaSet
 from shoal.errors import ConfigError, ShoalError
@@ -93,11 +94,13 @@ def test_a_folder_answers_as_the_registered_model(kind: str, tmp_path: Path) -> 
 
 # -- an endpoint of the same ONNX file --------------------------------------------------------------------------------
 
+ROW = {"left": [[0.5, 1, 2], [3, 4, 5]], "right": [0.25, 1, 2]}
 FP32 = {"name": "right", "shape": [1, 3], "datatype": "FP32"}
 HEAD = json.dumps({"inputs": [{**FP32, "parameters": {"binary_data_size": 12}}]}).encode()
 REQUESTS: list[tuple[str, str, bytes, dict[str, str]]] = [
     *[("POST", INFER, json.dumps(request(rows, length, rows)).encode(), {}) for rows, length in ((1, 1), (3, 8))],
     ("POST", "/v2/models/pair/versions/1/infer", json.dumps(request(2, 2)).encode(), {}),
+    *[("POST", "/v2/models/pair/rows", json.dumps(rows).encode(), {}) for rows in (ROW, [ROW, ROW], {"left": [[0]]})],
     ("POST", INFER, json.dumps({**request(1, 2), "parameters": {"binary_data_output": True}}).encode(), {}),
     ("POST", INFER, json.dumps({**request(1, 2), "outputs": [{"name": "label"}]}).encode(), {}),
     ("POST", INFER, HEAD + bytes(12), {"inference-header-content-length": str(len(HEAD))}),
@@ -332,3 +335,10 @@ def test_an_export_loads_torch_for_a_conversion_alone() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_model_of_raw_rows_is_refused_with_what_serves_it(tmp_path: Path) -> None:
+    table_model.register("basic")
+    text = str(reject(tmp_path, "model", model="charges"))
+    assert "takes rows of a table (age, ...)" in text
+    assert "`shoal serve deploy` serves it" in text

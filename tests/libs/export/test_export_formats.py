@@ -20,7 +20,7 @@ from shoal.cli.commands.models import models
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.libs.export.formats import exported
 from shoal.libs.export.formats import onnx as onnx_format
-from shoal.registry import ModelFactory, Registry, Signature
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
@@ -152,6 +152,24 @@ def test_a_file_answers_as_its_module_and_versions_live_side_by_side(
         np.testing.assert_allclose(np.concatenate([answer["output_0"] for answer in answers]), expected, rtol=1e-4)
         np.testing.assert_array_equal(np.concatenate([answer["output_1"] for answer in answers]), expected.argmax(-1))
     assert [model.version for model in loaded] == [7, 8]
+
+
+def split_row(**_: object) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    """A step that makes the inputs of TwoInputs, by other names and shapes, from one input."""
+    return lambda arrays: {"a": arrays["row"][:, :3], "b": arrays["row"][:, 3:].astype(np.float32)}
+
+
+@pytest.mark.parametrize("save", [exported_payload, scripted_payload])
+def test_a_step_before_a_file_may_make_other_inputs_of_a_request(save: Callable[[nn.Module], bytes]) -> None:
+    module = TwoInputs()
+    request = [TensorSignature(name="row", datatype="FP32", shape=[-1, 6])]
+    kind = "torch_export" if save is exported_payload else "torchscript"
+    factory = ModelFactory(format=kind, preprocess=f"{__name__}:split_row")
+    signature = Signature(inputs=request, outputs=SIGNATURE.outputs)
+    subject = Predictor(factory, signature, ModelOptions(max_batch_size=4))
+    loaded = subject.load(WeightSnapshot.from_payload(1, save(module)))
+    [answer] = loaded.predict_batch([{"row": np.concatenate([X, X * 2], 1)}])
+    np.testing.assert_allclose(answer["output_0"], module.linear(torch.from_numpy(X) * 3).detach(), rtol=1e-4)
 
 
 def test_a_signature_that_a_file_does_not_fulfil_is_rejected_before_it_serves() -> None:

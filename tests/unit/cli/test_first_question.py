@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+from typing import Any
+
 import numpy as np
 import pytest
 
-from shoal.cli.display.serve_display import suggest_predict_command
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from serving import table_model
+from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.served_here import TOKEN, served
+from shoal.cli.display.first_request import suggest_curl_command, suggest_predict_command
+from shoal.home import home
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
+
+
+def register(inputs: list[TensorSignature], name: str = "m", **example: object) -> ModelVersion:
+    return Registry().register(
+        name,
+        WeightSnapshot.of(1, {"weight": np.zeros(1, np.float32)}),
+        model=ModelFactory(factory="mine:clean"),
+        signature=Signature(inputs=inputs, outputs=inputs),
+        example=example,
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,11 +46,40 @@ from shoal.weights import WeightSnapshot
     ],
 )
 def test_what_to_ask_first_can_be_typed_as_it_stands(inputs: list[tuple[str, str, list[int]]], words: str) -> None:
-    tensors = [TensorSignature(name=name, datatype=datatype, shape=shape) for name, datatype, shape in inputs]
-    version = Registry().register(
-        "m",
-        WeightSnapshot.of(1, {"weight": np.zeros(1, np.float32)}),
-        model=ModelFactory(factory="mine:clean"),
-        signature=Signature(inputs=tensors, outputs=tensors),
-    )
+    version = register(tensors(**{name: (datatype, shape) for name, datatype, shape in inputs}))
     assert suggest_predict_command(version) == f"shoal predict m {words}"
+
+
+def test_a_row_is_suggested_for_a_table() -> None:
+    version = register(table_model.SIGNATURE.inputs, **table_model.ROW)
+    assert suggest_predict_command(version) == f"shoal predict m '{json.dumps(table_model.ROW)}'"
+
+
+NO_BATCH = {"max_batch_size": 0}
+MODELS: dict[str, tuple[list[TensorSignature], dict[str, Any]]] = {
+    "table": (table_model.SIGNATURE.inputs, {}),
+    "named": ([TensorSignature(name="x", datatype="FP32", shape=[-1, 2], columns=["it's", "b"])], {}),
+    "policy": (tensors(observation=("FP32", [-1, 4]), state=("FP32", [-1, 64]), mask=("BOOL", [-1, 2])), {}),
+    "picture": (tensors(image=("UINT8", [-1, 1, 28, 28])), {}),
+    "texts": (tensors(words=("BYTES", [-1, 9]), tokens=("INT64", [-1, -1])), {}),
+    "alone": (tensors(x=("FP32", [2, 300]), rate=("INT64", [])), NO_BATCH),
+}
+
+
+def test_the_curl_line_is_answered_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    (home() / "token").write_text(TOKEN)
+    models = [FakeModel(name, each, options=ModelOptions(**options)) for name, (each, options) in MODELS.items()]
+    with served(FakeHost(*models)) as (url, _):
+        for name, (inputs, options) in MODELS.items():
+            version = register(inputs, name, **({"plan": "basic"} if name == "table" else {}))
+            line = suggest_curl_command(version, ModelOptions(**options), url)
+            assert len(line) < 600
+            ended = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=True)
+            answer = json.loads(ended.stdout)
+            if name == "table":
+                assert (answer["plan"], answer["age"]) == ("basic", None)
+            assert "error" not in answer, (line, answer)
+    monkeypatch.setenv("SHOAL_TOKEN", "another")
+    assert '"Authorization: Bearer $SHOAL_TOKEN" --cacert FILE https://h/v2/' in suggest_curl_command(
+        version, ModelOptions(), "https://h"
+    )

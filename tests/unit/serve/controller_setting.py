@@ -7,6 +7,7 @@ administration are real.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,13 @@ class FakeCatalogue:
 
     def __init__(self) -> None:
         self.stack = [1]
+        self.newest = 1
         self.away = False
 
     def resolve(self, name: str, word: str) -> int:
         if self.away:
             raise RegistryError("the registry is gone")
-        version = int(word) if word.isdigit() else self.stack[-1]
+        version = int(word) if word.isdigit() else self.newest if word == "latest" else self.stack[-1]
         if version not in VERSIONS:
             raise RegistryError(f"{name!r} has no {word!r}")
         return version
@@ -55,15 +57,17 @@ class FakeCatalogue:
         if self.stack[-1] != version:
             self.stack.append(version)
 
-    def find_previous(self, name: str, alias: str) -> int:
+    def find_previous(self, name: str, alias: str, without: Collection[int]) -> int:
         self.resolve(name, alias)
-        if len(self.stack) < 2:
+        before = [version for version in self.stack[:-1] if version not in without]
+        if not before:
             raise RegistryError("was never another version")
-        return self.stack[-2]
+        return before[-1]
 
-    def rollback(self, name: str, alias: str) -> None:
-        self.find_previous(name, alias)
-        self.stack.pop()
+    def rollback(self, name: str, alias: str, without: Collection[int] = ()) -> None:
+        version = self.find_previous(name, alias, without)
+        while self.stack[-1] != version:
+            self.stack.pop()
 
 
 @dataclass

@@ -75,8 +75,10 @@ def test_what_could_not_be_staged_is_tried_again_when_the_alias_comes_back_to_it
     assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 4)
 
 
-def test_the_latest_is_the_newest_of_now_and_not_an_alias(cluster: Cluster) -> None:
-    assert parse_change({"action": "deploy", "model": "m", "version": "latest"}).version_ref == ""
+def test_the_latest_is_followed_where_it_is_deployed_and_else_the_newest_of_now(cluster: Cluster) -> None:
+    assert parse_change({"action": "deploy", "model": "m", "version": "latest"}).version_ref == "latest"
+    assert parse_change({"action": "deploy", "model": "m"}).version_ref == ""
+    assert parse_change({"action": "promote", "model": "m@latest"}).version_ref == ""
     assert parse_change({"action": "deploy", "model": "m@3", "version": "latest"}).version_ref == "3"
     for version in ("Champion", -1, "a@b"):
         with pytest.raises(InferenceError) as caught:
@@ -248,3 +250,60 @@ def test_an_alias_that_moved_while_the_endpoint_slept_is_followed_when_it_wakes(
     cluster.settle()
     assert woken.answering == {2}
     assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 2)
+
+
+def change(cluster: Cluster, **change: Any) -> int:
+    """The stable version once everybody has done all there is to do."""
+    cluster.ask(**change)
+    cluster.settle()
+    assert cluster.rollout.phase is Phase.STEADY
+    return int(cluster.rollout.stable)
+
+
+@pytest.mark.parametrize("word", ["1", "champion", "latest"])
+def test_rollbacks_walk_back_and_never_to_what_was_withdrawn(cluster: Cluster, word: str) -> None:
+    cluster.controller.redeploy(Deployment("m", "/registry", word, OPTIONS))
+    cluster.settle()
+    for version in (2, 3, 4):
+        assert change(cluster, action="promote", version=version) == version
+    assert [change(cluster, action="rollback") for _ in range(2)] == [3, 2]
+    assert change(cluster, action="promote", version=3) == 3  # no longer withdrawn
+    assert change(cluster, action="promote", version=2) == 2
+    assert change(cluster, action="rollback") == 3
+    cluster.start_controller()  # which reads its file
+    cluster.controller.redeploy(Deployment("m", "/registry", word, OPTIONS))
+    cluster.settle()
+    assert change(cluster, action="rollback") == 1  # 2 was withdrawn
+    refused = cluster.refusal(action="rollback")
+    assert (refused.status, cluster.rollout.stable) == (409, 1)
+
+
+def test_a_rollback_passes_over_a_version_that_was_refused_as_a_candidate_since(cluster: Cluster) -> None:
+    cluster.controller.redeploy(Deployment("m", "/registry", "1", OPTIONS))
+    cluster.settle()
+    for version in (2, 3):
+        change(cluster, action="promote", version=version)
+    cluster.ask(action="shadow", version=2, percent=10)
+    cluster.settle()
+    change(cluster, action="rollback")  # the end of a shadow says nothing against it
+    assert cluster.rollout.previous == 2
+    cluster.ask(action="canary", version=2, percent=10)
+    cluster.settle()
+    cluster.controller.drop_candidate("m", "rollback", "guard", "bad")
+    cluster.settle()
+    assert change(cluster, action="rollback") == 1
+
+
+def test_who_follows_the_newest_takes_each_and_stays_where_it_was_sent_until_there_is_another(
+    cluster: Cluster,
+) -> None:
+    cluster.ask(action="deploy", model="m@latest")
+    cluster.settle()
+    assert cluster.controller.state.models["m"].deployment.version == "latest"
+    cluster.catalogue.newest = 3
+    cluster.settle()
+    assert cluster.rollout.stable == 3
+    assert change(cluster, action="rollback") == 1
+    cluster.catalogue.newest = 4
+    cluster.settle()
+    assert (cluster.rollout.stable, cluster.catalogue.stack) == (4, [1])

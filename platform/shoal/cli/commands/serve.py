@@ -19,12 +19,14 @@ from rich.live import Live
 from shoal.cli.commands.serve_deploy import delete, deploy
 from shoal.cli.display import serve_display
 from shoal.cli.support.console import ExtensibleCommandGroup, make_literal_console, print_json
+from shoal.cli.support.endpoint_logs import EndpointLogs
 from shoal.cli.support.options import PERCENT, SECONDS, FiniteRange, ca_option
 from shoal.client import Client
 from shoal.client.discovery import FoundEndpoint, find_endpoint, list_endpoints, token_for
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
+from shoal.cluster.attach import find_cluster
 from shoal.config import parse_overrides
-from shoal.errors import ConfigError, ConnectionLost, InferenceError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, InferenceError, RunError
 from shoal.registry import split_ref
 from shoal.serve.spec.model_options import ModelOptions
 
@@ -47,6 +49,7 @@ def serve() -> None:
     Examples:
       shoal serve deploy fashion@champion
       shoal serve status
+      shoal serve logs --follow
       shoal serve canary fashion@4 --percent 10
       shoal serve promote fashion
       shoal serve set fashion deadline_s=0.1
@@ -110,6 +113,42 @@ def status(endpoint: str | None, follow: bool, once: bool, as_json: bool, interv
             console.print(serve_display.render(now, found.url))
         else:
             console.print("\n".join(serve_display.format_plain_lines(now, found.url)))
+
+
+@serve.command()
+@click.argument("endpoint", required=False, metavar="[NAME]")
+@click.option("--follow", is_flag=True, help="Go on as lines come, until Ctrl-C.")
+def logs(endpoint: str | None, follow: bool) -> None:
+    """Show what an endpoint's job, controller and replicas print, with the name of the process before each line.
+
+    A request on which a model failed is answered with a reference, which stands beside the reason here. Replicas that
+    have ended are shown, too; those on other hosts print there.
+
+    \b
+    Examples:
+      shoal serve logs
+      shoal serve logs shop --follow
+    """
+    cluster = find_cluster(None)
+    if cluster is None or cluster.temp_dir is None or not cluster.is_on_this_host:
+        problem = "no cluster is up here" if cluster is None else "the cluster's files are on its own hosts"
+        raise ClusterError(f"{problem}: `shoal serve logs` shows those of the host where it is called")
+    name = endpoint or find_endpoint(None).name
+    run_id = next((each.run_id for each in list_endpoints() if each.name == name), "")
+    reader, num_lines = EndpointLogs(cluster.temp_dir, name, run_id), 0
+    try:
+        while True:
+            for process, line in reader.read_new_lines():
+                click.echo(f"{process} | {line}")
+                num_lines += 1
+            if not follow:
+                break
+            time.sleep(INTERVAL_S)
+    except KeyboardInterrupt:
+        return
+    if not num_lines:
+        known = ", ".join(each.name for each in list_endpoints()) or "none is up"
+        raise RunError(f"endpoint {name} has printed nothing here; of the endpoints: {known}")
 
 
 def _print_all(console: Console, endpoints: Sequence[FoundEndpoint], as_json: bool) -> None:

@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 import click
 
 import shoal.runs
-from shoal.cli.display.serve_display import format_shares, suggest_predict_command
+from shoal.cli.display.first_request import suggest_curl_command, suggest_predict_command
+from shoal.cli.display.serve_display import describe_following, format_shares
 from shoal.cli.support.jobs import (
     describe_failure,
     end_on_interrupt,
@@ -160,11 +161,16 @@ def _print_next_steps(spec: ServingSpec, ready: _Addresses, has_others: bool) ->
         click.echo(
             f"(the http_options of {spec.file} are for Ray's own `serve deploy`; --port {meant} is the same here)"
         )
+    for model in spec.models:
+        version = Registry().get(model)
+        click.echo(f"{version.name}: {describe_following(model, version.version)}")
     click.echo("what next:")
     which = f" --endpoint {spec.name}" if has_others else ""
-    click.echo(f"  {suggest_predict_command(Registry().get(spec.models[0]))}{which}{ready.ca_option}")
+    first = Registry().get(spec.models[0])
+    click.echo(f"  {suggest_predict_command(first)}{which}{ready.ca_option}")
     click.echo(f"  shoal serve status {spec.name}{ready.ca_option}")
     click.echo(f"  shoal serve delete {spec.name}")
+    click.echo(f"  {suggest_curl_command(first, spec.endpoint.options(first.name), ready.url)}")
 
 
 def _print_next_steps_elsewhere(spec: ServingSpec, ready: _Addresses, cluster: ClusterHandle) -> None:
@@ -275,7 +281,7 @@ def _deploy_into(endpoint: str, arguments: Sequence[str], options: Mapping[str, 
     with Client(target.url, token=token_for(target.url)) as client:
         for model, changed in options_by_model.items():
             served = client.rollout("deploy", model, options=changed or None, timeout_s=timeout_s)
-            click.echo(f"{served.name}: {format_shares(served)}")
+            click.echo(f"{served.name}: {format_shares(served)}, {describe_following(served.source, served.stable)}")
 
 
 def _parse_model_options(models: Sequence[str], arguments: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -1,15 +1,12 @@
 """The display of an endpoint: one picture on a terminal, plain lines elsewhere.
 
 Reads only the endpoint's status document. Called by `shoal serve`; `render` and `format_plain_lines` are pure functions
-of the document. Suggests the first request to a model that was deployed.
+of the document.
 """
 
 from __future__ import annotations
 
-import math
-import shlex
 import time
-from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -26,14 +23,10 @@ from shoal.client.endpoint_status import (
     VersionStatus,
 )
 from shoal.cost.cost_table import format_quantity
-from shoal.registry import ModelVersion, TensorSignature
 from shoal.runs.formatting import format_duration, format_number, format_size
-from shoal.serve.spec.batch_layout import has_batch_first
 
 NUM_EVENTS = 4
-MAX_SUGGESTED_VALUES = 12  # of one input in a suggested command
-OPEN_SIZE = 3  # used there for a dimension of variable size
-MIN_PIXELS = 8  # the smallest side of an image
+NUM_COLUMNS = 6  # of a table, with values that training has not seen
 LIVE = "live"  # the phase of a model that follows the weights of a run
 _TRACKS = {"stable": "green", "candidate": "yellow", "shadow": "magenta"}
 _COLUMNS = ("model", "version", "share", "req/s", "p50", "p99", "errors", "differ")  # with the margins, 80 columns
@@ -79,6 +72,8 @@ def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
             }
             facts = ", ".join([f"{name} {number}" for name, number in numbers.items()] + _format_following(model))
             lines.append(f"{model.name}@{version.version} {version.track or 'loaded'}: {facts}")
+            if drift := _format_drift(version):
+                lines.append(f"{model.name}@{version.version}: not seen in training: {drift}")
         if model.residency is not None:
             lines.append(f"{model.name}: {_format_residency(model.residency)}")
         if (not model.versions and model.residency is None) or model.state != "READY" or model.reason:
@@ -177,6 +172,9 @@ def _render_model(model: ModelStatus) -> RenderableType:
     facts += _format_following(model)
     facts += [] if model.residency is None else [_format_residency(model.residency)]
     text = Text.assemble((f"{model.name}  ", "dim bold"), (", ".join(facts), "dim"))
+    for version in model.versions:
+        if drift := _format_drift(version):
+            text.append(f"\n{model.name}@{version.version}  not seen in training: {drift}", "dim")
     problems = [model.reason, f"a request failed: {model.last_failure}" if model.last_failure else ""]
     for problem in filter(None, problems):
         text.append(f"\n{model.name}  {problem}", "yellow")
@@ -192,12 +190,28 @@ def _format_residency(residency: ResidencyStatus) -> str:
     return f"{where}, {residency.loads} loads{each}, {residency.evictions} evictions{waiting}"
 
 
+def _format_drift(version: VersionStatus) -> str:
+    """The columns with most values that training has not seen: `plan 12 unknown, age 3 beyond`."""
+    counts = [(count, f"{name} {count:,} {what}") for name, sorts in version.columns.items()
+              for what, count in sorts.items()]  # fmt: skip
+    return ", ".join(text for _, text in sorted(counts, reverse=True)[:NUM_COLUMNS])
+
+
 def _format_following(model: ModelStatus) -> list[str]:
     if model.pinned:
         beside = "" if model.newest_percent is None else ", beside its newest"
         return [f"pinned at version {model.pinned} of {model.source}{beside}"]
-    word = model.source.partition("@")[2]
-    return [f"follows {model.source}"] if model.phase == LIVE or (word and not word.isdigit()) else []
+    if model.phase == LIVE:
+        return [f"follows {model.source}"]
+    return [describe_following(model.source, model.stable)] if model.source and model.stable else []
+
+
+def describe_following(source: str, version: int) -> str:
+    """What a registered model does when an alias moves or another version is registered; `source`: as deployed."""
+    word = source.partition("@")[2]
+    if word and not word.isdigit():
+        return f"follows {source}, now version {version}" + (", the newest" if word == "latest" else "")
+    return f"stays at version {version}"
 
 
 def _render_replicas(status: EndpointStatus) -> RenderableType:
@@ -255,36 +269,3 @@ def _format_disagreement(version: VersionStatus) -> str:
 
 def _format_batch(model: ModelStatus) -> str:
     return "-" if model.batch_rows is None else f"{model.batch_rows:.1f}/{model.max_batch_rows}"
-
-
-def suggest_predict_command(version: ModelVersion) -> str:
-    """`shoal predict` with a row of zeros, a text, or the name of an image; `--help` where that would be too long."""
-    inputs = version.manifest.signature.inputs
-    words = ["--image", "FILE"] if len(inputs) == 1 and _can_be_picture(inputs[0]) else _make_row_options(inputs)
-    return shlex.join(["shoal", "predict", version.name, *(words or ["--help"])])
-
-
-def _make_row_options(inputs: Sequence[TensorSignature]) -> list[str]:
-    """Options that give one row of every input; [] when an input is too large."""
-    words: list[str] = []
-    for spec in inputs:
-        sizes = [OPEN_SIZE if size == -1 else size for size in _get_row_shape(spec)]
-        is_text = spec.datatype == "BYTES"
-        if len(sizes) > (0 if is_text else 1) or math.prod(sizes) > MAX_SUGGESTED_VALUES:
-            return []
-        name = "" if len(inputs) == 1 else f"{spec.name}="
-        words += ["--input", name + ("a text" if is_text else ",".join(["0"] * math.prod(sizes)))]
-    return words
-
-
-def _get_row_shape(spec: TensorSignature) -> list[int]:
-    return spec.shape[1:] if has_batch_first(spec) else spec.shape
-
-
-def _can_be_picture(spec: TensorSignature) -> bool:
-    """[1 or 3, H, W] or [H, W, 1 or 3]."""
-    sizes = _get_row_shape(spec)
-    if len(sizes) != 3 or spec.datatype == "BYTES":
-        return False
-    sides = sizes[1:] if sizes[0] in (1, 3) else sizes[:2] if sizes[2] in (1, 3) else [0]
-    return min(sides) >= MIN_PIXELS

@@ -23,11 +23,13 @@ PACKAGE = "runtime"
 PACKAGES = ("msgspec", "numpy", "onnxruntime")  # which the runtime imports; the others are onnxruntime's own
 COPIED = (
     "shoal.errors",
+    "shoal.frame",
     "shoal.open_inference.binary_tensors",
     "shoal.open_inference.datatypes",
     "shoal.open_inference.json_tensors",
     "shoal.open_inference.messages",
     "shoal.open_inference.request_schema",
+    "shoal.open_inference.rows",
     "shoal.serve.http.codec",
     "shoal.serve.http.response",
     "shoal.serve.http.routes",

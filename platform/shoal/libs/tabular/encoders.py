@@ -12,9 +12,10 @@ Called by `table` and by hooks at an endpoint, where only NumPy is needed. Legen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from itertools import combinations
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -230,6 +231,18 @@ class Encoders(Spec):
             return Signature(inputs=inputs, outputs=[TensorSignature(name=name, datatype="FP64", shape=[-1])])
         probability = TensorSignature(name="probability", datatype="FP32", shape=[-1, len(classes)], columns=classes)
         return Signature(inputs=inputs, outputs=[TensorSignature(name=name, datatype="BYTES", shape=[-1]), probability])
+
+    def make_example(self) -> dict[str, Any]:
+        """A row of medians, of the most frequent words and of truths, as an endpoint takes it."""
+        row: dict[str, Any] = {}
+        for each in self.columns:
+            if each.scale is None:
+                row[each.name] = True if each.kind == "truth" else next(iter(each.vocabulary), None)
+                continue
+            median = each.scale.knots[len(each.scale.knots) // 2]
+            date = datetime.fromtimestamp(median, UTC).strftime("%Y-%m-%d") if each.kind == "date" else None
+            row[each.name] = date or (int(median) if median.is_integer() else round(median, 6))
+        return row
 
     def decode_scores(self, scores: np.ndarray) -> dict[str, np.ndarray]:
         """scores: [B, K, C] of K members, or [B, C] ► what `signature` promises."""

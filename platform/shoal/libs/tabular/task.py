@@ -138,5 +138,10 @@ class TableTask(Task):
     def preprocess(self) -> RequestEncoder:  # type: ignore[override]
         return RequestEncoder(self.encoders)
 
+    @property
+    def example(self) -> Mapping[str, Any] | None:  # type: ignore[override]
+        """A row of medians and of the most frequent words."""
+        return self.encoders.make_example()
+
     def postprocess(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         return self.encoders.decode_scores(next(iter(arrays.values())))

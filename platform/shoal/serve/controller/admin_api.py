@@ -34,6 +34,7 @@ from shoal.serve.controller.rollout import Goal, Phase
 from shoal.serve.controller.state import Deployment, ModelState
 from shoal.serve.messages.desired_state import NEWEST
 from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.model_source import LATEST
 
 
 class AdminApi:
@@ -195,7 +196,7 @@ class AdminApi:
             if not change.version_ref:
                 raise InferenceError(409, f"model {change.model!r} has no open candidate: name a version")
             self._require_open(model)
-            alias = model.deployment.alias
+            alias = "" if model.deployment.alias == LATEST else model.deployment.alias
             if version != rollout.stable or (alias and self._resolve_version(model.deployment, alias) != version):
                 self._controller.begin_rollout(
                     change.model, version, Goal.FLIP, kind="promote", by=by, why=change.reason
@@ -251,14 +252,14 @@ class AdminApi:
         self._require_open(model)
         try:
             version = rollout.previous
-            if model.deployment.alias:
-                version = self._controller.catalogue(model.deployment.registry).find_previous(
-                    name, model.deployment.alias
-                )
+            if (alias := model.deployment.alias) not in ("", LATEST):
+                catalogue = self._controller.catalogue(model.deployment.registry)
+                version = catalogue.find_previous(name, alias, rollout.withdrawn)
         except RegistryError as error:
             raise InferenceError(409, str(error)) from None
         if not version:
-            raise InferenceError(409, f"model {name!r} was never another version: deploy one by its number")
+            problem = "has no version to go back to: what was before was withdrawn, or nothing was"
+            raise InferenceError(409, f"model {name!r} {problem}. Deploy one by its number")
         self._controller.begin_rollout(name, version, Goal.FLIP, kind="rollback", by=by, why=reason)
         await self._wait_until_stable(change, version)
 

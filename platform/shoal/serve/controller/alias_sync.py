@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from shoal.errors import ConfigError, RegistryError
 from shoal.serve.controller.rollout import AbandonRollout, Phase, Rollout
 from shoal.serve.controller.state import Deployment, ModelState
-from shoal.serve.spec.model_source import Catalogue
+from shoal.serve.spec.model_source import LATEST, Catalogue
 
 
 def move_alias(deployment: Deployment, rollout: Rollout, catalogue_in: Callable[[str], Catalogue]) -> str:
     """Move the alias to the candidate; returns the reason when it cannot be moved, else ""."""
     name, alias = deployment.name, deployment.alias
-    if not alias or rollout.kind not in ("promote", "rollback"):
+    if alias in ("", LATEST) or rollout.kind not in ("promote", "rollback"):
         return ""
     try:
         catalogue = catalogue_in(deployment.registry)
@@ -26,10 +26,10 @@ def move_alias(deployment: Deployment, rollout: Rollout, catalogue_in: Callable[
             return ""
         if rollout.kind == "promote":
             catalogue.promote(name, rollout.candidate, alias)
-        elif catalogue.find_previous(name, alias) != rollout.candidate:
+        elif catalogue.find_previous(name, alias, rollout.withdrawn) != rollout.candidate:
             return f"{name}@{alias} has been moved meanwhile"
         else:
-            catalogue.rollback(name, alias)
+            catalogue.rollback(name, alias, rollout.withdrawn)
     except (ConfigError, RegistryError) as error:
         return f"{name}@{alias} cannot be moved: {error}"
     return ""

@@ -30,6 +30,7 @@ from shoal.errors import ConfigError, InferenceError
 from shoal.registry import split_ref
 from shoal.serve.messages.desired_state import TrafficShares
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
+from shoal.serve.spec.model_source import LATEST
 
 ChangeAction = Literal["deploy", "set", "canary", "shadow", "promote", "rollback", "delete", "metric"]
 MAX_REASON_CHARS = 500
@@ -37,7 +38,8 @@ MAX_TIMEOUT_S = 3600.0
 
 
 class ChangeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One requested change. `version` "" (also `latest`) leaves the choice to the action.
+    """One requested change. `version` "" (also `latest`, which `deploy` lets the model follow) leaves the choice to the
+    action.
 
     from_version: the version that a rollback is meant to leave, so that it does not go back twice; 0: any
     """
@@ -79,6 +81,8 @@ def parse_change(values: Mapping[str, Any]) -> ChangeRequest:
         raise InferenceError(400, str(error)) from None
     if named and version not in ("", named):
         raise InferenceError(400, f"model says version {named!r}, version says {version!r}: name it once")
+    if change.action == "deploy" and LATEST in (change.version_ref, change.model.removeprefix(f"{name}@")):
+        version = LATEST
     change = msgspec.structs.replace(change, model=name, version=named or version)
     if change.percent is not None and not 0.0 <= change.percent <= 100.0:
         raise InferenceError(400, f"percent = {change.percent:g}: expected 0 to 100")

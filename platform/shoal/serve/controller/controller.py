@@ -38,7 +38,7 @@ from shoal.serve.controller.state import Deployment, Event, ModelState, StateFil
 from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, EndpointPlan, TrafficShares
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.model_source import Catalogue, RegistryCatalogue
+from shoal.serve.spec.model_source import LATEST, Catalogue, RegistryCatalogue
 
 logger = logging.getLogger(__name__)
 
@@ -308,6 +308,8 @@ class EndpointController:
                 self.abandon_candidate(name, rollout.by, problem)
                 return
             raise InferenceError(503, problem)
+        if model.deployment.alias == LATEST and rollout.kind in ("promote", "rollback"):
+            model.rejected = [model.meant]  # it stays with the candidate until another version is registered
         self.record_event(rollout.kind, name, rollout.candidate, rollout.stable or None, rollout.by, rollout.why)
         self.store.set_rollout(name, flip_to_candidate(rollout, self.state.generation + 1, time.time()))
         self._advance(name)

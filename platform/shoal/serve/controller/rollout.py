@@ -21,6 +21,8 @@ from shoal.serve.controller.canary_guard import MAX_LOST_REPLICAS
 from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, ModelPlan, TrafficShares
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 
+MAX_HISTORY = 100  # versions
+
 
 class Phase(StrEnum):
     """The phase of a model's rollout."""
@@ -82,7 +84,9 @@ class Rollout:
     stable:         the version that answers; 0 while VACANT
     candidate:      the version alongside it while STAGING, CANARY or FLIPPING; else 0
     shares:         the candidate's shares while CANARY
-    previous:       the version that was stable before
+    previous:       the version that a rollback returns to: the newest of `history` that is not withdrawn; 0: none
+    history:        the versions that were stable before, oldest first, without those after a rollback
+    withdrawn:      versions that were rolled back or rejected, and have not become stable since
     attempt:        counts the stagings, so that a failed version may be tried again
     generation:     of the plan in which the replicas stage the candidate, or flip
     since_s:        time.time() of the last move
@@ -98,6 +102,8 @@ class Rollout:
     goal: Goal = Goal.FLIP
     shares: TrafficShares = NO_SHARES
     previous: int = 0
+    history: tuple[int, ...] = ()
+    withdrawn: tuple[int, ...] = ()
     attempt: int = 0
     generation: int = 0
     since_s: float = 0.0
@@ -161,9 +167,20 @@ def flip_to_candidate(rollout: Rollout, generation: int, now_s: float) -> Rollou
 
 def finish_rollout(rollout: Rollout, now_s: float) -> Rollout:
     """End the rollout once every replica has flipped."""
-    moved = replace(rollout, phase=transition(rollout.phase, RolloutMove.FINISH), since_s=now_s)
-    previous = rollout.previous if rollout.changes_options and rollout.candidate == rollout.stable else rollout.stable
-    return replace(moved, stable=rollout.candidate, candidate=0, previous=previous)
+    stable, before = rollout.candidate, rollout.stable
+    moved = replace(
+        rollout, phase=transition(rollout.phase, RolloutMove.FINISH), since_s=now_s, stable=stable, candidate=0
+    )
+    if stable == before:  # its options alone have changed
+        return moved
+    history = list(rollout.history or filter(None, [rollout.previous]))  # a state of before has no history
+    withdrawn = [version for version in rollout.withdrawn if version != stable]
+    if rollout.kind != "rollback":
+        history += [before] * (before > 0)
+    else:
+        withdrawn.append(before)
+        history = history[: history.index(stable)] if stable in history else history
+    return _remember(moved, history, withdrawn)
 
 
 def abandon_candidate(rollout: Rollout, reason: str, now_s: float) -> Rollout:
@@ -198,7 +215,21 @@ def _apply_move(rollout: Rollout, move: RolloutMove, now_s: float) -> Rollout:
 
 def _clear_candidate(rollout: Rollout, reason: str) -> Rollout:
     refused = 0 if rollout.candidate == rollout.stable else rollout.candidate  # then its options alone are
-    return replace(rollout, candidate=0, shares=NO_SHARES, refused=refused, reason=reason)
+    cleared = replace(rollout, candidate=0, shares=NO_SHARES, refused=refused, reason=reason)
+    if not refused or rollout.shares.is_shadow:
+        return cleared
+    history = rollout.history or filter(None, [rollout.previous])
+    return _remember(cleared, [*history], [*rollout.withdrawn, refused])
+
+
+def _remember(rollout: Rollout, history: list[int], withdrawn: list[int]) -> Rollout:
+    previous = [version for version in history if version not in (rollout.stable, *withdrawn)]
+    return replace(
+        rollout,
+        history=tuple(history[-MAX_HISTORY:]),
+        withdrawn=tuple(dict.fromkeys(withdrawn[-MAX_HISTORY:])),
+        previous=previous[-1] if previous else 0,
+    )
 
 
 # -- the replicas' plan -----------------------------------------------------------------------------------------------

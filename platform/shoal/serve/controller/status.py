@@ -245,6 +245,7 @@ def build_version_status(
         p99_s=estimate_quantile(recent, 0.99),
         compared=now["compared"],
         disagreed=now["disagreed"],
+        columns=now["columns"],
     )
 
 

@@ -16,10 +16,9 @@ import time
 import zlib
 from urllib.parse import unquote
 
-from shoal.serve.http.codec import HttpCodec
+from shoal.serve.http.codec import HttpCodec, RowCodec
 from shoal.serve.http.response import RestResponse, read_length
 from shoal.serve.http.routes import RouteAction, RouteTarget
-from shoal.serve.http.row_codec import RowCodec
 from shoal.serve.messages.inference import Caller, ModelManagerProtocol, TracerProtocol
 from shoal.serve.protocol.infer_call import (
     BATCH_HEADER,

@@ -5,7 +5,7 @@ Called by a loaded model, once per batch, in the forward's thread. An error of a
 | hook        | raises               | the request gets                                                        |
 |-------------|----------------------|-------------------------------------------------------------------------|
 | preprocess  | ValueError           | 422: its input does not fit the model (ConfigError is a ValueError)     |
-| preprocess  | DataError            | 422, with the input that its `field` names                              |
+| preprocess  | ConfigError, DataError | 422, with the input that its `field` names                            |
 | either      | InferenceError       | that                                                                    |
 | either      | anything else        | 500; its text as `ModelError` says                                      |
 | either      | gives no dict of arrays | 500, naming what it gave                                             |
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shoal.errors import DataError, InferenceError, ModelError
+from shoal.errors import ConfigError, InferenceError, ModelError
 from shoal.registry.manifest import ModelFactory, find_callable
 from shoal.serve.model.column_drift import Ranges
 from shoal.serve.model.formats import Arrays
@@ -28,11 +28,13 @@ from shoal.serve.spec.model_options import ModelOptions
 
 
 class Hook:
-    """A step, named by its `reference`. `ranges`: what a preprocessing step has seen in training (`column_drift`)."""
+    """A step, named by its `reference`. `ranges`: what a preprocessing step, or the object of which it is a method, has
+    seen in training (`column_drift`)."""
 
     def __init__(self, field: str, reference: str, function: Callable[[Arrays], Any]) -> None:
         self._field, self._who, self._function = field, f"{field} {reference}", function
-        self.ranges: Ranges = getattr(function, "ranges", {})
+        owner = getattr(function, "__self__", None)
+        self.ranges: Ranges = getattr(function, "ranges", None) or getattr(owner, "ranges", None) or {}
 
     def __call__(self, arrays: Arrays) -> Arrays:
         who = self._who
@@ -42,7 +44,7 @@ class Hook:
             raise
         except Exception as error:
             if self._field == "preprocess" and isinstance(error, ValueError):
-                if isinstance(error, DataError) and error.field in arrays:  # it names a column of the request
+                if isinstance(error, ConfigError) and error.field in arrays:  # it names a column of the request
                     raise InferenceError(422, str(error), field=error.field) from error
                 raise InferenceError(422, f"{who}: {error}") from error
             raise ModelError(500, f"{who}: {type(error).__name__}: {error}") from error

@@ -41,8 +41,13 @@ class ControllerWorker:
     def __init__(self, setting: ControllerConfig) -> None:
         from shoal.serve.controller.service import ControllerService
 
+        self._name = setting.name
         self._service = ControllerService(setting, end_this_actor, is_serve_running)
         self._reports: dict[str, bytes] = {}
+
+    def __repr__(self) -> str:
+        """Its name in Ray's logs, by which `shoal serve logs` finds them."""
+        return f"EndpointController:{self._name}"
 
     async def call(self, method: str, *arguments: object, **named: object) -> Any:
         return await getattr(self._service, method)(*arguments, **named)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from shoal.registry import ModelFactory, Registry, Signature, split_ref
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot, WeightSource
 
+LATEST = "latest"  # followed like an alias, which a promotion or rollback does not move
 FOLLOW_S = 5.0  # between two looks at a bucket
 
 
@@ -66,7 +68,8 @@ class LiveModel:
 class EndpointModel:
     """One model of an endpoint.
 
-    version: of a registered model: a number, an alias (which is followed), or "" for the newest now
+    version: of a registered model: a number, an alias (which is followed), `latest` (the newest is followed), or "" for
+             the newest now
     options: its options; None for those of the endpoint's spec
     """
 
@@ -77,8 +80,10 @@ class EndpointModel:
 
 
 def model_from_ref(ref: str, options: ModelOptions | None = None, registry: str | None = None) -> EndpointModel:
-    """Parse `name@3`, `name@champion` or `name` of the registry. Raises ConfigError for an invalid reference."""
+    """Parse `name@3`, `name@champion`, `name@latest` or `name` of the registry. Raises ConfigError for an invalid
+    reference."""
     name, selector = split_ref(ref)
+    selector = LATEST if ref == f"{name}@{LATEST}" else selector
     return EndpointModel(name, RegisteredModel(name, Registry(registry).location), selector, options)
 
 
@@ -100,12 +105,12 @@ class Catalogue(Protocol):
 
     def promote(self, name: str, version: int, alias: str) -> None: ...
 
-    def find_previous(self, name: str, alias: str) -> int:
-        """The version of the alias before its last promotion."""
+    def find_previous(self, name: str, alias: str, without: Collection[int]) -> int:
+        """The version of the alias before its last promotion, none of these."""
         ...
 
-    def rollback(self, name: str, alias: str) -> None:
-        """Point the alias at its former version."""
+    def rollback(self, name: str, alias: str, without: Collection[int]) -> None:
+        """Point the alias at that version."""
         ...
 
 
@@ -158,12 +163,12 @@ class RegistryCatalogue:
     def promote(self, name: str, version: int, alias: str) -> None:
         self._registry.promote(f"{name}@{version}", alias)
 
-    def find_previous(self, name: str, alias: str) -> int:
-        stack = self._registry.aliases(name).list_promoted(alias)
-        if len(stack) < 2:
+    def find_previous(self, name: str, alias: str, without: Collection[int]) -> int:
+        *before, _ = self._registry.aliases(name).list_promoted(alias)
+        if not (admitted := [version for version in before if version not in without]):
             remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
             raise RegistryError(f"{name}@{alias} has no version to go back to: {remedy}")
-        return stack[-2]
+        return admitted[-1]
 
-    def rollback(self, name: str, alias: str) -> None:
-        self._registry.rollback(name, alias)
+    def rollback(self, name: str, alias: str, without: Collection[int]) -> None:
+        self._registry.rollback(name, alias, without=without)

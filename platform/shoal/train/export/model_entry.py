@@ -89,7 +89,7 @@ def register_model(
     """
     assert outcome.weights is not None
     snapshot = make_weight_file(outcome.selected_step, outcome.weights)
-    travelling = _find_registration(factory)
+    travelling, example = _find_registration(factory)
     if travelling is not None:
         kwargs = {**factory.kwargs, "args": dict(travelling.args)}
         factory = factory.model_copy(update={"kwargs": kwargs})
@@ -108,6 +108,7 @@ def register_model(
         data=data,
         lineage={**(lineage or {}), **(travelling.lineage if travelling else {})},
         files=travelling.files if travelling else {},
+        example=example,
         aliases=spec.aliases,
         criterion=criterion or spec.criterion,
     )
@@ -117,14 +118,15 @@ def register_model(
     return version
 
 
-def _find_registration(factory: ModelFactory) -> Registration | None:
-    """Of the Task as it was when the run began, whatever has become of its file."""
+def _find_registration(factory: ModelFactory) -> tuple[Registration | None, Mapping[str, Any]]:
+    """Of the Task as it was when the run began, whatever has become of its file; and its example."""
     try:
         with activate_code(factory.code):
-            return _make_task(**{"source": "", "name": "", **factory.kwargs}).registration()
+            task = _make_task(**{"source": "", "name": "", **factory.kwargs})
+            return task.registration(), task.example or {}
     except ConfigError as error:  # what was trained is kept all the same
         logger.warning("the version that is registered cannot be loaded as it is: %s", error)
-        return None
+        return None, {}
 
 
 def _make_task(task: str, args: Mapping[str, Any], source: str, name: str) -> Task:

@@ -19,7 +19,7 @@ import numpy as np
 from shoal.errors import ConfigError, InferenceError
 from shoal.libs.export.runtime.onnx_session import make_forward, open_session
 from shoal.open_inference.messages import PLATFORM, ModelMetadata, ServerMetadata, TensorMetadata
-from shoal.serve.http.codec import HttpCodec
+from shoal.serve.http.codec import HttpCodec, RowCodec
 from shoal.serve.http.response import RestResponse, build_error_response, build_json_response, read_length
 from shoal.serve.http.routes import RouteAction, RouteTarget, match_route
 from shoal.serve.messages.decoded_request import Arrays
@@ -67,9 +67,9 @@ class FolderModel:
         session = open_session((folder / MODEL_FILE).read_bytes(), MODEL_FILE, "cpu", read_number("NUM_THREADS", 1))
         self._forward = make_forward(session)
         self._input_names = [spec.name for spec in description.inputs]
-        self._codec = HttpCodec(
-            description.name, description.inputs, description.outputs, description.max_batch_size, description.batch_dim
-        )
+        model = description.name, description.inputs, description.outputs
+        shape = description.max_batch_size, description.batch_dim
+        self._codec, self._row_codec = HttpCodec(*model, *shape), RowCodec(*model, *shape)
         dimensions = {
             spec.name: description.batch_dim.get(spec.name, 0) if description.max_batch_size else None
             for spec in description.outputs
@@ -91,7 +91,7 @@ class FolderModel:
             if method != target.method:
                 error = InferenceError(405, f"{method} is not allowed here, {target.method} is")
                 return build_error_response(error, allowed=target.method)
-            if target.action is RouteAction.INFER:
+            if target.action in (RouteAction.INFER, RouteAction.ROWS):
                 return self._infer(target, dict(headers), body)
             return self._describe(target)
         except InferenceError as error:
@@ -127,11 +127,12 @@ class FolderModel:
 
     def _infer(self, target: RouteTarget, headers: dict[bytes, bytes], body: bytes) -> RestResponse:
         self._require_version(target)
+        codec = self._row_codec if target.action is RouteAction.ROWS else self._codec
         header_length = read_length(headers, b"inference-header-content-length")
         encoding = headers.get(b"content-encoding", b"identity")
         if encoding.strip().lower() != b"identity":
             body = self.limits.decompress(body, encoding)
-        request = self._codec.decode(body, header_length)
+        request = codec.decode(body, header_length)
         try:
             outputs = self.predict(request.inputs, request.num_rows)
         except InferenceError:
@@ -140,13 +141,13 @@ class FolderModel:
             reference = secrets.token_hex(4)
             logger.exception("the model failed on a request (%s)", reference)
             raise failed_model(reference) from None
-        return self._codec.encode(request, outputs, self.description.version)
+        return codec.encode(request, outputs, self.description.version)
 
 
 _ACTIONS = frozenset(
     {
         *(RouteAction.LIVE, RouteAction.READY, RouteAction.SERVER),
-        *(RouteAction.MODEL, RouteAction.MODEL_READY, RouteAction.INFER),
+        *(RouteAction.MODEL, RouteAction.MODEL_READY, RouteAction.INFER, RouteAction.ROWS),
     }
 )
 

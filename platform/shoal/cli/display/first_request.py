@@ -1,0 +1,111 @@
+"""The first requests to a model that was deployed: `shoal predict` and `curl`, with values that fit it.
+
+Called by `shoal serve deploy`. Functions of the model's registered version, which send nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.home import home
+from shoal.registry import ModelVersion, TensorSignature
+from shoal.serve.spec.batch_layout import has_batch_first
+from shoal.serve.spec.model_options import ModelOptions
+
+MAX_SUGGESTED_VALUES = 12  # of one input in a suggested command
+OPEN_SIZE = 3  # used there for a dimension of variable size
+MIN_PIXELS = 8  # the smallest side of an image
+MAX_BODY_CHARS = 300  # a longer one is written by a command
+_ZEROS: dict[str, Any] = {"BOOL": False, "BYTES": "a text"}
+
+
+def suggest_predict_command(version: ModelVersion) -> str:
+    """`shoal predict` with a row of zeros, a text, or the name of an image; `--help` where that would be too long."""
+    inputs = version.manifest.signature.inputs
+    if version.manifest.example or any(spec.kind for spec in inputs):
+        return shlex.join(["shoal", "predict", version.name, json.dumps(_make_row(version))])
+    words = ["--image", "FILE"] if len(inputs) == 1 and _can_be_picture(inputs[0]) else _make_row_options(inputs)
+    return shlex.join(["shoal", "predict", version.name, *(words or ["--help"])])
+
+
+def suggest_curl_command(version: ModelVersion, options: ModelOptions, url: str) -> str:
+    """A request that this model answers, with the token of this machine: a row, or tensors where it takes no rows."""
+    inputs, path = version.manifest.signature.inputs, f"{url}/v2/models/{version.name}"
+    token = "$SHOAL_TOKEN" if os.environ.get("SHOAL_TOKEN") else f"$(cat {shlex.quote(str(home() / 'token'))})"
+    words = ["curl -s", f'-H "Authorization: Bearer {token}"', *(["--cacert FILE"] * url.startswith("https:"))]
+    if options.max_batch_size and not options.batch_dim:
+        request, path = _make_row(version), f"{path}/rows"
+    else:
+        request, path = {"inputs": [_make_tensor(spec, options) for spec in inputs]}, f"{path}/infer"
+    body = json.dumps(request)
+    if len(body) <= MAX_BODY_CHARS:
+        return " ".join([*words, path, "-d", shlex.quote(body)])
+    make = f"python3 -c {shlex.quote(f'import json; print(json.dumps({_write_code(request)}))')}"
+    return f"{make} | {' '.join([*words, path, '-d @-'])}"
+
+
+def _make_row(version: ModelVersion) -> dict[str, Any]:
+    """The example of the version, or a row of zeros, texts and gaps."""
+    row: dict[str, Any] = dict(version.manifest.example)
+    for spec in version.manifest.signature.inputs:
+        if spec.columns and len(spec.shape) == 2:
+            row |= {name: _ZEROS.get(spec.datatype, 0) for name in spec.columns if name not in row}
+        elif spec.name not in row:
+            row[spec.name] = None if spec.kind else _fill(_get_row_shape(spec), _ZEROS.get(spec.datatype, 0))
+    return row
+
+
+def _make_tensor(spec: TensorSignature, options: ModelOptions) -> dict[str, Any]:
+    batch = options.get_batch_dim(spec.name)
+    shape = [(1 if index == batch else OPEN_SIZE) if size == -1 else size for index, size in enumerate(spec.shape)]
+    data = [_ZEROS.get(spec.datatype, 0)] * math.prod(shape)
+    return {"name": spec.name, "shape": shape, "datatype": spec.datatype, "data": data}
+
+
+def _fill(sizes: Sequence[int], value: Any) -> Any:
+    """Nested lists of these sizes."""
+    for size in reversed(sizes):
+        value = [value] * (OPEN_SIZE if size == -1 else size)
+    return value
+
+
+def _write_code(value: Any) -> str:
+    """A value in Python, in which a list of equal elements is written as one of them: [[0] * 28] * 28."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name!r}: {_write_code(each)}' for name, each in value.items())}}}"
+    if not isinstance(value, list):
+        return repr(value)
+    if len(value) > OPEN_SIZE and all(each == value[0] for each in value):
+        return f"[{_write_code(value[0])}] * {len(value)}"
+    return f"[{', '.join(map(_write_code, value))}]"
+
+
+def _make_row_options(inputs: Sequence[TensorSignature]) -> list[str]:
+    """Options that give one row of every input; [] when an input is too large."""
+    words: list[str] = []
+    for spec in inputs:
+        sizes = [OPEN_SIZE if size == -1 else size for size in _get_row_shape(spec)]
+        is_text = spec.datatype == "BYTES"
+        if len(sizes) > (0 if is_text else 1) or math.prod(sizes) > MAX_SUGGESTED_VALUES:
+            return []
+        name = "" if len(inputs) == 1 else f"{spec.name}="
+        words += ["--input", name + ("a text" if is_text else ",".join(["0"] * math.prod(sizes)))]
+    return words
+
+
+def _get_row_shape(spec: TensorSignature) -> list[int]:
+    return spec.shape[1:] if has_batch_first(spec) else spec.shape
+
+
+def _can_be_picture(spec: TensorSignature) -> bool:
+    """[1 or 3, H, W] or [H, W, 1 or 3]."""
+    sizes = _get_row_shape(spec)
+    if len(sizes) != 3 or spec.datatype == "BYTES":
+        return False
+    sides = sizes[1:] if sizes[0] in (1, 3) else sizes[:2] if sizes[2] in (1, 3) else [0]
+    return min(sides) >= MIN_PIXELS
