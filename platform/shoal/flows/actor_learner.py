@@ -119,7 +119,7 @@ class LoopRun:
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
         self._is_solved, self._failed_trial, self._num_requests = False, "", 0.0
         self._candidates, self._action = list[WeightSnapshot](), "best"  # of each policy, to register; how they act
-        self._trial_return: float | None = None  # of the candidate, in a run of one policy
+        self._trial_return: float | None = None  # in a run of one policy
 
     @property
     def _only(self) -> LoopPolicy | None:
@@ -398,8 +398,6 @@ class LoopRun:
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():
             print(describe_registered(model, played[name], self._action), flush=True)
-            if model.decision:
-                print(model.decision, flush=True)
 
     @contextmanager
     def _connect(self, action: str) -> Iterator[Sequence[Connections]]:

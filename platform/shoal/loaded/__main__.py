@@ -18,7 +18,7 @@ def main(ref: str) -> int:
     try:
         load(ref).open(warm_up=True)
     except ShoalError as error:
-        print(f"{' '.join(str(error).split())}", file=sys.stderr)
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
         return 1
     return 0
 

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -34,7 +33,7 @@ _TAKES_CHECK = re.compile(
 )  # in the file of a job that parses overrides by Shoal
 
 # Messages of Ray and Serve about themselves in a job's log.
-_RAY_LOG_LINE = re.compile(
+RAY_LOG_LINE = re.compile(
     r" job_manager\.py:|^Running entrypoint for job|^INFO .* serve \d+ -- |\(raylet\)|core_worker\.cc:"
 )
 _ERROR_PREFIX = "error: "  # begins the line of a ShoalError: see cluster.job_main
@@ -83,11 +82,6 @@ def _supports_check(path: Path) -> bool:
     return bool(_TAKES_CHECK.search(path.read_text(errors="replace")))  # whatever its encoding
 
 
-def new_run_id() -> str:
-    """The id by which the starter of a job finds its record."""
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.urandom(2).hex()}"
-
-
 def job_environment(run_id: str, command: str) -> dict[str, str]:
     """The variables of a job that records as `run_id`, started by `command`."""
     return {
@@ -114,7 +108,7 @@ class JobLogReader:
         lines = (self._partial_line + piece).splitlines(keepends=True)
         is_whole = is_over or not lines or (lines[-1].splitlines() != [lines[-1]] and not lines[-1].endswith("\r"))
         self._partial_line = "" if is_whole else lines.pop()
-        ours = [line.splitlines()[0] for line in lines if not _RAY_LOG_LINE.search(line)]
+        ours = [line.splitlines()[0] for line in lines if not RAY_LOG_LINE.search(line)]
         new = [] if self._has_failed else list(takewhile(lambda line: not line.startswith(_ERROR_PREFIX), ours))
         self._has_failed = self._has_failed or len(new) < len(ours)
         return new
@@ -125,8 +119,8 @@ def follow_lines(job: JobHandle, timeout_s: float) -> Iterator[str]:
     begun = ""
     for piece in job.follow(timeout_s):
         *lines, begun = (begun + piece).split("\n")
-        yield from (line for line in lines if not _RAY_LOG_LINE.search(line))
-    if begun and not _RAY_LOG_LINE.search(begun):
+        yield from (line for line in lines if not RAY_LOG_LINE.search(line))
+    if begun and not RAY_LOG_LINE.search(begun):
         yield begun
 
 
@@ -135,7 +129,7 @@ def describe_failure(job: JobHandle, what: str, outcome: JobStatus) -> str:
 
     what: names the job if there is no error
     """
-    lines = [line for line in job.read_logs().splitlines() if line.strip() and not _RAY_LOG_LINE.search(line)]
+    lines = [line for line in job.read_logs().splitlines() if line.strip() and not RAY_LOG_LINE.search(line)]
     begins = [index for index, line in enumerate(lines) if line.startswith(_ERROR_PREFIX)]
     if begins:
         return "\n".join(lines[begins[-1] :]).removeprefix(
