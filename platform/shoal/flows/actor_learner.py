@@ -119,7 +119,6 @@ class LoopRun:
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
         self._is_solved, self._failed_trial, self._num_requests = False, "", 0.0
         self._candidates, self._action = list[WeightSnapshot](), "best"  # of each policy, to register; how they act
-        self._trial_return: float | None = None  # in a run of one policy
 
     @property
     def _only(self) -> LoopPolicy | None:
@@ -231,13 +230,13 @@ class LoopRun:
             details = judge_trial(trial, self.spec, snapshot.version, action)
             self._note("tried", **details)
             if details["passes"] and self.spec.target_return is not None:
-                self._action, self._trial_return = action, trial.mean_return
+                self._action, self.policies[0].trial_return = action, trial.mean_return
                 return True
             if not details["passes"]:
                 self._failed_trial = details["reason"]
                 print(f"{self._failed_trial}: learning on", flush=True)
         self._action = choose_action(trials)
-        self._trial_return = trials[self._action].mean_return
+        self.policies[0].trial_return = trials[self._action].mean_return
         if self.spec.target_return is None:
             self._prefer_retained(snapshot, trials[self._action])
         return self.spec.target_return is None
@@ -258,7 +257,7 @@ class LoopRun:
         if not is_better(retained, trial):
             self._candidates = [policy.workers.republish(newest)]
             return
-        self._trial_return = retained.mean_return
+        policy.trial_return = retained.mean_return
         returns = {"mean_return": retained.mean_return, "newest_mean_return": trial.mean_return}
         self._note("kept_version", version=policy.retained.version, newest=newest.version, **returns)
         print(f"version {policy.retained.version}, which returns more than the newest, is registered", flush=True)
@@ -389,7 +388,7 @@ class LoopRun:
         """Register the weights of all policies, and evaluate them through the endpoint."""
         models = {}
         for each, snapshot in zip(self.policies, self._candidates, strict=True):
-            model = each.register(snapshot, self.recorder.id, self._action, self._trial_return)
+            model = each.register(snapshot, self.recorder.id, self._action)
             self.recorder.record_model(model.name, model.version, model.aliases, model.decision)
             models[each.name] = model
         with self._connect(self._action) as connections:

@@ -92,3 +92,16 @@ def test_what_is_not_there_is_said() -> None:
     run_id = shoal.fit(Halves, stop={"steps": 1}, batch_size=32, register=False, say=None).run_id
     with pytest.raises(ConfigError, match="has registered no model"):
         shoal.load(run_id)
+
+
+def test_inputs_that_do_not_fit_are_named() -> None:
+    train()
+    model = shoal.load("halves")
+    for rows, words in (
+        (np.zeros((2, 4), np.float32), r"input.*is \[2, 4\].*FP32 \[-1, 3\]"),
+        (np.zeros(3, np.float32), r"is \[3\]"),
+        ({"other": np.zeros((1, 3))}, "no such input"),
+        ({}, "is missing"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            model.predict(rows)
