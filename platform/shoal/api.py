@@ -58,8 +58,8 @@ def fit(
 
         result = shoal.fit(Line, stop={"epochs": 20})
     """
+    from shoal.runs.formatting import format_metrics
     from shoal.train.launch.local import fit_locally
-    from shoal.train.reporting.console import format_metrics
 
     spec = make_train_spec(task, fields)
     if spec.workers == 1 and not spec.has_replicas:
@@ -69,6 +69,8 @@ def fit(
             say(f"run {result.run_id}: {result.detail}, {result.seconds:.1f} s{'; ' if metrics else ''}{metrics}")
             if result.registration:
                 say(result.registration)
+            if result.is_interrupted:
+                say(f'Go on with: the same call, and resume="{result.run_id}"')
         return result
     attachment.acquire()
     try:

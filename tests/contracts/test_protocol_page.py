@@ -74,6 +74,8 @@ TYPES = {
     float | None: "float or nil",
     int | None: "int or nil",
     int | list[int | float] | None: "int, array of number or nil",
+    bool | None: "bool or nil",
+    bool | msgspec.UnsetType: "bool",
     int | msgspec.UnsetType: "int",
     str | msgspec.UnsetType: "str",
     tuple[int, ...]: "array of int",

@@ -46,7 +46,7 @@ class LoopPolicy:
     solved_s: when it reached its target, from the first segment; stays, though its gateway may restart
     tried_at: the learner's updates at its last trial
     trial_return: the mean return of the version that is registered, in its trial; None without one
-    retained: the weights at the actors' best mean return so far, in a run without a target
+    retained: the weights at the actors' best mean return so far
     """
 
     def __init__(self, name: str, spec: ActorLearnerSpec, experience: ExperienceSpec, observation: np.ndarray) -> None:
@@ -202,10 +202,16 @@ class LoopPolicy:
     def keep_best(self) -> None:
         """Keep the newest weights, if the actors' mean return is the best so far and is of enough episodes."""
         is_due = time.monotonic() - self._retained_at >= KEEP_S and self.gateway.get("episodes", 0) >= MIN_EPISODES
-        if not is_due or self.spec.target_return is not None or not self.mean_return > self._retained_return:
+        if not is_due or not self.mean_return > self._retained_return:
             return
         if (snapshot := self.workers.make_weight_source().latest()) is not None:
             self.retained, self._retained_return, self._retained_at = snapshot, self.mean_return, time.monotonic()
+
+    def choose_best(self, newest: WeightSnapshot) -> WeightSnapshot:
+        """The version to register without its target: that of the best mean return, which the store then has again."""
+        if self.retained is None or self.retained.version == newest.version or self.spec.self_play.is_on:
+            return newest
+        return self.workers.republish(self.retained)
 
     def compute_metrics(self, num_requests: float) -> dict[str, float]:
         """num_requests: of the endpoint, so far"""

@@ -124,8 +124,8 @@ def describe_registered(model: ModelVersion, evaluation: Evaluation, action: str
     if not evaluation.returns:
         return f"{name}: no episode of the evaluation had one of its agents{decision}"
     return (
-        f"{name}: mean return {evaluation.mean_return:.1f} over {len(evaluation.returns)} episodes played through the"
-        f" endpoint with action={action} ({evaluation.num_requests} requests){decision}"
+        f"{name}: mean return {format_number(evaluation.mean_return)} over {len(evaluation.returns)} episodes played"
+        f" through the endpoint with action={action} ({evaluation.num_requests} requests){decision}"
     )
 
 

@@ -50,7 +50,7 @@ _HEADLINES = (
 _MORE_IS_BETTER = frozenset(
     (
         *("acc", "ap", "auc", "auroc", "auprc", "bleu", "coverage", "dice", "f1", "iou", "map", "mrr", "ndcg"),
-        *("precision", "psnr", "r2", "recall", "rouge", "ssim", "top1", "top5"),
+        *("precision", "psnr", "r2", "recall", "rouge", "ssim", "success", "top1", "top5"),
     )
 )
 _TRIAL = re.compile(r"^trial-[^/]*/")  # of a sweep, that has the metric
@@ -142,6 +142,8 @@ def find_run_row(connection: sqlite3.Connection, ref: str) -> sqlite3.Row:
 def infer_direction(metric: str) -> bool | None:
     """Whether a higher value of the metric is better; None if its name does not show it."""
     words = set(re.split(r"[^a-z0-9]+", metric.lower()))
+    if "std" in words:
+        return None
     if words & _MORE_IS_BETTER or words & _LESS_IS_BETTER:
         return bool(words & _MORE_IS_BETTER)
     return next((more_is_better for part, more_is_better in _HEADLINES if part in metric.lower()), None)

@@ -5,6 +5,9 @@ Used by jobs, the CLI and the Trainer. Has no behaviour beyond properties of its
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -72,6 +75,9 @@ class TargetSpec(MeasureSpec):
     """Stop when a validation metric reaches a value."""
 
     value: float
+
+    def __str__(self) -> str:
+        return f"{self.metric}{'>=' if self.is_higher_better else '<='}{self.value:g}"
 
 
 class ConvergenceSpec(MeasureSpec):
@@ -201,6 +207,18 @@ class TrainSpec(Spec):
     name: str = ""
     aliases: AliasNames | None = None
     resume: str = ""
+
+    def override(self, overrides: Iterable[str]) -> Self:
+        """Also accepts an argument of the Task by its own name, where no field has it: `hidden=64`."""
+        return super().override([self._qualify(each) for each in overrides])
+
+    def _qualify(self, override: str) -> str:
+        name = re.split(r"[.=\[]", override, maxsplit=1)[0]
+        if name in type(self).model_fields or not name.isidentifier() or not self.task or "=" not in override:
+            return override
+        from shoal.train.task import find_task  # loads the user's file, and torch
+
+        return f"args.{override}" if name in inspect.signature(find_task(self.task)).parameters else override
 
     @model_validator(mode="before")
     @classmethod

@@ -183,7 +183,7 @@ def _describe(version: ModelVersion, spec: ExportSpec) -> ModelDescription:
     manifest = version.manifest
 
     def convert(tensors: Sequence[TensorSignature]) -> list[TensorMetadata]:
-        return [TensorMetadata(each.name, each.datatype, each.shape, each.columns) for each in tensors]
+        return [TensorMetadata(each.name, each.datatype, each.shape, each.columns, each.kind) for each in tensors]
 
     return ModelDescription(
         format=FORMAT,

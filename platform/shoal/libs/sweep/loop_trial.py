@@ -47,7 +47,7 @@ class LoopTrial(Trial):
 
     def _load_end(self) -> TrialReport | None:
         record = find_trial(self.run_id)
-        if record is None or record.status is not Status.FINISHED:
+        if record is None or not record.status.is_complete:
             return None
         ended = record.last_events()[LEARNED]
         return TrialReport(ended["steps"], 1.0, {MEAN_RETURN: ended[MEAN_RETURN]}, is_over=True)

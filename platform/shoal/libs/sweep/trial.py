@@ -130,8 +130,8 @@ class _ReportingLog:
         self._total_steps: int | None = None  # unknown before the event `training`
         self._is_replay = False  # a run that goes on first logs again what its checkpoint has
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._log.log(step, values)
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        self._log.log(step, values, at)
         metrics = {name.removeprefix(_VALIDATION): v for name, v in values.items() if name.startswith(_VALIDATION)}
         if metrics and not self._is_replay:
             progress = step / self._total_steps if self._total_steps else math.nan
@@ -276,7 +276,7 @@ class TrialRun(Trial):
 
     def _load_end(self) -> TrialReport | None:
         record = find_trial(self.run_id)
-        if record is None or record.status is not Status.FINISHED or self._copied_from:
+        if record is None or not record.status.is_complete or self._copied_from:
             return None
         ended = record.last_events()["trained"]
         return TrialReport(ended["steps"], 1.0, ended["metrics"], is_over=True)

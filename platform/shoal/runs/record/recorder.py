@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from shoal.atomic_file import create_private, make_folder
-from shoal.errors import Closed, RunError
+from shoal.errors import Closed, NotReached, RunError
 from shoal.runs.event_messages import REGISTERED
 from shoal.runs.record import metric_summaries
 from shoal.runs.record.database import BUSY_TIMEOUT_S, transaction, translate_write_errors
@@ -139,9 +139,10 @@ class RunRecorder:
         self._thread = threading.Thread(target=self._write_until_stopped, name=f"run-{run_id}", daemon=True)
         self._thread.start()
 
-    def log(self, step: int, values: Mapping[str, float], *, in_history: bool = True) -> None:
+    def log(self, step: int, values: Mapping[str, float], *, in_history: bool = True, at: float | None = None) -> None:
         """Record metrics of one step, also values that are not finite. Logging a step again replaces its values.
 
+        at:         when they were measured, of values that a resumed run logs again; Unix time in seconds
         in_history: False: the values update the newest and the best, but enter no curve
         Raises ConfigError for an invalid metric name, a value that is not a number, and a step beyond 64 bits.
         """
@@ -150,7 +151,11 @@ class RunRecorder:
             self.flush()
         with self._buffer_lock:
             self._require_open()
-            entry = (step, time.time(), checked)  # times grow in the order of commits, by which readers follow them
+            entry = (
+                step,
+                time.time() if at is None else at,
+                checked,
+            )  # times grow in the order of commits, by which readers follow them
             (self._pending.logged if in_history else self._pending.shown).append(entry)
             self._pending.num_rows += len(values)
 
@@ -259,7 +264,7 @@ class RunRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Record the end of the run: finished, failed with the body's error, or stopped by Ctrl-C."""
+        """Record the end of the run: finished, not reached, failed with the body's error, or stopped by Ctrl-C."""
         try:
             if self._status in TERMINAL:
                 return
@@ -268,8 +273,10 @@ class RunRecorder:
             elif isinstance(error, KeyboardInterrupt):
                 self.finish(Status.STOPPED, "interrupted")
             else:
+                is_missed = isinstance(error, NotReached)
+                ended = Status.NOT_REACHED if is_missed else Status.FAILED
                 try:
-                    self.finish(Status.FAILED, f"{type(error).__name__}: {error}")
+                    self.finish(ended, str(error) if is_missed else f"{type(error).__name__}: {error}")
                 except RunError as unwritable:  # the original error is raised
                     _log.warning("run %s: its end is not in the record: %s", self.id, unwritable)
         finally:

@@ -112,6 +112,8 @@ def register_model(
         criterion=criterion or spec.criterion,
     )
     recorder.record_model(version.name, version.version, version.aliases, version.decision)
+    if not signature.inputs:
+        logger.warning("%s is registered, but its module has no `forward`: it cannot be served", version.ref)
     return version
 
 

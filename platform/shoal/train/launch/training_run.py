@@ -104,6 +104,8 @@ class TrainingRun:
     def run(self, backend: Backend) -> TrainResult:
         """Attempt until the run ends, or until workers were lost several times without a step in between: twice, if it
         was for the same reason, and before the first step."""
+        if self.recorder is not None:
+            self.recorder.record_event("data", **self.checked.fingerprint)
         result = self._attempt_until_over(backend)
         if self.recorder is None:
             return result

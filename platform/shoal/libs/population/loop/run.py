@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.extend.cluster import job_main
 from shoal.extend.flows import describe_experience, describe_policy_model, inspect_environment
-from shoal.extend.runs import RunRecorder
+from shoal.extend.runs import RunRecorder, format_number
 from shoal.extend.train import RecordLog
 from shoal.libs.population.evolution import ShrinkAndPerturb, build_evolution
 from shoal.libs.population.flow.rounds import (
@@ -166,4 +166,4 @@ class RLPopulation(PopulationRun[RLPopulationSpec]):
                 files=describe_experience(self._experience),
             )
         detail = self.record_end("learners", metrics)
-        print_line(f"run {recorder.id}: {detail}; {spec.metric} {best['score']:.4g}")
+        print_line(f"run {recorder.id}: {detail}; {spec.metric} {format_number(best['score'])}")
