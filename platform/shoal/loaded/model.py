@@ -9,14 +9,17 @@ what needs it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import sys
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import numpy as np
 
 from shoal.errors import ConfigError, RunError
+from shoal.frame import find_names
 from shoal.loaded.policy import Policy, open_policy
 from shoal.plugins.find import find_extension
 from shoal.registry import ModelVersion, Registry, Signature
@@ -24,7 +27,6 @@ from shoal.registry import ModelVersion, Registry, Signature
 if TYPE_CHECKING:
     from torch import nn
 
-    from shoal.client.payload import Inputs
     from shoal.serve.model.predictor import LoadedModel
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -103,13 +105,18 @@ class LocalModel:
         module: nn.Module = network.eval()
         return module
 
-    def predict(self, rows: Inputs) -> dict[str, np.ndarray]:
-        """The outputs by name, [rows, ...] each, with the registered preprocess and postprocess.
+    def predict(self, rows: Any) -> Any:
+        """The outputs for rows or arrays, with the registered preprocess and postprocess.
 
-        rows: arrays [rows, ...] by name, one array for a model with one input, or a frame with the model's columns
+        rows: one row as it is, {"age": 72, "plan": "basic"}, which gets a dict; a list of rows, or of a model of raw
+              rows a frame, which get a list of dicts. Or arrays [rows, ...] by name, one array for a model with one
+              input, or a frame with the columns of such a model, which get the outputs by name, arrays [rows, ...]
 
-        Raises ConfigError for inputs that do not fit, InferenceError for what the model or its preprocess refuses.
+        Raises DataError that names a row's field, ConfigError for arrays that do not fit, InferenceError for what the
+        model or its preprocess refuses.
         """
+        if self._are_records(rows):
+            return self._predict_records(rows)
         inputs, (name, dtype) = {}, self._only_input
         if isinstance(rows, np.ndarray) and rows.dtype == dtype:  # as it is: a third of the time beside a small network
             inputs[name] = rows
@@ -123,6 +130,27 @@ class LocalModel:
                 problem = "is missing" if shape is None else f"is {list(shape)}"
                 raise ConfigError("rows", spec.name, problem, f"the model takes {spec.datatype} {spec.shape}")
         return self._opened.predict_batch([inputs])[0]
+
+    def _are_records(self, rows: Any) -> bool:
+        if isinstance(rows, np.ndarray):
+            return False
+        if isinstance(rows, Mapping):
+            return bool(rows) and not any(np.ndim(each) for each in rows.values())
+        if isinstance(rows, list | tuple):
+            return bool(rows) and isinstance(rows[0], Mapping)
+        return find_names(rows) is not None and any(each.kind for each in self.signature.inputs)
+
+    def _predict_records(self, rows: Any) -> Any:
+        """As the endpoint's path `rows` does, to which a client sends such a body."""
+        from shoal.client.payload import encode_rows as encode_body
+        from shoal.open_inference.rows import decode_rows, encode_rows
+
+        (body,) = encode_body(rows, sys.maxsize)
+        decoded = msgspec.json.decode(body)
+        listed = decoded if isinstance(decoded, list) else [decoded]
+        outputs = self._opened.predict_batch([decode_rows(self.signature.inputs, listed)])[0]
+        answers = encode_rows(self.signature.outputs, outputs)
+        return answers if isinstance(decoded, list) else answers[0]
 
     @cached_property
     def _only_input(self) -> tuple[str, np.dtype[Any] | None]:
