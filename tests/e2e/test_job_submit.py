@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 import shoal.runs
@@ -52,6 +53,9 @@ def test_ray_job_submit_runs_the_same_job(cluster: EmbeddedCluster, tmp_path: Pa
     )
     assert run.models()["name"].tolist() == ["submitted"]
     assert Registry().get("submitted@champion").manifest.run_id == run.id
+    assert "the first" in run.last_events()["registered"]["decision"]
+    assert shoal.load("submitted@champion").act(np.zeros(4)) in (0, 1)
+    assert "start each actor with" in (run.folder / "logs" / "driver.log").read_text()
     assert {endpoint.state for endpoint in run.endpoints()} == {"closed"}
     assert [each["balanced"] for _, each in run.list_events("accounting")] == [True]
     versions = run.versions()["version"].tolist()

@@ -283,7 +283,7 @@ def test_the_name_of_a_model(spec: dict[str, Any], name: str) -> None:
 def test_a_run_that_is_worse_than_the_champion_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     spec = spec_of().override(["optimizer.learning_rate=0.05", "stop.epochs=3"])
     good = fit_locally(spec, say=print)
-    assert (good.model, good.decision) == ("toy@1", "champion is 1: there was none")
+    assert (good.model, good.decision) == ("toy@1", "champion is 1, the first")
     bad = fit_locally(spec.override(["optimizer.learning_rate=1e-9"]))
     loss, better = (f"{each.metrics['loss']:.3g}" for each in (bad, good))
     assert bad.registration == f"registered toy@2; champion stays 1: loss {better} < {loss}"

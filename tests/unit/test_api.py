@@ -26,6 +26,7 @@ NAMES = [
     "connect",
     "errors",
     "fit",
+    "load",
     "load_run",
     "runs",
     "serve",

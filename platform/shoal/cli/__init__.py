@@ -20,6 +20,7 @@ COMMANDS = {
     "run": ("run", "Run a job, with a live display."),
     "actor": ("actor", "Play an environment and send the experience to a gateway."),
     "runs": ("runs", "List the runs, show one, or remove some."),
+    "logs": ("runs", "Show what the processes of a run printed."),
     "models": ("models", "List, show, add, promote, roll back and remove registered models."),
     "serve": ("serve", "Serve models: deploy, show, roll out, roll back, delete."),
     "release": ("runs", "Release an actor of a run from quarantine."),

@@ -6,24 +6,30 @@ Called by the files in `jobs/` and `serve_apps/`, and by flows that run as modul
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import shoal.runs
 from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle, set_environment
 from shoal.config import Spec, last_override
 from shoal.errors import ClusterError, NotReached, ShoalError
+from shoal.home import home
 from shoal.runs.event_messages import format_warning
 from shoal.runs.json_lines import JSON, TEXT, log_json, write_json_lines
+from shoal.runs.output_files import DRIVER, OutputCopier
+from shoal.runs.record.opening import make_run_id
 from shoal.runs.record.provenance import restore_secrets
 
 SpecT = TypeVar("SpecT", bound=Spec)
+RUN_ID = "SHOAL_RUN_ID"
 CHECK, HELP = "--check", ("-h", "--help")
 ACTORS_INFERENCE = "SHOAL_ACTORS_INFERENCE"  # where the actors of `shoal run` have their policy: for the job's check
 
@@ -72,6 +78,7 @@ def job_main(
                 signal.signal(signal.SIGTERM, _raise_interrupt)
                 connect(has_json=has_json)
                 connected.callback(disconnect)
+                _copy_output(fields)
             signal.signal(signal.SIGTERM, _raise_interrupt)  # ray.init replaces the handler
             run(chosen, job)
     except (ShoalError, OSError) as error:  # an OSError such as a full disk
@@ -82,9 +89,29 @@ def job_main(
         sys.exit(130)
 
 
+def _copy_output(overrides: Sequence[str]) -> None:
+    """Copy what this job and its workers on this host print into the folder of the run, if Ray has it in files: a
+    cluster that ends takes them along."""
+    import ray
+
+    printed, job = Path(f"/proc/{os.getpid()}/fd/1").resolve(), ray.get_runtime_context().get_job_id()
+    if not printed.match("job-driver-*.log"):  # it was not submitted: it prints where it was started
+        return
+
+    def find() -> Mapping[Path, str]:
+        files = sorted(printed.parent.glob(f"worker-*-{job}-*.???"))
+        workers = {path: f"worker-{path.stem.rpartition('-')[2]}" for path in files if path.suffix in (".out", ".err")}
+        return {printed: DRIVER, **workers}
+
+    resumed = last_override(overrides, "resume")
+    run_id = shoal.runs.load(resumed).id if resumed else os.environ.setdefault(RUN_ID, make_run_id())
+    copier = OutputCopier(home() / "runs" / run_id, find)
+    atexit.register(copier.close)  # after the traceback of an error
+
+
 def expected_run_id() -> str | None:
     """The run id that the submitter of this job expects ($SHOAL_RUN_ID); None when any will do."""
-    return os.environ.get("SHOAL_RUN_ID")
+    return os.environ.get(RUN_ID)
 
 
 def connect(*, has_json: bool = False) -> None:

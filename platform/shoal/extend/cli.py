@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         ignore_further_interrupts,
         interrupt_on_termination,
         job_environment,
-        new_run_id,
         validate_overrides,
     )
     from shoal.cli.support.options import SECONDS, FiniteRange, ca_option

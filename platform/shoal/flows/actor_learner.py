@@ -133,7 +133,6 @@ class LoopRun:
         self.missed = ""  # what the run lacks of its targets, at its end
         self._is_solved, self._failed_trial, self._num_requests = False, "", 0.0
         self._candidates, self._action = list[WeightSnapshot](), "best"  # of each policy, to register; how they act
-        self._trial_return: float | None = None  # of the candidate, in a run of one policy
 
     @property
     def _only(self) -> LoopPolicy | None:
@@ -248,13 +247,13 @@ class LoopRun:
             details = judge_trial(trial, self.spec, snapshot.version, action)
             self._note("tried", **details)
             if details["passes"] and self.spec.target_return is not None:
-                self._action, self._trial_return = action, trial.mean_return
+                self._action, self.policies[0].trial_return = action, trial.mean_return
                 return True
             if not details["passes"]:
                 self._failed_trial = details["reason"]
                 print(f"{self._failed_trial}: learning on", flush=True)
         self._action = choose_action(trials)
-        self._trial_return = trials[self._action].mean_return
+        self.policies[0].trial_return = trials[self._action].mean_return
         if self.spec.target_return is None:
             self._prefer_retained(snapshot, trials[self._action])
         return self.spec.target_return is None
@@ -275,7 +274,7 @@ class LoopRun:
         if not is_better(retained, trial):
             self._candidates = [policy.workers.republish(newest)]
             return
-        self._trial_return = retained.mean_return
+        policy.trial_return = retained.mean_return
         returns = {"mean_return": retained.mean_return, "newest_mean_return": trial.mean_return}
         self._note("kept_version", version=policy.retained.version, newest=newest.version, **returns)
         print(f"version {policy.retained.version}, which returns more than the newest, is registered", flush=True)
@@ -413,7 +412,7 @@ class LoopRun:
             if self.missed:  # what follows champion keeps what it has
                 aliases = [alias for alias in each.spec.aliases or () if alias != CHAMPION]
                 each.spec = each.spec.update({"aliases": aliases})
-            model = each.register(snapshot, self.recorder.id, self._action, self._trial_return)
+            model = each.register(snapshot, self.recorder.id, self._action)
             self.recorder.record_model(model.name, model.version, model.aliases, model.decision)
             models[each.name] = model
         with self._connect(self._action) as connections:
@@ -422,8 +421,6 @@ class LoopRun:
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():
             print(describe_registered(model, played[name], self._action), flush=True)
-            if model.decision:
-                print(model.decision, flush=True)
 
     @contextmanager
     def _connect(self, action: str) -> Iterator[Sequence[Connections]]:

@@ -45,6 +45,7 @@ class LoopPolicy:
     address:  of its gateway
     solved_s: when it reached its target, from the first segment; stays, though its gateway may restart
     tried_at: the learner's updates at its last trial
+    trial_return: the mean return of the version that is registered, in its trial; None without one
     retained: the weights at the actors' best mean return so far
     """
 
@@ -59,6 +60,7 @@ class LoopPolicy:
         self._is_deserted = False  # for ACTORS_BACK_S
         self.solved_s: float | None = None
         self.tried_at = -spec.algorithm.updates_between_trials
+        self.trial_return: float | None = None
         self.retained: WeightSnapshot | None = None
         self._retained_return, self._retained_at = -math.inf, -math.inf
         self._checkpoint_failure = ""
@@ -215,10 +217,10 @@ class LoopPolicy:
         """num_requests: of the endpoint, so far"""
         return self._metrics.compute(self.gateway, self.learner, num_requests, time.time())
 
-    def register(self, snapshot: WeightSnapshot, run_id: str, action: str, trial_return: float | None) -> ModelVersion:
-        """Register these weights, or with `action=average` the mixture of the pool. trial_return: None without one"""
+    def register(self, snapshot: WeightSnapshot, run_id: str, action: str) -> ModelVersion:
+        """Register these weights, or with `action=average` the mixture of the pool."""
         pool = self.workers.load_pool() if self.spec.action == "average" else ()
-        returns = self.gateway | ({} if trial_return is None else {"trial_return": trial_return})
+        returns = self.gateway | ({} if self.trial_return is None else {"trial_return": self.trial_return})
         return register_policy(self.spec, self.experience, snapshot, run_id, returns, action, pool, self._code)
 
     def describe_progress(self) -> str:

@@ -30,7 +30,7 @@ def judge_champion(new: Manifest, now: Manifest | None, criterion: Criterion | N
     compared the newer one does.
     """
     if now is None:
-        return True, f"champion is {new.version}: there was none"
+        return True, f"champion is {new.version}, the first"
     reason = _find_obstacle(new, now, criterion)
     if reason or criterion is None:
         return True, f"champion is {new.version} now, the newest: {reason}"

@@ -1,94 +1,130 @@
-"""`shoal.load` of any model: outputs, the network, ONNX, and references."""
+"""`shoal.load` of any model: outputs, rows, the network, ONNX by shoal.libs.export, and references."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import onnxruntime
+import pandas
 import pytest
 import torch
-from torch.utils.data import TensorDataset
 
 import shoal
 import shoal.runs
-from shoal.errors import ConfigError, InferenceError, RegistryError
+from shoal.errors import ConfigError, DataError, InferenceError, RegistryError
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.weights import WeightSnapshot
 
-X = torch.linspace(-1, 1, 32)[:, None].expand(32, 3).contiguous()
+X = torch.linspace(-1, 1, 6)[:, None].expand(6, 3).contiguous()
+Arrays = dict[str, np.ndarray]
 
 
-class Halves(shoal.Task):
-    """Its requests are doubled before the network, and its answers are named after it."""
+def make_linear(num_inputs: int) -> torch.nn.Module:
+    return torch.nn.Linear(num_inputs, 2)
 
-    def __init__(self, *, hooks: bool = False) -> None:
-        self.preprocess = self._double if hooks else None  # type: ignore[assignment]
 
-    def model(self) -> torch.nn.Module:
-        return torch.nn.Linear(3, 2)
-
-    def data(self) -> shoal.Data:
-        return shoal.Data(train=TensorDataset(X, X[:, :2]))
-
-    def loss(self, outputs: Any, batch: Any) -> Any:
-        return ((outputs - batch[1]) ** 2).mean()
-
-    def _double(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def make_doubling(num_inputs: int) -> Callable[[Arrays], Arrays]:
+    def double(arrays: Arrays) -> Arrays:
         if np.abs(arrays["input"]).max() > 10:
             raise ValueError("input: beyond 10")
         return {"input": 2 * arrays["input"]}
 
+    return double
 
-def train(**args: Any) -> str:
-    return shoal.fit(Halves, stop={"steps": 2}, batch_size=32, name="halves", args=args, say=None).run_id
+
+def make_sums(num_inputs: int) -> Callable[[Arrays], Arrays]:
+    """Of a number and the length of a word; a gap counts as 100."""
+
+    def add_up(inputs: Arrays) -> Arrays:
+        lengths = np.array([len(each) for each in inputs["word"]], np.float64)
+        return {"input": (np.nan_to_num(inputs["number"], nan=100.0) + lengths)[:, None].astype(np.float32)}
+
+    return add_up
+
+
+def register(name: str, num_inputs: int, preprocess: str = "", inputs: list[TensorSignature] | None = None) -> str:
+    weight = np.arange(1, 1 + 2 * num_inputs, dtype=np.float32).reshape(2, num_inputs)
+    return (
+        Registry()
+        .register(
+            name,
+            WeightSnapshot.of(1, {"weight": weight, "bias": np.array([0, 1], np.float32)}),
+            model=ModelFactory(
+                factory=f"{__name__}:make_linear",
+                kwargs={"num_inputs": num_inputs},
+                preprocess=f"{__name__}:{preprocess}" if preprocess else "",
+            ),
+            signature=Signature(
+                inputs=inputs or [TensorSignature(name="input", datatype="FP32", shape=[-1, num_inputs])],
+                outputs=[TensorSignature(name="sum", datatype="FP32", shape=[-1, 2], columns=["a", "b"])],
+            ),
+        )
+        .ref
+    )
 
 
 def test_a_model_answers_as_its_network_does_and_becomes_onnx(tmp_path: Path) -> None:
-    import onnxruntime
-
-    run_id = train()
-    model, rows = shoal.load("halves@champion"), X.numpy()
-    (name,) = (each.name for each in model.signature.outputs)
+    before = torch.get_num_threads()
+    model, rows = shoal.load(register("three", 3)), X.numpy()
     with torch.inference_mode():
         wanted = model.model(X).numpy()
     for inputs in (rows, {"input": rows}, rows.tolist()):
-        np.testing.assert_allclose(model.predict(inputs)[name], wanted, rtol=1e-5)
-    assert (model.name, model.version) == ("halves", 1)
-    assert shoal.load(run_id).version == 1
+        np.testing.assert_allclose(model.predict(inputs)["sum"], wanted, rtol=1e-5)
+    assert (model.name, model.version, torch.get_num_threads()) == ("three", 1, before)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's exporter
-        file = model.onnx(tmp_path / "halves.onnx")
+        file = model.onnx(tmp_path / "three.onnx")
     (answer,) = onnxruntime.InferenceSession(file).run(None, {"input": rows})
     np.testing.assert_allclose(answer, wanted, rtol=1e-4, atol=1e-6)
-    with pytest.raises(ConfigError, match="is no policy: its outputs are"):
+    with pytest.raises(ConfigError, match="is no policy: its outputs are sum"):
         model.act(rows)
+    for odd, words in (
+        (np.zeros((2, 4), np.float32), r"input.*is \[2, 4\].*FP32 \[-1, 3\]"),
+        (np.zeros(3, np.float32), r"is \[3\]"),
+        ({"other": np.zeros((1, 3))}, "no such input"),
+        ({}, "is missing"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            model.predict(odd)
 
 
 def test_the_registered_preprocess_applies_and_its_refusal_is_raised(tmp_path: Path) -> None:
-    train(hooks=True)
-    model, rows = shoal.load("halves"), X.numpy()
-    (answer,) = model.predict(rows).values()
+    model, rows = shoal.load(register("doubled", 3, "make_doubling")), X.numpy()
     with torch.inference_mode():
-        np.testing.assert_allclose(answer, model.model(2 * X).numpy(), rtol=1e-5)
+        np.testing.assert_allclose(model.predict(rows)["sum"], model.model(2 * X).numpy(), rtol=1e-5)
     with pytest.raises(InferenceError, match="beyond 10"):
         model.predict(100 * rows)
     with pytest.raises(ConfigError, match="has the preprocess"):
-        model.onnx(tmp_path / "halves.onnx")
+        model.onnx(tmp_path / "doubled.onnx")
 
 
-def test_loading_does_not_change_the_threads_of_the_program() -> None:
-    train()
-    before = torch.get_num_threads()
-    shoal.load("halves").predict(X.numpy())
-    assert torch.get_num_threads() == before
+def test_rows_as_they_are_become_columns_and_answers_become_rows() -> None:
+    columns = [
+        TensorSignature(name="number", datatype="FP64", shape=[-1], kind="number"),
+        TensorSignature(name="word", datatype="BYTES", shape=[-1], kind="word"),
+    ]
+    model = shoal.load(register("sums", 1, "make_sums", columns))
+    assert model.predict({"number": np.float64(2), "word": "abc"}) == {"sum": {"a": 5.0, "b": 11.0}}
+    rows = [{"number": None, "word": "x"}, {"number": float("nan"), "word": None}]
+    assert [each["sum"]["a"] for each in model.predict(rows)] == [101.0, 100.0]
+    assert model.predict(pandas.DataFrame(rows)) == model.predict(rows)
+    with pytest.raises(DataError, match="word") as raised:
+        model.predict({"number": 1})
+    assert raised.value.field == "word"
+    np.testing.assert_array_equal(model.predict({"number": np.ones(2), "word": ["ab", "c"]})["sum"][:, 0], [3, 2])
 
 
-def test_what_is_not_there_is_said() -> None:
-    train()
-    with pytest.raises(RegistryError, match="halves"):
-        shoal.load("halvs")
-    with pytest.raises(RegistryError, match="has no '7'"):
-        shoal.load("halves@7")
-    run_id = shoal.fit(Halves, stop={"steps": 1}, batch_size=32, register=False, say=None).run_id
+def test_references_are_names_versions_and_runs() -> None:
+    register("three", 3)
+    with shoal.runs.create("train", "{}") as run, shoal.runs.create("train", "{}") as other:
+        run.record_model("three", 1, ())
+    assert shoal.load(run.id).version == 1
     with pytest.raises(ConfigError, match="has registered no model"):
-        shoal.load(run_id)
+        shoal.load(other.id)
+    with pytest.raises(RegistryError, match="did you mean three"):
+        shoal.load("thre")
+    with pytest.raises(RegistryError, match="has no '7'"):
+        shoal.load("three@7")

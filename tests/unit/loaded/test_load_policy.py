@@ -1,4 +1,7 @@
-"""`shoal.load` of policies: what a game gives goes in, what its step takes comes out, in NumPy as by the model."""
+"""`shoal.load` of policies: what a game gives goes in, what its step takes comes out, in NumPy as by the model.
+
+The policies of shoal.libs.off_policy are among them.
+"""
 
 from __future__ import annotations
 

@@ -601,7 +601,7 @@ def judged(registry: Registry, accuracy: float, data: str = "a", criterion: Crit
 
 
 def test_the_champion_is_the_best_by_the_metric_on_the_same_data(any_registry: Registry) -> None:
-    assert judged(any_registry, 0.5) == "champion is 1: there was none"
+    assert judged(any_registry, 0.5) == "champion is 1, the first"
     assert judged(any_registry, 0.5001) == "champion is 2 now: accuracy 0.5001 > 0.5"
     assert judged(any_registry, 0.5) == "champion stays 2: accuracy 0.5001 > 0.5"
     assert judged(any_registry, 0.5001) == "champion stays 2: accuracy 0.5 = 0.5"

@@ -32,7 +32,6 @@ from shoal.cli.support.jobs import (
     ignore_further_interrupts,
     interrupt_on_termination,
     job_environment,
-    new_run_id,
     split_secret_overrides,
     validate_overrides,
 )
@@ -49,6 +48,7 @@ from shoal.home import load_access_token
 from shoal.runs import Run, Status
 from shoal.runs.event_messages import REGISTERED
 from shoal.runs.formatting import format_duration, format_metric, format_number
+from shoal.runs.record.opening import make_run_id
 from shoal.runs.record.provenance import format_masked_command, make_command_variable
 
 ACTORS_END_S = 10.0
@@ -121,7 +121,7 @@ class RunSession:
         if not resumed and any(override.startswith("resume=") for override in self._overrides):
             raise ConfigError("resume", "", "names no run", "`shoal runs` lists them")
         before = shoal.runs.load(resumed) if resumed else None
-        self.run_id = before.id if before else new_run_id()
+        self.run_id = before.id if before else make_run_id()
         self._incarnation_before = before.incarnation if before else 0
         self._resumed = before is not None
         self._actors: ActorProcesses | None = None

@@ -1,4 +1,4 @@
-"""`shoal runs` and `shoal release`: the recorded runs, as tables and JSON.
+"""`shoal runs`, `shoal logs` and `shoal release`: the recorded runs, as tables and JSON.
 
 Parse, call, print: `shoal.runs` reads and removes.
 """
@@ -27,7 +27,8 @@ from shoal.cli.support.console import (
     print_facts,
     print_json,
 )
-from shoal.errors import ConfigError
+from shoal.cli.support.jobs import RAY_LOG_LINE
+from shoal.errors import ConfigError, RunError
 from shoal.rl.experience.quarantine import find_ledgers, read_run_quarantine, release_actor
 from shoal.runs import Run, RunKind, Status, list_runs, load
 from shoal.runs.event_messages import WAITING, format_warning
@@ -39,6 +40,7 @@ from shoal.runs.formatting import (
     format_timestamp,
     format_value,
 )
+from shoal.runs.output_files import DRIVER, OutputReader
 from shoal.runs.record.removal import (
     choose_old_runs,
     list_leftovers,
@@ -50,6 +52,7 @@ from shoal.runs.record.removal import (
 from shoal.runs.run_kind import infer_fields
 
 NUM_EVENTS = 8
+FOLLOW_S = 0.5
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 ANY_NUMBER = -1  # of SQLite's LIMIT
 _RESUMABLE = frozenset({RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM})
@@ -127,6 +130,46 @@ def show(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
         ]
         console.print(make_table(*columns, rows=map(_make_cells, listed)))
         console.print(f"One of them: shoal runs {listed[0].id}", style="dim", highlight=False)
+
+
+@click.command()
+@click.argument("run", default="latest")
+@click.option(
+    "--follow", is_flag=True, help="Go on as lines come, to the end of the run; Ctrl-C ends the display alone."
+)
+@click.option("--of", "process", metavar="NAME", help="Of one process alone: driver, worker-4711, actor-0.")
+def logs(run: str, follow: bool, process: str | None) -> None:
+    """Show what the driver of a RUN, its workers and its actors printed: by default of the newest run.
+
+    The driver's lines come as they are, all others with the name of their process before them. They are in the run's
+    folder, and stay when the run and its cluster have ended. Workers of other hosts print there.
+
+    \b
+    Examples:
+      shoal logs
+      shoal logs latest --follow
+      shoal logs 20261120-0645 --of actor-0
+    """
+    record = load(run)
+    reader, num_lines = OutputReader(record.folder), 0
+    try:
+        while True:
+            is_over = not follow or record.status is not Status.RUNNING  # before it is read for the last time
+            found = [each for each in reader.read_new_lines(is_over=is_over) if process in (None, each[0])]
+            lines = [each for each in found if not RAY_LOG_LINE.search(each[1])]
+            for name, line in lines:
+                click.echo(line if name in (DRIVER, process) else f"{name} | {line}")
+            num_lines += len(lines)
+            if is_over:
+                break
+            time.sleep(FOLLOW_S)
+            record = record.reload()
+    except KeyboardInterrupt:
+        return
+    if not num_lines:
+        problem = f"{process} has printed nothing" if process else "nothing of it is stored"
+        known = ", ".join(sorted(reader.processes)) or "a run without a job prints where it was started"
+        raise RunError(f"run {record.id}: {problem}: {known}")
 
 
 @runs.command("rm")

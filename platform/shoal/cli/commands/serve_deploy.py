@@ -25,7 +25,6 @@ from shoal.cli.support.jobs import (
     end_on_interrupt,
     interrupt_on_termination,
     job_environment,
-    new_run_id,
 )
 from shoal.cli.support.options import SECONDS, ca_option
 from shoal.client import Client
@@ -48,6 +47,7 @@ from shoal.network_address import is_loopback
 from shoal.recipes import find_recipe
 from shoal.registry import Registry, split_ref
 from shoal.runs.event_messages import describe_wait
+from shoal.runs.record.opening import make_run_id
 from shoal.runs.record.provenance import find_owner, format_masked_command, make_command_variable, split_secrets
 from shoal.serve.spec.endpoint import DETACHED, describe_taken_name
 from shoal.serve.spec.reach import EVERY_NODE
@@ -104,7 +104,7 @@ def deploy(
     spec = spec_from_overrides(fields).override(fields)
     _warn(spec.endpoint.drain_warning)
     cluster, others, command = find_cluster(address), [], format_masked_command(["shoal", *sys.argv[1:]])
-    run_id = new_run_id()
+    run_id = make_run_id()
     if cluster is not None and not cluster.is_local:
         _check_remote(cluster, spec)
         fields = [*map(_make_file_relative, fields), format_override("endpoint.name", spec.name)]
@@ -231,7 +231,7 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
         remedy = f"to end it, name it: `shoal serve delete {target.name}`"
         raise ConfigError("endpoint", target.name, f"is of {owner}", remedy)
     if target.is_detached:
-        env = job_environment(new_run_id(), format_masked_command(["shoal", *sys.argv[1:]]))
+        env = job_environment(make_run_id(), format_masked_command(["shoal", *sys.argv[1:]]))
         _end_detached(_require_cluster(cluster), [sys.executable, "-m", END_MODULE], target.name, env, timeout_s)
         return
     if not target.run_id:

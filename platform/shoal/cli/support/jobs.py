@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -81,11 +80,6 @@ def validate_overrides(
 
 def _supports_check(path: Path) -> bool:
     return bool(_TAKES_CHECK.search(path.read_text(errors="replace")))  # whatever its encoding
-
-
-def new_run_id() -> str:
-    """The id by which the starter of a job finds its record."""
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.urandom(2).hex()}"
 
 
 def job_environment(run_id: str, command: str) -> dict[str, str]:

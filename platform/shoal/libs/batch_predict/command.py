@@ -22,7 +22,6 @@ from shoal.extend.cli import (
     interrupt_on_termination,
     job_environment,
     make_literal_console,
-    new_run_id,
 )
 from shoal.extend.cluster import (
     ClusterHandle,
@@ -33,7 +32,7 @@ from shoal.extend.cluster import (
     start_cluster,
     submit,
 )
-from shoal.extend.runs import escape_text, format_masked_command, make_command_variable
+from shoal.extend.runs import escape_text, format_masked_command, make_command_variable, make_run_id
 from shoal.libs.batch_predict.flow import BatchPredictSpec, check
 from shoal.store import is_url
 
@@ -122,7 +121,7 @@ def _run(fields: list[str], cluster: ClusterHandle | None, console: Console, sta
     job = JobHandle(cluster, new_submission_id())
     stack.callback(job.stop_quietly)  # before the submission: an interruption may come at any moment
     if cluster.is_local:
-        environment, python, folder = job_environment(new_run_id(), command), sys.executable, None
+        environment, python, folder = job_environment(make_run_id(), command), sys.executable, None
     else:
         environment, python, folder = make_command_variable(command), "python", Path.cwd()  # the folder of hooks
     words = [python, "-m", MODULE, *fields]

@@ -36,6 +36,11 @@ _CODE = re.compile(r"[\w./-]+\.py\b|[\w./-]+(?=:[A-Za-z_])")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
+def make_run_id() -> str:
+    """An id by the time."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+
+
 def create(
     job: str, spec: str, run_id: str | None = None, *, command: str | None = None, kind: RunKind | None = None
 ) -> RunRecorder:
@@ -49,7 +54,7 @@ def create(
     RunError for an id in use, or an unwritable record.
     """
     now = time.time()
-    run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
+    run_id = run_id or make_run_id()
     if not _ID.fullmatch(run_id) or run_id == "latest":
         raise ConfigError("run_id", run_id, "cannot name a run", "use letters, digits, '.', '_' and '-', not 'latest'")
     revision, is_dirty = git_revision(Path.cwd())

@@ -68,7 +68,8 @@ def make_torch_forward(
         result = call(**dict(zip(names, tensors, strict=True))) if is_named else call(*tensors)
         if not writes:
             for each in tensors:
-                writes = writes or (isinstance(each, Tensor) and each._version > 0)
+                # A caller's own inference mode, as a program around `shoal.load` may have, leaves no version.
+                writes = writes or (isinstance(each, Tensor) and not each.is_inference() and each._version > 0)
         return name_all_outputs(result) if outputs is None else select_outputs(result, outputs)
 
     def forward(inputs: Arrays) -> Arrays:
@@ -167,8 +168,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class OneDnnLinear(nn.Linear):
     """A linear layer that computes many rows with oneDNN."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def forward(self, input: Tensor) -> Tensor:  # by its name, too, as of the class that it takes the place of
+        return linear(input, self.weight, self.bias)
 
 
 def choose_kernels(module: nn.Module) -> None:
