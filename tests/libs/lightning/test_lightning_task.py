@@ -184,7 +184,7 @@ def test_an_attribute_of_the_trainer_that_is_not_there_is_named() -> None:
     view = TrainerView()
     with pytest.raises(TrainerAttributeError, match=r"self\.trainer\.strategy = None: is not there in a run"):
         _ = view.strategy
-    with pytest.raises(ConfigError, match=r"self\.trainer\.max_epochs.*known once the data is there"):
+    with pytest.raises(ConfigError, match=r"self\.trainer\.max_epochs.*is known from the module"):
         _ = view.max_epochs
     assert not hasattr(view, "tuner")
 
