@@ -23,6 +23,7 @@
     │   ├── OutOfMemory        the device's memory is too small for a step; names a size that fits
     │   └── RankLost           another process of the group died or stopped answering
     ├── RunError               a run that does not exist or failed
+    │   ├── NotReached         it ended without the target that it was given (the program's exit status is 3)
     │   ├── RecordUnwritable   its record cannot be written for now
     │   └── LedgerUnwritable   the accounts of its experience cannot be written for now
     ├── InferenceError         a request that an endpoint rejects; carries an HTTP status
@@ -38,6 +39,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 MAX_SHOWN_LENGTH, MAX_SUMMARY_LENGTH = 160, 200
 
@@ -213,6 +215,13 @@ class RunError(ShoalError):
     """A run does not exist or failed."""
 
 
+class NotReached(RunError):
+    """A run has ended by its limits, without the target that it was given. Its best version is registered, not as
+    champion. A program that ends with it has the exit status EXIT_STATUS."""
+
+    EXIT_STATUS: ClassVar[int] = 3
+
+
 class RecordUnwritable(RunError):
     """The run record cannot be written now: the disk is full, or others lock it. Its rows are written later."""
 
@@ -225,15 +234,16 @@ class InferenceError(ShoalError):
     """A request that an endpoint rejects; `status` is the HTTP status of the answer.
 
     `retry_after_s`: how long until the same request may succeed; None if unknown.
+    `field`: the column of a row that is at fault; "" for none.
     """
 
-    def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(self, status: int, message: str, retry_after_s: float | None = None, field: str = "") -> None:
         message = message.encode(errors="backslashreplace").decode()  # lone surrogates of file names are not UTF-8
-        self.status, self.message, self.retry_after_s = status, message, retry_after_s
+        self.status, self.message, self.retry_after_s, self.field = status, message, retry_after_s, field
         super().__init__(message)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.status, self.message, self.retry_after_s))
+        return (type(self), (self.status, self.message, self.retry_after_s, self.field))
 
 
 class ModelError(InferenceError):

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import shoal.runs
 from shoal.cli import cli
 from shoal.cluster.processes import find_cluster_processes
-from shoal.errors import RunError
+from shoal.errors import RegistryError, RunError
 from shoal.flows.policy_connection import InferenceConnection, wait_for_version
 from shoal.registry import Registry
 from shoal_program import END_S, commands_with, shoal_command, shoal_program
@@ -140,10 +140,14 @@ def test_the_endpoint_answers_while_actors_teach_it_and_ctrl_c_ends_it_all(home:
 @pytest.mark.soak
 def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(cluster: EmbeddedCluster) -> None:
     status, output = shoal_command(*DEMO, "max_wall_s=2", "target_return=499.9")
-    assert status == 1
+    assert status == 3
     assert "the target is 499.9" in output
     run = shoal.runs.load("latest")
-    assert run.status is shoal.runs.Status.FAILED
+    assert run.status is shoal.runs.Status.NOT_REACHED
+    registry = Registry()
+    assert registry.get("cartpole").run_id == run.id
+    with pytest.raises(RegistryError, match="champion"):
+        registry.get("cartpole@champion")
     assert f"resume={run.id}" in output
     recorded = run.versions()
     before = recorded["version"].max()

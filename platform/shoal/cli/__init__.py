@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from shoal.errors import ConfigError, InferenceError, ShoalError
+from shoal.errors import ConfigError, InferenceError, NotReached, ShoalError
 from shoal.plugins.library import LIBRARIES, find_libraries
 
 # command -> (module, help text); `find_commands` adds those of libraries
@@ -76,10 +76,13 @@ def cli() -> None:
 
 def main() -> None:
     """The `shoal` program: prints a ShoalError or a system error as one line, and exits with status 1, or with 2 where
-    what the user gave does not fit."""
+    what the user gave does not fit, or 3 where a run has missed its target."""
     try:
         cli.main(standalone_mode=True)
     except (ShoalError, OSError) as error:
+        if isinstance(error, NotReached):
+            click.secho(str(error), fg="yellow", err=True)
+            sys.exit(NotReached.EXIT_STATUS)
         click.secho(f"error: {format_os_error(error) if isinstance(error, OSError) else error}", fg="red", err=True)
         is_refused = isinstance(error, ConfigError) or (isinstance(error, InferenceError) and error.status == 400)
         sys.exit(2 if is_refused else 1)

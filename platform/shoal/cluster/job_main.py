@@ -18,7 +18,7 @@ from typing import TypeVar
 import shoal.runs
 from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle, set_environment
 from shoal.config import Spec, last_override
-from shoal.errors import ClusterError, ShoalError
+from shoal.errors import ClusterError, NotReached, ShoalError
 from shoal.runs.event_messages import format_warning
 from shoal.runs.json_lines import JSON, TEXT, log_json, write_json_lines
 from shoal.runs.record.provenance import restore_secrets
@@ -36,7 +36,8 @@ def job_main(
     arguments: Sequence[str] | None = None,
     needs_cluster: bool = True,
 ) -> None:
-    """Run `run(spec with overrides applied, job)` on the cluster of $RAY_ADDRESS; exits 1 on a ShoalError or OSError.
+    """Run `run(spec with overrides applied, job)` on the cluster of $RAY_ADDRESS; exits 3 on NotReached, 1 on another
+    ShoalError or OSError.
 
     spec:    what the words change, or a function that finds it by looking at them
     needs_cluster: False where, without $RAY_ADDRESS, this process is enough
@@ -75,7 +76,7 @@ def job_main(
             run(chosen, job)
     except (ShoalError, OSError) as error:  # an OSError such as a full disk
         print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        sys.exit(NotReached.EXIT_STATUS if isinstance(error, NotReached) else 1)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)
         sys.exit(130)

@@ -27,7 +27,7 @@ import httpx2
 import shoal
 from shoal.cluster.cluster_handle import ClusterHandle, set_environment
 from shoal.cluster.dashboard_api import connect, request_json
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, NotReached, RunError
 from shoal.home import home
 
 FoundT = TypeVar("FoundT")
@@ -80,6 +80,12 @@ class JobInfo:
     message: str
     started_at_s: float  # Unix time; 0 if not known
     metadata: Mapping[str, str] = field(default_factory=dict)  # what it was submitted with
+    exit_status: int | None = None  # of its program, when that has ended by itself
+
+    @property
+    def has_missed_target(self) -> bool:
+        """Whether it is over without the target that it was given, which Ray calls a failure."""
+        return self.exit_status == NotReached.EXIT_STATUS
 
 
 def new_submission_id() -> str:
@@ -350,4 +356,5 @@ def _parse_job_info(entry: Mapping[str, Any]) -> JobInfo:
         message=entry.get("message") or "",
         started_at_s=(entry.get("start_time") or 0) / 1000,
         metadata=entry.get("metadata") or {},
+        exit_status=entry.get("driver_exit_code"),
     )

@@ -33,7 +33,15 @@ from shoal.cluster.admission import RunAdmission
 from shoal.cluster.capacity import count_gpu_slots, gpus_by_host, require_cpus, require_gpus
 from shoal.cluster.job_main import expected_run_id, print_too
 from shoal.cluster.run_queue import format_needs
-from shoal.errors import ClusterError, ConnectionLost, InferenceError, RecordUnwritable, RunError, needs_extra
+from shoal.errors import (
+    ClusterError,
+    ConnectionLost,
+    InferenceError,
+    NotReached,
+    RecordUnwritable,
+    RunError,
+    needs_extra,
+)
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_policy import LoopPolicy, describe_bound_addresses
 from shoal.flows.policy_connection import PolicyAddress, PolicyConnection, connect_policy, wait_for_version
@@ -59,8 +67,9 @@ from shoal.flows.rl_metrics import (
 from shoal.flows.rl_policy import check, list_actions
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
+from shoal.registry.aliases import CHAMPION
 from shoal.rl.gateway.zmq_listener import load_curve_keys
-from shoal.runs import RunRecorder
+from shoal.runs import RunRecorder, Status
 from shoal.runs.formatting import format_number
 from shoal.serve.on_ray.ownership import list_driver_endpoints, require_free_name
 from shoal.weights import WeightSnapshot
@@ -77,8 +86,8 @@ NUM_CONNECTIONS = 2  # the endpoint computes for one while this process steps th
 
 
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
-    """Run the loop to its end and return the run's id. Raises RunError when a target was not reached, NoCapacity when
-    its workers have waited for their places in vain."""
+    """Run the loop to its end and return the run's id. Raises NotReached without the target, NoCapacity when its
+    workers have waited for their places in vain."""
     checked = check(spec)
     # Closes the record first: it must be right even when the rest is cut short.
     record = shoal.runs.recording(
@@ -99,7 +108,11 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
                 each.require_actors(recorder.id)
         finally:
             run.shut_down()
+        if run.missed:
+            recorder.finish(Status.NOT_REACHED, run.missed)
     shoal.runs.write_report_at_end(recorder.id)
+    if run.missed:
+        raise NotReached(run.missed)
     return recorder.id
 
 
@@ -117,8 +130,10 @@ class LoopRun:
         self._addresses: dict[str, tuple[str, str]] = {}  # name -> kind, address
         self._history_sampler, self._printed_at = HistorySampler(time.monotonic()), 0.0
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
+        self.missed = ""  # what the run lacks of its targets, at its end
         self._is_solved, self._failed_trial, self._num_requests = False, "", 0.0
         self._candidates, self._action = list[WeightSnapshot](), "best"  # of each policy, to register; how they act
+        self._trial_return: float | None = None  # of the candidate, in a run of one policy
 
     @property
     def _only(self) -> LoopPolicy | None:
@@ -202,11 +217,14 @@ class LoopRun:
 
     def learn(self) -> None:
         """Learn until the targets are reached and the newest version passes its trial, or, without a target, for
-        `max_wall_s`. Raises RunError if a target cannot be reached."""
+        `max_wall_s`, after which a target is `missed`. Raises RunError if nothing can be learnt."""
         while True:
             self._follow_until_done()
             self._candidates = [each.workers.pause_learner() for each in self.policies]
             self._action = list_actions(self.spec, self.policies[0].experience)[0]
+            if self.missed:
+                self._candidates = [each.choose_best(self._candidates[i]) for i, each in enumerate(self.policies)]
+                return
             if self._only is None or self._passes(self._candidates[0]):
                 return
             self._only.tried_at = self._only.updates
@@ -230,12 +248,13 @@ class LoopRun:
             details = judge_trial(trial, self.spec, snapshot.version, action)
             self._note("tried", **details)
             if details["passes"] and self.spec.target_return is not None:
-                self._action = action
+                self._action, self._trial_return = action, trial.mean_return
                 return True
             if not details["passes"]:
                 self._failed_trial = details["reason"]
                 print(f"{self._failed_trial}: learning on", flush=True)
         self._action = choose_action(trials)
+        self._trial_return = trials[self._action].mean_return
         if self.spec.target_return is None:
             self._prefer_retained(snapshot, trials[self._action])
         return self.spec.target_return is None
@@ -256,6 +275,7 @@ class LoopRun:
         if not is_better(retained, trial):
             self._candidates = [policy.workers.republish(newest)]
             return
+        self._trial_return = retained.mean_return
         returns = {"mean_return": retained.mean_return, "newest_mean_return": trial.mean_return}
         self._note("kept_version", version=policy.retained.version, newest=newest.version, **returns)
         print(f"version {policy.retained.version}, which returns more than the newest, is registered", flush=True)
@@ -266,16 +286,15 @@ class LoopRun:
         return False
 
     def _follow_until_done(self) -> None:
-        """Poll, record and print. Raises RunError when a learner has failed, or a target cannot be reached."""
+        """Poll, record and print. Raises RunError when a learner has failed, or there was nothing to learn from."""
         while True:
             polled_at = time.monotonic()
             self._poll()
             for each in self.policies:
                 if failure := each.learner.get("failure"):
                     raise RunError(f"the learner{f' of {each.name}' * bool(each.name)} failed: {failure}")
-            if self._is_done():
+            if self._is_done() or self._has_missed_targets():
                 return
-            self._require_reachable_targets()
             time.sleep(max(0.0, POLL_S - (time.monotonic() - polled_at)))
 
     def _is_done(self) -> bool:
@@ -301,9 +320,10 @@ class LoopRun:
     def _time_is_up(self) -> bool:
         return self._learning_since is not None and time.monotonic() - self._learning_since > self.spec.max_wall_s
 
-    def _require_reachable_targets(self) -> None:
+    def _has_missed_targets(self) -> bool:
+        """Whether the time is over. Raises RunError where no episode has ended, so that no version is any good."""
         if not self._time_is_up():
-            return
+            return False
         self._require_experience()
         missed = [each for each in self.policies if not each.is_solved or self._only]
         for each in missed:
@@ -313,10 +333,14 @@ class LoopRun:
         result = self._format_returns() if has_ended else "no episode has ended"
         tried, more = (f" ({self._failed_trial})", ", raise eval_episodes") if self._failed_trial else ("", "")
         field = "target_return" if self._only else "policies.NAME.target_return"
-        raise RunError(
+        problem = (
             f"{result} after {self.spec.max_wall_s:.0f} s, the target is {targets}{tried}: lower {field}{more}, or"
             f" go on with resume={self.recorder.id} and a longer max_wall_s"
         )
+        if not has_ended:
+            raise RunError(problem)
+        self.missed = problem
+        return True
 
     def _require_experience(self) -> None:
         """Raise RunError when a policy has learnt nothing, since all that actors sent was dropped."""
@@ -386,8 +410,11 @@ class LoopRun:
         """Register the weights of all policies, and evaluate them through the endpoint."""
         models = {}
         for each, snapshot in zip(self.policies, self._candidates, strict=True):
-            model = each.register(snapshot, self.recorder.id, self._action)
-            self.recorder.record_model(model.name, model.version, model.aliases)
+            if self.missed:  # what follows champion keeps what it has
+                aliases = [alias for alias in each.spec.aliases or () if alias != CHAMPION]
+                each.spec = each.spec.update({"aliases": aliases})
+            model = each.register(snapshot, self.recorder.id, self._action, self._trial_return)
+            self.recorder.record_model(model.name, model.version, model.aliases, model.decision)
             models[each.name] = model
         with self._connect(self._action) as connections:
             played = evaluate_policies(connections, self.spec)
@@ -395,6 +422,8 @@ class LoopRun:
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():
             print(describe_registered(model, played[name], self._action), flush=True)
+            if model.decision:
+                print(model.decision, flush=True)
 
     @contextmanager
     def _connect(self, action: str) -> Iterator[Sequence[Connections]]:

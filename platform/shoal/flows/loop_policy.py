@@ -45,7 +45,7 @@ class LoopPolicy:
     address:  of its gateway
     solved_s: when it reached its target, from the first segment; stays, though its gateway may restart
     tried_at: the learner's updates at its last trial
-    retained: the weights at the actors' best mean return so far, in a run without a target
+    retained: the weights at the actors' best mean return so far
     """
 
     def __init__(self, name: str, spec: ActorLearnerSpec, experience: ExperienceSpec, observation: np.ndarray) -> None:
@@ -200,19 +200,26 @@ class LoopPolicy:
     def keep_best(self) -> None:
         """Keep the newest weights, if the actors' mean return is the best so far and is of enough episodes."""
         is_due = time.monotonic() - self._retained_at >= KEEP_S and self.gateway.get("episodes", 0) >= MIN_EPISODES
-        if not is_due or self.spec.target_return is not None or not self.mean_return > self._retained_return:
+        if not is_due or not self.mean_return > self._retained_return:
             return
         if (snapshot := self.workers.make_weight_source().latest()) is not None:
             self.retained, self._retained_return, self._retained_at = snapshot, self.mean_return, time.monotonic()
+
+    def choose_best(self, newest: WeightSnapshot) -> WeightSnapshot:
+        """The version to register without its target: that of the best mean return, which the store then has again."""
+        if self.retained is None or self.retained.version == newest.version or self.spec.self_play.is_on:
+            return newest
+        return self.workers.republish(self.retained)
 
     def compute_metrics(self, num_requests: float) -> dict[str, float]:
         """num_requests: of the endpoint, so far"""
         return self._metrics.compute(self.gateway, self.learner, num_requests, time.time())
 
-    def register(self, snapshot: WeightSnapshot, run_id: str, action: str) -> ModelVersion:
-        """Register these weights, or with `action=average` the mixture of the pool."""
+    def register(self, snapshot: WeightSnapshot, run_id: str, action: str, trial_return: float | None) -> ModelVersion:
+        """Register these weights, or with `action=average` the mixture of the pool. trial_return: None without one"""
         pool = self.workers.load_pool() if self.spec.action == "average" else ()
-        return register_policy(self.spec, self.experience, snapshot, run_id, self.gateway, action, pool, self._code)
+        returns = self.gateway | ({} if trial_return is None else {"trial_return": trial_return})
+        return register_policy(self.spec, self.experience, snapshot, run_id, returns, action, pool, self._code)
 
     def describe_progress(self) -> str:
         """One line of its gateway's counts."""

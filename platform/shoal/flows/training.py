@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 import shoal.runs
 from shoal.cluster.admission import CAPACITY_WAIT_S, RunAdmission
 from shoal.cluster.job_main import CHECK, expected_run_id, job_main
-from shoal.errors import ClusterError, ConfigError, RankLost, RecordUnwritable, RunError, needs_extra
+from shoal.errors import ClusterError, ConfigError, NotReached, RankLost, RecordUnwritable, RunError, needs_extra
 from shoal.runs import RunRecorder
+from shoal.runs.formatting import format_metrics
 from shoal.runs.ray_event_channel import Message
 from shoal.train.launch.checked_run import check_once, find_check
+from shoal.train.launch.finalize import describe_missed_target
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.launch.ray_capacity import (
     WorkerPlacement,
@@ -34,7 +36,7 @@ from shoal.train.launch.ray_capacity import (
 from shoal.train.launch.ray_task import check_on_worker, predict_on_worker
 from shoal.train.launch.training_run import TrainingRun, find_launcher, shutdown_event
 from shoal.train.launch.validate import ValidatedRun, validate_spec
-from shoal.train.reporting.console import ConsoleLog, format_metrics
+from shoal.train.reporting.console import ConsoleLog
 from shoal.train.reporting.event_log import EventLog, RecordLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -85,13 +87,15 @@ def _to_relative_path(task: str) -> str:
 
 
 def run_training(spec: TrainSpec, job: str, checked: ValidatedRun | None = None) -> str:
-    """Train to the end and return the run's id. Raises a ShoalError on failure.
+    """Train to the end and return the run's id. Raises NotReached without the target, another ShoalError on failure.
 
     checked: the result of an earlier validation
     """
     run_id, result = _train_recorded(spec, job, checked or _check(spec), registers=True)
     if result.is_interrupted:
         raise KeyboardInterrupt
+    if missed := describe_missed_target(spec, result):
+        raise NotReached(missed)
     return run_id
 
 
@@ -146,6 +150,8 @@ def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registe
             result = run.run(RayBackend(spec, recorder, log))
         if not result.is_interrupted:
             print(f"run {recorder.id}: {result.detail}; {format_metrics(result.metrics)}", flush=True)
+            if result.registration:
+                print(result.registration, flush=True)
     if not result.is_interrupted:
         shoal.runs.write_report_at_end(recorder.id)
     return recorder.id, result

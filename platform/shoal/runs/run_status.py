@@ -23,9 +23,15 @@ class Status(StrEnum):
     CREATED = "created"
     RUNNING = "running"
     FINISHED = "finished"
+    NOT_REACHED = "not reached"  # ended by its limits, without its target
     FAILED = "failed"
     STOPPED = "stopped"
     LOST = "lost"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run has done all that it was asked for, with its target or without."""
+        return self in (Status.FINISHED, Status.NOT_REACHED)
 
     @classmethod
     def _missing_(cls, value: object) -> Status:
@@ -34,7 +40,7 @@ class Status(StrEnum):
         )
 
 
-TERMINAL = frozenset({Status.FINISHED, Status.FAILED, Status.STOPPED})
+TERMINAL = frozenset({Status.FINISHED, Status.NOT_REACHED, Status.FAILED, Status.STOPPED})
 
 _NEXT: dict[Status, frozenset[Status]] = {
     Status.CREATED: frozenset({Status.RUNNING}),

@@ -10,12 +10,13 @@ import sys
 from functools import partial
 
 from shoal.config import last_override
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, NotReached, ShoalError
 from shoal.gc_freeze import freeze_loaded_objects
+from shoal.runs.formatting import format_metrics
 from shoal.runs.record.provenance import format_masked_command
+from shoal.train.launch.finalize import describe_missed_target
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import spec_from_overrides
-from shoal.train.reporting.console import format_metrics
 
 
 def main(arguments: list[str]) -> int:
@@ -38,8 +39,13 @@ def main(arguments: list[str]) -> int:
     if rank == "0":
         ended = f"run {outcome.run_id}: {outcome.detail}, {outcome.seconds:.1f} s."
         print(f"{ended} {format_metrics(outcome.metrics)}", flush=True)
+        if outcome.registration:
+            print(outcome.registration, flush=True)
         if outcome.is_interrupted:
             print(f"Go on with: {_format_resume_command(outcome.run_id, arguments)}", flush=True)
+    if missed := describe_missed_target(spec, outcome):
+        print(missed, file=sys.stderr, flush=True)
+        return NotReached.EXIT_STATUS
     return 130 if outcome.is_interrupted else 0
 
 

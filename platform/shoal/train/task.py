@@ -102,6 +102,12 @@ class Task:
         """What the registry holds beside the weights, when a run has ended; None: the arguments as they were given."""
         return None
 
+    def fit_args(self) -> Mapping[str, Any]:
+        """Arguments that follow from the data, such as encoders that are fitted to it; {}: none. Called once, after
+        `data`, when a run begins: they join its arguments, so that every worker, every resume and the registered model
+        has the same."""
+        return {}
+
     def data(self) -> Data:
         """The datasets."""
         raise NotImplementedError(f"{type(self).__name__}.data")

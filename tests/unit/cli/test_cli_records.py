@@ -132,6 +132,7 @@ def test_a_run_that_ended_before_its_time_can_be_gone_on_with(shoal_home: Path) 
             "python -m shoal.train resume=one task=lenet",
         ),
         ("train", "resume: ''", "python jobs/lenet.py", "shoal run train resume=one"),
+        ("x", "resume: ''", "shoal run x --envs 2 a.token=*** resume=two", "shoal run x --envs 2 resume=one"),
         ("actor_learner", "resume: ''", "python jobs/actor_learner.py", "shoal run actor_learner resume=one"),
         ("sweep", "resume: ''", "shoal sweep lenet a=1 --address local", "shoal sweep --resume one --address local"),
         ("mine", "[: no yaml", "shoal run mine.py", "shoal run mine.py"),
@@ -215,7 +216,7 @@ def test_all_words_are_said_again() -> None:
         pass
     session = a_session("resume=one", "target_return=7")
     session._read_record()
-    assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 resume=one target_return=7"
+    assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 target_return=7 resume=one"
     with runs.reopen("one") as again:
         session._read_record()
         again.finish("stopped")
@@ -226,7 +227,7 @@ def test_all_words_are_said_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"), [("resume: ''", "Go on with: shoal run x --actors 2 resume="), ("a: 1", "")]
+    ("spec", "words"), [("resume: ''", "Go on with: shoal run x --actors 2 a=1 resume="), ("a: 1", "")]
 )
 def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> None:
     session = a_session("a=1")
@@ -270,7 +271,7 @@ def test_what_a_run_has_named_is_said_as_it_is(shoal_home: Path, capsys: pytest.
     said = capsys.readouterr().out
     for word in ("ended [by hand] after 1.0 s", "evaluated recall[a] 0.5", "registered m@1 (champion[x])"):
         assert word in said
-    assert "mean return 1.0 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in said
+    assert "mean return 1 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in said
 
 
 def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,8 @@ def execute(home: Path, sql: str, *values: object) -> None:
 def test_every_move_between_states_is_allowed_or_raises() -> None:
     legal = {
         ("created", "running"),
-        *(("running", end) for end in ("finished", "failed", "stopped")),
-        *((end, "running") for end in ("finished", "failed", "stopped", "lost")),
+        *(("running", end) for end in ("finished", "not reached", "failed", "stopped")),
+        *((end, "running") for end in ("finished", "not reached", "failed", "stopped", "lost")),
     }
     for current in Status:
         for to in Status:
@@ -92,7 +92,9 @@ def test_what_is_no_text_does_not_keep_a_run_from_ending() -> None:
 def test_an_ended_run_refuses_more_and_closing_again_is_harmless(run: RunRecorder) -> None:
     with pytest.raises(RunError, match="cannot become 'running'"):
         run.finish("running")
-    with pytest.raises(RunError, match="'done' is no way for a run to end: it is one of failed, finished, stopped"):
+    with pytest.raises(
+        RunError, match="'done' is no way for a run to end: it is one of failed, finished, not reached, stopped"
+    ):
         run.finish("done")
     run.finish("failed", "out of luck")
     calls: list[Callable[[], None]] = [

@@ -231,7 +231,8 @@ def _show_jobs(console: Console, jobs: list[JobInfo]) -> None:
         return
     console.print(Text("\njobs", style="bold"))
     for info in jobs[:NUM_JOBS_SHOWN]:
-        state = Text(info.status.value.ljust(9), style=_COLOURS.get(info.status.value, "default"))
+        word = "MISSED" if info.has_missed_target else info.status.value
+        state = Text(word.ljust(9), style=_COLOURS.get(word, "default"))
         since = f"{format_age(time.time() - info.started_at_s)} ago"
         command = mask_command_line(info.entrypoint)
         console.print(Text(f"  {info.submission_id}  ") + state + Text(f"  {since:>10}  {command}"))

@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +20,7 @@ from rich.text import Text
 
 import shoal
 import shoal.runs
-from shoal.cli.commands.runs import is_resumable
+from shoal.cli.commands.runs import format_resume_command, is_resumable
 from shoal.cli.display import run_view, train_display
 from shoal.cli.display.panels import RunView
 from shoal.cli.support.console import make_literal_console
@@ -43,11 +43,12 @@ from shoal.cluster.embedded_cluster import start_cluster
 from shoal.cluster.job_main import ACTORS_INFERENCE
 from shoal.cluster.runtime_env import JobEnvironment
 from shoal.config import format_override, last_override
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, NotReached, RunError
 from shoal.flows.actor_processes import ActorProcesses
 from shoal.home import load_access_token
 from shoal.runs import Run, Status
-from shoal.runs.formatting import format_duration, format_number
+from shoal.runs.event_messages import REGISTERED
+from shoal.runs.formatting import format_duration, format_metric, format_number
 from shoal.runs.record.provenance import format_masked_command, make_command_variable
 
 ACTORS_END_S = 10.0
@@ -166,27 +167,26 @@ class RunSession:
         if self._actors is not None:
             self._actors.finish(ACTORS_END_S)
         if outcome is not ray_jobs.JobStatus.SUCCEEDED:
-            lines = (
-                added.mask(describe_failure(self._job, f"the job of run {self.run_id}", outcome)),
-                *notes,
-                self.format_resume_hint(),
-            )
-            raise RunError("\n".join(lines).rstrip())
+            what = "the job" if self._record is None else f"the job of run {self.run_id}"
+            lines = (added.mask(describe_failure(self._job, what, outcome)), *notes, self.format_resume_hint())
+            problem = "\n".join(lines).rstrip()
+            if self._job.info().has_missed_target:
+                self._print_summary()
+                raise NotReached(problem)
+            raise RunError(problem)
         self._print_summary()
 
     def format_resume_hint(self) -> str:
         """The command that resumes the run, if its record can be resumed, or that shows how it finished."""
         if self._record is None and not self._resumed:
             return ""
-        # The record has the overrides, unless this attempt failed before writing them there.
-        others = [] if self._record else [each for each in self._overrides if not each.startswith("resume=")]
         record = shoal.runs.load(self.run_id)
-        if record.status is Status.FINISHED and not others:
+        is_asked_again = not any(each for each in self._overrides if not each.startswith("resume="))
+        if record.status is Status.FINISHED and (self._record or is_asked_again):
             return f"The run has finished: shoal runs {record.id}"
         if not (self._resumed or is_resumable(record)):
             return ""
-        repeated = (each for each in self._overrides if not each.startswith("resume="))
-        return f"Go on with: {replace(self._typed, overrides=(f'resume={self.run_id}', *repeated)).to_command_line()}"
+        return f"Go on with: {format_resume_command(record, self._typed.to_command_line())}"
 
     # -- while it runs --------------------------------------------------------------------------------------------
 
@@ -294,7 +294,8 @@ class RunSession:
             ended = f" after {format_duration(trained['seconds'])}, step {trained['kept']:,} kept"
             say(Text.assemble((trained["detail"], "green"), ended))
             measured = [
-                Text.assemble(f"{name} ", (format_number(value), "bold")) for name, value in trained["metrics"].items()
+                Text.assemble(f"{name} ", (format_metric(name, value), "bold"))
+                for name, value in trained["metrics"].items()
             ]
             say(Text("evaluated ") + Text(", ").join(measured) if measured else "there was no validation data")
         if (shown := run_view.render_record(record)) is not None:
@@ -307,14 +308,16 @@ class RunSession:
             ref = (f"{model['name']}@{model['version']}", "bold")
             aliases = f" ({', '.join(model['aliases'])})" if model["aliases"] else ""
             say(Text.assemble("registered ", ref, aliases))
+        for _, entry in record.list_events(REGISTERED, since_resumed=True):
+            say(entry["decision"])
         if "evaluated" in events:
             played = events["evaluated"]
             details = f" over {len(played['returns'])} episodes played through the endpoint's HTTP interface"
-            mean = (f"{played['mean_return']:.1f}", "bold")
+            mean = (format_number(played["mean_return"]), "bold")
             say(Text.assemble("mean return ", mean, f"{details} ({played['requests']} requests)"))
         if "policies_evaluated" in events:
             for name, returns in events["policies_evaluated"]["returns"].items():
-                mean = (f"{statistics.fmean(returns):.3g}", "bold")
+                mean = (format_number(statistics.fmean(returns)), "bold")
                 details = f" over {len(returns)} episodes played through the endpoint"
                 say(Text.assemble(f"mean return of {name} ", mean, details))
         say(f"run folder      {record.folder}")
@@ -357,7 +360,9 @@ def _run_remote(cluster: ClusterHandle, typed: RunArguments, path: Path, console
         job.stop_quietly()
         console.print("stopped")
         sys.exit(130)
-    outcome = job.status()
-    if outcome is not ray_jobs.JobStatus.SUCCEEDED:
-        ended = "was stopped by another" if outcome is ray_jobs.JobStatus.STOPPED else "failed"
+    info = job.info()
+    if info.has_missed_target:
+        raise NotReached(f"job {job.submission_id} has ended without its target")
+    if info.status is not ray_jobs.JobStatus.SUCCEEDED:
+        ended = "was stopped by another" if info.status is ray_jobs.JobStatus.STOPPED else "failed"
         raise RunError(f"job {job.submission_id} {ended}")

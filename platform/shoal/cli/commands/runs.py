@@ -31,7 +31,14 @@ from shoal.errors import ConfigError
 from shoal.rl.experience.quarantine import find_ledgers, read_run_quarantine, release_actor
 from shoal.runs import Run, RunKind, Status, list_runs, load
 from shoal.runs.event_messages import WAITING, format_warning
-from shoal.runs.formatting import format_age, format_duration, format_number, format_timestamp, format_value
+from shoal.runs.formatting import (
+    format_age,
+    format_duration,
+    format_metric,
+    format_number,
+    format_timestamp,
+    format_value,
+)
 from shoal.runs.record.removal import (
     choose_old_runs,
     list_leftovers,
@@ -48,6 +55,7 @@ ANY_NUMBER = -1  # of SQLite's LIMIT
 _RESUMABLE = frozenset({RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM})
 MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
 _COLOURS = {Status.RUNNING: "blue", Status.FINISHED: "green", Status.FAILED: "red", Status.LOST: "yellow"}
+_COLOURS[Status.NOT_REACHED] = "yellow"
 
 
 @click.group(cls=DefaultCommandGroup)
@@ -230,7 +238,7 @@ def _show(console: Console, run: Run) -> None:
     if (board := run.folder / "tensorboard").exists():
         commands.append(f"tensorboard --logdir {shlex.quote(str(board))}")
     commands += [f"shoal models show {row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
-    if run.status in (Status.FAILED, Status.LOST, Status.STOPPED):
+    if run.status in (Status.FAILED, Status.LOST, Status.STOPPED, Status.NOT_REACHED):
         commands.append(format_resume_command(run))
     for command in commands:
         click.echo(f"  {command}")
@@ -254,7 +262,7 @@ def _show_record(console: Console, run: Run) -> None:
     elif not latest:
         console.print("\nNo metrics have been logged.", highlight=False)
     else:
-        metrics = [(name, Text(format_number(value), justify="right")) for name, value in sorted(latest.items())]
+        metrics = [(name, Text(format_metric(name, value), justify="right")) for name, value in sorted(latest.items())]
         _print_section(console, "Newest metrics", metrics)
     _print_section(console, "Endpoints", [(each.name, each.kind, each.address, each.state) for each in run.endpoints()])
     models = [
@@ -268,12 +276,15 @@ def _show_record(console: Console, run: Run) -> None:
     _print_section(console, "Last events", rows)
 
 
-def format_resume_command(run: Run) -> str:
-    """The command that resumes a run: the job as typed, on the same cluster, with as many actors and all overrides.
+def format_resume_command(run: Run, command: str = "") -> str:
+    """The command that resumes a run: the job as typed, on the same cluster, with as many actors and all overrides but
+    for secrets.
 
     A run that cannot be resumed, such as an endpoint or an ablation, gets the command that started it.
+
+    command: as typed; by default that of the record
     """
-    typed = shlex.split(run.command)
+    typed = shlex.split(command or run.command)
     is_job, is_sweep = typed[:2] == ["shoal", "run"], typed[:2] == ["shoal", "sweep"]
     if not is_resumable(run) or (typed[:1] == ["shoal"] and not (is_job or is_sweep)):
         return run.command
@@ -281,7 +292,10 @@ def format_resume_command(run: Run) -> str:
     names = ["--address"] if is_sweep else names
     is_value = dict(zip(typed[1:], (word in names for word in typed), strict=False))  # of an option, as A=B of --env
     words = [each for each in typed if _OVERRIDE.match(each) and not is_value.get(each)]
-    overrides = [f"resume={run.id}", *(each for each in words if not each.startswith("resume="))]
+    overrides = [
+        f"resume={run.id}",
+        *(each for each in words if not each.startswith("resume=") and not each.endswith("=***")),
+    ]
     if "shoal.train" in typed[:4]:  # python -m, without Ray
         return shlex.join(["python", "-m", "shoal.train", *overrides])
     job = typed[2] if is_job and len(typed) > 2 else run.job

@@ -276,7 +276,7 @@ class TrialRun(Trial):
 
     def _load_end(self) -> TrialReport | None:
         record = find_trial(self.run_id)
-        if record is None or record.status is not Status.FINISHED or self._copied_from:
+        if record is None or not record.status.is_complete or self._copied_from:
             return None
         ended = record.last_events()["trained"]
         return TrialReport(ended["steps"], 1.0, ended["metrics"], is_over=True)

@@ -31,7 +31,7 @@ class MlflowTracker(Tracker):
     """A run of MLflow, found again by its id or its tag `shoal.run`. The server ignores a value that it has already."""
 
     requires = "mlflow"
-    _ENDS: Mapping[Status, str] = {Status.FINISHED: "FINISHED", Status.FAILED: "FAILED"}
+    _ENDS: Mapping[Status, str] = {Status.FINISHED: "FINISHED", Status.NOT_REACHED: "FINISHED", Status.FAILED: "FAILED"}
     _BATCH = 1000  # values in a request, the most that MLflow takes
     _PARAMETERS = 100
     _MAX_CHARS = 500  # of a parameter: servers of MLflow 1 refuse longer ones
@@ -155,7 +155,7 @@ class WandbTracker(Tracker):
         models = (*(self._run.tags or ()), *(model[:64] for model in list_models(run)))
         self._run.tags = tuple(dict.fromkeys(models))
         self._run.summary["shoal/status"] = run.status.value
-        self._run.finish(exit_code=0 if run.status is Status.FINISHED else 1)
+        self._run.finish(exit_code=0 if run.status.is_complete else 1)
 
 
 class TrackioTracker(Tracker):

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from shoal.atomic_file import create_private, make_folder
-from shoal.errors import Closed, RunError
+from shoal.errors import Closed, NotReached, RunError
+from shoal.runs.event_messages import REGISTERED
 from shoal.runs.record import metric_summaries
 from shoal.runs.record.database import BUSY_TIMEOUT_S, transaction, translate_write_errors
 from shoal.runs.record.metric_mirror import LogEntry, MetricMirrors
@@ -208,8 +209,10 @@ class RunRecorder:
         texts = [validate_text(field, value) for field, value in fields.items()]
         self._write_through(_INSERT_ENDPOINT, (self._number, *texts, time.time()))
 
-    def record_model(self, name: str, version: int, aliases: Sequence[str]) -> None:
-        """Record that this run registered name@version."""
+    def record_model(self, name: str, version: int, aliases: Sequence[str], decision: str = "") -> None:
+        """Record that this run registered name@version. decision: what that made of the champion"""
+        if decision:
+            self.record_event(REGISTERED, model=f"{name}@{version}", decision=decision)
         words = json.dumps([validate_text("aliases", alias) for alias in aliases])
         row = (self._number, validate_text("name", name), validate_integer("version", version), time.time(), words)
         self._write_through(_INSERT_MODEL, row)
@@ -261,7 +264,7 @@ class RunRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Record the end of the run: finished, failed with the body's error, or stopped by Ctrl-C."""
+        """Record the end of the run: finished, not reached, failed with the body's error, or stopped by Ctrl-C."""
         try:
             if self._status in TERMINAL:
                 return
@@ -270,8 +273,10 @@ class RunRecorder:
             elif isinstance(error, KeyboardInterrupt):
                 self.finish(Status.STOPPED, "interrupted")
             else:
+                is_missed = isinstance(error, NotReached)
+                ended = Status.NOT_REACHED if is_missed else Status.FAILED
                 try:
-                    self.finish(Status.FAILED, f"{type(error).__name__}: {error}")
+                    self.finish(ended, str(error) if is_missed else f"{type(error).__name__}: {error}")
                 except RunError as unwritable:  # the original error is raised
                     _log.warning("run %s: its end is not in the record: %s", self.id, unwritable)
         finally:

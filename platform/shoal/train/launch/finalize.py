@@ -5,10 +5,15 @@ Called by the launchers, in the process that writes the record, after the Traine
 
 from __future__ import annotations
 
+import math
+
 import shoal.runs
 from shoal.atomic_file import make_folder
 from shoal.checkpoint.stored import open_run_store
+from shoal.registry import ModelVersion
+from shoal.registry.aliases import CHAMPION
 from shoal.runs import RunRecorder
+from shoal.runs.formatting import format_number
 from shoal.runs.run_status import Status
 from shoal.train.export.model_entry import register_model
 from shoal.train.launch.validate import ValidatedRun
@@ -33,14 +38,24 @@ def fetch_weights(outcome: TrainResult, run_id: str) -> None:
     draft.replace(path)
 
 
+def describe_missed_target(spec: TrainSpec, outcome: TrainResult) -> str:
+    """What a run that ended by another criterion lacks of its target; "" where there was none, or it was reached."""
+    target = spec.stop.target
+    if target is None or outcome.reason == "target" or outcome.is_interrupted:
+        return ""
+    best = outcome.metrics.get(target.metric, math.nan)
+    reached = f"the best is {format_number(best)}, of step {outcome.selected_step:,}"
+    return f"the target {target} was not reached, {reached}: {outcome.detail}"
+
+
 def finalize_run(
     spec: TrainSpec, outcome: TrainResult, checked: ValidatedRun, recorder: RunRecorder, *, registers: bool
-) -> None:
-    """Record how the run ended; register its network, unless it was interrupted. Raises RegistryError."""
-    recorder.record_event("data", **checked.fingerprint)
+) -> ModelVersion | None:
+    """Record how the run ended; register its network, unless it was interrupted, and return the version. Raises
+    RegistryError."""
     if outcome.is_interrupted:
         recorder.finish(Status.STOPPED, "interrupted")
-        return
+        return None
     recorder.record_event(
         "trained",
         reason=outcome.reason,
@@ -64,5 +79,11 @@ def finalize_run(
             recorder.record_event(
                 "target_reached", step=reached.step, training_s=reached.training_s, money=reached.money
             )
+    missed, version = describe_missed_target(spec, outcome), None
     if registers:
-        register_model(spec, outcome, checked.factory, checked.signature, checked.fingerprint, recorder)
+        if missed:  # what follows champion keeps what it has
+            spec = spec.model_copy(update={"aliases": [alias for alias in spec.aliases or () if alias != CHAMPION]})
+        version = register_model(spec, outcome, checked.factory, checked.signature, checked.fingerprint, recorder)
+    if missed:
+        recorder.finish(Status.NOT_REACHED, missed)
+    return version

@@ -21,7 +21,7 @@ from shoal.home import home
 from shoal.parallel import World
 from shoal.parallel.layers.precision import check_precision
 from shoal.random_state import preserve_rng
-from shoal.runs import Run, RunRecorder, Status
+from shoal.runs import Run, RunRecorder
 from shoal.train.launch.training_run import TORCHRUN, TrainingRun, find_launcher, shutdown_event
 from shoal.train.launch.validate import validate_run
 from shoal.train.loop.components import set_threads
@@ -165,7 +165,7 @@ def _find_torchrun_run() -> str:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return ""
     runs = shoal.runs.list_runs(_NUM_SEARCHED_RUNS)
-    return next((run.id for run in runs if run.status is not Status.FINISHED and _is_same_launch(run)), "")
+    return next((run.id for run in runs if not run.status.is_complete and _is_same_launch(run)), "")
 
 
 def _is_same_launch(run: Run) -> bool:

@@ -7,6 +7,7 @@ step.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pickle
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,6 @@ from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.validate import check_plan
 from shoal.random_state import preserve_rng, seed_everything
 from shoal.registry import ModelFactory, Registry, Signature
-from shoal.runs import Status
 from shoal.train.export.model_entry import make_factory, make_model_name
 from shoal.train.export.signature import infer_signature
 from shoal.train.initial_weights import load_initial_weights
@@ -53,6 +53,7 @@ class ValidatedRun:
     fingerprint: of the data, by part, after the name of its class
     metric_names: of an evaluation; () without validation data
     batch_size, loader_batch_size: of the run, and of the DataLoader of torch that the training data was
+    fitted:      the Task's arguments that follow from the data
     """
 
     factory: ModelFactory
@@ -63,10 +64,13 @@ class ValidatedRun:
     metric_names: tuple[str, ...]
     batch_size: int
     loader_batch_size: int | None
+    fitted: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def apply_to(self, spec: TrainSpec) -> TrainSpec:
-        """The spec with the batch size that the data brings: as the record has it, a resumed run keeps it."""
-        return spec if spec.batch_size == self.batch_size else spec.update({"batch_size": self.batch_size})
+        """The spec with what the data brings, arguments and a batch size: as the record has it, a resumed run keeps
+        it."""
+        spec = spec if spec.batch_size == self.batch_size else spec.update({"batch_size": self.batch_size})
+        return spec.update({"args": {**spec.args, **self.fitted}}) if self.fitted else spec
 
     def log_batch_size(self, log: EventLog) -> None:
         """Say that the run's batch size is used, and not another of its DataLoader."""
@@ -139,9 +143,10 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     _require_reachable_end(spec, data)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
     known = {name: f"{type(data).__name__} {fingerprint(data)}" for name, data in parts.items() if data is not None}
-    evaluated = tuple(measured) if data.validation is not None else ()
+    evaluated, fitted = tuple(measured) if data.validation is not None else (), dict(task.fit_args())
+    factory = make_factory(spec.update({"args": {**spec.args, **fitted}}) if fitted else spec)
     facts = (num_parameters, steps_per_epoch, evaluated, spec.batch_size, data.get_settings("train").batch_size)
-    return ValidatedRun(make_factory(spec), signature, known, *facts)
+    return ValidatedRun(factory, signature, known, *facts, fitted)
 
 
 def _check_model(spec: TrainSpec, task: Task, batch: Any, held_out: Any) -> ModelFacts:
@@ -187,7 +192,7 @@ def _require_unfinished(spec: TrainSpec) -> None:
         loader = "shoal.train.launch.overrides.spec_from_overrides"
         remedy = f"{loader}(['resume={before.id}', ...]) begins with what its record says"
         raise ConfigError("task", spec.task, "is not said, and nothing is read from the run that is resumed", remedy)
-    if before.status is Status.FINISHED and TrainSpec.from_record(before.spec).stop == spec.stop:
+    if before.status.is_complete and TrainSpec.from_record(before.spec).stop == spec.stop:
         detail = before.last_events().get("stopped", {}).get("detail", "its end was reached")
         remedy = "say when it ends now, as in stop.epochs=10"
         raise ConfigError("resume", before.id, f"has ended already ({detail})", remedy)

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from shoal.errors import ConfigError
 from shoal.runs.formatting import format_duration, format_number
-from shoal.runs.run_reader import is_higher_better
-from shoal.train.spec import Direction, StopSpec
+from shoal.train.spec import ConvergenceSpec, StopSpec
 
 Reason = Literal["steps", "epochs", "wall_s", "money", "target", "convergence", "callback", "interrupted"]
 
@@ -26,7 +25,7 @@ class StopDecision:
 
     detail:    the reason in words, with the numbers
     step:      the number of steps so far
-    keep_step: the step of the network to retain; `step`, unless convergence is watched
+    keep_step: the step of the network to retain: the best so far, where convergence is watched or a target was missed
     """
 
     reason: Reason
@@ -59,7 +58,7 @@ class StopPolicy:
 
     @property
     def best_step(self) -> int | None:
-        """The best network's step so far; None unless convergence is watched."""
+        """The best network's step so far; None unless convergence or a target is watched."""
         return None if self._best is None else self._best[0]
 
     @property
@@ -129,10 +128,10 @@ class StopPolicy:
     @property
     def _watched_measure(self) -> list[str] | None:
         """The comparison of networks: the metric, and its direction."""
-        spec = self._spec.convergence
+        spec = self._spec.convergence or self._spec.target
         if spec is None:
             return None
-        return [spec.metric, "max" if _is_more_better(spec.metric, spec.direction) else "min"]
+        return [spec.metric, "max" if spec.is_higher_better else "min"]
 
     def _check_limits(self, step: int, epoch: float) -> StopDecision | None:
         spec = self._spec
@@ -155,7 +154,7 @@ class StopPolicy:
         if target is None:
             return None
         value = _get_metric(metrics, target.metric, "stop.target.metric")
-        more = _is_more_better(target.metric, target.direction)
+        more = target.is_higher_better
         if not (value >= target.value if more else value <= target.value):  # also for NaN
             return None
         sign = ">=" if more else "<="
@@ -163,19 +162,23 @@ class StopPolicy:
         return StopDecision("target", detail, step, step)
 
     def _check_convergence(self, step: int, metrics: Mapping[str, float]) -> StopDecision | None:
-        spec = self._spec.convergence
+        spec = self._spec.convergence or self._spec.target  # of a target that is missed, the best network is retained
         if spec is None:
             return None
-        value = _get_metric(metrics, spec.metric, "stop.convergence.metric")
+        field = "target" if self._spec.convergence is None else "convergence"
+        value = _get_metric(metrics, spec.metric, f"stop.{field}.metric")
         if step != self._evaluated_step:  # the same network again, as after a resume, counts once
             self._evaluated_step = step
-            sign = 1.0 if _is_more_better(spec.metric, spec.direction) else -1.0
-            is_better = self._best is None or sign * (value - self._best[1]) > spec.min_improvement
+            sign = 1.0 if spec.is_higher_better else -1.0
+            least = spec.min_improvement if isinstance(spec, ConvergenceSpec) else 0.0
+            is_better = self._best is None or sign * (value - self._best[1]) > least
             if not math.isnan(value) and is_better:
                 self._best, self._num_since_best = (step, value), 0
             else:
                 self._num_since_best += 1
-        if self._num_since_best < spec.patience + (self._best is None):  # without any number, the first one counts too
+        if not isinstance(spec, ConvergenceSpec) or self._num_since_best < spec.patience + (
+            self._best is None
+        ):  # without any number, the first one counts too
             return None
         evaluations = f"{self._num_since_best} evaluation{'s' if self._num_since_best > 1 else ''}"
         if self._best is None:
@@ -188,10 +191,6 @@ class StopPolicy:
 
     def _make_decision(self, reason: Reason, detail: str, step: int) -> StopDecision:
         return StopDecision(reason, detail, step, step if self._best is None else self._best[0])
-
-
-def _is_more_better(metric: str, direction: Direction) -> bool:
-    return is_higher_better(metric) if direction == "auto" else direction == "max"
 
 
 def _get_metric(metrics: Mapping[str, float], metric: str, field: str) -> float:

@@ -11,14 +11,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from shoal.runs.event_messages import format_warning
+from shoal.runs.formatting import format_metrics
 from shoal.train.reporting.event_log import EventLog
 
 INTERVAL_S = 2.0
-
-
-def format_metrics(values: Mapping[str, float]) -> str:
-    """Metrics for the end of a line."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 class ConsoleLog:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.runs.run_reader import is_higher_better
 from shoal.train.spec import TargetSpec
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def find_target_reached(
     price_per_device_hour: float = 0.0,
 ) -> TargetReached | None:
     """The first of `evaluations`, each (step, training_s, value) in order of steps, that meets `target`."""
-    more = is_higher_better(target.metric) if target.direction == "auto" else target.direction == "max"
+    more = target.is_higher_better
     for step, training_s, value in evaluations:
         if value >= target.value if more else value <= target.value:
             return TargetReached(step, value, training_s, compute_cost(training_s, attempts, price_per_device_hour))
