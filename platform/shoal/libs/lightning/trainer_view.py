@@ -41,7 +41,7 @@ class RunLogger:
 
 def _count_batches(run: RunFacts) -> float:
     steps = run.steps_per_epoch
-    return float("inf") if steps is None else steps * run.spec.parallel.accumulate
+    return float("inf") if steps is None else steps * run.accumulate
 
 
 def _count_steps(run: RunFacts) -> int:
@@ -52,11 +52,11 @@ def _count_steps(run: RunFacts) -> int:
 
 
 _OF_RUN: dict[str, Callable[[Any], Any]] = {
-    "max_epochs": lambda run: -1 if run.spec.stop.epochs is None else math.ceil(run.spec.stop.epochs),
-    "max_steps": lambda run: run.spec.stop.steps or -1,
-    "accumulate_grad_batches": lambda run: run.spec.parallel.accumulate,
-    "gradient_clip_val": lambda run: run.spec.clip_norm,
-    "precision": lambda run: run.spec.parallel.precision,
+    "max_epochs": lambda run: -1 if run.epochs is None else math.ceil(run.epochs),
+    "max_steps": lambda run: run.steps or -1,
+    "accumulate_grad_batches": lambda run: run.accumulate,
+    "gradient_clip_val": lambda run: run.clip_norm,
+    "precision": lambda run: run.precision,
     "num_training_batches": _count_batches,
     "estimated_stepping_batches": _count_steps,
 }

@@ -36,7 +36,7 @@ from shoal.train.initial_weights import load_initial_weights
 from shoal.train.loop.oom import is_out_of_memory
 from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.reporting.event_log import EventLog
-from shoal.train.run_facts import RunFacts, adopt_batch_size, needs_even_batches
+from shoal.train.run_setup import adopt_batch_size, make_facts, needs_even_batches
 from shoal.train.shape_errors import explain_shapes
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, build_model, load_data, make_task, require_source_file
@@ -130,7 +130,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
         batch, steps_per_epoch = load_first_batch(data, min(samples, 2)), loader.num_batches
     finally:
         loader.close()
-    task.setup(RunFacts(spec, steps_per_epoch))
+    task.setup(make_facts(spec, steps_per_epoch))
     _require_inputs(task, spec, batch)
     resolve_total_steps(spec, steps_per_epoch)
     seed_everything(spec.seed)

@@ -48,7 +48,8 @@ from shoal.train.optim.optimizers import (
     set_learning_rate,
 )
 from shoal.train.optim.selective_backprop import SelectiveBackprop
-from shoal.train.run_facts import RunFacts, adopt_batch_size, epochs_to_steps, needs_even_batches
+from shoal.train.run_facts import epochs_to_steps
+from shoal.train.run_setup import adopt_batch_size, make_facts, needs_even_batches
 from shoal.train.spec import TrainSpec
 from shoal.train.stateful_metric import MetricSet
 from shoal.train.task import Task, build_model, load_data
@@ -299,7 +300,7 @@ def build_components(
     spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     _require_data_fits(spec, data, world)
     training, validation = _make_loaders(spec, data, world, degrees, replica)
-    task.setup(RunFacts(spec, training.num_batches, *(replica or (world.rank, world.size))))
+    task.setup(make_facts(spec, training.num_batches, *(replica or (world.rank, world.size))))
     seed_everything(spec.seed)
     network, deferred, eager_reason = _build_network(spec, task, degrees)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
