@@ -134,11 +134,11 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     _require_inputs(task, spec, batch)
     resolve_total_steps(spec, steps_per_epoch)
     seed_everything(spec.seed)
-    held_out = batch
+    validated = batch
     if task.eval_step is not None and data.validation is not None:
         with make_loader(data, "validation", batch_size=min(samples, 2)) as evaluating:
-            held_out = next(iter(evaluating))
-    num_parameters, measured, signature = _check_model(spec, task, batch, held_out)
+            validated = next(iter(evaluating))
+    num_parameters, measured, signature = _check_model(spec, task, batch, validated)
     _require_watched_metrics(spec, data, measured)
     _require_reachable_end(spec, data)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
@@ -149,7 +149,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     return ValidatedRun(factory, signature, known, *facts, fitted)
 
 
-def _check_model(spec: TrainSpec, task: Task, batch: Any, held_out: Any) -> ModelFacts:
+def _check_model(spec: TrainSpec, task: Task, batch: Any, validated: Any) -> ModelFacts:
     """The facts of the network, for a batch and one of validation data: on fake tensors if it is too large to be built
     here, and can be."""
     try:
@@ -159,10 +159,10 @@ def _check_model(spec: TrainSpec, task: Task, batch: Any, held_out: Any) -> Mode
     else:
         load_initial_weights(model, spec.init or task.initial_weights())
         with explain_shapes(task, model, batch):
-            return _check_built_model(spec, task, model, batch, held_out)
+            return _check_built_model(spec, task, model, batch, validated)
     try:
         with use_fake_tensors() as mode:  # weights to begin with are read and checked by the workers
-            batches = mode.from_batch(batch), mode.from_batch(held_out)
+            batches = mode.from_batch(batch), mode.from_batch(validated)
             return _check_built_model(spec, task, _build_model(task, spec), *batches)
     except ShoalError:
         raise
@@ -170,16 +170,16 @@ def _check_model(spec: TrainSpec, task: Task, batch: Any, held_out: Any) -> Mode
         logger.warning("the check builds the whole network: on fake tensors it raises %s", summarize_error(error))
     model = _build_model(task, spec)
     load_initial_weights(model, spec.init or task.initial_weights())
-    return _check_built_model(spec, task, model, batch, held_out)
+    return _check_built_model(spec, task, model, batch, validated)
 
 
-def _check_built_model(spec: TrainSpec, task: Task, model: nn.Module, batch: Any, held_out: Any) -> ModelFacts:
+def _check_built_model(spec: TrainSpec, task: Task, model: nn.Module, batch: Any, validated: Any) -> ModelFacts:
     degrees = spec.parallel.resolve_dims(spec.workers)
     device = None if spec.device == "auto" else spec.device  # what is known here of the workers' hosts
     check_plan(model, task, spec.parallel, degrees, batch, device)
     _require_own_step_fits(task, spec, model)
     _require_sync_fits(task, spec, model)
-    measured = _find_metric_names(spec, task, model, held_out)
+    measured = _find_metric_names(spec, task, model, validated)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return ModelFacts(num_parameters, measured, infer_signature(task, model, batch))
 
