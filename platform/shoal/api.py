@@ -60,6 +60,7 @@ def fit(
     """
     from shoal.runs.formatting import format_metrics
     from shoal.train.launch.local import fit_locally
+    from shoal.train.task_source import require_standalone
 
     spec = make_train_spec(task, fields)
     if spec.workers == 1 and not spec.has_replicas:
@@ -72,6 +73,7 @@ def fit(
             if result.is_interrupted:
                 say(f'Go on with: the same call, and resume="{result.run_id}"')
         return result
+    require_standalone(spec)
     attachment.acquire()
     try:
         from shoal.flows.training import JOB, train_on_cluster  # imports ray: see `serve`

@@ -63,6 +63,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shoal
+from shoal.train.task import make_task
 from shoal.train.task_source import build_standalone_source, get_task_path
 
 WIDTH = 3
@@ -92,6 +93,11 @@ class Line(shoal.Task):
 
 
 class Uses(Line):
+    def model(self):
+        return nn.Linear(*x_of_the_program.shape)
+
+
+class Trains(Line):
     def data(self):
         return shoal.Data(train=TensorDataset(x_of_the_program, x_of_the_program))
 
@@ -106,6 +112,15 @@ try:
     build_standalone_source(Uses)
 except shoal.errors.ConfigError as error:
     print(error)
+word = get_task_path(Trains)
+x_of_the_program = x[:5]
+assert get_task_path(Trains) == word
+assert len(make_task(word, {}).data().train) == 5
+try:
+    shoal.fit(Trains, workers=2, parallel="ddp", stop={"steps": 1})
+except shoal.errors.ConfigError as error:
+    print(error)
+print(word)
 """
 
 
@@ -113,7 +128,7 @@ def test_a_task_of_the_running_program_becomes_a_file_that_stands_alone_or_is_re
     (tmp_path / "program.py").write_text(PROGRAM + ENDING)
     done = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    word, _, refused = done.stdout.strip().partition("\n")
+    word, refused, alone, staying = done.stdout.strip().splitlines()
     file, name = word.split(":")
     assert name == "Line"
     text = Path(file).read_text()
@@ -128,6 +143,12 @@ def test_a_task_of_the_running_program_becomes_a_file_that_stands_alone_or_is_re
     assert refused.startswith("x_of_the_program = ")  # only the running program has it
     assert "Tensor" in refused
     assert "put the Task into a file" in refused
+    # What only methods of training use stays in the program; other processes can build the model.
+    assert "workers = 2: train in other processes, which do not have x_of_the_program of this program" in alone
+    task = make_task(staying, {})
+    assert task.model()
+    with pytest.raises(ConfigError, match="x_of_the_program = None: is an object of the program that defined the Task"):
+        task.data()
 
 
 def test_a_class_within_a_function_is_refused() -> None:

@@ -67,8 +67,7 @@ class Loader:
         batch_size, seed = _as_int("batch_size", batch_size), _as_int("seed", seed)
         self.spec = spec or LoaderSpec()
         self.device = torch.device(device)
-        self.epoch = 0
-        self.position = 0
+        self.epoch = self.position = 0
         self.wait_s = 0.0
         self.num_samples = self.num_global = 0
         self.last_indices: list[int] | None = None
@@ -93,11 +92,8 @@ class Loader:
             self._epoch_plan = StreamEpochPlan(reader)
         else:
             reader = MapReader(source, collate, seed)
-            num_samples = _count_samples(source, batch_size, drop_last)
-            sizes = _read_sample_sizes(source, num_samples)
-            if order is not None:
-                num_samples = len(order) * (batch_size if order.gives_batches else 1)
-                _require_batch(order.name, num_samples, batch_size, drop_last)
+            num_samples = _count_samples(source, batch_size, drop_last, order)
+            sizes = _read_sample_sizes(source, len(source))
             ordered = MapOrder(num_samples, batch_size, share, seed, shuffle and order is None, drop_last, sizes, order)
             self._epoch_plan = MapEpochPlan(ordered)
         self._feed = WorkerPool(reader, self.spec) if self.spec.workers else InProcessReader(reader)
@@ -260,23 +256,22 @@ def _require_divisible(batch_size: int, share: RankShare, is_equal: bool) -> Non
         raise ConfigError("batch_size", batch_size, problem, f"for example {near} or {near + share.size}")
 
 
-def _count_samples(source: Source, batch_size: int, drop_last: bool) -> int:
-    """The number of samples. Raises DataError when they do not fill one batch."""
+def _count_samples(source: Source, batch_size: int, drop_last: bool, order: SamplerOrder | None) -> int:
+    """The number of samples; of a batch sampler, as if each batch had `batch_size`. Raises DataError when they do not
+    fill one batch."""
     name = type(source).__name__
     num_samples = length_of(source)
     if num_samples is None:
         remedy = "give it a __len__, or, where nobody knows it, an __iter__ alone"
         raise DataError("data", name, "has no length", remedy)
-    _require_batch(name, num_samples, batch_size, drop_last)
-    return num_samples
-
-
-def _require_batch(name: str, num_samples: int, batch_size: int, drop_last: bool) -> None:
+    if order is not None:
+        name, num_samples = order.name, len(order) * (batch_size if order.gives_batches else 1)
     if not num_samples:
         raise DataError("data", name, "is empty")
     if drop_last and num_samples < batch_size:
         problem = f"has {num_samples} samples, not one whole batch of {batch_size}"
         raise DataError("data", name, problem, f"set batch_size to {num_samples} or less")
+    return num_samples
 
 
 def _read_sample_sizes(source: Source, num_samples: int) -> Indices | None:

@@ -11,13 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
 from shoal.errors import ConfigError, ShoalError, summarize_error
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.train.task import Task
 
+_SHAPES = {  # by the attribute that has the size of an input
+    "in_features": "[.., {}]",
+    "input_size": "[.., {}]",
+    "in_channels": "[N, {}, ..]",
+    "num_features": "[N, {}, ..]",
+}
 _RAISED = (RuntimeError, ValueError, IndexError, TypeError)
 
 
@@ -87,18 +91,7 @@ def describe_shapes(batch: Any) -> str:
 def _describe_input(module: nn.Module) -> str:
     """What a layer of torch takes, "" where that is not one shape."""
     dtype = next((f"{str(each.dtype).removeprefix('torch.')} " for each in module.parameters()), "")
-    match module:
-        case nn.Linear():
-            return f"{dtype}[.., {module.in_features}]"
-        case _ConvNd():
-            sizes = ", ".join(f"size{index + 1}" for index in range(len(module.kernel_size)))
-            return f"{dtype}[N, {module.in_channels}, {sizes}]"
-        case _BatchNorm():
-            return f"{dtype}[N, {module.num_features}, ..]"
-        case nn.LayerNorm():
-            return f"{dtype}[.., {', '.join(map(str, module.normalized_shape))}]"
-        case nn.RNNBase():
-            return f"{dtype}[.., {module.input_size}]"
-        case nn.Embedding():
-            return f"whole numbers below {module.num_embeddings}"
+    for name, shape in _SHAPES.items():
+        if isinstance(size := getattr(module, name, None), int):
+            return dtype + shape.format(size)
     return ""

@@ -1,7 +1,8 @@
 """Turns a Task class that was defined in a notebook or in the running script into a file for other processes.
 
 Called by `shoal.fit`, which names every Task by a word. The file has the class and everything of the running program
-that it uses: imports, functions, classes, and constants with a literal form.
+that it uses: imports, functions, classes, and constants with a literal form. Any other object, such as a DataLoader,
+stays in the program: methods that only training calls may use it there.
 """
 
 from __future__ import annotations
@@ -21,9 +22,31 @@ from typing import Any
 from shoal.atomic_file import replace_synced
 from shoal.errors import ConfigError
 from shoal.home import home
-from shoal.train.task import Task
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Task, load_task_file
 
 MAIN = "__main__"
+_STAYING = "__staying__"  # of a file's module: the names of its ProgramObjects
+_TRAINING_ONLY = frozenset(
+    (
+        *("setup", "data", "datamodule", "loss", "metrics", "optimizer", "optimizers", "train_step", "eval_step"),
+        *("sample_losses", "stateful_metrics", "update_metric", "finish_evaluation", "callbacks", "augmentations"),
+    )
+)
+
+
+class ProgramObject:
+    """In the place of an object that only the program has which defined the Task. Any use raises ConfigError."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["name"] = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        problem = "is an object of the program that defined the Task, and this is another process"
+        raise ConfigError(self.name, None, problem, "make it within the Task, or put the Task into a file")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.value
 
 
 def get_task_path(task: type[Task]) -> str:
@@ -42,25 +65,49 @@ def get_task_path(task: type[Task]) -> str:
 
 def build_standalone_source(task: type[Task]) -> str:
     """Python text that defines the class, with everything that it uses of `__main__`. Raises ConfigError."""
-    main = sys.modules[MAIN]
-    head, body = _collect_definitions(task, main, set())
+    return _build_source(task)[0]
+
+
+def _build_source(task: type[Task]) -> tuple[str, list[str]]:
+    """The text, and the names of the objects that stay in the program."""
+    main, staying = sys.modules[MAIN], list[str]()
+    head, body = _collect_definitions(task, main, set(), staying)
+    if staying:
+        head.append(f"from {__name__} import {ProgramObject.__name__}")
+        body[:0] = [f"{name} = {ProgramObject.__name__}({name!r})" for name in staying]
     future = ["from __future__ import annotations"] if hasattr(main, "annotations") else []
-    return "\n".join([*future, *sorted(set(head))]) + "\n\n\n" + "\n\n\n".join(body) + "\n"
+    return "\n".join([*future, *sorted(set(head))]) + "\n\n\n" + "\n\n\n".join(body) + "\n", staying
 
 
 def _write_source(task: type[Task]) -> Path:
-    text = build_standalone_source(task)
+    text, staying = _build_source(task)
     folder = home() / "tasks"
     path = folder / f"{task.__name__.lower()}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.py"
     if not path.exists():
         replace_synced(path, text.encode())
+    if staying:
+        here = vars(load_task_file(path, f"{path}:{task.__name__}"))
+        here.update({name: vars(sys.modules[MAIN])[name] for name in staying}, **{_STAYING: staying})
     return path
 
 
-def _collect_definitions(found: type | FunctionType, main: ModuleType, seen: set[str]) -> tuple[list[str], list[str]]:
-    """Import lines, and definitions in an order in which each follows its dependencies."""
+def require_standalone(spec: TrainSpec) -> None:
+    """Raises ConfigError for workers of a Task that uses objects of this program."""
+    module = next(
+        (each for each in sys.modules.values() if getattr(each, "__file__", "") == spec.task.partition(":")[0]), None
+    )
+    if names := getattr(module, _STAYING, None):
+        problem = f"train in other processes, which do not have {', '.join(names)} of this program"
+        raise ConfigError("workers", spec.workers, problem, "make it within the Task, or leave workers out")
+
+
+def _collect_definitions(
+    found: type | FunctionType, main: ModuleType, seen: set[str], staying: list[str]
+) -> tuple[list[str], list[str]]:
+    """Import lines, and definitions in an order in which each follows its dependencies. Adds to `staying`."""
     seen.add(found.__name__)
     text = _get_source_text(found)
+    may_stay = _list_training_names(text) if isinstance(found, type) and issubclass(found, Task) else frozenset()
     head: list[str] = []
     body: list[str] = []
     for name in _global_names(text):
@@ -68,12 +115,18 @@ def _collect_definitions(found: type | FunctionType, main: ModuleType, seen: set
             continue
         value = vars(main)[name]
         if getattr(value, "__module__", None) == MAIN and isinstance(value, type | FunctionType):
-            more_head, more_body = _collect_definitions(value, main, seen)
+            more_head, more_body = _collect_definitions(value, main, seen, staying)
             head += more_head
             body += more_body
         else:
             seen.add(name)
-            line = _import_line(name, value)
+            try:
+                line = _import_line(name, value)
+            except ConfigError:
+                if name not in may_stay:
+                    raise
+                staying.append(name)
+                continue
             (head if line.startswith(("import ", "from ")) else body).append(line)
     return head, [*body, text]
 
@@ -95,6 +148,16 @@ def _import_line(name: str, value: Any) -> str:
         pass
     problem = f"is used by the Task, and is a {type(value).__name__} that only this program has"
     raise ConfigError(name, type(value).__name__, problem, "make it within the Task, or put the Task into a file")
+
+
+def _list_training_names(text: str) -> frozenset[str]:
+    """The module's names that only methods of training read."""
+    tree = ast.parse(text)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            rest = [each for each in node.body if getattr(each, "name", "") not in _TRAINING_ONLY]
+            node.body = rest or [ast.Pass()]
+    return frozenset(_global_names(text)) - frozenset(_global_names(ast.unparse(tree)))
 
 
 def _global_names(text: str) -> list[str]:

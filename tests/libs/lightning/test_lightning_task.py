@@ -22,6 +22,7 @@ from shoal.registry import Registry
 from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.train import TrainSpec
+from shoal.train.export.signature import infer_signature
 from shoal.train.launch.local import fit_locally
 from shoal.weights.tensor_files import read_tensors
 
@@ -175,16 +176,27 @@ def test_a_module_needs_neither_forward_nor_validation(caplog: pytest.LogCapture
     result = fit_locally(_spec("BareTask", stop={"epochs": 2}))
     assert result.steps == 12
     version = Registry().get("baretask")
-    assert "has no `forward`: it cannot be served" in caplog.text
+    assert "it cannot be served" in caplog.text
     with pytest.raises(ConfigError, match="without inputs, since its module has no `forward`"):
         BatchLayout(version.manifest.signature, ModelOptions())
+
+
+@pytest.mark.parametrize(("name", "taken"), [("x", ["x"]), ("batch", [])])
+def test_a_batch_may_be_a_dict_and_its_entries_are_inputs_if_forward_names_them(name: str, taken: list[str]) -> None:
+    body: Any = {"x": lambda self, x: self.net(x), "batch": lambda self, batch: self.net(batch["x"])}[name]
+    module = type("Named", (Bare,), {"forward": body})()
+    task = type("NamedTask", (LightningTask,), {"module": lambda self: module})()
+    batch = {"x": torch.zeros(2, 4), "y": torch.zeros(2, 1)}
+    network = task.model()
+    assert [each is batch["x"] for each in task.inputs(batch)] == [True] * len(taken)
+    assert [each.name for each in infer_signature(task, network, batch).inputs] == taken
 
 
 def test_an_attribute_of_the_trainer_that_is_not_there_is_named() -> None:
     view = TrainerView()
     with pytest.raises(TrainerAttributeError, match=r"self\.trainer\.strategy = None: is not there in a run"):
         _ = view.strategy
-    with pytest.raises(ConfigError, match=r"self\.trainer\.max_epochs.*known once the data is there"):
+    with pytest.raises(ConfigError, match=r"self\.trainer\.max_epochs.*is known from the module"):
         _ = view.max_epochs
     assert not hasattr(view, "tuner")
 

@@ -84,8 +84,7 @@ class LightningEvents(Callback):
         with self._training.receive(model, count_samples(batch)) as logged:
             returned = _call_step(model, "training_step", batch, self._batch_index)
         loss = self._require_loss(returned)
-        optimizer = self.view.optimizers[0] if self.view.optimizers else None
-        self._call("on_before_zero_grad", optimizer)
+        self._call("on_before_zero_grad", *self.view.optimizers)
         self._call("on_before_backward", loss)
         if is_overridden(self.module, "on_train_batch_end"):
             self._last = (returned, batch, self._batch_index)
@@ -222,13 +221,8 @@ class LightningEvents(Callback):
     def state_dict(self) -> dict[str, Any]:
         view = self.view
         metrics = {name: float(value) for name, value in view.callback_metrics.items()}
-        schedule = {} if self.schedule is None else self.schedule.state_dict()
-        return {
-            "epoch": view.current_epoch,
-            "metrics": metrics,
-            "sums": self._training.state_dict(),
-            "schedule": schedule,
-        }
+        schedule, sums = {} if self.schedule is None else self.schedule.state_dict(), self._training.state_dict()
+        return {"epoch": view.current_epoch, "metrics": metrics, "sums": sums, "schedule": schedule}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._restored = state

@@ -16,6 +16,7 @@ nothing of Lightning.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ class LightningTask(Task):
     """
 
     _loop: LightningEvents | None = None
+    _entries: frozenset[str] = frozenset()  # of a batch that is a dict
 
     @property
     def _events(self) -> LightningEvents:
@@ -102,9 +104,22 @@ class LightningTask(Task):
         optimizer, events.schedule = read_optimizers(events.module.configure_optimizers(), type(self).__name__)
         return optimizer
 
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        """Of a dict, what `forward` names; else as of any Task."""
+        if not isinstance(batch, Mapping) or "inputs" in batch:
+            return super().inputs(batch)
+        self._entries = frozenset(batch)
+        module = self._events.module
+        names = [] if module is None else [*inspect.signature(module.forward).parameters]
+        return tuple(batch[name] for name in names if name in batch)
+
     def signature(self) -> Signature | None:
-        """None, as of any Task; without inputs, and so nothing to serve, for a module that has no `forward`."""
-        return None if is_overridden(self._events.module, "forward") else Signature(inputs=[], outputs=[])
+        """None, as of any Task; without inputs, so that there is nothing to serve, for a module that has no `forward`,
+        or one that names nothing of a batch that is a dict."""
+        module = self._events.module
+        named = self._entries & inspect.signature(module.forward).parameters.keys()
+        has_inputs = is_overridden(module, "forward") and bool(named or not self._entries)
+        return None if has_inputs else Signature(inputs=[], outputs=[])
 
     def callbacks(self) -> Sequence[Callback]:
         return [self._events]

@@ -5,6 +5,7 @@ Owns the names and their values; `events` keeps them current. Imports nothing of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -24,9 +25,8 @@ class RunLogger:
     name = "shoal"
 
     def __init__(self, state: TrainingState) -> None:
-        self._state = state
-        self.version, self.save_dir = state.folder.name, str(state.folder)
-        self.log_dir = self.root_dir = self.save_dir
+        self._state, self.version = state, state.folder.name
+        self.save_dir = self.log_dir = str(state.folder)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add them to the record, at the present step."""
@@ -39,6 +39,34 @@ class RunLogger:
         raise _make_error("self.logger", name, "log numbers with self.log, or pictures as PNG in TrainingState.folder")
 
 
+def _count_batches(run: RunFacts) -> float:
+    steps = run.steps_per_epoch
+    return float("inf") if steps is None else steps * run.accumulate
+
+
+def _count_steps(run: RunFacts) -> int:
+    if run.total_steps is None:
+        problem = "is not known, and the module's configure_optimizers asks for it"
+        raise ConfigError("estimated_stepping_batches", None, problem, "give stop.epochs or stop.steps")
+    return run.total_steps
+
+
+_OF_RUN: dict[str, Callable[[Any], Any]] = {
+    "max_epochs": lambda run: -1 if run.epochs is None else math.ceil(run.epochs),
+    "max_steps": lambda run: run.steps or -1,
+    "accumulate_grad_batches": lambda run: run.accumulate,
+    "gradient_clip_val": lambda run: run.clip_norm,
+    "precision": lambda run: run.precision,
+    "num_training_batches": _count_batches,
+    "estimated_stepping_batches": _count_steps,
+}
+_OF_STATE: dict[str, Callable[[Any], Any]] = {
+    "should_stop": lambda state: bool(state.stop_reason),
+    "default_root_dir": lambda state: str(state.folder),
+    "log_dir": lambda state: str(state.folder),
+}
+
+
 class TrainerView:
     """One run, for the module and data module of one Task. Lightning's documentation of Trainer has the attributes.
 
@@ -46,10 +74,9 @@ class TrainerView:
     state:         None before the first step
     """
 
-    training = validating = sanity_checking = testing = predicting = False
-    fast_dev_run = False
-    node_rank = 0
+    training = validating = sanity_checking = testing = predicting = fast_dev_run = False
     checkpoint_callback = early_stopping_callback = progress_bar_callback = None
+    node_rank = 0
 
     def __init__(self) -> None:
         self.run: RunFacts | None = None
@@ -65,65 +92,23 @@ class TrainerView:
         self.callbacks: list[Any] = []
         self.optimizers: list[Any] = []
 
-    # -- the run
-
     @property
     def world_size(self) -> int:
         if self.run is not None:
             return self.run.num_ranks
-        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-    num_devices = world_size
+        return dist.get_world_size() if dist.is_initialized() else 1
 
     @property
     def global_rank(self) -> int:
         if self.run is not None:
             return self.run.rank
-        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return dist.get_rank() if dist.is_initialized() else 0
 
-    local_rank = global_rank
+    num_devices, local_rank = world_size, global_rank
 
     @property
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
-
-    @property
-    def max_epochs(self) -> int | float:
-        epochs = self._get("max_epochs").spec.stop.epochs
-        return -1 if epochs is None else int(epochs) if epochs == int(epochs) else epochs
-
-    @property
-    def max_steps(self) -> int:
-        return self._get("max_steps").spec.stop.steps or -1
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        return self._get("accumulate_grad_batches").spec.parallel.accumulate
-
-    @property
-    def gradient_clip_val(self) -> float | None:
-        return self._get("gradient_clip_val").spec.clip_norm
-
-    @property
-    def precision(self) -> str:
-        return self._get("precision").spec.parallel.precision
-
-    @property
-    def num_training_batches(self) -> int | float:
-        """Of an epoch, for each rank; inf if the data has no length."""
-        run = self._get("num_training_batches")
-        return float("inf") if run.steps_per_epoch is None else run.steps_per_epoch * self.accumulate_grad_batches
-
-    @property
-    def estimated_stepping_batches(self) -> int:
-        """Steps of the optimizer in the whole run. Raises ConfigError where nothing tells."""
-        total = self._get("estimated_stepping_batches").total_steps
-        if total is None:
-            problem = "is not known, and the module's configure_optimizers asks for it"
-            raise ConfigError("estimated_stepping_batches", None, problem, "give stop.epochs or stop.steps")
-        return total
-
-    # -- its progress
 
     @property
     def global_step(self) -> int:
@@ -135,42 +120,19 @@ class TrainerView:
 
     progress_bar_metrics = logged_metrics
 
-    @property
-    def loggers(self) -> list[RunLogger]:
-        return [] if self.logger is None else [self.logger]
-
-    @property
-    def default_root_dir(self) -> str:
-        if self.state is None:
-            raise ConfigError("self.trainer.default_root_dir", None, "is known from on_fit_start on")
-        return str(self.state.folder)
-
-    log_dir = default_root_dir
-
-    @property
-    def model(self) -> Any:
-        return self.lightning_module
-
-    @property
-    def should_stop(self) -> bool:
-        return self.state is not None and bool(self.state.stop_reason)
-
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        if value and self.state is not None:
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "should_stop":
+            super().__setattr__(name, value)
+        elif value and self.state is not None:
             self.state.request_stop("the module has set trainer.should_stop")
 
-    # -- what there is not
-
-    def _get(self, name: str) -> RunFacts:
-        if self.run is None:
-            raise ConfigError(
-                f"self.trainer.{name}", None, "is known once the data is there: from the module's setup on"
-            )
-        return self.run
-
     def __getattr__(self, name: str) -> Any:
-        remedy = "docs/training.md lists what there is; a Task's own methods and the spec have the rest"
+        for table, known, since in ((_OF_RUN, self.run, "the module's setup"), (_OF_STATE, self.state, "on_fit_start")):
+            if name in table:
+                if known is None:
+                    raise ConfigError(f"self.trainer.{name}", None, f"is known from {since} on")
+                return table[name](known)
+        remedy = "docs/libs/lightning.md has what there is; a Task's own methods and the spec have the rest"
         raise _make_error("self.trainer", name, remedy)
 
     def __deepcopy__(self, memo: object) -> Self:

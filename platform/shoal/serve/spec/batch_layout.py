@@ -33,7 +33,7 @@ class BatchLayout:
 
     def __init__(self, signature: Signature, options: ModelOptions) -> None:
         if not signature.inputs:
-            problem = "was registered without inputs, since its module has no `forward`: it answers nothing"
+            problem = "was registered without inputs, since its module has no `forward` for what a batch has"
             raise ConfigError("model", "", problem, "write `forward`, train again, and name the new version")
         tensors = [*signature.inputs, *signature.outputs]
         names = {spec.name for spec in tensors}

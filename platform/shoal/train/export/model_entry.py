@@ -114,7 +114,9 @@ def register_model(
     )
     recorder.record_model(version.name, version.version, version.aliases, version.decision)
     if not signature.inputs:
-        logger.warning("%s is registered, but its module has no `forward`: it cannot be served", version.ref)
+        logger.warning(
+            "%s is registered, but its module has no `forward` for what a batch has: it cannot be served", version.ref
+        )
     return version
 
 

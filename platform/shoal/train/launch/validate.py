@@ -36,7 +36,7 @@ from shoal.train.initial_weights import load_initial_weights
 from shoal.train.loop.oom import is_out_of_memory
 from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.reporting.event_log import EventLog
-from shoal.train.run_facts import RunFacts, adopt_batch_size, needs_even_batches
+from shoal.train.run_setup import adopt_batch_size, make_facts, needs_even_batches
 from shoal.train.shape_errors import explain_shapes
 from shoal.train.spec import TrainSpec
 from shoal.train.task import Task, build_model, load_data, make_task, require_source_file
@@ -130,11 +130,15 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
         batch, steps_per_epoch = load_first_batch(data, min(samples, 2)), loader.num_batches
     finally:
         loader.close()
-    task.setup(RunFacts(spec, steps_per_epoch))
+    task.setup(make_facts(spec, steps_per_epoch))
     _require_inputs(task, spec, batch)
     resolve_total_steps(spec, steps_per_epoch)
     seed_everything(spec.seed)
-    num_parameters, measured, signature = _check_model(spec, task, batch)
+    validated = batch
+    if task.eval_step is not None and data.validation is not None:
+        with make_loader(data, "validation", batch_size=min(samples, 2)) as evaluating:
+            validated = next(iter(evaluating))
+    num_parameters, measured, signature = _check_model(spec, task, batch, validated)
     _require_watched_metrics(spec, data, measured)
     _require_reachable_end(spec, data)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
@@ -145,8 +149,9 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     return ValidatedRun(factory, signature, known, *facts, fitted)
 
 
-def _check_model(spec: TrainSpec, task: Task, batch: Any) -> ModelFacts:
-    """The facts of the network: on fake tensors if it is too large to be built here, and can be."""
+def _check_model(spec: TrainSpec, task: Task, batch: Any, validated: Any) -> ModelFacts:
+    """The facts of the network, for a batch and one of validation data: on fake tensors if it is too large to be built
+    here, and can be."""
     try:
         model = build_small_model(lambda: _build_model(task, spec))
     except ModelTooLarge:
@@ -154,26 +159,27 @@ def _check_model(spec: TrainSpec, task: Task, batch: Any) -> ModelFacts:
     else:
         load_initial_weights(model, spec.init or task.initial_weights())
         with explain_shapes(task, model, batch):
-            return _check_built_model(spec, task, model, batch)
+            return _check_built_model(spec, task, model, batch, validated)
     try:
         with use_fake_tensors() as mode:  # weights to begin with are read and checked by the workers
-            return _check_built_model(spec, task, _build_model(task, spec), mode.from_batch(batch))
+            batches = mode.from_batch(batch), mode.from_batch(validated)
+            return _check_built_model(spec, task, _build_model(task, spec), *batches)
     except ShoalError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a model's code raises of tensors without values
         logger.warning("the check builds the whole network: on fake tensors it raises %s", summarize_error(error))
     model = _build_model(task, spec)
     load_initial_weights(model, spec.init or task.initial_weights())
-    return _check_built_model(spec, task, model, batch)
+    return _check_built_model(spec, task, model, batch, validated)
 
 
-def _check_built_model(spec: TrainSpec, task: Task, model: nn.Module, batch: Any) -> ModelFacts:
+def _check_built_model(spec: TrainSpec, task: Task, model: nn.Module, batch: Any, validated: Any) -> ModelFacts:
     degrees = spec.parallel.resolve_dims(spec.workers)
     device = None if spec.device == "auto" else spec.device  # what is known here of the workers' hosts
     check_plan(model, task, spec.parallel, degrees, batch, device)
     _require_own_step_fits(task, spec, model)
     _require_sync_fits(task, spec, model)
-    measured = _find_metric_names(spec, task, model, batch)
+    measured = _find_metric_names(spec, task, model, validated)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return ModelFacts(num_parameters, measured, infer_signature(task, model, batch))
 

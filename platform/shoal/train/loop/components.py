@@ -48,7 +48,8 @@ from shoal.train.optim.optimizers import (
     set_learning_rate,
 )
 from shoal.train.optim.selective_backprop import SelectiveBackprop
-from shoal.train.run_facts import RunFacts, adopt_batch_size, epochs_to_steps, needs_even_batches
+from shoal.train.run_facts import epochs_to_steps
+from shoal.train.run_setup import adopt_batch_size, make_facts, needs_even_batches
 from shoal.train.spec import TrainSpec
 from shoal.train.stateful_metric import MetricSet
 from shoal.train.task import Task, build_model, load_data
@@ -298,15 +299,8 @@ def build_components(
     spec = adopt_batch_size(spec, data)
     spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     _require_data_fits(spec, data, world)
-    share = (degrees.coordinates(world.rank).data, degrees.data)
-    is_even = needs_even_batches(spec, degrees)
-    options: dict[str, Any] = {"seed": spec.seed, "spec": spec.loader, "device": world.device}
-    size, evaluated = spec.batch_size, spec.evaluate.batch_size or data.get_settings("validation").batch_size
-    training = make_loader(data, "train", batch_size=size, is_even=is_even, share=replica or share, **options)
-    validation = None
-    if data.validation is not None:
-        validation = make_loader(data, "validation", batch_size=evaluated or size, share=share, **options)
-    task.setup(RunFacts(spec, training.num_batches, *(replica or (world.rank, world.size))))
+    training, validation = _make_loaders(spec, data, world, degrees, replica)
+    task.setup(make_facts(spec, training.num_batches, *(replica or (world.rank, world.size))))
     seed_everything(spec.seed)
     network, deferred, eager_reason = _build_network(spec, task, degrees)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
@@ -346,6 +340,20 @@ def build_components(
         assert isinstance(model, SpmdModel)
         model.use_optimizers(optimizer.get_parameters(), parts.take_phase_step)
     return parts
+
+
+def _make_loaders(
+    spec: TrainSpec, data: Data, world: World, degrees: ParallelDims, replica: tuple[int, int] | None
+) -> tuple[Loader, Loader | None]:
+    """Of the training data, and of the validation data."""
+    share = (degrees.coordinates(world.rank).data, degrees.data)
+    options: dict[str, Any] = {"seed": spec.seed, "spec": spec.loader, "device": world.device}
+    options["is_even"] = needs_even_batches(spec, degrees)
+    training = make_loader(data, "train", batch_size=spec.batch_size, share=replica or share, **options)
+    if data.validation is None:
+        return training, None
+    size = spec.evaluate.batch_size or data.get_settings("validation").batch_size or spec.batch_size
+    return training, make_loader(data, "validation", batch_size=size, share=share, **options)
 
 
 def _build_network(spec: TrainSpec, task: Task, degrees: ParallelDims) -> tuple[nn.Module, DeferredWeights | None, str]:

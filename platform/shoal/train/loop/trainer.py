@@ -87,6 +87,7 @@ class Trainer:
         self._event_log: EventLog = journal if journal is not None and world.is_first else NullLog()
         with translate_lost_ranks(world):
             self._parts = parts = build_components(spec, task, world, self._replica)
+            self.spec = spec = parts.spec
             self.sync: Synchronizer = make_synchronizer(
                 TrainReplica.of_components(parts, spec.applied_sync, world, connection)
             )
