@@ -11,19 +11,21 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import shoal.runs
 from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle, set_environment
 from shoal.config import Spec, last_override
+from shoal.config.field_help import FieldHelp, format_field_help, list_field_help
 from shoal.errors import ClusterError, NotReached, ShoalError
 from shoal.runs.event_messages import format_warning
 from shoal.runs.json_lines import JSON, TEXT, log_json, write_json_lines
 from shoal.runs.record.provenance import restore_secrets
 
 SpecT = TypeVar("SpecT", bound=Spec)
+PROGRAM = "SHOAL_PROGRAM"  # what was typed in place of `python FILE`, for `--help`
 CHECK, HELP = "--check", ("-h", "--help")
 ACTORS_INFERENCE = "SHOAL_ACTORS_INFERENCE"  # where the actors of `shoal run` have their policy: for the job's check
 
@@ -35,12 +37,14 @@ def job_main(
     check: Callable[[SpecT], object] = lambda spec: None,
     arguments: Sequence[str] | None = None,
     needs_cluster: bool = True,
+    list_arguments: Callable[[SpecT], Iterable[FieldHelp]] = lambda spec: (),
 ) -> None:
     """Run `run(spec with overrides applied, job)` on the cluster of $RAY_ADDRESS; exits 3 on NotReached, 1 on another
     ShoalError or OSError.
 
     spec:    what the words change, or a function that finds it by looking at them
     needs_cluster: False where, without $RAY_ADDRESS, this process is enough
+    list_arguments: further words, for `--help`
 
     `--help` prints the fields. `--check` validates the overrides, runs `check` and exits. `resume=RUN` takes every
     field without an override from that run's record.
@@ -56,9 +60,7 @@ def job_main(
         else:
             base = spec
         if not set(HELP).isdisjoint(words):
-            module = sys.modules["__main__"].__spec__  # of `-m`
-            program = f"python -m {module.name}" if module else f"python {sys.argv[0]}"
-            print(f"usage: {program} [field=value ...]\n\nfields and their defaults:\n\n{base.to_yaml()}")
+            _print_help(chosen := base.override(fields), list_arguments(chosen))
             return
         chosen = base.override(fields)
         check(chosen)
@@ -80,6 +82,17 @@ def job_main(
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)
         sys.exit(130)
+
+
+def _print_help(spec: Spec, others: Iterable[FieldHelp]) -> None:
+    main = sys.modules["__main__"]
+    module = main.__spec__  # of `-m`
+    program = os.environ.get(PROGRAM) or (f"python -m {module.name}" if module else f"python {sys.argv[0]}")
+    print(f"usage: {program} [field=value ...]\n")
+    if about := (main.__doc__ or "").strip():
+        print(f"{about}\n")
+    heading = "fields, with their present values, types and meanings"
+    print(f"{heading}:\n{format_field_help([*others, *list_field_help(spec)])}")
 
 
 def expected_run_id() -> str | None:

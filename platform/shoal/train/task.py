@@ -6,7 +6,6 @@ Trainer and by everything that examines a task before it runs. Knows nothing of 
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import re
@@ -22,7 +21,7 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.data import Data
-from shoal.errors import ConfigError, DataError
+from shoal.errors import ConfigError, DataError, suggest
 from shoal.parallel.loss import Loss
 from shoal.parallel.task_step import TrainStep
 from shoal.recipes import find_recipe, recipe_names
@@ -309,11 +308,16 @@ def _load_module(reference: str, location: str) -> ModuleType:
     path = find_source_file(reference)
     if path is None:
         return _import_module(reference, location)
-    if not path.is_file():
-        raise ConfigError(
-            "task", reference, f"there is no file {location}", f"from {Path.cwd()}, give the path of a file"
-        )
+    require_file(path, reference)
     return load_task_file(path, reference)
+
+
+def require_file(path: Path, reference: str) -> None:
+    """Raise ConfigError unless the file of a Task is there."""
+    if not path.is_file():
+        remedy = suggest(path.name, (each.name for each in path.parent.glob("*.py")))
+        remedy = f"from {Path.cwd()}, give the path of a file{remedy and f'; {remedy}'}"
+        raise ConfigError("task", reference, f"there is no file {reference.partition(':')[0]}", remedy)
 
 
 def load_task_file(path: Path, reference: str) -> ModuleType:
@@ -354,7 +358,7 @@ def _module_name(path: Path) -> str:
 def _import_module(reference: str, location: str) -> ModuleType:
     recipes = dict.fromkeys([*sorted(path.stem for path in JOBS.glob("*.py")), *recipe_names()])
     others = f"one of {', '.join(recipes)}" if recipes else "a recipe's name where its folder, jobs/, is"
-    remedy = f"give file.py:Class, package.module:Class, or {others}"
+    remedy = suggest(location, recipes) or f"give file.py:Class, package.module:Class, or {others}"
     if not all(part.isidentifier() for part in location.split(".")):
         raise ConfigError("task", reference, "is no file and no module", remedy)
     if location == "__main__":
@@ -374,5 +378,4 @@ def _find_tasks(module: ModuleType) -> dict[str, type[Task]]:
 
 def _suggest_name(name: str, known: Iterable[str]) -> str:
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"there is {', '.join(names) or 'none'}"
+    return suggest(name, names, f"there is {', '.join(names) or 'none'}")
