@@ -40,7 +40,7 @@ from shoal.train.reporting.console import ConsoleLog, format_metrics
 from shoal.train.reporting.event_log import EventLog, RecordLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
-from shoal.train.task import find_task
+from shoal.train.task import find_source_file, find_task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,8 +89,10 @@ def _list_arguments(spec: TrainSpec) -> Iterator[FieldHelp]:
 
 
 def _to_relative_path(task: str) -> str:
-    """Make a file within this folder relative: on other hosts, the copy of the folder has another path."""
+    """Make a file within this folder relative, and a recipe its name: on other hosts, copies have other paths."""
     file, here = Path(task), Path.cwd()
+    if not file.is_relative_to(here) and find_source_file(file.stem) == file.resolve():
+        return file.stem
     return str(file.relative_to(here)) if file.is_relative_to(here) else task
 
 

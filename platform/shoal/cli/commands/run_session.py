@@ -46,6 +46,7 @@ from shoal.config import format_override, last_override
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, NotReached, RunError
 from shoal.flows.actor_processes import ActorProcesses
 from shoal.home import load_access_token
+from shoal.recipes import is_recipe
 from shoal.runs import Run, Status
 from shoal.runs.formatting import format_duration, format_number
 from shoal.runs.record.provenance import format_masked_command, make_command_variable
@@ -335,15 +336,20 @@ def _run_remote(cluster: ClusterHandle, typed: RunArguments, path: Path, console
         remedy = "start actors by hand, with the command that the job prints"
         raise ConfigError("actors", typed.num_actors, "cannot be started for a cluster on another machine", remedy)
     folder = Path.cwd().resolve()
-    if not path.is_relative_to(folder):
+    if path.is_relative_to(folder):
+        program = [str(path.relative_to(folder))]
+    elif is_recipe(path):
+        program = ["-m", "shoal.recipes", path.stem]  # it goes with the package
+    else:
         remedy = "run from the folder that holds it, or copy it here"
         raise ConfigError("job", str(path), f"lies outside {folder}", remedy)
     shown, secrets = split_secret_overrides(path, typed.overrides)
-    entrypoint = ["python", str(path.relative_to(folder)), *shown]
+    entrypoint = ["python", *program, *shown]
     env = make_command_variable(typed.to_command_line()) | secrets
     typed.environment.require_combinable(env, is_uploaded=True)
     env |= typed.environment.to_variables()
     fields = typed.environment.fields
+    console.print(ray_jobs.describe_upload(folder))
     job = ray_jobs.JobHandle(cluster, ray_jobs.new_submission_id())
     try:
         ray_jobs.submit(
